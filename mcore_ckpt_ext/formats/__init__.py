@@ -1,0 +1,1 @@
+"""One module a format: from its bytes to slices of model space."""

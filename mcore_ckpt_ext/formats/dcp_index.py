@@ -1,0 +1,119 @@
+"""The index of a torch distributed checkpoint: `.metadata`, read without torch.distributed and without trust."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, Extent
+from mcore_ckpt_ext.storage.safe_pickle import safe_loads
+
+METADATA_FILE = ".metadata"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A hyper-rectangle of a stored array, and the archive that holds it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    extent: Extent
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array of the checkpoint under Megatron's sharded key; shape in elements, dtype by name."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A pickled object: the archive of `length` bytes at `offset` of `file`."""
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class DcpIndex:
+    """Everything that `.metadata` says: arrays by key, objects by key (with Megatron's `/shard_…` suffix)."""
+
+    arrays: Mapping[str, StoredArray]
+    objects: Mapping[str, StoredObject]
+
+
+def read_index(folder: Path) -> DcpIndex:
+    """Read `.metadata` of an iteration folder.
+
+    Raises:
+        UnreadableCheckpointError: it is missing, damaged, or contradicts itself.
+        UnsupportedCheckpointError: the records are compressed.
+    """
+    path = folder / METADATA_FILE
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise UnreadableCheckpointError(
+            "the checkpoint's index cannot be read",
+            found=error.strerror,
+            where=str(path),
+            helps="the save was interrupted or the copy is incomplete: use another iteration",
+        ) from error
+    metadata = safe_loads(data, str(path))
+    try:
+        return _index(metadata)
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise UnreadableCheckpointError(
+            "the checkpoint's index is damaged", found=f"{type(error).__name__}: {error}", where=str(path)
+        ) from error
+
+
+def _index(metadata: Any) -> DcpIndex:
+    # Chunks are filed under (key, offsets), objects under (key, None): `MetadataIndex` of
+    # torch/distributed/checkpoint/metadata.py.
+    places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+    for index, info in metadata.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise UnsupportedCheckpointError(
+                "the checkpoint's records are compressed", found=info.transform_descriptors, where=index.fqn
+            )
+        offset = getattr(index, "offset", None)  # absent for objects: a default of torch's class
+        places[index.fqn, None if offset is None else tuple(offset)] = info
+    arrays: dict[str, StoredArray] = {}
+    objects: dict[str, StoredObject] = {}
+    for key, entry in metadata.state_dict_metadata.items():
+        if hasattr(entry, "chunks"):
+            arrays[key] = _array(key, entry, places)
+        else:
+            info = places[key, None]
+            objects[key] = StoredObject(str(info.relative_path), int(info.offset), int(info.length))
+    return DcpIndex(arrays, objects)
+
+
+def _array(key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any]) -> StoredArray:
+    shape = tuple(int(size) for size in entry.size)
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    if dtype not in ITEM_SIZE:
+        raise ValueError(f"{key} has the unknown dtype {dtype}")
+    chunks = []
+    for chunk in entry.chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise ValueError(f"a chunk of {key} has {len(offsets)} axes, its array {len(shape)}")
+        numel = 1
+        for offset, size in zip(offsets, sizes, strict=True):
+            if offset < 0 or size < 0:
+                raise ValueError(f"a chunk of {key} lies at {offsets} with sizes {sizes}")
+            numel *= size
+        info = places[key, offsets]
+        extent = Extent(str(info.relative_path), int(info.offset), int(info.length), dtype, numel)
+        chunks.append(StoredChunk(offsets, sizes, extent))
+    return StoredArray(key, shape, dtype, tuple(chunks))

@@ -1,0 +1,172 @@
+"""The optimizer format `dp_reshardable`: flat gradient buffers, one array a bucket and kind.
+
+Source: `DistributedOptimizer.sharded_param_state_dp_reshardable` (megatron/core/optimizer/distrib_optimizer.py,
+core_v0.15.0 to 0.19.2). Each rank writes a chunk for each of its parameter pieces and for each gap.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mcore_ckpt_ext.errors import LayoutError
+from mcore_ckpt_ext.formats.dcp_index import StoredArray
+from mcore_ckpt_ext.layout.buckets import BucketKey, GroupLayout, OptimizerGroup, Placement, StoredBucket
+from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.recover import Proposal, RecoveredLayout, recover
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
+from mcore_ckpt_ext.planning.plan import Source, StoredSlice
+from mcore_ckpt_ext.transfer import Transfer, read_slice
+
+NAME = "dp_reshardable"
+
+_KEY = re.compile(
+    r"^(?:chained_(?P<child>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
+    r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtypes>\(.*\))\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)$"
+)
+# The masters are called `param` in the buffers; every other state keeps its name.
+_KINDS = {"param": FP32_PARAM}
+
+
+@dataclass(frozen=True)
+class _BucketState:
+    """The array of one bucket and kind."""
+
+    key: BucketKey
+    array: StoredArray
+
+
+class DpReshardable:
+    """The optimizer state of a checkpoint, group by group; layouts are recovered when first asked for."""
+
+    def __init__(
+        self,
+        arrays: Mapping[str, StoredArray],
+        models: LocalModels,
+        proposals: Callable[[], Sequence[Proposal]],
+        weights: Source,
+        transfer: Transfer,
+    ) -> None:
+        self._models = models
+        self._proposals = proposals
+        self._weights = weights
+        self._transfer = transfer
+        self._recovered: dict[int, RecoveredLayout] = {}
+        self._arrays: dict[int, dict[tuple[BucketKey, str], StoredArray]] = {}
+        for name, array in arrays.items():
+            if match := _KEY.match(name):
+                if match["child"] not in (None, "0"):
+                    continue
+                key = BucketKey(int(match["buffer"]), match["dtypes"], int(match["bucket"]))
+                kind = _KINDS.get(match["state"], match["state"])
+                self._arrays.setdefault(int(match["group"]), {})[key, kind] = array
+        self.kinds = tuple(dict.fromkeys(kind for arrays_of in self._arrays.values() for _, kind in arrays_of))
+        self.groups = {index: self._group(index) for index in sorted(self._arrays)}
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The tensor as the checkpoint knows it: the weight's shape, the state's dtype."""
+        weight = self._models.weights.get(name)
+        if weight is None or kind not in self.kinds:
+            return None
+        if not any(self.stored(kind, name)):
+            return None
+        dtype = next(a.dtype for arrays in self._arrays.values() for (_, k), a in arrays.items() if k == kind)
+        return LogicalTensor(name, weight.tensor.shape, dtype)
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """All stored slices of one tensor, replicas after what they repeat."""
+        slices: list[StoredSlice] = []
+        for group in self._groups_of(name):
+            for key, placements in self.layout_of(group).layout.items():
+                array = self._arrays[group.index].get((key, kind))
+                for placement in placements:
+                    if array is not None and placement.name == name:
+                        slices.extend(_cut(placement, array))
+        return slices
+
+    def layout_of(self, group: OptimizerGroup) -> RecoveredLayout:
+        """The layout of one group, recovered on first use.
+
+        Raises:
+            LayoutError: it cannot be proven.
+        """
+        if group.index not in self._recovered:
+            self._recovered[group.index] = recover(group, self._models, self._proposals(), self)
+        return self._recovered[group.index]
+
+    def names(self) -> list[str]:
+        """All parameters with optimizer state."""
+        found = {
+            placement.name: None
+            for group in self.groups.values()
+            for placements in self.layout_of(group).layout.values()
+            for placement in placements
+        }
+        return list(found)
+
+    def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
+        """See `layout.buckets.Bytes`."""
+        source = _FlatArray(self._arrays[group.index][key, FP32_PARAM])
+        whole = Region.whole(source.array.key, source.array.shape)
+        return read_slice(source, self._transfer, FP32_PARAM, Slice((whole,), start, start + count))
+
+    def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
+        """See `layout.buckets.Bytes`."""
+        return read_slice(self._weights, self._transfer, "weight", Slice(regions, start, start + count))
+
+    def _groups_of(self, name: str) -> list[OptimizerGroup]:
+        tensor = self._models.layout.tensor
+        tensor_ranks = [0] if self._models.is_replicated(name) else range(tensor)
+        wanted = [
+            rank + tensor * stage for stage in self._models.pipeline_ranks_of(name) for rank in tensor_ranks
+        ]
+        return [self.groups[index] for index in wanted if index in self.groups]
+
+    def _group(self, index: int) -> OptimizerGroup:
+        # `dp_group_idx` is the rank in the model-parallel group, tensor ranks running fastest
+        # (megatron/core/optimizer/__init__.py, `get_megatron_optimizer`, core_v0.7.0 to 0.19.2).
+        pipeline_rank, tensor_rank = divmod(index, self._models.layout.tensor)
+        if pipeline_rank >= self._models.layout.pipeline:
+            raise LayoutError(
+                "the checkpoint holds an optimizer group that its own layout has no room for",
+                found=f"dp_group_idx_{index}",
+                expected=f"fewer than {self._models.layout.tensor * self._models.layout.pipeline} groups",
+            )
+        buckets: dict[BucketKey, StoredBucket] = {}
+        for (key, kind), array in self._arrays[index].items():
+            if kind == FP32_PARAM:
+                borders = {c.offsets[0] for c in array.chunks} | {c.offsets[0] + c.sizes[0] for c in array.chunks}
+                buckets[key] = StoredBucket(array.shape[0], tuple(sorted(borders)))
+        return OptimizerGroup(index, tensor_rank, pipeline_rank, buckets)
+
+
+@dataclass(frozen=True)
+class _FlatArray:
+    """A stored array as a source of its own, one logical tensor named by its key."""
+
+    array: StoredArray
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        return [
+            StoredSlice(Slice.whole((Region(name, chunk.offsets, chunk.sizes),)), chunk.extent, 0)
+            for chunk in self.array.chunks
+        ]
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        return LogicalTensor(name, self.array.shape, self.array.dtype)
+
+
+def _cut(placement: Placement, array: StoredArray) -> list[StoredSlice]:
+    """The pieces of a placed parameter that the chunks of its bucket hold."""
+    pieces = []
+    for chunk in array.chunks:
+        low = max(placement.start, chunk.offsets[0])
+        high = min(placement.stop, chunk.offsets[0] + chunk.sizes[0])
+        if low < high:
+            piece = Slice(placement.regions, low - placement.start, high - placement.start)
+            pieces.append(StoredSlice(piece, chunk.extent, low - chunk.offsets[0]))
+    return pieces

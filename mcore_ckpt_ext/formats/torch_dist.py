@@ -1,0 +1,288 @@
+"""The checkpoint format `torch_dist`: arrays in `.distcp` archives, everything else in the common state.
+
+Source: `megatron/core/dist_checkpointing/strategies/torch.py` and `serialization.py` (core_v0.7.0 to 0.19.2).
+The common state is `common.pt` up to 0.18, and the object `common_state` since 0.19.0 (commit 40b1fd37).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject, read_index
+from mcore_ckpt_ext.formats.dp_reshardable import NAME as DP_RESHARDABLE
+from mcore_ckpt_ext.formats.dp_reshardable import DpReshardable
+from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, known_orders
+from mcore_ckpt_ext.layout.recover import Proposal, by_order, by_sidecar
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
+from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor, name_at, stacked_axes
+from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from mcore_ckpt_ext.transfer import Transfer
+
+NAME = "torch_dist"
+COMMON_FILE = "common.pt"
+CONFIG_FILE = "metadata.json"
+_COMMON_OBJECT = "common_state/shard_0_1"
+_OPTIMIZER_PREFIXES = ("optimizer.", "chained_")
+_STATE_OBJECTS = ".optimizer/shard_0_1"
+_SCALER_OBJECTS = ".grad_scaler/shard_0_1"
+
+
+class Weights:
+    """The model's arrays in model space: layer and expert axes become part of the name."""
+
+    def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
+        self._arrays = arrays
+        self._places: dict[str, tuple[str, tuple[int, ...]]] = {}
+        for key, array in arrays.items():
+            stacked = stacked_axes(key)
+            for index in product(*(range(size) for size in array.shape[:stacked])):
+                self._places[name_at(key, index)] = (key, index)
+        self._by_index: dict[str, dict[tuple[int, ...], list[tuple[StoredChunk, int]]]] = {}
+
+    def names(self) -> list[str]:
+        """All names."""
+        return list(self._places)
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """See `planning.plan.Source`."""
+        if kind != WEIGHT or name not in self._places:
+            return None
+        key, index = self._places[name]
+        return LogicalTensor(name, self._arrays[key].shape[len(index) :], self._arrays[key].dtype)
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """See `planning.plan.Source`."""
+        key, index = self._places[name]
+        stacked = len(index)
+        return [
+            StoredSlice(
+                Slice.whole((Region(name, chunk.offsets[stacked:], chunk.sizes[stacked:]),)), chunk.extent, first
+            )
+            for chunk, first in self._chunks(key).get(index, [])
+        ]
+
+    def grid(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """The distinct chunk offsets of each axis of a tensor."""
+        stored = [piece.slice.regions[0].offsets for piece in self.stored(WEIGHT, name)]
+        return tuple(tuple(sorted(set(axis))) for axis in zip(*stored, strict=True))
+
+    def _chunks(self, key: str) -> dict[tuple[int, ...], list[tuple[StoredChunk, int]]]:
+        """The chunks of an array by stack index, each with the element at which that index begins in it."""
+        if key not in self._by_index:
+            stacked = stacked_axes(key)
+            by_index: dict[tuple[int, ...], list[tuple[StoredChunk, int]]] = {}
+            for chunk in self._arrays[key].chunks:
+                inner = 1
+                for size in chunk.sizes[stacked:]:
+                    inner *= size
+                for number, offsets in enumerate(product(*(range(size) for size in chunk.sizes[:stacked]))):
+                    index = tuple(a + b for a, b in zip(chunk.offsets, offsets, strict=False))
+                    by_index.setdefault(index, []).append((chunk, number * inner))
+            self._by_index[key] = by_index
+        return self._by_index[key]
+
+
+class TorchDistCheckpoint:
+    """One iteration folder in `torch_dist`. Nothing but metadata is read until a tensor is asked for."""
+
+    format = NAME
+
+    def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
+        """Open a folder.
+
+        Args:
+            folder: the `iter_XXXXXXX` or `release` folder.
+            witnesses: parameter orders to try after the sidecar and before the known ones.
+
+        Raises:
+            UnreadableCheckpointError: metadata is missing or damaged.
+            UnsupportedCheckpointError: another backend or an optimizer format that is not read yet.
+        """
+        self.folder = folder
+        _check_backend(folder)
+        self.reader = FolderReader(folder)
+        self.transfer = Transfer(self.reader)
+        self._index: DcpIndex = read_index(folder)
+        self._witnesses = tuple(witnesses)
+        arrays = self._index.arrays
+        self.weights = Weights({k: a for k, a in arrays.items() if not k.startswith(_OPTIMIZER_PREFIXES)})
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """The common state: arguments, iteration, scheduler and the like."""
+        if (self.folder / COMMON_FILE).exists():
+            common = TorchArchive(self.reader, COMMON_FILE).load()
+        elif _COMMON_OBJECT in self._index.objects:
+            common = self.object(_COMMON_OBJECT)
+        else:
+            raise UnreadableCheckpointError(
+                "the checkpoint lacks its common state",
+                expected=f"{COMMON_FILE}, or the object {_COMMON_OBJECT}",
+                where=str(self.folder),
+                helps="the save was interrupted or the copy is incomplete: use another iteration",
+            )
+        if not isinstance(common, dict):
+            raise UnreadableCheckpointError("the common state is no dict", found=type(common), where=str(self.folder))
+        return common
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """Megatron's parsed arguments of the job that wrote the checkpoint, by name."""
+        return dict(vars(self.common["args"])) if "args" in self.common else {}
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        """The parallel layout of the job that wrote the checkpoint."""
+        return ParallelLayout.from_arguments(self.args)
+
+    @property
+    def iteration(self) -> int:
+        """The training iteration."""
+        return int(self.common.get("iteration", 0))
+
+    @cached_property
+    def optimizer_format(self) -> str | None:
+        """Megatron's name of the optimizer's sharding type; None without a distributed optimizer.
+
+        The common state of the optimizer is the authority in all versions, then the content metadata (since 0.13).
+        """
+        state = self.common.get("optimizer")
+        if isinstance(state, dict):
+            children = [state, *(child for child in state.values() if isinstance(child, dict))]
+            for child in children:
+                if "param_state_sharding_type" in child:
+                    return str(child["param_state_sharding_type"])
+        content = self.common.get("content_metadata") or {}
+        found = content.get("distrib_optim_sharding_type")
+        return str(found) if found else None
+
+    @cached_property
+    def models(self) -> LocalModels:
+        """The local parameters of the ranks that wrote the checkpoint."""
+        stored = {}
+        for name in self.weights.names():
+            tensor = self.weights.logical_tensor(WEIGHT, name)
+            if tensor is not None:
+                stored[name] = StoredWeight(tensor, self.weights.grid(name))
+        return LocalModels(stored, self.args, self.layout)
+
+    @cached_property
+    def optimizer(self) -> DpReshardable:
+        """The optimizer's state.
+
+        Raises:
+            UnsupportedCheckpointError: it is in a format that is not read yet.
+        """
+        if self.optimizer_format != DP_RESHARDABLE:
+            raise UnsupportedCheckpointError(
+                "the optimizer state is in a format that this version does not read",
+                found=self.optimizer_format,
+                expected=DP_RESHARDABLE,
+                where=str(self.folder),
+            )
+        return DpReshardable(self._index.arrays, self.models, self._proposals, self.weights, self.transfer)
+
+    @cached_property
+    def sidecar(self) -> Sidecar | None:
+        """The layout recorded beside the checkpoint, if there is a readable one."""
+        path = self.folder / SIDECAR_FILE
+        try:
+            return Sidecar.from_json(path.read_text())
+        except (OSError, ValueError):
+            # A missing or foreign sidecar only means one witness fewer: the layout is proven either way.
+            return None
+
+    def object(self, key: str) -> Any:
+        """A pickled object by its key; Megatron wraps each in a list of one (strategies/torch.py).
+
+        Raises:
+            UnreadableCheckpointError: it is damaged.
+        """
+        return self._archived(self._index.objects[key], key)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups as each rank group stored them, with repetitions."""
+        found: list[dict[str, Any]] = []
+        for key in self._keys(_STATE_OBJECTS):
+            found.extend(self.object(key)["param_groups"])
+        return found
+
+    def grad_scaler(self) -> dict[str, Any] | None:
+        """The state of the gradient scaler (fp16 only)."""
+        for key in self._keys(_SCALER_OBJECTS):
+            return dict(self.object(key))
+        return None
+
+    def names(self, kind: str) -> list[str]:
+        """Model-space names of one kind."""
+        if kind == WEIGHT:
+            return self.weights.names()
+        return self.optimizer.names() if kind in self.optimizer.kinds else []
+
+    def kinds(self) -> tuple[str, ...]:
+        """All kinds that the checkpoint holds."""
+        return (WEIGHT, *(self.optimizer.kinds if self.optimizer_format else ()))
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """See `planning.plan.Source`."""
+        source = self.weights if kind == WEIGHT else self.optimizer
+        return source.logical_tensor(kind, name)
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """See `planning.plan.Source`."""
+        source = self.weights if kind == WEIGHT else self.optimizer
+        return source.stored(kind, name)
+
+    def archives(self) -> Iterator[tuple[str, int, int]]:
+        """Every archive of the checkpoint: (file, offset, length)."""
+        for array in self._index.arrays.values():
+            for chunk in array.chunks:
+                yield chunk.extent.file, chunk.extent.offset, chunk.extent.length
+        for stored in self._index.objects.values():
+            yield stored.file, stored.offset, stored.length
+
+    def _keys(self, suffix: str) -> list[str]:
+        return sorted(k for k in self._index.objects if k.startswith(_OPTIMIZER_PREFIXES) and k.endswith(suffix))
+
+    def _archived(self, place: StoredObject, key: str) -> Any:
+        archive = TorchArchive(self.reader, place.file, place.offset, place.length)
+        loaded = archive.load()
+        if not isinstance(loaded, list) or len(loaded) != 1:
+            raise UnreadableCheckpointError("an object of the checkpoint is not as Megatron writes it", where=key)
+        return loaded[0]
+
+    def _proposals(self) -> list[Proposal]:
+        recorded = [by_sidecar(self.models, self.sidecar)] if self.sidecar else []
+        orders = [*self._witnesses, *known_orders(self.args)]
+        return recorded + [by_order(self.models, order) for order in orders]
+
+
+def _check_backend(folder: Path) -> None:
+    path = folder / CONFIG_FILE
+    try:
+        backend = json.loads(path.read_text())["sharded_backend"]
+    except OSError as error:
+        raise UnreadableCheckpointError(
+            "this is no finished torch_dist checkpoint: Megatron writes metadata.json last",
+            found=error.strerror,
+            where=str(path),
+            helps="name a run folder or an iter_XXXXXXX folder; if the save was interrupted, use another iteration",
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnreadableCheckpointError("metadata.json is damaged", found=str(error), where=str(path)) from error
+    if backend != NAME:
+        raise UnsupportedCheckpointError(
+            "the checkpoint's backend is not read by this version", found=backend, expected=NAME, where=str(folder)
+        )

@@ -1,0 +1,1 @@
+"""Which parameter lies where in a flat gradient buffer: rules, parameter orders, recovery, the proof."""

@@ -1,0 +1,98 @@
+"""The flat buffers of one optimizer group, as stored, and where its parameters lie in them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from mcore_ckpt_ext.model_space.slices import Region, numel_of
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class BucketKey:
+    """Which bucket of a group: gradient buffer, (parameter, gradient) dtypes as Megatron prints them, number."""
+
+    buffer: int
+    dtypes: str
+    bucket: int
+
+    def __str__(self) -> str:
+        return f"gbuf_idx_{self.buffer}.dtype_{self.dtypes}.bucket_idx_{self.bucket}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBucket:
+    """One bucket: elements without the padding at its end, and where stored chunks begin or end (ascending)."""
+
+    numel_unpadded: int
+    cuts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OptimizerGroup:
+    """The buffers that the data-parallel ranks of one (tensor, pipeline) rank share; `index` is `dp_group_idx`."""
+
+    index: int
+    tensor_rank: int
+    pipeline_rank: int
+    buckets: Mapping[BucketKey, StoredBucket]
+
+    def __str__(self) -> str:
+        return f"dp_group_idx_{self.index} (tensor rank {self.tensor_rank}, pipeline rank {self.pipeline_rank})"
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A local parameter at elements `[start, start + numel)` of a bucket."""
+
+    name: str
+    regions: tuple[Region, ...]
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """One past its last element."""
+        return self.start + numel_of(self.regions)
+
+
+GroupLayout = Mapping[BucketKey, Sequence[Placement]]
+
+
+class Bytes(Protocol):
+    """Reads small pieces of a checkpoint, for the proof of a proposal and for discovery."""
+
+    def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
+        """`count` fp32 masters from element `start` of a bucket."""
+
+    def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
+        """`count` elements from element `start` of the flattening of regions of a weight, in the stored dtype."""
+
+
+def misfit(layout: GroupLayout, group: OptimizerGroup) -> str | None:
+    """Why a proposed layout cannot be that of a stored group, by sizes and chunk borders alone; None if it can.
+
+    Every parameter border inside of a bucket is a border of stored chunks, for the saver writes one chunk a
+    parameter and rank (`sharded_param_state_dp_reshardable`, distrib_optimizer.py, core_v0.15.0 to 0.19.2).
+    """
+    if set(layout) != set(group.buckets):
+        return f"buckets {_keys(layout)} proposed, {_keys(group.buckets)} stored"
+    for key, stored in group.buckets.items():
+        cuts = frozenset(stored.cuts)
+        end = 0
+        for placement in layout[key]:
+            for border in (placement.start, placement.stop):
+                if border not in cuts and border != stored.numel_unpadded:
+                    return f"{placement.name} would begin or end at {border} of {key}, where no stored chunk does"
+            if placement.start < end or placement.stop > stored.numel_unpadded:
+                return f"{placement.name} would lie at {placement.start}:{placement.stop} of {key}, outside of its room"
+            end = placement.stop
+        if stored.numel_unpadded - end >= 64:
+            return f"nothing would fill {key} from {end} to {stored.numel_unpadded}"
+    return None
+
+
+def _keys(buckets: Mapping[BucketKey, object]) -> str:
+    return ", ".join(map(str, sorted(buckets))) or "none"

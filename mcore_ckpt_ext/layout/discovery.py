@@ -1,0 +1,186 @@
+"""Discovery by content: find the layout of a model that no rule knows, from its own bytes.
+
+Chunk borders say where parameters can begin and how long they can be; the weights say which one it is. Equal
+constants (norm weights that are still all ones) are told apart by their layer and by the order that other layers
+show; where that does not decide, nothing is guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mcore_ckpt_ext.errors import LayoutError
+from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, GroupLayout, OptimizerGroup, Placement
+from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
+from mcore_ckpt_ext.layout.parameter_order import split_layer
+from mcore_ckpt_ext.model_space.slices import Region, numel_of
+
+_SAMPLE = 64
+
+
+@dataclass(frozen=True)
+class _Spot:
+    """A place in a bucket that holds a parameter, and which parameters' weights fit there."""
+
+    key: BucketKey
+    start: int
+    fitting: dict[str, tuple[Region, ...]]
+
+
+def discover(
+    group: OptimizerGroup,
+    candidates: Iterable[tuple[str, tuple[Region, ...]]],
+    borders: dict[BucketKey, frozenset[int]],
+    read: Bytes,
+) -> GroupLayout:
+    """Locate every parameter of a group.
+
+    Args:
+        group: the stored buffers.
+        candidates: all parameters that this tensor-parallel rank can hold.
+        borders: cuts that data-parallel sharding alone explains, by bucket.
+        read: reads samples.
+
+    Raises:
+        LayoutError: some place fits no parameter, or more than one.
+    """
+    by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]] = {}
+    for name, regions in candidates:
+        numel = numel_of(regions)
+        by_numel.setdefault(numel, []).append((name, regions, read.weight(regions, 0, min(numel, _SAMPLE))))
+    spots = [
+        spot
+        for key, stored in sorted(group.buckets.items())
+        for spot in _walk(group, key, stored.cuts, borders.get(key, frozenset()), by_numel, read)
+    ]
+    names = _Assignment(group, spots).solve()
+    layout: dict[BucketKey, list[Placement]] = {key: [] for key in group.buckets}
+    for spot, name in zip(spots, names, strict=True):
+        layout[spot.key].append(Placement(name, spot.fitting[name], spot.start))
+    return layout
+
+
+def _walk(
+    group: OptimizerGroup,
+    key: BucketKey,
+    cuts: Sequence[int],
+    borders: frozenset[int],
+    by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
+    read: Bytes,
+) -> Iterable[_Spot]:
+    position = 0
+    while position < len(cuts) - 1:
+        start = cuts[position]
+        if start % PARAMETER_ALIGNMENT:
+            position += 1
+            continue
+        spot, after = _fitting(group, key, cuts, position, borders, by_numel, read)
+        if not spot.fitting:
+            raise LayoutError(
+                "discovery by content found no parameter whose weights fit the masters at one place",
+                where=f"{group}, {key}, element {start}",
+                helps="the checkpoint is damaged, its weights were edited, or they belong to another iteration",
+            )
+        yield spot
+        position = after
+
+
+def _fitting(
+    group: OptimizerGroup,
+    key: BucketKey,
+    cuts: Sequence[int],
+    position: int,
+    borders: frozenset[int],
+    by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
+    read: Bytes,
+) -> tuple[_Spot, int]:
+    """The parameters that fit at one cut, of the only length that leaves no unexplained cut inside."""
+    start = cuts[position]
+    for after in range(position + 1, len(cuts)):
+        numel = cuts[after] - start
+        sample = read.master(group, key, start, min(numel, _SAMPLE)) if numel in by_numel else None
+        fitting = {
+            name: regions
+            for name, regions, weight in by_numel.get(numel, ())
+            if sample is not None and torch.equal(sample.to(weight.dtype), weight)
+        }
+        if fitting or cuts[after] not in borders:
+            return _Spot(key, start, fitting), after
+    return _Spot(key, start, {}), len(cuts)
+
+
+class _Assignment:
+    """Gives each spot its one parameter: first by what is unique, then by layer, then by the order of other layers."""
+
+    def __init__(self, group: OptimizerGroup, spots: Sequence[_Spot]) -> None:
+        self._group = group
+        self._spots = spots
+        self._open = [set(spot.fitting) for spot in spots]
+
+    def solve(self) -> list[str]:
+        changed = True
+        while changed:
+            changed = self._drop_used() or self._keep_layer() or self._follow_pattern()
+        for spot, names in zip(self._spots, self._open, strict=True):
+            if len(names) != 1:
+                raise LayoutError(
+                    "discovery by content cannot tell parameters apart that hold the same values",
+                    found=sorted(names)[:4] or "none left",
+                    where=f"{self._group}, {spot.key}, element {spot.start}",
+                    helps="resume once under the layout that wrote the checkpoint and save with this plugin installed",
+                )
+        return [next(iter(names)) for names in self._open]
+
+    def _narrow(self, index: int, keep: set[str]) -> bool:
+        kept = self._open[index] & keep
+        if not kept or kept == self._open[index]:
+            return False
+        self._open[index] = kept
+        return True
+
+    def _drop_used(self) -> bool:
+        used = {next(iter(names)) for names in self._open if len(names) == 1}
+        return any([self._narrow(i, names - used) for i, names in enumerate(self._open) if len(names) > 1])
+
+    def _keep_layer(self) -> bool:
+        """Buffers hold whole layers, one after the other: between two places of a layer lies only that layer."""
+        changed = False
+        for index, names in enumerate(self._open):
+            if len(names) > 1:
+                before, after = self._known_layer(index, -1), self._known_layer(index, +1)
+                if before is not None and before == after:
+                    changed |= self._narrow(index, {name for name in names if split_layer(name)[0] == before})
+                elif before is not None and after is not None:
+                    changed |= self._narrow(index, {n for n in names if split_layer(n)[0] in (before, after)})
+        return changed
+
+    def _known_layer(self, index: int, step: int) -> int | None:
+        index += step
+        while 0 <= index < len(self._open) and self._spots[index].key.buffer == self._spots[index - step].key.buffer:
+            if len(self._open[index]) == 1:
+                return split_layer(next(iter(self._open[index])))[0]
+            index += step
+        return None
+
+    def _follow_pattern(self) -> bool:
+        """What follows a parameter in the layers that are settled follows it in the others, too."""
+        follows: dict[str, set[str]] = {}
+        for first, second in zip(self._open, self._open[1:], strict=False):
+            if len(first) == len(second) == 1:
+                follows.setdefault(_suffix(first), set()).add(_suffix(second))
+        changed = False
+        for index in range(1, len(self._open)):
+            previous, names = self._open[index - 1], self._open[index]
+            if len(previous) == 1 and len(names) > 1:
+                expected = follows.get(_suffix(previous), set())
+                layer = split_layer(next(iter(previous)))[0]
+                keep = {n for n in names if split_layer(n)[1] in expected and split_layer(n)[0] == layer}
+                changed |= self._narrow(index, keep)
+        return changed
+
+
+def _suffix(names: set[str]) -> str:
+    return split_layer(next(iter(names)))[1]

@@ -1,0 +1,116 @@
+"""Where each parameter lies in a gradient buffer: Megatron's packing rules, by version.
+
+The rules are pure arithmetic over the parameters in registration order. They were read in
+`megatron/core/distributed/param_and_grad_buffer.py` (core_v0.9.0 to 0.17.0) and, from 0.18 on, in
+`DistributedOptimizer._compute_per_buffer_param_layout` (megatron/core/optimizer/distrib_optimizer.py) with
+`pad_param_start` and `pad_bucket_end` (megatron/core/optimizer/param_layout.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from math import lcm
+
+PARAMETER_ALIGNMENT = 64
+BUCKET_ALIGNMENT = 128
+HIGH_BANDWIDTH_ALIGNMENT = 1 << 16
+
+
+class PackingRule(Enum):
+    """What happens before a parameter of the shared embedding, which gets a bucket of its own.
+
+    `UNTIL_0_12`: the collected bucket is closed at a position that is padded to the bucket alignment when it is
+    no multiple of the data-parallel size, and the parameter starts there (core_v0.9.0 to 0.12.x).
+    `SINCE_0_13`: the bucket is closed at the parameter's aligned position, and the parameter starts at the padded
+    end of that bucket (commit afb755f5, core_v0.13.0 to 0.19.2).
+    """
+
+    UNTIL_0_12 = "C"
+    SINCE_0_13 = "D"
+
+
+@dataclass(frozen=True, slots=True)
+class BufferParameter:
+    """A parameter as the packing sees it; `shared_embedding` is Megatron's attribute of that name."""
+
+    numel: int
+    shared_embedding: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """A bucket: buffer positions `[start, stop)` with the padding at its end, and how much of it is not padding.
+
+    `placements` lists (index of the parameter in registration order, first, last + 1), relative to the bucket.
+    """
+
+    start: int
+    stop: int
+    numel_unpadded: int
+    placements: tuple[tuple[int, int, int], ...]
+
+
+def bucket_alignment(data_parallel: int, high_bandwidth: bool) -> int:
+    """Bucket ends are padded to a multiple of this; `high_bandwidth` is `--ddp-pad-buckets-for-high-nccl-busbw`."""
+    base = lcm(data_parallel, BUCKET_ALIGNMENT)
+    return lcm(base, HIGH_BANDWIDTH_ALIGNMENT) if high_bandwidth else base
+
+
+def align(position: int, alignment: int) -> int:
+    """The next multiple of `alignment` that is not below `position`."""
+    return -(-position // alignment) * alignment
+
+
+@dataclass
+class _Packer:
+    alignment: int
+    buckets: list[Bucket] = field(default_factory=list)
+    start: int = 0
+    collected: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def close(self, end: int) -> int:
+        """Close the collected bucket at `end`; returns where the next one starts."""
+        stop = align(end, self.alignment)
+        placements = tuple((index, low - self.start, high - self.start) for index, low, high in self.collected)
+        self.buckets.append(Bucket(self.start, stop, end - self.start, placements))
+        self.start, self.collected = stop, []
+        return stop
+
+
+def pack(
+    parameters: Sequence[BufferParameter],
+    *,
+    bucket_size: int | None,
+    data_parallel: int,
+    rule: PackingRule = PackingRule.SINCE_0_13,
+    high_bandwidth: bool = False,
+) -> list[Bucket]:
+    """Lay out the parameters of one buffer.
+
+    Args:
+        parameters: in registration order (`named_parameters()`); the buffer holds them in reverse.
+        bucket_size: elements after which a bucket is closed; None for a single bucket.
+        data_parallel: ranks that share the buffer (context-parallel ranks included).
+        rule: which version's rule.
+        high_bandwidth: as in `bucket_alignment`.
+    """
+    packer = _Packer(bucket_alignment(data_parallel, high_bandwidth))
+    cursor = end = 0
+    for index in reversed(range(len(parameters))):
+        parameter = parameters[index]
+        cursor = align(cursor, PARAMETER_ALIGNMENT)
+        if parameter.shared_embedding:
+            if rule is PackingRule.UNTIL_0_12 and cursor % data_parallel:
+                cursor = align(cursor, packer.alignment)
+            if packer.collected:
+                stop = packer.close(cursor)
+                cursor = stop if rule is PackingRule.SINCE_0_13 else cursor
+        end = cursor + parameter.numel
+        packer.collected.append((index, cursor, end))
+        full = bucket_size is not None and end - packer.start >= bucket_size
+        cursor = packer.close(end) if full or parameter.shared_embedding else end
+    if packer.collected:
+        packer.close(end)
+    return packer.buckets

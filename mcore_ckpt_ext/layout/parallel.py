@@ -1,0 +1,104 @@
+"""Parallel layouts, and which decoder layers a pipeline stage holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """Sizes of the parallel dimensions of a job; `virtual_pipeline` counts model chunks per pipeline rank."""
+
+    tensor: int
+    pipeline: int
+    virtual_pipeline: int
+    expert: int
+    expert_tensor: int
+    context: int
+    data: int
+    world: int
+
+    @classmethod
+    def from_arguments(cls, arguments: Mapping[str, Any]) -> ParallelLayout:
+        """Read Megatron's parsed arguments (`megatron/training/arguments.py`, `validate_args`, 0.7 to 0.19).
+
+        `data_parallel_size` there leaves the context-parallel ranks out.
+        """
+
+        def size(name: str, default: int = 1) -> int:
+            value = arguments.get(name)
+            return int(value) if value else default
+
+        tensor, pipeline = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
+        context = size("context_parallel_size")
+        data = size("data_parallel_size")
+        return cls(
+            tensor=tensor,
+            pipeline=pipeline,
+            virtual_pipeline=size("virtual_pipeline_model_parallel_size") if pipeline > 1 else 1,
+            expert=size("expert_model_parallel_size"),
+            expert_tensor=size("expert_tensor_parallel_size", tensor),
+            context=context,
+            data=data,
+            world=size("world_size", tensor * pipeline * context * data),
+        )
+
+    def __str__(self) -> str:
+        sizes = [("TP", self.tensor), ("PP", self.pipeline), ("VPP", self.virtual_pipeline), ("EP", self.expert),
+                 ("CP", self.context), ("DP", self.data)]  # fmt: skip
+        always = {"TP", "PP", "DP"}
+        parts = [f"{label}{size}" for label, size in sizes if size > 1 or label in always]
+        if self.expert > 1 and self.expert_tensor != self.tensor:
+            parts.insert(-1, f"ETP{self.expert_tensor}")
+        return " x ".join(parts)
+
+
+def layers_by_chunk(arguments: Mapping[str, Any], layout: ParallelLayout) -> list[list[range]] | None:
+    """Global decoder layers of every model chunk: `result[pipeline rank][virtual stage]`.
+
+    Rules: `get_transformer_layer_offset` (megatron/core/transformer/transformer_layer.py) and
+    `get_num_layers_to_build` (transformer_block.py), the same in core_v0.8.0 to 0.19.0.
+
+    Returns:
+        None for layouts that these rules do not describe (`--pipeline-model-parallel-layout`).
+    """
+    if arguments.get("pipeline_model_parallel_layout"):
+        return None
+    counts = _layers_per_stage(arguments, layout.pipeline)
+    virtual = layout.virtual_pipeline
+    if counts is None or any(count % virtual for count in counts):
+        return None
+    chunks: list[list[range]] = [[] for _ in counts]
+    following = 0
+    for stage in range(virtual):
+        for rank, count in enumerate(counts):
+            built = count // virtual
+            if rank == 0 and stage == 0 and arguments.get("account_for_embedding_in_pipeline_split"):
+                built -= 1
+            if rank == len(counts) - 1 and stage == virtual - 1:
+                built -= bool(arguments.get("account_for_loss_in_pipeline_split"))
+            chunks[rank].append(range(following, following + built))
+            following += built
+    return chunks if following == arguments.get("num_layers") else None
+
+
+def _layers_per_stage(arguments: Mapping[str, Any], pipeline: int) -> list[int] | None:
+    """Layers of each pipeline rank over all its chunks; embedding and loss counted as layers where they are."""
+    total = arguments.get("num_layers")
+    if not isinstance(total, int):
+        return None
+    first = arguments.get("decoder_first_pipeline_num_layers")
+    last = arguments.get("decoder_last_pipeline_num_layers")
+    if first is None and last is None:
+        total += bool(arguments.get("account_for_embedding_in_pipeline_split"))
+        total += bool(arguments.get("account_for_loss_in_pipeline_split"))
+        return None if total % pipeline else [total // pipeline] * pipeline
+    middle = pipeline - (first is not None) - (last is not None)
+    left = total - (first or 0) - (last or 0)
+    if middle < 0 or (middle and left % middle):
+        return None
+    head = [first] if first is not None else []
+    tail = [last] if last is not None else []
+    return head + [left // middle if middle else 0] * middle + tail

@@ -1,0 +1,1 @@
+"""Model space: the layout-free view of a checkpoint. Names, kinds, logical tensors, regions, slices."""

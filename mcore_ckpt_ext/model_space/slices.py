@@ -1,0 +1,63 @@
+"""Regions and slices: how a contiguous piece of some memory or file maps into logical tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """A hyper-rectangle of the logical tensor `name`: offsets and sizes in elements, one per axis."""
+
+    name: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    @classmethod
+    def whole(cls, name: str, shape: tuple[int, ...]) -> Region:
+        """The region that covers a tensor of `shape`."""
+        return cls(name, (0,) * len(shape), tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """Elements `[start, stop)` of the row-major flattening of `regions`, one after the other.
+
+    A rank's local parameter is such a flattening: one region for most, two for a SwiGLU `linear_fc1`
+    (this rank's rows of the gate, then of the up projection), several for a Mamba `in_proj`.
+    """
+
+    regions: tuple[Region, ...]
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.stop - self.start
+
+    def pieces(self) -> Iterable[tuple[Region, int, int, int]]:
+        """Split by region: yields (region, first element in it, last + 1, where it begins in this slice)."""
+        begin = 0
+        for region in self.regions:
+            low, high = max(self.start, begin), min(self.stop, begin + region.numel)
+            if low < high:
+                yield region, low - begin, high - begin, low - self.start
+            begin += region.numel
+
+    @classmethod
+    def whole(cls, regions: tuple[Region, ...]) -> Slice:
+        """All elements of the regions."""
+        return cls(regions, 0, sum(region.numel for region in regions))
+
+
+def numel_of(regions: Iterable[Region]) -> int:
+    """Elements in all regions together."""
+    return sum(region.numel for region in regions)

@@ -1,0 +1,1 @@
+"""Overlap arithmetic and its result, the plan: pure data, no I/O."""

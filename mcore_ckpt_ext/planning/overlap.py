@@ -1,0 +1,203 @@
+"""Which elements of which source are the elements of which target: vectorised interval arithmetic.
+
+Everything is expressed in the row-major flattening of one logical tensor. A piece of a region becomes a
+sorted list of contiguous *runs* there; two lists are intersected; the result is folded into strided runs,
+so that a column shard of a matrix is one entry and not one entry a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy
+from numpy.typing import NDArray
+
+from mcore_ckpt_ext.model_space.slices import Region
+
+Integers = NDArray[numpy.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements `[start, stop)` of a region's row-major flattening; element `start` lies at `base` in its owner."""
+
+    region: Region
+    start: int
+    stop: int
+    base: int
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """Strided copies, one an entry, in elements: `count` times `length` elements, `stride` apart on each side."""
+
+    source: Integers
+    target: Integers
+    length: Integers
+    count: Integers
+    source_stride: Integers
+    target_stride: Integers
+
+    @property
+    def numel(self) -> int:
+        """Elements copied by all runs."""
+        return int((self.length * self.count).sum())
+
+    def __len__(self) -> int:
+        """Number of strided entries."""
+        return len(self.source)
+
+    def rows(self) -> list[tuple[int, int, int, int, int, int]]:
+        """The entries as plain integers: (source, target, length, count, source stride, target stride)."""
+        columns = (self.source, self.target, self.length, self.count, self.source_stride, self.target_stride)
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def contiguous_runs(
+    shape: tuple[int, ...], piece: Piece, window: tuple[int, int] | None = None
+) -> tuple[Integers, Integers, Integers]:
+    """The maximal contiguous runs of a piece in the flattening of a tensor of `shape`.
+
+    Args:
+        shape: global shape of the tensor; the region must lie inside of it.
+        piece: the piece.
+        window: only runs that can touch this half-open interval of the flattening are needed.
+
+    Returns:
+        (first element in the flattening, position in the piece's owner, length), each ascending by row of the region.
+    """
+    region = piece.region
+    axis = _innermost_cut_axis(shape, region.sizes)
+    inner = prod(shape[axis + 1 :])
+    length = region.sizes[axis] * inner if shape else 1
+    leading = region.sizes[:axis]
+    first, last = piece.start // length, -(-piece.stop // length)
+    if window is not None and leading:
+        first, last = _rows_in_window(shape, region, axis, window, first, last)
+    rows = numpy.arange(first, max(first, last), dtype=numpy.int64)
+    origin = numpy.full_like(rows, region.offsets[axis] * inner if shape else 0)
+    remainder = rows
+    for position in reversed(range(axis)):
+        remainder, index = numpy.divmod(remainder, leading[position])
+        origin += (index + region.offsets[position]) * prod(shape[position + 1 :])
+    low = numpy.maximum(rows * length, piece.start)
+    high = numpy.minimum((rows + 1) * length, piece.stop)
+    return origin + (low - rows * length), low - piece.start + piece.base, high - low
+
+
+def _innermost_cut_axis(shape: tuple[int, ...], sizes: tuple[int, ...]) -> int:
+    """The innermost axis that the region does not cover whole: rows are contiguous from there on."""
+    axis = len(shape) - 1
+    while axis > 0 and sizes[axis] == shape[axis]:
+        axis -= 1
+    return max(axis, 0)
+
+
+def _rows_in_window(
+    shape: tuple[int, ...], region: Region, axis: int, window: tuple[int, int], first: int, last: int
+) -> tuple[int, int]:
+    """Narrow the rows `[first, last)` to those whose outermost index can lie in the window."""
+    outer_stride = prod(shape[1:])
+    rows_per_outer = prod(region.sizes[1:axis])
+    low = window[0] // outer_stride - region.offsets[0]
+    high = -(-window[1] // outer_stride) - region.offsets[0]
+    return max(first, low * rows_per_outer), min(last, high * rows_per_outer)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """The runs by source, and the intervals of the target's flattening that no source holds."""
+
+    runs: list[tuple[int, Runs]]
+    missing: list[tuple[int, int]]
+    missing_at: list[int]
+
+
+def overlap(shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> Overlap:
+    """Intersect one target piece with all sources of the same logical tensor.
+
+    Where sources repeat an element, the first in the list serves it, so that each is copied exactly once.
+
+    Args:
+        shape: shape of the tensor as the *target* knows it; the sources may be cut or padded along axis 0 only,
+            which leaves the row-major position of an element unchanged.
+        target: the piece that is wanted.
+        sources: the pieces that are at hand.
+
+    Returns:
+        For each source that serves something its index and runs; `missing` lists what nobody holds as
+        `[first, last)` of the flattening, `missing_at` where each such interval begins in the target's owner.
+    """
+    starts, positions, lengths = contiguous_runs(shape, target)
+    order = numpy.argsort(starts, kind="stable")
+    starts, positions, lengths = starts[order], positions[order], lengths[order]
+    served: list[tuple[int, Runs]] = []
+    for index, source in enumerate(sources):
+        if not len(starts):
+            break
+        window = (int(starts[0]), int(starts[-1] + lengths[-1]))
+        have = _sorted_runs(contiguous_runs(shape, source, window))
+        common = _intersect((starts, positions, lengths), have)
+        if len(common[0]):
+            served.append((index, fold(*common[1:])))
+            starts, positions, lengths = _subtract(starts, positions, lengths, common[0], common[3])
+    missing = [(int(a), int(a + n)) for a, n in zip(starts, lengths, strict=True)]
+    return Overlap(served, missing, [int(position) for position in positions])
+
+
+def _sorted_runs(runs: tuple[Integers, Integers, Integers]) -> tuple[Integers, Integers, Integers]:
+    order = numpy.argsort(runs[0], kind="stable")
+    return runs[0][order], runs[1][order], runs[2][order]
+
+
+def _intersect(
+    wanted: tuple[Integers, Integers, Integers], have: tuple[Integers, Integers, Integers]
+) -> tuple[Integers, Integers, Integers, Integers]:
+    """Common intervals of two sorted, disjoint lists: (first, position in have, position in wanted, length)."""
+    want_start, want_at, want_length = wanted
+    have_start, have_at, have_length = have
+    low = numpy.searchsorted(have_start + have_length, want_start, side="right")
+    high = numpy.searchsorted(have_start, want_start + want_length, side="left")
+    hits = numpy.maximum(high - low, 0)
+    w = numpy.repeat(numpy.arange(len(want_start)), hits)
+    h = numpy.arange(len(w)) - numpy.repeat(numpy.cumsum(hits) - hits, hits) + numpy.repeat(low, hits)
+    first = numpy.maximum(want_start[w], have_start[h])
+    last = numpy.minimum(want_start[w] + want_length[w], have_start[h] + have_length[h])
+    return first, have_at[h] + first - have_start[h], want_at[w] + first - want_start[w], last - first
+
+
+def _subtract(
+    starts: Integers, positions: Integers, lengths: Integers, cut_start: Integers, cut_length: Integers
+) -> tuple[Integers, Integers, Integers]:
+    """Remove sorted, disjoint intervals, each inside of one run, from the runs: what is still wanted."""
+    owner = numpy.searchsorted(starts, cut_start, side="right") - 1
+    begins = numpy.concatenate([starts, cut_start + cut_length])
+    owners = numpy.concatenate([numpy.arange(len(starts)), owner])
+    ends = numpy.concatenate([cut_start, starts + lengths])
+    order = numpy.argsort(begins, kind="stable")
+    begins, owners, ends = begins[order], owners[order], numpy.sort(ends, kind="stable")
+    keep = ends > begins
+    begins, owners, ends = begins[keep], owners[keep], ends[keep]
+    return begins, positions[owners] + begins - starts[owners], ends - begins
+
+
+def fold(source: Integers, target: Integers, length: Integers) -> Runs:
+    """Join neighbours that continue each other, then fold equally spaced runs of one length into strided ones."""
+    if len(source) > 1:
+        joins = (source[1:] == source[:-1] + length[:-1]) & (target[1:] == target[:-1] + length[:-1])
+        heads = numpy.flatnonzero(numpy.concatenate([[True], ~joins]))
+        length = numpy.add.reduceat(length, heads)
+        source, target = source[heads], target[heads]
+    source_gap, target_gap = numpy.diff(source), numpy.diff(target)
+    begins_new = numpy.ones(len(source), dtype=bool)
+    begins_new[1:] = length[1:] != length[:-1]
+    begins_new[2:] |= (source_gap[1:] != source_gap[:-1]) | (target_gap[1:] != target_gap[:-1])
+    heads = numpy.flatnonzero(begins_new)
+    count = numpy.diff(numpy.concatenate([heads, [len(source)]]))
+    gaps = numpy.minimum(heads, max(len(source_gap) - 1, 0))
+    several = count > 1
+    source_stride = numpy.where(several, source_gap[gaps] if len(source_gap) else 0, 0)
+    target_stride = numpy.where(several, target_gap[gaps] if len(target_gap) else 0, 0)
+    return Runs(source[heads], target[heads], length[heads], count, source_stride, target_stride)

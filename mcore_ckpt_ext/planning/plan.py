@@ -1,0 +1,194 @@
+"""The plan of a transfer as data: what is read from which file, and where each element goes.
+
+A plan can be printed, counted, split between workers, walked by the proof, or executed; making it reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.planning.overlap import Piece, Runs, overlap
+
+ITEM_SIZE: Mapping[str, int] = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
+    "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """One stored array: a whole torch archive of `length` bytes at `offset` of `file` that holds `numel` elements.
+
+    The payload's own position inside of the archive is looked up when it is read, not when the plan is made.
+    """
+
+    file: str
+    offset: int
+    length: int
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredSlice:
+    """A slice of model space whose elements lie one after the other from element `first` of `extent`."""
+
+    slice: Slice
+    extent: Extent
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class WantedSlice:
+    """A slice of model space that somebody has room for, `kind` by `kind`.
+
+    Attributes:
+        slice: the elements, in the order of the destination's memory.
+        tensors: the logical tensors of the slice's regions as the target knows them, by name.
+        may_pad: axis 0 may be longer or shorter than in the checkpoint (padded vocabulary); what the
+            checkpoint does not have becomes zero.
+    """
+
+    kind: str
+    slice: Slice
+    tensors: Mapping[str, LogicalTensor]
+    may_pad: bool = False
+
+
+class Source(Protocol):
+    """What a plan needs of a checkpoint."""
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """All slices that hold elements of a tensor."""
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Runs from one stored array to the destination with index `target`."""
+
+    extent: Extent
+    target: int
+    runs: Runs
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Elements `[start, stop)` of the destination with index `target` become zero."""
+
+    target: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Copies sorted by file and offset, and fills; counts are exact."""
+
+    wanted: Sequence[WantedSlice]
+    copies: list[Copy]
+    fills: list[Fill] = field(default_factory=list)
+
+    @property
+    def bytes_read(self) -> int:
+        """Payload bytes that executing the plan reads."""
+        return sum(copy.runs.numel * ITEM_SIZE[copy.extent.dtype] for copy in self.copies)
+
+    @property
+    def files(self) -> dict[str, int]:
+        """Payload bytes by file."""
+        counts: dict[str, int] = {}
+        for copy in self.copies:
+            size = copy.runs.numel * ITEM_SIZE[copy.extent.dtype]
+            counts[copy.extent.file] = counts.get(copy.extent.file, 0) + size
+        return counts
+
+    def of_kind(self, kind: str) -> Plan:
+        """The part of the plan whose destinations are of one kind; target indices stay as they are."""
+        chosen = {index for index, wanted in enumerate(self.wanted) if wanted.kind == kind}
+        return Plan(
+            self.wanted,
+            [copy for copy in self.copies if copy.target in chosen],
+            [fill for fill in self.fills if fill.target in chosen],
+        )
+
+
+def make_plan(wanted: Sequence[WantedSlice], source: Source) -> Plan:
+    """Plan the transfer of every wanted slice; every element is served exactly once.
+
+    Raises:
+        ModelMismatchError: the source lacks a tensor, has it in another shape, or lacks part of it.
+    """
+    copies: list[Copy] = []
+    fills: list[Fill] = []
+    for index, want in enumerate(wanted):
+        for region, start, stop, begin in want.slice.pieces():
+            target = Piece(region, start, stop, begin)
+            tensor = _checked_tensor(want, region.name, source)
+            _plan_piece(index, want, target, tensor, source, copies, fills)
+    copies.sort(key=lambda copy: (copy.extent.file, copy.extent.offset))
+    return Plan(wanted, copies, fills)
+
+
+def _plan_piece(
+    index: int, want: WantedSlice, target: Piece, tensor: LogicalTensor, source: Source,
+    copies: list[Copy], fills: list[Fill],
+) -> None:  # fmt: skip
+    name = target.region.name
+    extents: list[Extent] = []
+    pieces: list[Piece] = []
+    for stored in source.stored(want.kind, name):
+        for region, start, stop, begin in stored.slice.pieces():
+            if region.name == name:
+                extents.append(stored.extent)
+                pieces.append(Piece(region, start, stop, stored.first + begin))
+    found = overlap(want.tensors[name].shape, target, pieces)
+    copies.extend(Copy(extents[at], index, runs) for at, runs in found.runs)
+    held = _numel(tensor.shape)
+    for (low, high), at in zip(found.missing, found.missing_at, strict=True):
+        if not (want.may_pad and low >= held):
+            raise ModelMismatchError(
+                "the checkpoint does not hold every element of a tensor",
+                found=f"nothing for elements {low} to {high}",
+                expected=f"{want.tensors[name].shape} elements of {tensor.dtype}",
+                where=f"{want.kind} {name}",
+                helps="the checkpoint is incomplete: resume from another iteration",
+            )
+        fills.append(Fill(index, at, at + high - low))
+
+
+def _checked_tensor(want: WantedSlice, name: str, source: Source) -> LogicalTensor:
+    """The source's tensor, when its shape is one that the target can take."""
+    live = want.tensors[name]
+    tensor = source.logical_tensor(want.kind, name)
+    if tensor is None:
+        raise ModelMismatchError(
+            "the model has a parameter that the checkpoint lacks",
+            expected=f"a tensor of shape {live.shape}",
+            where=f"{want.kind} {name}",
+            helps="resume with the model arguments that the checkpoint was written with",
+        )
+    same = tensor.shape == live.shape
+    if not same and not (want.may_pad and len(live.shape) > 0 and tensor.shape[1:] == live.shape[1:]):
+        raise ModelMismatchError(
+            "the model and the checkpoint disagree about the shape of a parameter",
+            found=f"{tensor.shape} in the checkpoint",
+            expected=f"{live.shape}",
+            where=f"{want.kind} {name}",
+            helps="resume with the model arguments that the checkpoint was written with",
+        )
+    return tensor
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product

@@ -1,0 +1,1 @@
+"""Bytes on disk: positioned reads, torch archives, safe unpickling, atomic publishing."""

@@ -1,0 +1,132 @@
+"""Positioned reads from the files of one checkpoint folder.
+
+`pread` instead of `mmap`: it writes straight into the destination's memory, a file that shrinks while it is
+read is an error and not a SIGBUS that kills the job, the pages do not count as this process's memory, and the
+bytes can be counted exactly.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import TracebackType
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+
+
+class FolderReader:
+    """Reads byte ranges of the files below one folder; files are opened once; safe to use from several threads."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> FolderReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            while self._descriptors:
+                os.close(self._descriptors.popitem()[1])
+
+    def size(self, file: str) -> int:
+        """Size of a file in bytes.
+
+        Raises:
+            UnreadableCheckpointError: it is missing or cannot be opened.
+        """
+        return os.fstat(self._descriptor(file)).st_size
+
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        """Fill `buffer` (bytes) from `offset` of `file`.
+
+        Raises:
+            UnreadableCheckpointError: the file is missing, or ends too early.
+        """
+        descriptor = self._descriptor(file)
+        done = 0
+        while done < len(buffer):
+            try:
+                count = os.preadv(descriptor, [buffer[done:]], offset + done)
+            except OSError as error:
+                raise UnreadableCheckpointError(
+                    "a file of the checkpoint cannot be read", found=error.strerror, where=str(self.folder / file)
+                ) from error
+            if count == 0:
+                raise UnreadableCheckpointError(
+                    "a file of the checkpoint is shorter than its metadata says",
+                    found=f"end of file after {offset + done} bytes",
+                    expected=f"at least {offset + len(buffer)} bytes",
+                    where=str(self.folder / file),
+                    helps="the save was interrupted or the copy is incomplete: use another iteration",
+                )
+            done += count
+        with self._lock:
+            self.bytes_read += done
+
+    def read(self, file: str, offset: int, count: int) -> bytes:
+        """Read `count` bytes; errors as in `read_into`."""
+        buffer = bytearray(count)
+        self.read_into(file, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def _descriptor(self, file: str) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = self._open(file)
+            return self._descriptors[file]
+
+    def _open(self, file: str) -> int:
+        path = Path(file)
+        if path.is_absolute() or ".." in path.parts:
+            raise UnreadableCheckpointError(
+                "the checkpoint's metadata points outside of its own folder", found=file, where=str(self.folder)
+            )
+        try:
+            return os.open(self.folder / path, os.O_RDONLY)
+        except OSError as error:
+            raise UnreadableCheckpointError(
+                "a file of the checkpoint cannot be opened",
+                found=error.strerror,
+                where=str(self.folder / path),
+                helps="the save was interrupted or the copy is incomplete: use another iteration",
+            ) from error
+
+
+class Window:
+    """A read-only, seekable view of `[offset, offset + length)` of a file, for libraries that want a file object."""
+
+    def __init__(self, reader: FolderReader, file: str, offset: int, length: int) -> None:
+        self._reader, self._file, self._offset, self._length = reader, file, offset, length
+        self._position = 0
+
+    def seekable(self) -> bool:
+        """Always."""
+        return True
+
+    def tell(self) -> int:
+        """The position in the window."""
+        return self._position
+
+    def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
+        """Move to a position of the window, as `io.IOBase.seek`."""
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = max(0, base + position)
+        return self._position
+
+    def read(self, count: int = -1) -> bytes:
+        """Read up to `count` bytes, to the end of the window when negative."""
+        left = max(0, self._length - self._position)
+        count = left if count < 0 else min(count, left)
+        data = self._reader.read(self._file, self._offset + self._position, count)
+        self._position += count
+        return data

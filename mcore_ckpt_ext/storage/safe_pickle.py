@@ -1,0 +1,228 @@
+"""Unpickling that executes nothing a checkpoint brings along.
+
+A short list of classes and functions is real. Every other class becomes an inert placeholder, so that a
+checkpoint can be read without Megatron at hand. What no checkpoint needs, a function of the standard library
+say, is refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsafePickleError
+
+
+class Record:
+    """An object known by its attributes only; stands for every class of torch's checkpoint metadata.
+
+    It has no `__setstate__`, so that the C unpickler fills it: a large checkpoint has hundreds of thousands.
+    """
+
+    def __init__(self, *arguments: object) -> None:
+        """Members of an enum arrive here, with their value."""
+        self.arguments = arguments
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.__dict__})"
+
+
+class Placeholder:
+    """An object of a class that is not loaded: keeps what the pickle said of it, does nothing."""
+
+    pickled_class = ""
+
+    def __new__(cls, *arguments: object, **keywords: object) -> Placeholder:
+        """Keep the constructor's arguments; enum members arrive this way, with their value."""
+        self = super().__new__(cls)
+        self.arguments = arguments
+        return self
+
+    def __init__(self, *arguments: object, **keywords: object) -> None:
+        """Accept anything."""
+
+    def __setstate__(self, state: object) -> None:
+        self.state = state
+        if isinstance(state, dict):
+            self.__dict__.update(state)
+
+    def append(self, item: object) -> None:
+        """A pickled subclass of list."""
+        self.__dict__.setdefault("items", []).append(item)
+
+    def extend(self, items: list[object]) -> None:
+        """A pickled subclass of list."""
+        self.__dict__.setdefault("items", []).extend(items)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        self.__dict__.setdefault("entries", {})[key] = value
+
+    def __repr__(self) -> str:
+        return f"<{self.pickled_class} {self.arguments!r}>"
+
+
+class TensorProperties(Record):
+    """`torch.distributed.checkpoint.metadata.TensorProperties`: its state is a tuple that begins with the dtype."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = state[0]
+
+
+class StorageReference:
+    """What a pickled tensor says of its storage: `key` names the archive's record, `numel` counts `dtype` elements."""
+
+    def __init__(self, dtype: torch.dtype, key: str, numel: int) -> None:
+        self.dtype, self.key, self.numel = dtype, key, numel
+
+
+class TensorReference:
+    """A pickled tensor without its data: shape and strides in elements, `offset` elements into the storage."""
+
+    def __init__(
+        self, storage: StorageReference, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object
+    ) -> None:
+        self.storage, self.offset, self.shape, self.stride = storage, offset, tuple(shape), tuple(stride)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
+        expected = 1
+        for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
+            if size != 1 and stride != expected:
+                return False
+            expected *= size
+        return True
+
+
+def _parameter(data: TensorReference, *_: object) -> TensorReference:
+    return data
+
+
+def _inert_getattr(owner: object, name: str) -> object:
+    """Enums of Python 3.11 are pickled as `getattr(class, name)`; only placeholders have anything to get."""
+    if isinstance(owner, type) and issubclass(owner, Placeholder):
+        return owner(name)
+    raise UnsafePickleError("a pickle asks for an attribute", found=f"getattr({owner!r}, {name!r})")
+
+
+class _StorageType:
+    """`torch.FloatStorage` and its siblings, as pickled: only the dtype matters."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+
+_STORAGES = {
+    "DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
+    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
+}  # fmt: skip
+
+_METADATA_MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard")
+
+_REAL: dict[tuple[str, str], object] = {
+    ("argparse", "Namespace"): argparse.Namespace,
+    ("types", "SimpleNamespace"): types.SimpleNamespace,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "defaultdict"): collections.defaultdict,
+    ("collections", "deque"): collections.deque,
+    ("_io", "BytesIO"): io.BytesIO,
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): str,
+    ("torch._utils", "_rebuild_tensor_v2"): TensorReference,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    **{
+        (module, name): value
+        for module in ("builtins", "__builtin__")
+        for name, value in {
+            "set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple, "int": int,
+            "float": float, "complex": complex, "bool": bool, "bytes": bytes, "bytearray": bytearray,
+            "str": str, "slice": slice, "range": range, "object": object, "getattr": _inert_getattr,
+        }.items()
+    },
+    **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
+}  # fmt: skip
+
+# Classes of the standard library that stand in checkpoints and mean nothing to us.
+_HARMLESS = {
+    ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
+    ("signal", "Signals"), ("datetime", "datetime"), ("datetime", "timedelta"), ("functools", "partial"),
+    ("uuid", "UUID"), ("enum", "Enum"), ("_codecs", "encode"), ("copyreg", "_reconstructor"),
+}  # fmt: skip
+
+
+class _SafeUnpickler(pickle.Unpickler):
+    """Resolves globals by the rules of this module, and tensors to references."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__(io.BytesIO(data), encoding="utf-8")
+        self._where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        real = _REAL.get((module, name))
+        if real is not None:
+            return real
+        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+            return dtype
+        if module.startswith(_METADATA_MODULES):
+            return TensorProperties if name == "TensorProperties" else _record_class(name)
+        if module.partition(".")[0] in sys.stdlib_module_names and (module, name) not in _HARMLESS:
+            raise UnsafePickleError(
+                "a pickle asks for a function that no checkpoint needs; nothing was executed",
+                found=f"{module}.{name}",
+                where=self._where,
+                helps="do not use this file: it may be an attack",
+            )
+        return _placeholder_class(module, name)
+
+    def persistent_load(self, reference: Any) -> StorageReference:
+        try:
+            tag, storage_type, key, _, numel = reference
+            dtype = storage_type.dtype
+        except (TypeError, ValueError, AttributeError) as error:
+            raise UnsafePickleError("a pickle refers to a storage in an unknown way", where=self._where) from error
+        if tag != "storage" or not isinstance(dtype, torch.dtype):
+            raise UnsafePickleError("a pickle refers to something that is no storage", found=tag, where=self._where)
+        return StorageReference(dtype, str(key), int(numel))
+
+
+def _record_class(name: str) -> type[Record]:
+    if name not in _RECORD_CLASSES:
+        _RECORD_CLASSES[name] = type(name, (Record,), {})
+    return _RECORD_CLASSES[name]
+
+
+_RECORD_CLASSES: dict[str, type[Record]] = {}
+
+
+def _placeholder_class(module: str, name: str) -> type[Placeholder]:
+    return type(name.rpartition(".")[2], (Placeholder,), {"pickled_class": f"{module}.{name}"})
+
+
+def safe_loads(data: bytes, where: str) -> Any:
+    """Unpickle `data`; tensors come back as `TensorReference`.
+
+    Args:
+        data: the pickle.
+        where: file and record, for the error message.
+
+    Raises:
+        UnsafePickleError: it asks for something that is not data, or is no pickle at all.
+    """
+    loads: Callable[[], Any] = _SafeUnpickler(data, where).load
+    try:
+        return loads()
+    except UnsafePickleError:
+        raise
+    except Exception as error:  # a damaged pickle can fail in any way, from KeyError to MemoryError
+        raise UnsafePickleError(
+            "a pickle is damaged", found=f"{type(error).__name__}: {error}", where=where
+        ) from error

@@ -1,0 +1,152 @@
+"""Torch archives (what `torch.save` writes), alone in a file or embedded in a `.distcp`.
+
+An archive is an uncompressed zip: `data.pkl` describes the object, each storage is a record `data/<key>`. The
+central directory is read by the standard library; a tensor's elements are then plain bytes of the outer file.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from typing import IO, Any, cast
+
+import torch
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.storage.files import FolderReader, Window
+from mcore_ckpt_ext.storage.safe_pickle import StorageReference, TensorReference, safe_loads
+
+# Local file header of a zip member (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_CHECKSUM_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """Where a tensor's elements lie: byte `offset` of `file`, `numel` elements of `dtype`, row-major in `shape`."""
+
+    file: str
+    offset: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        product = 1
+        for size in self.shape:
+            product *= size
+        return product
+
+
+class TorchArchive:
+    """The archive that occupies `length` bytes at `offset` of a file."""
+
+    def __init__(self, reader: FolderReader, file: str, offset: int = 0, length: int | None = None) -> None:
+        """Read the archive's directory.
+
+        Raises:
+            UnreadableCheckpointError: there is no whole archive at that place.
+        """
+        self._reader, self._file, self._offset = reader, file, offset
+        size = reader.size(file)
+        self._length = size - offset if length is None else length
+        if offset < 0 or self._length < 0 or offset + self._length > size:
+            raise UnreadableCheckpointError(
+                "a file of the checkpoint is shorter than its metadata says",
+                found=f"{size} bytes",
+                expected=f"at least {offset + self._length} bytes",
+                where=self.where,
+                helps="the save was interrupted or the copy is incomplete: use another iteration",
+            )
+        window = cast("IO[bytes]", Window(reader, file, offset, self._length))
+        try:
+            with zipfile.ZipFile(window) as archive:
+                self._members = {name_in_archive(info.filename): info for info in archive.infolist()}
+        except (zipfile.BadZipFile, ValueError, OSError, EOFError, struct.error) as error:
+            raise UnreadableCheckpointError(
+                "a record of the checkpoint is no torch archive: damaged, or its metadata belongs to other files",
+                found=str(error),
+                where=self.where,
+            ) from error
+
+    @property
+    def where(self) -> str:
+        """The file and the place in it, for error messages."""
+        return f"{self._reader.folder / self._file} at byte {self._offset}"
+
+    def load(self) -> Any:
+        """The archived object, unpickled safely; tensors as `TensorReference`."""
+        start, info = self._record("data.pkl")
+        data = self._reader.read(self._file, start, info.file_size)
+        if zlib.crc32(data) != info.CRC:
+            raise self._damaged("data.pkl")
+        return safe_loads(data, self.where)
+
+    def payload(self, tensor: TensorReference) -> Payload:
+        """Where the elements of a tensor of this archive lie.
+
+        Raises:
+            UnreadableCheckpointError: it is not contiguous, or larger than its storage's record.
+        """
+        start, info = self._record(f"data/{tensor.storage.key}")
+        dtype = tensor.storage.dtype
+        found = Payload(self._file, start + tensor.offset * dtype.itemsize, dtype, tensor.shape)
+        end = (tensor.offset + found.numel) * dtype.itemsize
+        if not tensor.is_contiguous or tensor.offset < 0 or min(tensor.shape, default=0) < 0 or end > info.file_size:
+            raise UnreadableCheckpointError(
+                "a tensor does not fit the record that should hold it",
+                found=f"a record of {info.file_size} bytes",
+                expected=f"shape {tensor.shape}, strides {tensor.stride}, {dtype} from element {tensor.offset}",
+                where=self.where,
+            )
+        return found
+
+    def storage_bytes(self, storage: StorageReference) -> bytes:
+        """The raw bytes of a storage, for small ones."""
+        start, info = self._record(f"data/{storage.key}")
+        return self._reader.read(self._file, start, info.file_size)
+
+    def verify_checksums(self) -> None:
+        """Compare the CRC-32 of every record with the directory.
+
+        Raises:
+            UnreadableCheckpointError: a record differs.
+        """
+        for name in self._members:
+            start, info = self._record(name)
+            crc, done = 0, 0
+            while done < info.file_size:
+                block = self._reader.read(self._file, start + done, min(_CHECKSUM_BLOCK, info.file_size - done))
+                crc = zlib.crc32(block, crc)
+                done += len(block)
+            if crc != info.CRC:
+                raise self._damaged(name)
+
+    def _damaged(self, record: str) -> UnreadableCheckpointError:
+        return UnreadableCheckpointError(
+            "a record of the checkpoint is damaged: its checksum differs",
+            where=f"{self.where}, record {record}",
+            helps="use another iteration, or another copy of this one",
+        )
+
+    def _record(self, name: str) -> tuple[int, zipfile.ZipInfo]:
+        """Absolute byte position and directory entry of a record; the local header tells how long itself is."""
+        info = self._members.get(name)
+        if info is None or info.compress_type != zipfile.ZIP_STORED:
+            raise UnreadableCheckpointError(
+                "a torch archive lacks a record", expected=name, found=sorted(self._members)[:8], where=self.where
+            )
+        header = self._reader.read(self._file, self._offset + info.header_offset, _LOCAL_HEADER.size)
+        signature, *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
+        start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
+        if signature != b"PK\x03\x04" or start + info.file_size > self._length:
+            raise UnreadableCheckpointError("a record lies outside of its archive", where=f"{self.where}, {name}")
+        return self._offset + start, info
+
+
+def name_in_archive(member: str) -> str:
+    """A record's name without the archive's own top folder (`archive/data/0` is `data/0`)."""
+    return member.partition("/")[2]

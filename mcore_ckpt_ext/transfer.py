@@ -1,0 +1,167 @@
+"""Executes plans: the only code that moves tensor bytes.
+
+Elements go from the file straight into the destination's memory where that is ordinary memory of the same dtype,
+else through a block of bounded size. Nothing here knows a format or a framework.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.planning.plan import Copy, Extent, Plan, Source, WantedSlice, make_plan
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+from mcore_ckpt_ext.storage.torch_archive import Payload, TorchArchive
+
+BLOCK_BYTES = 16 << 20
+DEFAULT_WORKERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Elements just read, packed, and where they belong: `count` rows of `length` elements, `stride` apart."""
+
+    elements: torch.Tensor
+    start: int
+    length: int
+    count: int
+    stride: int
+
+    def rows_of(self, destination: torch.Tensor) -> torch.Tensor:
+        """The view of a 1-D contiguous destination that these elements belong into, shaped (count, length)."""
+        offset = destination.storage_offset() + self.start
+        return destination.as_strided((self.count, self.length), (self.stride, 1), offset)
+
+    def rows(self) -> torch.Tensor:
+        """The elements, shaped (count, length)."""
+        return self.elements.view(self.count, self.length)
+
+
+class Transfer:
+    """Moves the bytes of plans out of one checkpoint folder; payload positions are looked up once."""
+
+    def __init__(self, reader: FolderReader, workers: int = DEFAULT_WORKERS) -> None:
+        self._reader = reader
+        self._workers = workers
+        self._payloads: dict[tuple[str, int], Payload] = {}
+        self._lock = threading.Lock()
+
+    def execute(self, plan: Plan, destinations: Sequence[torch.Tensor]) -> None:
+        """Fill the destinations, 1-D contiguous tensors by target index, by the plan.
+
+        Raises:
+            UnreadableCheckpointError: a file is damaged or too short; some elements may have been written.
+        """
+        for fill in plan.fills:
+            destinations[fill.target][fill.start : fill.stop].zero_()
+        by_file = [list(copies) for _, copies in groupby(plan.copies, key=lambda copy: copy.extent.file)]
+        if len(by_file) <= 1 or self._workers <= 1:
+            for copies in by_file:
+                self._copy_all(copies, destinations)
+            return
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="mcore_ckpt_ext") as pool:
+            for done in [pool.submit(self._copy_all, copies, destinations) for copies in by_file]:
+                done.result()
+
+    def blocks(self, copy: Copy, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
+        """Read the elements of one copy block by block, packed, each at most `block_bytes` large."""
+        payload = self.locate(copy.extent)
+        limit = max(1, block_bytes // payload.dtype.itemsize)
+        for source, target, length, count, source_stride, target_stride in copy.runs.rows():
+            for row in range(0, count, max(1, limit // length)):
+                rows = min(max(1, limit // length), count - row)
+                for column in range(0, length, limit):
+                    width = min(limit, length - column)
+                    first = source + row * source_stride + column
+                    elements = self._read_rows(payload, first, width, rows, source_stride)
+                    yield Block(elements, target + row * target_stride + column, width, rows, target_stride)
+
+    def locate(self, extent: Extent) -> Payload:
+        """Where the elements of a stored array lie.
+
+        Raises:
+            UnreadableCheckpointError: what is stored there is not the array that the metadata describes.
+        """
+        place = (extent.file, extent.offset)
+        with self._lock:
+            known = self._payloads.get(place)
+        if known is None:
+            known = self._look_up(extent)
+            with self._lock:
+                self._payloads[place] = known
+        return known
+
+    def _look_up(self, extent: Extent) -> Payload:
+        archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
+        tensor = archive.load()
+        if not isinstance(tensor, TensorReference):
+            raise UnreadableCheckpointError(
+                "a record of the checkpoint holds no tensor", found=type(tensor).__name__, where=archive.where
+            )
+        payload = archive.payload(tensor)
+        if payload.numel != extent.numel or payload.dtype != getattr(torch, extent.dtype):
+            raise UnreadableCheckpointError(
+                "a record of the checkpoint is not the tensor that its metadata describes",
+                found=f"{payload.numel} elements of {payload.dtype}",
+                expected=f"{extent.numel} elements of {extent.dtype}",
+                where=archive.where,
+                helps="the metadata belongs to another checkpoint: restore the folder as it was written",
+            )
+        return payload
+
+    def _copy_all(self, copies: Sequence[Copy], destinations: Sequence[torch.Tensor]) -> None:
+        for copy in copies:
+            destination = destinations[copy.target]
+            payload = self.locate(copy.extent)
+            if destination.device.type == "cpu" and destination.dtype == payload.dtype:
+                self._read_in_place(payload, copy, destination)
+                continue
+            for block in self.blocks(copy):
+                block.rows_of(destination).copy_(block.rows())
+
+    def _read_in_place(self, payload: Payload, copy: Copy, destination: torch.Tensor) -> None:
+        memory, size = _bytes_of(destination), payload.dtype.itemsize
+        for source, target, length, count, source_stride, target_stride in copy.runs.rows():
+            for row in range(count):
+                begin = (target + row * target_stride) * size
+                offset = payload.offset + (source + row * source_stride) * size
+                self._reader.read_into(payload.file, offset, memory[begin : begin + length * size])
+
+    def _read_rows(self, payload: Payload, first: int, length: int, count: int, stride: int) -> torch.Tensor:
+        elements = torch.empty(count * length, dtype=payload.dtype, device="cpu")
+        memory, size = _bytes_of(elements), payload.dtype.itemsize
+        for row in range(count):
+            offset = payload.offset + (first + row * stride) * size
+            self._reader.read_into(payload.file, offset, memory[row * length * size : (row + 1) * length * size])
+        return elements
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().view(torch.uint8).numpy())
+
+
+def read_slice(source: Source, transfer: Transfer, kind: str, wanted: Slice) -> torch.Tensor:
+    """Read a slice of model space into a new 1-D tensor of the stored dtype.
+
+    Raises:
+        ModelMismatchError: the checkpoint does not hold all of it.
+        UnreadableCheckpointError: a file is damaged.
+    """
+    tensors = {}
+    for region in wanted.regions:
+        tensor = source.logical_tensor(kind, region.name)
+        if tensor is None:
+            raise KeyError(f"no {kind} {region.name} in this checkpoint")
+        tensors[region.name] = tensor
+    dtype = getattr(torch, tensors[wanted.regions[0].name].dtype)
+    result = torch.empty(wanted.numel, dtype=dtype, device="cpu")
+    transfer.execute(make_plan([WantedSlice(kind, wanted, tensors)], source), [result])
+    return result
