@@ -98,6 +98,10 @@ class DpReshardable:
             self._recovered[group.index] = recover(group, self._models, self._proposals(), self)
         return self._recovered[group.index]
 
+    def witnesses(self) -> list[str]:
+        """What the layouts recovered so far came from."""
+        return sorted({recovered.witness for recovered in self._recovered.values()})
+
     def names(self) -> list[str]:
         """All parameters with optimizer state."""
         found = {

@@ -154,19 +154,8 @@ class TorchDistCheckpoint:
 
     @cached_property
     def optimizer_format(self) -> str | None:
-        """Megatron's name of the optimizer's sharding type; None without a distributed optimizer.
-
-        The common state of the optimizer is the authority in all versions, then the content metadata (since 0.13).
-        """
-        state = self.common.get("optimizer")
-        if isinstance(state, dict):
-            children = [state, *(child for child in state.values() if isinstance(child, dict))]
-            for child in children:
-                if "param_state_sharding_type" in child:
-                    return str(child["param_state_sharding_type"])
-        content = self.common.get("content_metadata") or {}
-        found = content.get("distrib_optim_sharding_type")
-        return str(found) if found else None
+        """Megatron's name of the optimizer's sharding type; None without a distributed optimizer."""
+        return sharding_type(self.common)
 
     @cached_property
     def models(self) -> LocalModels:
@@ -267,6 +256,20 @@ class TorchDistCheckpoint:
         recorded = [by_sidecar(self.models, self.sidecar)] if self.sidecar else []
         orders = [*self._witnesses, *known_orders(self.args)]
         return recorded + [by_order(self.models, order) for order in orders]
+
+
+def sharding_type(common: Mapping[str, Any]) -> str | None:
+    """Megatron's name of the optimizer's sharding type, from the common state.
+
+    The optimizer's own entry is the authority in all versions, then the content metadata (since core_v0.13.0).
+    """
+    state = common.get("optimizer")
+    children = [state, *state.values()] if isinstance(state, dict) else []
+    for child in children:
+        if isinstance(child, dict) and "param_state_sharding_type" in child:
+            return str(child["param_state_sharding_type"])
+    found = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    return str(found) if found else None
 
 
 def _check_backend(folder: Path) -> None:

@@ -102,3 +102,35 @@ def _layers_per_stage(arguments: Mapping[str, Any], pipeline: int) -> list[int] 
     head = [first] if first is not None else []
     tail = [last] if last is not None else []
     return head + [left // middle if middle else 0] * middle + tail
+
+
+# The arguments that decide which parameter lies where in the gradient buffers of a rank: the parallel layout, the
+# cutting into buckets (distributed_data_parallel.py), and the order in which modules register their parameters.
+_PLACING_ARGUMENTS = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets", "ddp_pad_buckets_for_high_nccl_busbw",
+    "overlap_param_gather_with_optimizer_step", "accumulate_allreduce_grads_in_fp32",
+    "transformer_impl", "moe_grouped_gemm", "untie_embeddings_and_output_weights", "padded_vocab_size",
+)  # fmt: skip
+
+
+def placement_changes(written: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:
+    """Arguments in which two jobs differ so that their gradient buffers do; empty where the buffers are alike.
+
+    An argument that one version does not know yet counts as unchanged.
+    """
+    changes = [
+        name
+        for name in _PLACING_ARGUMENTS
+        if name in written and name in running and str(written[name] or 0) != str(running[name] or 0)
+    ]
+    # The default bucket size follows the number of data-parallel ranks.
+    ranks = [ParallelLayout.from_arguments(job) for job in (written, running)]
+    by_default = not any(running.get(name) for name in ("ddp_bucket_size", "ddp_num_buckets"))
+    if running.get("overlap_grad_reduce") and by_default:
+        sizes = [max(40, layout.data * layout.context) for layout in ranks]
+        changes += ["data_parallel_size"] if sizes[0] != sizes[1] else []
+    return changes

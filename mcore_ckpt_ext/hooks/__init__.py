@@ -1,0 +1,46 @@
+"""The edge towards the frameworks: put the hooks in place, take them away, tell how they stand.
+
+This module is imported at the end of every ``import torch``, outside the reach of the entry point's
+own catch-all, so it stays this small.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.hooks.registry import HookRegistry, SeamStatus
+
+__all__ = ["install", "status", "uninstall"]
+
+
+def install() -> None:
+    """Serve every supported framework, imported already or imported later.
+
+    A second call changes nothing. With ``MCORE_CKPT_EXT=0`` in the environment nothing is installed,
+    so that an operator can switch the package off under a script that calls this by hand.
+    """
+    from mcore_ckpt_ext.hooks.autoload import switched_off
+
+    if not switched_off():
+        _registry().install()
+
+
+def uninstall() -> None:
+    """Give every framework its own functions back; wrappers that others put on top keep working."""
+    _registry().uninstall()
+
+
+def status() -> list[SeamStatus]:
+    """Tell for each seam: waiting for import, patched, or not patched and why."""
+    return _registry().status()
+
+
+@functools.cache
+def _registry() -> HookRegistry:
+    """Return the one registry of the process, made on first use."""
+    from mcore_ckpt_ext.hooks.registry import HookRegistry
+    from mcore_ckpt_ext.hooks.seams import SEAMS
+
+    return HookRegistry(SEAMS)

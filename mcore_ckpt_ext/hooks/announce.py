@@ -1,0 +1,27 @@
+"""One-line messages to the user, visible whether or not logging is configured yet."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+PREFIX = "[mcore_ckpt_ext] "
+
+
+def is_first_rank() -> bool:
+    """Tell whether this process speaks for the job: rank 0, or no rank at all.
+
+    Read from the variable that torchrun sets, since the hooks speak before torch.distributed starts.
+    """
+    return os.environ.get("RANK", "0") == "0"
+
+
+def announce(line: str) -> None:
+    """Write one line to stderr, on rank 0 only.
+
+    Not through logging: Megatron raises or sets levels late and by its own flags, and what this package
+    changes in a job must be seen without any of them.
+    """
+    if is_first_rank():
+        sys.stderr.write(f"{PREFIX}{' '.join(line.split())}\n")
+        sys.stderr.flush()

@@ -1,0 +1,175 @@
+"""The seams in `megatron/training/checkpointing.py`: what runs around `load_checkpoint` and `save_checkpoint`.
+
+Tried with core_v0.16.1, 0.19.0 and 0.19.2. A load that stock Megatron can do gets the very arguments it came with.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mcore_ckpt_ext import __version__
+from mcore_ckpt_ext.formats.dp_reshardable import NAME as DP_RESHARDABLE
+from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.torch_dist import sharding_type
+from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.layout.sidecar import RecordedGroup
+from mcore_ckpt_ext.online.agreement import agreed, gather
+from mcore_ckpt_ext.online.live_optimizer import distributed_optimizers
+from mcore_ckpt_ext.online.record import merged, recorded_groups, write_sidecar
+from mcore_ckpt_ext.optimizer_reshard import OptimizerReshard
+
+Function = Callable[..., Any]
+
+VERIFY_VARIABLE = "MCORE_CKPT_EXT_VERIFY"
+
+# The groups of this job's sidecar, gathered at the first save of each optimizer.
+_recorded: WeakKeyDictionary[Any, tuple[RecordedGroup, ...]] = WeakKeyDictionary()
+
+
+def wrap_load_checkpoint(original: Function) -> Function:
+    """Around `load_checkpoint`: resume the optimizer ourselves where stock would refuse or load other parameters."""
+
+    @functools.wraps(original)
+    def load_checkpoint(
+        ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *positional: Any, **keywords: Any
+    ) -> Any:
+        stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+        scope = _scope(original)
+        if not _resumes_distributed_optimizer(scope, optimizer):
+            return stock()
+        call = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+        call.apply_defaults()
+        peeked = agreed("looking at the checkpoint", lambda: _peek(scope, call.arguments))
+        arguments = scope["get_args"]()
+        ours = [found for found in peeked if found is not None]
+        if not ours:
+            return stock()
+        folder, changes = ours[0]
+        reshard = OptimizerReshard(Path(folder), scope["unwrap_model"](ddp_model), optimizer, vars(arguments))
+        reshard.prepare(verify_all=os.environ.get(VERIFY_VARIABLE) == "full")
+        moved = {"tensor_model_parallel_size", "pipeline_model_parallel_size"} & set(changes)
+        # The random state is stored by (PP, TP) rank; stock ignores it on a changed layout, too, since 0.14.
+        with _overridden(arguments, no_load_optim=True, no_load_rng=bool(moved) or arguments.no_load_rng):
+            result = original(ddp_model, None, None, *positional, **keywords)
+        reshard.prove()
+        summary = reshard.fill()
+        if opt_param_scheduler is not None:
+            common = reshard.common
+            opt_param_scheduler.load_state_dict(common.get("lr_scheduler", common.get("opt_param_scheduler")))
+        random_state = "; random state starts anew, as in stock Megatron on a changed layout" if moved else ""
+        announce(f"{summary}{random_state}")
+        return result
+
+    return load_checkpoint
+
+
+def wrap_save_checkpoint(original: Function) -> Function:
+    """Around `save_checkpoint`: leave the sidecar in the iteration folder, for synchronous and asynchronous saves."""
+
+    @functools.wraps(original)
+    def save_checkpoint(iteration: int, model: Any, optimizer: Any, *positional: Any, **keywords: Any) -> Any:
+        result = original(iteration, model, optimizer, *positional, **keywords)
+        scope = _scope(original)
+        call = inspect.signature(original).bind(iteration, model, optimizer, *positional, **keywords)
+        call.apply_defaults()
+        if _saves_distributed_optimizer(scope, call.arguments):
+            _record(scope, call.arguments)
+        return result
+
+    return save_checkpoint
+
+
+def _scope(original: Function) -> Mapping[str, Any]:
+    """The globals of Megatron's checkpointing module, below whatever else has wrapped its functions."""
+    scope: Mapping[str, Any] = inspect.unwrap(original).__globals__
+    return scope
+
+
+def _resumes_distributed_optimizer(scope: Mapping[str, Any], optimizer: Any) -> bool:
+    arguments = scope["get_args"]()
+    return (
+        optimizer is not None
+        and getattr(arguments, "use_distributed_optimizer", False)
+        and not arguments.no_load_optim
+        and not arguments.finetune
+        and (arguments.ckpt_format == TORCH_DIST or getattr(arguments, "auto_detect_ckpt_format", False))
+        and distributed_optimizers(optimizer) is not None
+    )
+
+
+def _peek(scope: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[str, list[str]] | None:
+    """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves.
+
+    Returns:
+        The iteration folder and the changed arguments, where the load is ours; None where it is stock's.
+    """
+    arguments = scope["get_args"]()
+    directory = getattr(arguments, call["load_arg"])
+    context = {key: call[key] for key in ("checkpointing_context",) if key in call}
+    common, name, release, kind = scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
+    if common is None or release or getattr(kind, "name", None) != "GLOBAL" or "args" not in common:
+        return None
+    written = vars(common["args"])
+    changes = placement_changes(written, vars(arguments))
+    if not changes or written.get("no_save_optim") or sharding_type(common) != DP_RESHARDABLE:
+        return None
+    return str(name), changes
+
+
+@contextmanager
+def _overridden(arguments: Any, **values: Any) -> Iterator[None]:
+    """Set arguments for the time of a call, whatever happens in it."""
+    before = {name: getattr(arguments, name) for name in values}
+    vars(arguments).update(values)
+    try:
+        yield
+    finally:
+        vars(arguments).update(before)
+
+
+def _saves_distributed_optimizer(scope: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
+    arguments = scope["get_args"]()
+    return (
+        call["optimizer"] is not None
+        and getattr(arguments, "use_distributed_optimizer", False)
+        and arguments.ckpt_format == TORCH_DIST
+        and not arguments.no_save_optim
+        and not call.get("non_persistent_ckpt", False)
+    )
+
+
+def _record(scope: Mapping[str, Any], call: Mapping[str, Any]) -> None:
+    """Write the sidecar; a checkpoint without it is as good as before, so nothing here may fail the save."""
+    arguments, optimizer = scope["get_args"](), call["optimizer"]
+    if optimizer not in _recorded:
+        _recorded[optimizer] = _gathered(scope["unwrap_model"](call["model"]), optimizer)
+    if int(os.environ.get("RANK", "0")) or not _recorded[optimizer]:
+        return
+    try:
+        folder = scope["get_checkpoint_name"](
+            arguments.save, call["iteration"], release=call.get("release", False), return_base_dir=True
+        )
+        megatron = getattr(sys.modules.get("megatron.core"), "__version__", "unknown")
+        write_sidecar(
+            Path(folder), _recorded[optimizer], vars(arguments), call["iteration"], (__version__, str(megatron))
+        )
+    except Exception as error:  # see the docstring
+        announce(f"no sidecar beside iteration {call['iteration']}: {error}; resuming will recover the layout instead")
+
+
+def _gathered(chunks: Any, optimizer: Any) -> tuple[RecordedGroup, ...]:
+    try:
+        own = recorded_groups(chunks, optimizer)
+    except Exception as error:  # every rank must reach the gathering, and no save may fail for the sidecar's sake
+        announce(f"no sidecar for this job: {type(error).__name__}: {error}")
+        own = []
+    return merged(group for groups in gather(own) for group in groups)

@@ -1,0 +1,136 @@
+"""Make Megatron's ``--async-save`` asynchronous in fact.
+
+Two defaults stand in its way:
+
+- since 0.16.0, ``validate_args`` switches ``--async-save`` off, with a warning, unless
+  ``--use-persistent-ckpt-worker`` is given too (megatron/training/arguments.py:1138@0.16.1, 1740@0.19.2).
+  Up to 0.15 an asynchronous save needs no such flag, so those versions are left alone;
+- since 0.17.0, ``--async-strategy`` defaults to ``nvrx``, and the job dies in ``get_async_strategy``
+  where nvidia-resiliency-ext is absent or too old
+  (megatron/core/dist_checkpointing/strategies/torch.py:1127@0.19.2).
+
+A flag that the user gave is never changed. The changes are made right after ``parse_args``: 0.16.x chooses
+the writer's queue before it calls ``validate_args`` (megatron/training/initialize.py:86-92@0.16.1).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import ParamSpec, TypeVar
+
+from mcore_ckpt_ext.hooks.announce import announce
+
+P = ParamSpec("P")
+Arguments = TypeVar("Arguments", bound=Namespace)
+
+FIRST_VERSION_THAT_NEEDS_THE_WORKER = (0, 16)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One argument that is set to another value than Megatron's default, and why."""
+
+    name: str
+    value: object
+    reason: str
+
+
+def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
+    """Return a ``parse_args`` whose result saves asynchronously when ``--async-save`` asks for it."""
+
+    @wraps(original)
+    def parse_args(*args: P.args, **kwargs: P.kwargs) -> Arguments:
+        arguments = original(*args, **kwargs)
+        changes = asynchronous_save_changes(arguments, sys.argv[1:], megatron_version(), nvrx_problem)
+        for change in changes:
+            setattr(arguments, change.name, change.value)
+        if changes:
+            told = "; ".join(f"{change.name} = {change.value} ({change.reason})" for change in changes)
+            announce(f"--async-save: {told}")
+        return arguments
+
+    return parse_args
+
+
+def asynchronous_save_changes(
+    arguments: Namespace,
+    command_line: Sequence[str],
+    version: tuple[int, int] | None,
+    find_nvrx_problem: Callable[[], str | None],
+) -> list[Change]:
+    """Decide which arguments must change so that ``--async-save`` does what it says; change nothing.
+
+    Args:
+        arguments: what Megatron's ``parse_args`` returned.
+        command_line: the words that the user gave, to tell a choice from a default.
+        version: (major, minor) of megatron.core, None where it is not known.
+        find_nvrx_problem: says why the nvrx strategy cannot work, None if it can; it imports the package,
+            so it is asked only where the answer matters.
+    """
+    if not _saves_asynchronously(arguments) or version is None or version < FIRST_VERSION_THAT_NEEDS_THE_WORKER:
+        return []
+    changes = []
+    if getattr(arguments, "async_strategy", None) == "nvrx":
+        problem = find_nvrx_problem()
+        if problem and _is_given("--async-strategy", command_line):
+            # Stock saves synchronously, or tells what to install. With the worker it would only die sooner.
+            return []
+        if problem:
+            changes.append(Change("async_strategy", "mcore", f"nvrx cannot be used: {problem}"))
+    if not arguments.use_persistent_ckpt_worker:
+        reason = f"without it Megatron {version[0]}.{version[1]} switches --async-save off"
+        changes.append(Change("use_persistent_ckpt_worker", True, reason))
+    return changes
+
+
+def _saves_asynchronously(arguments: Namespace) -> bool:
+    """Tell whether this job will save, asks for asynchronous saves, and in a format that can do them.
+
+    Asynchronous saving works with torch_dist only (help of --async-save, 0.7.0 to 0.19.2). A job set up by
+    a YAML file is left alone: ``validate_yaml`` does not switch ``async_save`` off.
+    """
+    return (
+        bool(getattr(arguments, "async_save", False))
+        and hasattr(arguments, "use_persistent_ckpt_worker")
+        and getattr(arguments, "save", None) is not None
+        and getattr(arguments, "ckpt_format", None) == "torch_dist"
+        and getattr(arguments, "yaml_cfg", None) is None
+    )
+
+
+def _is_given(flag: str, command_line: Sequence[str]) -> bool:
+    """Tell whether the user gave a flag; Megatron's parser takes no abbreviations (allow_abbrev=False)."""
+    return any(word == flag or word.startswith(f"{flag}=") for word in command_line)
+
+
+def megatron_version() -> tuple[int, int] | None:
+    """Return (major, minor) of the imported megatron.core, None where it does not tell."""
+    version = getattr(sys.modules.get("megatron.core"), "__version__", "")
+    numbers = re.match(r"(\d+)\.(\d+)", str(version))
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
+
+
+def nvrx_problem() -> str | None:
+    """Say why Megatron's nvrx strategy would fail in this environment; None when it works.
+
+    Asks what Megatron asks: every import of ``get_async_strategy`` (0.17.0 on), then the parameter
+    ``mp_mode`` of ``get_write_results_queue``, which ``init_persistent_async_worker`` requires (0.18.0 on,
+    megatron/training/async_utils.py:98@0.19.2). A release below Megatron's minimum stops the import of
+    megatron.core itself (nvrx.py:has_nvrx_async_support@0.18.0 on), long before this.
+    """
+    try:
+        strategies = import_module("megatron.core.dist_checkpointing.strategies.torch")
+        _, functions = strategies.get_async_strategy("nvrx")
+        parameters = inspect.signature(functions["get_write_results_queue"]).parameters
+    except (ImportError, AttributeError, AssertionError, KeyError, ValueError) as error:
+        return str(error.__cause__ or error.__context__ or error)
+    if "mp_mode" not in parameters:
+        return "nvidia_resiliency_ext is too old: get_write_results_queue has no parameter mp_mode"
+    return None

@@ -1,0 +1,36 @@
+"""Where this package meets the frameworks, as data.
+
+Each ``parameters`` was compared with the definition in Megatron-LM 0.7.0, 0.8.0, 0.12.1, 0.15.0, 0.16.1,
+0.17.0, 0.18.0, 0.19.0 and 0.19.2. Only names that all of them share, and that the wrapper needs, are asked for.
+"""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.hooks.registry import Seam
+
+SEAMS = (
+    Seam(
+        module="megatron.training.checkpointing",
+        attribute="load_checkpoint",
+        wrapper="mcore_ckpt_ext.hooks.megatron:wrap_load_checkpoint",
+        # The first parameter was renamed from `model` to `ddp_model` between 0.8.0 and 0.12.1.
+        parameters=("optimizer", "opt_param_scheduler", "load_arg", "strict"),
+        version_module="megatron.core",
+    ),
+    Seam(
+        module="megatron.training.checkpointing",
+        attribute="save_checkpoint",
+        wrapper="mcore_ckpt_ext.hooks.megatron:wrap_save_checkpoint",
+        parameters=("iteration", "model", "optimizer", "opt_param_scheduler"),
+        version_module="megatron.core",
+    ),
+    Seam(
+        module="megatron.training.arguments",
+        # Not validate_args: 0.16.x chooses the writer's queue between parse_args and validate_args
+        # (megatron/training/initialize.py:86-92@0.16.1).
+        attribute="parse_args",
+        wrapper="mcore_ckpt_ext.hooks.megatron_arguments:wrap_parse_args",
+        parameters=("extra_args_provider", "ignore_unknown_args"),
+        version_module="megatron.core",
+    ),
+)

@@ -1,0 +1,56 @@
+"""Ranks agree on errors, so that one rank's refusal is the refusal of all and nobody waits in a collective."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from mcore_ckpt_ext.errors import ResumeRefusedError
+
+Result = TypeVar("Result")
+_SHOWN = 4
+
+
+def gather(item: Result) -> list[Result]:
+    """One item from every rank, in rank order."""
+    if not dist.is_initialized():
+        return [item]
+    items: list[Result | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(items, item)
+    return items  # type: ignore[return-value]  # every entry has been replaced
+
+
+def agreed(phase: str, work: Callable[[], Result], consequence: str = "the optimizer is untouched") -> list[Result]:
+    """Do `work` on every rank; its results from all ranks, or the same refusal on all.
+
+    Args:
+        phase: what is being done, for the message.
+        work: must not communicate.
+        consequence: in which state a refusal leaves the job.
+
+    Raises:
+        ResumeRefusedError: some rank's work raised; the message holds the reasons.
+    """
+    result: Result | None = None
+    cause: Exception | None = None
+    try:
+        result = work()
+    except Exception as error:  # whatever it was, the other ranks must learn of it before anyone goes on
+        cause = error
+    outcomes = gather((result, None if cause is None else f"{type(cause).__name__}: {cause}"))
+    refused = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
+    if refused:
+        raise ResumeRefusedError(_summary(f"{phase}; {consequence}", refused)) from cause
+    return [found for found, _ in outcomes]  # type: ignore[misc]  # no rank raised: all results are there
+
+
+def _summary(head: str, refused: dict[int, str]) -> str:
+    """The distinct reasons, each with the ranks that gave it."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, reason in refused.items():
+        ranks_of.setdefault(reason, []).append(rank)
+    lines = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in ranks_of.items()]
+    more = f"\n  and {len(lines) - _SHOWN} more reasons" if len(lines) > _SHOWN else ""
+    return f"mcore_ckpt_ext refused while {head}\n  " + "\n  ".join(lines[:_SHOWN]) + more

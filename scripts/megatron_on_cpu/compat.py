@@ -1,0 +1,160 @@
+"""What Megatron-LM 0.16.1, 0.19.0 and 0.19.2 need on CPU ranks beside the redirection of CUDA.
+
+``apply()`` is called once, after ``redirect.install()``, before the ranks are forked.  Every function says why it is there;
+none touches how Megatron saves or loads a checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import sys
+from typing import Any
+
+import torch
+
+ADAM_VARIABLE = "MEGATRON_ON_CPU_ADAM"
+"""Environment variable: ``torch`` leaves Megatron with torch's AdamW; otherwise the FusedAdam stand-in is used."""
+
+# MockGPTLowLevelDataset counts token ids up to the document's length (4096), beyond a toy vocabulary of 128.
+_MOCK_DOCUMENT_LENGTH = 96
+_DATASET_HELPER = "megatron.core.datasets.helpers_cpp"
+
+
+def apply() -> None:
+    """Prepare the Megatron that is first on ``sys.path``."""
+    _skip_compilation()
+    _provide_dataset_helper()
+    _shorten_mock_documents()
+    if os.environ.get(ADAM_VARIABLE) != "torch":
+        _provide_fused_adam()
+    _keep_pipeline_outputs_of_interleaved_schedules()
+    _allow_torch_norms_under_sequence_parallelism()
+    _complete_mixture_of_experts()
+    _complete_latent_attention()
+
+
+def _skip_compilation() -> None:
+    """Megatron compiles a dataset helper and (0.16.1) CUDA kernels at the start; neither is wanted here."""
+    importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
+    try:
+        fused_kernels = importlib.import_module("megatron.legacy.fused_kernels")
+    except ModuleNotFoundError:
+        return  # 0.19 has none
+    fused_kernels.load = lambda args: None
+
+
+def _provide_dataset_helper() -> None:
+    """A checkout comes without the compiled ``helpers_cpp``: take the one of the installed megatron-core, same source."""
+    if importlib.util.find_spec(_DATASET_HELPER) is not None:
+        return
+    installed = importlib.metadata.distribution("megatron-core")
+    for file in installed.files or ():
+        if file.match("megatron/core/datasets/helpers_cpp*.so"):
+            specification = importlib.util.spec_from_file_location(_DATASET_HELPER, str(file.locate()))
+            assert specification is not None and specification.loader is not None
+            module = importlib.util.module_from_spec(specification)
+            specification.loader.exec_module(module)
+            sys.modules[_DATASET_HELPER] = module
+            return
+    raise RuntimeError(f"no compiled {_DATASET_HELPER}: neither in the checkout nor in the installed megatron-core")
+
+
+def _shorten_mock_documents() -> None:
+    mock_dataset: Any = importlib.import_module("megatron.core.datasets.gpt_dataset").MockGPTLowLevelDataset
+    mock_dataset.max_sequence_length = _MOCK_DOCUMENT_LENGTH
+
+
+def _provide_fused_adam() -> None:
+    """What an installation of Apex gives the optimizer, while ``import apex`` keeps failing for everybody else."""
+    from megatron_on_cpu.fused_adam import FusedAdam
+
+    optimizer = importlib.import_module("megatron.core.optimizer")
+    setattr(optimizer, "Adam", FusedAdam)
+    setattr(optimizer, "USING_PYTORCH_OPTIMIZER", False)
+    distributed_optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    setattr(distributed_optimizer, "Adam", FusedAdam)
+    setattr(distributed_optimizer, "HAVE_APEX_OR_TE", True)
+    setattr(distributed_optimizer, "USING_APEX_OPTIMIZER", True)
+    setattr(distributed_optimizer, "USING_TE_OPTIMIZER", False)
+
+
+def _keep_pipeline_outputs_of_interleaved_schedules() -> None:
+    """Gloo's isend reads host memory after it returned; freeing the sent tensor, safe on a CUDA stream, would send garbage.
+
+    Only for interleaved schedules: the plain ones wait for the send, and their backward wants the freed output.
+    """
+    from megatron.core.model_parallel_config import ModelParallelConfig
+
+    original = ModelParallelConfig.__post_init__
+
+    def keep_outputs(self: Any) -> None:
+        original(self)
+        if self.virtual_pipeline_model_parallel_size is not None:
+            self.deallocate_pipeline_outputs = False
+
+    ModelParallelConfig.__post_init__ = keep_outputs
+
+
+def _allow_torch_norms_under_sequence_parallelism() -> None:
+    """The torch norm of the local spec refuses sequence parallelism; all that is missing is the mark on its weights."""
+    norm_class: Any = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
+    original = norm_class.__new__
+
+    def build_and_mark(cls: Any, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
+        sequence_parallel = config.sequence_parallel
+        config.sequence_parallel = False
+        try:
+            norm: torch.nn.Module = original(cls, config, *args, **kwargs)
+        finally:
+            config.sequence_parallel = sequence_parallel
+        for parameter in norm.parameters():
+            setattr(parameter, "sequence_parallel", sequence_parallel)
+        return norm
+
+    norm_class.__new__ = build_and_mark
+
+
+def _complete_mixture_of_experts() -> None:
+    """Without Transformer Engine the router's ``te_general_gemm`` is undefined; gloo wants plain integers as split sizes."""
+    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    if not hasattr(moe_utils, "te_general_gemm"):
+        setattr(moe_utils, "te_general_gemm", None)
+    original = torch.distributed.all_to_all_single
+
+    def with_plain_splits(
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **kwargs: Any,
+    ) -> Any:
+        splits = [
+            None if sizes is None else [int(size) for size in sizes] for sizes in (output_split_sizes, input_split_sizes)
+        ]
+        return original(output, input, *splits, **kwargs)
+
+    torch.distributed.all_to_all_single = with_plain_splits
+
+
+def _complete_latent_attention() -> None:
+    """MLA with the local spec: classes for isinstance where Transformer Engine is missing, and the width of its values."""
+    latent_attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    for name in ("TEColumnParallelLinear", "TELinear", "Linear"):
+        if not isinstance(getattr(latent_attention, name, None), type):
+            setattr(latent_attention, name, type(f"Missing{name}", (), {}))
+    attention_class: Any = importlib.import_module(
+        "megatron.core.transformer.dot_product_attention"
+    ).DotProductAttention
+    original = attention_class.__init__
+
+    def initialize(
+        self: Any, config: Any, *args: Any, k_channels: int | None = None, v_channels: int | None = None, **kwargs: Any
+    ) -> None:
+        original(self, config, *args, **kwargs)
+        if v_channels:
+            self.hidden_size_per_partition = v_channels * self.num_attention_heads_per_partition
+
+    attention_class.__init__ = initialize

@@ -1,0 +1,193 @@
+"""Imports torch and Megatron once, forks the ranks, and passes on what they print.
+
+Started by ``launch.run`` in a session of its own; that one ends it at the time limit and clears up afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import multiprocessing
+import multiprocessing.spawn
+import os
+import runpy
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_on_cpu import compat, dump_optimizer, record_losses, redirect
+from megatron_on_cpu.process import die_with_parent
+
+# When a rank fails, the others usually hang in a collective; those that fail too get this long to say why.
+_GRACE_SECONDS = 5.0
+_MEGATRON_MODULES = ("megatron.training", "megatron.training.checkpointing", "megatron.core.models.gpt")
+
+
+def main() -> int:
+    """Fork the ranks asked for on the command line and wait for them."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--nproc", type=int, required=True)
+    parser.add_argument("--megatron", type=Path)
+    parser.add_argument("--plugin", type=Path, action="append", default=[])
+    parser.add_argument("script", type=Path)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    die_with_parent()
+    _import_megatron(options.megatron)
+    _redirect_spawned_processes()
+    ranks = _Ranks()
+    port = _free_port()
+    for rank in range(options.nproc):
+        ranks.fork(rank, lambda rank=rank: _run_rank(rank, options, port))  # type: ignore[misc]
+    return ranks.wait()
+
+
+def _import_megatron(checkout: Path | None) -> None:
+    """Import everything slow, redirected to the CPU, before forking."""
+    started = time.monotonic()
+    torch.set_num_threads(1)
+    redirect.install()
+    if checkout is not None:
+        sys.path.insert(0, str(checkout))
+        import megatron
+
+        # A namespace package: without this, what the checkout lacks would come from the installed version.
+        megatron.__path__ = [str(checkout / "megatron")]
+    compat.apply()
+    for name in _MEGATRON_MODULES:
+        importlib.import_module(name)
+    record_losses.install()
+    dump_optimizer.install()
+    version = importlib.import_module("megatron.core").__version__
+    print(f"[launch] imported megatron-core {version} in {time.monotonic() - started:.1f} s", flush=True)
+
+
+def _redirect_spawned_processes() -> None:
+    """Make the checkpoint writers that Megatron spawns start with the redirection, too.
+
+    A spawned Python runs the parent's main module again before anything else.  That would be the training script, which a writer
+    does not need; it gets the module that installs the redirection instead.
+    """
+    original = multiprocessing.spawn.get_preparation_data
+
+    def prepare(name: str) -> dict[str, Any]:
+        data = original(name)
+        data.pop("init_main_from_path", None)
+        data["init_main_from_name"] = "megatron_on_cpu.spawned"
+        return data
+
+    multiprocessing.spawn.get_preparation_data = prepare
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(options.nproc),
+        LOCAL_WORLD_SIZE=str(options.nproc),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    for plugin in options.plugin:
+        runpy.run_path(str(plugin))
+    sys.path.insert(0, str(options.script.resolve().parent))
+    sys.argv = [str(options.script), *options.arguments]
+    runpy.run_path(str(options.script), run_name="__main__")
+
+
+class _Ranks:
+    """The forked processes: their return codes and their output."""
+
+    def __init__(self) -> None:
+        self._pids: dict[int, int] = {}
+        self._selector = selectors.DefaultSelector()
+        self._unfinished_lines: dict[int, bytes] = {}
+        self._returncode = 0
+        self._kill_at: float | None = None
+
+    def fork(self, rank: int, body: Any) -> None:
+        read_end, write_end = os.pipe()
+        sys.stdout.flush()
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent()
+            for stream in (1, 2):
+                os.dup2(write_end, stream)
+            os._exit(_exit_code_of(body))
+        os.close(write_end)
+        os.set_blocking(read_end, False)
+        self._pids[pid] = rank
+        self._unfinished_lines[rank] = b""
+        self._selector.register(read_end, selectors.EVENT_READ, rank)
+
+    def wait(self) -> int:
+        """Wait for all ranks; the first failure ends the others and gives the return code."""
+        while self._pids:
+            self._pass_on_output(timeout=0.05)
+            self._reap()
+            if self._kill_at is not None and time.monotonic() > self._kill_at:
+                for pid in self._pids:
+                    os.kill(pid, signal.SIGKILL)
+                self._kill_at = None
+        self._pass_on_output(timeout=0)
+        return self._returncode
+
+    def _reap(self) -> None:
+        for pid in list(self._pids):
+            finished, status = os.waitpid(pid, os.WNOHANG)
+            if not finished:
+                continue
+            rank = self._pids.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            if code and not self._returncode:
+                print(f"[launch] rank {rank} failed with {code}", flush=True)
+                self._returncode = code if code > 0 else 128 - code
+                self._kill_at = time.monotonic() + _GRACE_SECONDS
+
+    def _pass_on_output(self, timeout: float) -> None:
+        for key, _ in self._selector.select(timeout):
+            try:
+                text = os.read(key.fd, 1 << 16)
+            except BlockingIOError:
+                continue
+            if not text:
+                self._selector.unregister(key.fd)
+            *lines, self._unfinished_lines[key.data] = (self._unfinished_lines[key.data] + text).split(b"\n")
+            for line in lines:
+                sys.stdout.write(f"[rank {key.data}] {line.decode(errors='replace')}\n")
+        sys.stdout.flush()
+
+
+def _exit_code_of(body: Any) -> int:
+    """Run a rank to its end; the interpreter's own teardown is left out, it only waits for processes that are done."""
+    code = 1
+    try:
+        body()
+        code = 0
+    except SystemExit as exit_request:
+        code = exit_request.code if isinstance(exit_request.code, int) else int(exit_request.code is not None)
+    except BaseException:  # noqa: BLE001 - whatever it was, the rank has failed and says so
+        traceback.print_exc()
+    for process in multiprocessing.active_children():
+        process.terminate()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""A CPU stand-in for the FusedAdam of Apex and Transformer Engine.
+
+The point is not the arithmetic alone but the *layout of the state*, which ends up in checkpoints: ``step`` lives in the
+parameter group, and a parameter's state holds only ``exp_avg`` and ``exp_avg_sq``.  With torch's AdamW, ``step`` is a tensor
+per parameter, and stock Megatron cannot resume its own checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Adam (or AdamW, with ``adam_w_mode``) over flat fp32 shards."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        adam_w_mode: bool = True,
+        weight_decay: float = 0.0,
+        **_: Any,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+        }
+        super().__init__(params, defaults)
+        self.adam_w_mode = adam_w_mode
+
+    @torch.no_grad()
+    def step(self, closure: None = None, **_: Any) -> None:  # type: ignore[override]
+        """Advance every parameter that has a gradient."""
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["step"] = group.get("step", 0) + 1
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._advance(parameter, group)
+
+    def _advance(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        beta1, beta2 = group["betas"]
+        correction1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
+        correction2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0
+        state = self.state[parameter]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(parameter.data)
+            state["exp_avg_sq"] = torch.zeros_like(parameter.data)
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        if not self.adam_w_mode:
+            gradient = gradient + group["weight_decay"] * parameter
+        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
+        exp_avg.mul_(beta1).add_(gradient, alpha=1 - beta1)
+        exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + group["eps"])
+        if self.adam_w_mode:
+            update = update + group["weight_decay"] * parameter
+        parameter.add_(update, alpha=-group["lr"])

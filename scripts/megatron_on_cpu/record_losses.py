@@ -1,0 +1,49 @@
+"""Records every iteration's loss in full precision, where Megatron's log prints seven digits.
+
+Set ``MEGATRON_ON_CPU_LOSSES`` to a file: the last rank, which is on the last pipeline stage, writes a JSON object to it,
+``{"5": {"lm loss": 4.70..., "grad_norm": 1.04..., "learning_rate": 0.001}, ...}``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FILE_VARIABLE = "MEGATRON_ON_CPU_LOSSES"
+"""Environment variable with the file to write."""
+
+
+def install() -> None:
+    """Wrap ``training_log``, if a file is asked for."""
+    if FILE_VARIABLE not in os.environ:
+        return
+    file = Path(os.environ[FILE_VARIABLE])
+    training = importlib.import_module("megatron.training.training")
+    original = training.training_log
+    signature = inspect.signature(original)
+    record: dict[int, dict[str, float]] = {}
+
+    @functools.wraps(original)
+    def log_and_record(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        record[given["iteration"]] = _numbers(given)
+        if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+            file.write_text(json.dumps(record))
+        return original(*args, **kwargs)
+
+    training.training_log = log_and_record
+
+
+def _numbers(given: dict[str, Any]) -> dict[str, float]:
+    numbers = {name: float(value) for name, value in given["loss_dict"].items()}
+    for name in ("grad_norm", "learning_rate"):
+        if given[name] is not None:
+            numbers[name] = float(given[name])
+    return numbers

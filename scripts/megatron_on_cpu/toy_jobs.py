@@ -1,0 +1,53 @@
+"""Command lines of toy training jobs, as ``pretrain_gpt.py`` and ``train_gpt.py`` take them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+CPU = tuple(
+    "--distributed-backend gloo --transformer-impl local --attention-backend unfused --num-workers 0"
+    " --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion"
+    " --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion".split()
+)
+"""What every job on CPU ranks needs: no NCCL, no Transformer Engine, no fused kernels."""
+
+TINY_GPT = tuple(
+    "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    " --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 --lr-warmup-iters 2"
+    " --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 99,1,0 --eval-iters 0 --eval-interval 1000"
+    " --attention-dropout 0 --hidden-dropout 0 --log-interval 1".split()
+)
+"""A GPT-2-like model with four layers that trains for a moment."""
+
+LLAMA = tuple(
+    "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --num-query-groups 2"
+    " --untie-embeddings-and-output-weights --disable-bias-linear".split()
+)
+"""Turns the tiny GPT into a Llama-like one."""
+
+ASYNCHRONOUS_SAVE = ("--async-save", "--use-persistent-ckpt-worker")
+"""Save in the background, in a process that stays (0.19 needs ``--async-strategy mcore`` in addition)."""
+
+
+def tiny_gpt(
+    tensor_parallel: int,
+    pipeline_parallel: int,
+    *,
+    iterations: int,
+    save: Path | str | None = None,
+    save_interval: int = 4,
+    load: Path | str | None = None,
+    precision: Sequence[str] = ("--bf16",),
+    more: Sequence[str] = (),
+) -> list[str]:
+    """Return the arguments of a job with the distributed optimizer that saves and loads torch_dist checkpoints."""
+    arguments = [*CPU, *TINY_GPT, *precision, "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
+    arguments += ["--tensor-model-parallel-size", str(tensor_parallel)]
+    arguments += ["--pipeline-model-parallel-size", str(pipeline_parallel)]
+    arguments += ["--train-iters", str(iterations)]
+    if save is not None:
+        arguments += ["--save", str(save), "--save-interval", str(save_interval)]
+    if load is not None:
+        arguments += ["--load", str(load)]
+    return [*arguments, *more]

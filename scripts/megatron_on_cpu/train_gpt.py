@@ -1,0 +1,80 @@
+"""Trains a small GPT on Megatron's mock data with the genuine ``megatron.training.pretrain`` (0.19).
+
+The PyPI package of Megatron-LM comes without ``pretrain_gpt.py``.  This script stands in for it: it takes the same arguments,
+has Megatron build the model from them, and sees the same samples, so it has the same losses.  Context parallelism is not
+supported.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.utils import get_attr_wrapped_model
+from megatron.training import get_args, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils import is_first_or_last_pipeline_stage
+
+
+def build_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
+    """Build the train, validation and test sets on the stages that read tokens or labels."""
+    args = get_args()
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        split=args.split,
+        path_to_cache=args.data_cache_path,
+        tokenizer=build_tokenizer(args),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+    )
+    reads_data = partial(is_first_or_last_pipeline_stage, vp_stage)
+    return BlendedMegatronDatasetBuilder(MockGPTDataset, samples, reads_data, config).build()
+
+
+# Every rank builds its own: Megatron then does not expect the tensor-parallel ranks to hand samples on.
+build_datasets.is_distributed = True  # type: ignore[attr-defined]
+
+
+def mean_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+    """Sum the tokens' losses; Megatron divides by the number of tokens, over all microbatches and ranks."""
+    mask = loss_mask.view(-1).float()
+    loss = torch.sum(output.view(-1).float() * mask)
+    tokens = mask.sum().detach().to(torch.int)
+    return loss, tokens, {"lm loss": torch.cat([loss.detach().view(1), tokens.view(1)])}
+
+
+def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+    """Run the model chunk on its next microbatch."""
+    batch: dict[str, torch.Tensor | None] = {}
+    if is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
+        batch = next(data_iterator)
+    loss_mask = batch.get("loss_mask")
+    output = model(
+        batch.get("tokens"),
+        batch.get("position_ids"),
+        batch.get("attention_mask"),
+        labels=batch.get("labels"),
+        loss_mask=loss_mask,
+    )
+    return output, partial(mean_loss, loss_mask)
+
+
+def main() -> None:
+    """Train as the command line says."""
+    args = parse_and_validate_args()
+    config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
+    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()

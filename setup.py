@@ -1,0 +1,5 @@
+"""Everything stands in pyproject.toml; this file serves tools that still call ``setup.py``."""
+
+from setuptools import setup
+
+setup()
