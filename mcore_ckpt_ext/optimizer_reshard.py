@@ -233,7 +233,8 @@ def _prove(shard: LiveShard, master: torch.Tensor, folder: Path) -> None:
                 "a master does not round to the weight beside it",
                 found=f"master {mismatch.master!r}",
                 expected=f"weight {mismatch.weight!r}",
-                where=f"{shard.name}, element {shard.slice.start + begin + mismatch.position} of this rank's part, {folder}",
+                where=f"{shard.name}, element {shard.slice.start + begin + mismatch.position} of this rank's part, "
+                f"{folder}",
                 helps="the checkpoint is damaged or its weights were edited after the save: resume from another "
                 "iteration, or with --no-load-optim and a fresh optimizer",
             )

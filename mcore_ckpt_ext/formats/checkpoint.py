@@ -9,11 +9,12 @@ from pathlib import Path
 
 import torch
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import ProofError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.layout.proof import first_mismatch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.transfer import read_slice
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
@@ -39,14 +40,29 @@ class TensorHandle:
         return found
 
     def read(self, region: Region | None = None) -> torch.Tensor:
-        """The tensor, or the part of it that `region` names.
+        """The tensor, or the part of it that `region` names; optimizer state is proven where it is read.
 
         Raises:
-            CheckpointError: it is damaged or incomplete, or its layout cannot be proven.
+            ProofError: the masters of that part do not round to its weights.
+            CheckpointError: it is damaged or incomplete, or its layout cannot be recovered.
         """
         wanted = region or Region.whole(self.logical.name, self.logical.shape)
-        source = self.checkpoint
-        return read_slice(source, source.transfer, self.kind, Slice.whole((wanted,))).view(wanted.sizes)
+        values = self._read(self.kind, wanted)
+        if self.kind != WEIGHT:
+            masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, wanted)
+            mismatch = first_mismatch(masters, self._read(WEIGHT, wanted))
+            if mismatch is not None:
+                raise ProofError(
+                    "a master does not round to the weight beside it",
+                    found=f"master {mismatch.master!r}",
+                    expected=f"weight {mismatch.weight!r}",
+                    where=f"{wanted.name}, element {mismatch.position} of {wanted}, {self.checkpoint.folder}",
+                    helps="the checkpoint is damaged, or its weights were edited after the save",
+                )
+        return values.view(wanted.sizes)
+
+    def _read(self, kind: str, region: Region) -> torch.Tensor:
+        return read_slice(self.checkpoint, self.checkpoint.transfer, kind, Slice.whole((region,)))
 
 
 class Checkpoint(TorchDistCheckpoint):

@@ -14,7 +14,7 @@ import torch
 
 from mcore_ckpt_ext.errors import LayoutError
 from mcore_ckpt_ext.formats.dcp_index import StoredArray
-from mcore_ckpt_ext.layout.buckets import BucketKey, GroupLayout, OptimizerGroup, Placement, StoredBucket
+from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.recover import Proposal, RecoveredLayout, recover
 from mcore_ckpt_ext.model_space.slices import Region, Slice

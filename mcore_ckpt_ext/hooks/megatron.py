@@ -162,14 +162,14 @@ def _record(scope: Mapping[str, Any], call: Mapping[str, Any]) -> None:
         write_sidecar(
             Path(folder), _recorded[optimizer], vars(arguments), call["iteration"], (__version__, str(megatron))
         )
-    except Exception as error:  # see the docstring
+    except Exception as error:  # noqa: BLE001 - see the docstring
         announce(f"no sidecar beside iteration {call['iteration']}: {error}; resuming will recover the layout instead")
 
 
 def _gathered(chunks: Any, optimizer: Any) -> tuple[RecordedGroup, ...]:
     try:
         own = recorded_groups(chunks, optimizer)
-    except Exception as error:  # every rank must reach the gathering, and no save may fail for the sidecar's sake
+    except Exception as error:  # noqa: BLE001 - every rank must reach the gathering, and the save must not fail
         announce(f"no sidecar for this job: {type(error).__name__}: {error}")
         own = []
     return merged(group for groups in gather(own) for group in groups)

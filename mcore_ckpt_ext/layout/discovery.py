@@ -143,7 +143,9 @@ class _Assignment:
 
     def _drop_used(self) -> bool:
         used = {next(iter(names)) for names in self._open if len(names) == 1}
-        return any([self._narrow(i, names - used) for i, names in enumerate(self._open) if len(names) > 1])
+        open_spots = [i for i, names in enumerate(self._open) if len(names) > 1]
+        narrowed = [self._narrow(i, self._open[i] - used) for i in open_spots]
+        return any(narrowed)
 
     def _keep_layer(self) -> bool:
         """Buffers hold whole layers, one after the other: between two places of a layer lies only that layer."""

@@ -37,7 +37,7 @@ def agreed(phase: str, work: Callable[[], Result], consequence: str = "the optim
     cause: Exception | None = None
     try:
         result = work()
-    except Exception as error:  # whatever it was, the other ranks must learn of it before anyone goes on
+    except Exception as error:  # noqa: BLE001 - whatever it was, the other ranks must learn of it first
         cause = error
     outcomes = gather((result, None if cause is None else f"{type(cause).__name__}: {cause}"))
     refused = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}

@@ -1,8 +1,8 @@
 """Megatron's live model and DistributedOptimizer, seen as slices of model space.
 
-Attributes used, present from core_v0.7.0 to 0.19.2: `gbuf_ranges[buffer][dtypes][bucket]["param_map"][param]["param"]`,
-`model_param_group_index_map`, `optimizer.param_groups`, `optimizer.state` (megatron/core/optimizer/distrib_optimizer.py),
-and `sharded_state_dict` of the model chunks. Nothing is imported: the objects are what the caller hands over.
+Attributes used, present from core_v0.7.0 to 0.19.2 in megatron/core/optimizer/distrib_optimizer.py:
+`gbuf_ranges[buffer][dtypes][bucket]["param_map"][param]["param"]`, `model_param_group_index_map`,
+`optimizer.param_groups`, `optimizer.state`; and `sharded_state_dict` of the model chunks. Nothing is imported: the objects are what the caller hands over.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def check_supported(optimizers: Sequence[Any]) -> None:
     for optimizer in optimizers:
         found = None
         if getattr(optimizer.config, "use_precision_aware_optimizer", False):
-            found = "--use-precision-aware-optimizer: masters live inside of the fused optimizer, scaled or as remainders"
+            found = "--use-precision-aware-optimizer: the masters live inside of the fused optimizer"
         elif hasattr(optimizer.optimizer, "sub_optimizers"):
             found = "--optimizer-cpu-offload: the state is split between devices"
         elif any(not p.dtype.is_floating_point or p.dtype.itemsize < 2 for p in optimizer.model_param_group_index_map):

@@ -29,7 +29,8 @@ def recorded_groups(chunks: Sequence[Any], optimizer: Any) -> list[RecordedGroup
     ]
     live = live_parameters(chunks) if writers else {}
     return [
-        RecordedGroup(number, (child.data_parallel_group_idx,), tuple(_buckets(child, live))) for number, child in writers
+        RecordedGroup(number, (child.data_parallel_group_idx,), tuple(_buckets(child, live)))
+        for number, child in writers
     ]
 
 
@@ -60,7 +61,11 @@ def merged(groups: Iterable[RecordedGroup]) -> tuple[RecordedGroup, ...]:
 
 
 def write_sidecar(
-    folder: Path, groups: Iterable[RecordedGroup], arguments: Mapping[str, Any], iteration: int, versions: tuple[str, str]
+    folder: Path,
+    groups: Iterable[RecordedGroup],
+    arguments: Mapping[str, Any],
+    iteration: int,
+    versions: tuple[str, str],
 ) -> None:
     """Write the sidecar into an iteration folder; a reader sees all of it or none.
 

@@ -77,13 +77,13 @@ def contiguous_runs(
     if window is not None and leading:
         first, last = _rows_in_window(shape, region, axis, window, first, last)
     rows = numpy.arange(first, max(first, last), dtype=numpy.int64)
-    origin = numpy.full_like(rows, region.offsets[axis] * inner if shape else 0)
-    remainder = rows
+    origin: Integers = numpy.full_like(rows, region.offsets[axis] * inner if shape else 0)
+    remainder: Integers = rows
     for position in reversed(range(axis)):
         remainder, index = numpy.divmod(remainder, leading[position])
         origin += (index + region.offsets[position]) * prod(shape[position + 1 :])
-    low = numpy.maximum(rows * length, piece.start)
-    high = numpy.minimum((rows + 1) * length, piece.stop)
+    low: Integers = numpy.maximum(rows * length, piece.start)
+    high: Integers = numpy.minimum((rows + 1) * length, piece.stop)
     return origin + (low - rows * length), low - piece.start + piece.base, high - low
 
 

@@ -39,6 +39,7 @@ class Placeholder:
     """An object of a class that is not loaded: keeps what the pickle said of it, does nothing."""
 
     pickled_class = ""
+    arguments: tuple[object, ...]
 
     def __new__(cls, *arguments: object, **keywords: object) -> Placeholder:
         """Keep the constructor's arguments; enum members arrive this way, with their value."""
