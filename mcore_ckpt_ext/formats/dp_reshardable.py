@@ -15,6 +15,7 @@ import torch
 from mcore_ckpt_ext.errors import LayoutError
 from mcore_ckpt_ext.formats.dcp_index import StoredArray
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
+from mcore_ckpt_ext.layout.discovery import irregularity
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.recover import Proposal, RecoveredLayout, recover
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -94,6 +95,19 @@ class DpReshardable:
         Raises:
             LayoutError: it cannot be proven.
         """
+        if self._recover(group).discovered:
+            # An unknown order shows everywhere in the same way; damage shows in one place.
+            layouts = [self._recover(other).layout for other in self.groups.values()]
+            if problem := irregularity(layouts):
+                raise LayoutError(
+                    "no layout of the gradient buffers could be proven: what fits by content is no order of modules",
+                    found=problem,
+                    where=str(group),
+                    helps="the checkpoint is damaged or was edited: resume from another iteration",
+                )
+        return self._recover(group)
+
+    def _recover(self, group: OptimizerGroup) -> RecoveredLayout:
         if group.index not in self._recovered:
             self._recovered[group.index] = recover(group, self._models, self._proposals(), self)
         return self._recovered[group.index]

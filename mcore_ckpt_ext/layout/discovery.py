@@ -2,13 +2,15 @@
 
 Chunk borders say where parameters can begin and how long they can be; the weights say which one it is. Equal
 constants (norm weights that are still all ones) are told apart by their layer and by the order that other layers
-show; where that does not decide, nothing is guessed.
+show; where that does not decide, nothing is guessed. And because masters that were exchanged would otherwise pass
+for an unknown order, with the moments left behind, only a regular layout is believed: see `irregularity`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -110,6 +112,33 @@ def _fitting(
         if fitting or cuts[after] not in borders:
             return _Spot(key, start, fitting), after
     return _Spot(key, start, {}), len(cuts)
+
+
+def irregularity(layouts: Iterable[GroupLayout]) -> str | None:
+    """Why a set of layouts, one a group, is not one that Megatron's modules can have registered; None if it is.
+
+    A chunk registers its layers one after the other, and layers of equal parts register them in equal order. A
+    buffer holds them in reverse.
+    """
+    orders: dict[frozenset[str], tuple[str, ...]] = {}
+    for layout in layouts:
+        buffers: dict[tuple[int, str], list[str]] = {}
+        for key in sorted(layout):
+            buffers.setdefault((key.buffer, key.dtypes), []).extend(placement.name for placement in layout[key])
+        for names in buffers.values():
+            blocks = [
+                (layer, tuple(suffix for _, suffix in block))
+                for layer, block in groupby(map(split_layer, names), key=lambda part: part[0])
+                if layer is not None
+            ]
+            layers = [layer for layer, _ in blocks]
+            if layers != sorted(set(layers), reverse=True):
+                return f"the layers would lie in the order {layers}"
+            for layer, suffixes in blocks:
+                usual = orders.setdefault(frozenset(suffixes), suffixes)
+                if usual != suffixes:
+                    return f"layer {layer} would lie as {suffixes}, another one as {usual}"
+    return None
 
 
 class _Assignment:

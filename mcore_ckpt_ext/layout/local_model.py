@@ -105,10 +105,11 @@ class LocalModels:
         chosen = range(tensor_rank, len(offsets), self.layout.tensor)
         return tuple(_band(name, shape, axis, offsets[index], ends[index]) for index in chosen)
 
-    def candidates(self, tensor_rank: int) -> Iterable[tuple[str, tuple[Region, ...]]]:
-        """All parameters that a tensor-parallel rank can hold, with its regions."""
+    def candidates(self, tensor_rank: int, pipeline_rank: int) -> Iterable[tuple[str, tuple[Region, ...]]]:
+        """All parameters that a rank can hold, with its regions."""
         for name in self.weights:
-            if (regions := self.regions(name, tensor_rank)) is not None:
+            regions = self.regions(name, tensor_rank)
+            if regions is not None and pipeline_rank in self.pipeline_ranks_of(name):
                 yield name, regions
 
 

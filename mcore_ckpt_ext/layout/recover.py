@@ -32,6 +32,7 @@ class RecoveredLayout:
 
     witness: str
     layout: GroupLayout
+    discovered: bool = False
 
 
 def recover(
@@ -54,14 +55,15 @@ def recover(
             return RecoveredLayout(proposal.label, layout)
         tried.append(f"{proposal.label}: {problem}")
     try:
-        found = discover(group, models.candidates(group.tensor_rank), _data_parallel_borders(group, models), read)
+        candidates = models.candidates(group.tensor_rank, group.pipeline_rank)
+        found = discover(group, candidates, _data_parallel_borders(group, models), read)
     except LayoutError as error:
         raise LayoutError(
             "no layout of the gradient buffers could be proven",
             found="; ".join([*tried, f"by content: {error}"]),
             where=str(group),
         ) from error
-    return RecoveredLayout("discovery by content", found)
+    return RecoveredLayout("discovery by content", found, discovered=True)
 
 
 def by_order(models: LocalModels, order: ParameterOrder) -> Proposal:

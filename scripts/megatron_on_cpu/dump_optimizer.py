@@ -1,1 +1,298 @@
-def install() -> None: pass
+"""Dumps the live parameters and optimizer of every rank, and puts dumps together into the model's own shape.
+
+This is the witness of the tests: it reads the tensors that training works with, never a checkpoint.
+
+Writing (in the ranks): set ``MEGATRON_ON_CPU_DUMP`` to a folder, and ``MEGATRON_ON_CPU_DUMP_AT`` to ``load``, ``save`` or
+``load,save`` (the default).  ``after_load`` is written when the model and the optimizer are set up, which includes loading a
+checkpoint, and before the first step; ``after_save_0000004`` right after the checkpoint of iteration 4 was saved or
+scheduled.  Each rank writes a file of its own.
+
+Reading (anywhere): ``assemble(folder / "after_load")`` returns ``weight.<name>``, ``fp32_param.<name>``, ``exp_avg.<name>``
+and ``exp_avg_sq.<name>`` with tensor-parallel parts merged and layers counted over the whole model.
+``training_state`` returns what belongs to the run, ``parameter_settings`` what the optimizer applies to each parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER_VARIABLE = "MEGATRON_ON_CPU_DUMP"
+MOMENTS_VARIABLE = "MEGATRON_ON_CPU_DUMP_AT"
+STATE_NAMES = ("fp32_param", "exp_avg", "exp_avg_sq")
+
+_LAYER = re.compile(r"decoder\.layers\.\d+")
+_LOCAL_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's part of one parameter.
+
+    Attributes:
+        name: name in the whole model.
+        copy: pipeline rank, model chunk and, for experts, expert-parallel rank: the copy of the parameter this belongs to.
+        tensor_rank: rank among the tensor-parallel ranks.
+        partition_dim: dimension that tensor parallelism cuts, or None.
+        gated: whether the rows are a gate and an up projection, which are merged one by one.
+        weight: the live parameter, as long as this rank has it.
+        start: where this rank's part of the optimizer's state starts in the flattened parameter.
+        state: flat parts of the main parameter and its moments; empty where this rank has none.
+        settings: the options of the parameter's group in the optimizer.
+    """
+
+    name: str
+    copy: tuple[int, ...]
+    tensor_rank: int
+    partition_dim: int | None
+    gated: bool
+    weight: torch.Tensor
+    start: int = 0
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def install() -> None:
+    """Wrap setting up and saving, if a folder is asked for."""
+    if FOLDER_VARIABLE not in os.environ:
+        return
+    folder = Path(os.environ[FOLDER_VARIABLE])
+    moments = os.environ.get(MOMENTS_VARIABLE, "load,save").split(",")
+    training = importlib.import_module("megatron.training.training")
+    if "load" in moments:
+        training.setup_model_and_optimizer = _dumping_after_load(training.setup_model_and_optimizer, folder)
+    if "save" in moments:
+        training.save_checkpoint = _dumping_after_save(training.save_checkpoint, folder)
+
+
+def _dumping_after_load(original: Any, folder: Path) -> Any:
+    @functools.wraps(original)
+    def setup(*args: Any, **kwargs: Any) -> Any:
+        model, optimizer, scheduler = original(*args, **kwargs)
+        iteration = importlib.import_module("megatron.training").get_args().iteration
+        dump(folder / "after_load", iteration, model, optimizer, scheduler)
+        return model, optimizer, scheduler
+
+    return setup
+
+
+def _dumping_after_save(original: Any, folder: Path) -> Any:
+    @functools.wraps(original)
+    def save(iteration: int, model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(iteration, model, optimizer, scheduler, *args, **kwargs)
+        dump(folder / f"after_save_{iteration:07d}", iteration, model, optimizer, scheduler)
+        return result
+
+    return save
+
+
+def dump(folder: Path, iteration: int, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
+    """Write this rank's part of the model and the optimizer, while all ranks do the same."""
+    args = importlib.import_module("megatron.training").get_args()
+    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    scalers = [getattr(part, "grad_scaler", None) for part in optimizers]
+    content = {
+        "training": {
+            "iteration": iteration,
+            "consumed_train_samples": args.consumed_train_samples,
+            "scheduler": scheduler.state_dict(),
+            "grad_scalers": [scaler.state_dict() for scaler in scalers if scaler is not None],
+        },
+        "pieces": [
+            asdict(piece)
+            for index, chunk in enumerate(model)
+            for piece in _pieces_of_chunk(index, chunk, optimizers, tied=not args.untie_embeddings_and_output_weights)
+        ],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.save(content, folder / f"rank_{torch.distributed.get_rank():05d}.pt")
+
+
+def _pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool) -> Iterator[Piece]:
+    parallel_state = importlib.import_module("megatron.core.parallel_state")
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    names_of_layers = _names_of_layers(chunk)
+    for local_name, parameter in chunk.named_parameters():
+        is_expert = not getattr(parameter, "allreduce", True)
+        copy = [parallel_state.get_pipeline_model_parallel_rank(), index]
+        if is_expert:
+            copy.append(parallel_state.get_expert_model_parallel_rank())
+            tensor_rank = parallel_state.get_expert_tensor_parallel_rank()
+        else:
+            tensor_rank = parallel_state.get_tensor_model_parallel_rank()
+        start, state, settings = _optimizer_part(parameter, optimizers)
+        yield Piece(
+            name=_name_in_model(local_name, names_of_layers, chunk.config, tied=tied),
+            copy=tuple(copy),
+            tensor_rank=tensor_rank,
+            partition_dim=parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
+            gated=chunk.config.gated_linear_unit and ".linear_fc1." in local_name,
+            weight=parameter.detach().clone(),
+            start=start,
+            state=state,
+            settings=settings,
+        )
+
+
+def _names_of_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, dict[str, str]]]:
+    """For each layer of this chunk: its name in the whole model, and how checkpoints name the modules in it."""
+    return {
+        name: (f"decoder.layers.{module.layer_number - 1}", module.submodules_config.sharded_state_dict_keys_map)
+        for name, module in chunk.named_modules()
+        if _LAYER.fullmatch(name)
+    }
+
+
+def _name_in_model(
+    local_name: str, names_of_layers: dict[str, tuple[str, dict[str, str]]], config: Any, *, tied: bool
+) -> str:
+    """Translate a parameter's name in its chunk to the one that does not depend on the layout or on the layer spec."""
+    if tied and local_name == "output_layer.weight":
+        return "embedding.word_embeddings.weight"
+    layer = _LAYER.match(local_name)
+    if layer is None:
+        return local_name
+    layer_name, renamed_modules = names_of_layers[layer[0]]
+    rest = local_name.removeprefix(layer[0] + ".")
+    for module_name, name_in_checkpoint in renamed_modules.items():
+        if rest.startswith(module_name):
+            rest = name_in_checkpoint + rest.removeprefix(module_name)
+            break
+    expert = _LOCAL_EXPERT.fullmatch(rest)
+    if expert is not None:
+        parallel_state = importlib.import_module("megatron.core.parallel_state")
+        experts_per_rank = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
+        number = parallel_state.get_expert_model_parallel_rank() * experts_per_rank + int(expert[2])
+        rest = f"{expert[1]}experts.{number}.{expert[3]}"
+    return f"{layer_name}.{rest}"
+
+
+def _optimizer_part(
+    parameter: torch.nn.Parameter, optimizers: list[Any]
+) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]]:
+    """Find where this rank's shard of a parameter starts, the shard's state, and the options of its group."""
+    for optimizer in optimizers:
+        place = getattr(optimizer, "model_param_group_index_map", {}).get(parameter)
+        if place is None:
+            continue
+        group = optimizer.optimizer.param_groups[place[0]]
+        main_parameter = group["params"][place[1]]
+        state = optimizer.optimizer.state.get(main_parameter, {})
+        tensors = {"fp32_param": main_parameter, **{name: state[name] for name in STATE_NAMES[1:] if name in state}}
+        buffer, dtypes, bucket = optimizer.model_param_gbuf_map[parameter]
+        shard = optimizer.gbuf_ranges[buffer][dtypes][bucket]["param_map"][parameter]["param"]
+        settings = {name: value for name, value in group.items() if name != "params"}
+        if "step" in state:  # torch's AdamW keeps it here
+            settings["step"] = int(state["step"])
+        return shard.start, {name: tensor.detach().clone().view(-1) for name, tensor in tensors.items()}, settings
+    return 0, {}, {}
+
+
+def assemble(folder: Path | str) -> dict[str, torch.Tensor]:
+    """Put a dump together into whole parameters.
+
+    Raises:
+        ValueError: if copies of the same values differ in a bit, or values are missing.
+    """
+    pieces_by_name: dict[str, list[Piece]] = defaultdict(list)
+    for content in _contents(folder):
+        for piece in content["pieces"]:
+            pieces_by_name[piece["name"]].append(Piece(**piece))
+    tensors = {}
+    for name, pieces in sorted(pieces_by_name.items()):
+        for kind in ("weight", *STATE_NAMES):
+            if kind == "weight" or any(kind in piece.state for piece in pieces):
+                tensors[f"{kind}.{name}"] = _merge(f"{kind}.{name}", kind, pieces)
+    return tensors
+
+
+def training_state(folder: Path | str) -> dict[str, Any]:
+    """Return the iteration, consumed samples, scheduler and gradient scalers, on which all ranks must agree."""
+    return _common("training state", [content["training"] for content in _contents(folder)])
+
+
+def parameter_settings(folder: Path | str) -> dict[str, dict[str, Any]]:
+    """Return the options of every parameter's group (learning rate, weight decay, step, ...), on which ranks must agree."""
+    settings: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for content in _contents(folder):
+        for piece in content["pieces"]:
+            if piece["state"]:
+                settings[piece["name"]].append(piece["settings"])
+    return {name: _common(name, found) for name, found in sorted(settings.items())}
+
+
+def _common(what: str, values: list[dict[str, Any]]) -> dict[str, Any]:
+    for value in values[1:]:
+        if value != values[0]:
+            raise ValueError(f"{what}: ranks disagree: {values[0]} and {value}")
+    return values[0]
+
+
+def _contents(folder: Path | str) -> Iterator[dict[str, Any]]:
+    files = sorted(Path(folder).glob("rank_*.pt"))
+    if not files:
+        raise ValueError(f"no dump in {folder}")
+    for file in files:
+        yield torch.load(file, weights_only=False)
+
+
+def _merge(what: str, kind: str, pieces: list[Piece]) -> torch.Tensor:
+    """Merge all the pieces of one tensor: shards to copies, copies to one, tensor-parallel parts to the whole."""
+    copies: dict[tuple[int, ...], dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
+    for piece in pieces:
+        copies[piece.copy][piece.tensor_rank].append(piece)
+    wholes = []
+    for parts_by_rank in copies.values():
+        parts = [_whole_part(what, kind, parts_by_rank[rank]) for rank in sorted(parts_by_rank)]
+        if pieces[0].partition_dim is None:
+            wholes += parts
+        else:
+            wholes.append(_concatenate(parts, pieces[0].partition_dim, gated=pieces[0].gated))
+    for whole in wholes[1:]:
+        _require_same_bits(what, wholes[0], whole)
+    return wholes[0]
+
+
+def _concatenate(parts: list[torch.Tensor], dim: int, *, gated: bool) -> torch.Tensor:
+    if gated:
+        gates, ups = zip(*(part.chunk(2, dim) for part in parts), strict=True)
+        parts = [*gates, *ups]
+    return torch.cat(parts, dim)
+
+
+def _whole_part(what: str, kind: str, pieces: list[Piece]) -> torch.Tensor:
+    """Return one tensor-parallel rank's part from the pieces of all data-parallel ranks."""
+    if kind == "weight":
+        for piece in pieces[1:]:
+            _require_same_bits(what, pieces[0].weight, piece.weight)
+        return pieces[0].weight
+    whole = torch.zeros(pieces[0].weight.numel(), dtype=torch.float32)
+    covered = torch.zeros(whole.numel(), dtype=torch.bool)
+    for piece in pieces:
+        if kind not in piece.state:
+            continue
+        shard = piece.state[kind]
+        span = slice(piece.start, piece.start + shard.numel())
+        _require_same_bits(what, whole[span][covered[span]], shard[covered[span]])
+        whole[span] = shard
+        covered[span] = True
+    if not covered.all():
+        raise ValueError(f"{what}: no rank has {int((~covered).sum())} of {covered.numel()} elements")
+    return whole.view(pieces[0].weight.shape)
+
+
+def _require_same_bits(what: str, one: torch.Tensor, other: torch.Tensor) -> None:
+    if one.dtype != other.dtype or one.shape != other.shape:
+        raise ValueError(f"{what}: copies have different types or shapes")
+    if not torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8)):
+        raise ValueError(f"{what}: copies that must be the same differ")

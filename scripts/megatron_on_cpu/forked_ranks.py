@@ -6,6 +6,7 @@ Started by ``launch.run`` in a session of its own; that one ends it at the time 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import multiprocessing
 import multiprocessing.spawn
@@ -27,7 +28,9 @@ from megatron_on_cpu.process import die_with_parent
 
 # When a rank fails, the others usually hang in a collective; those that fail too get this long to say why.
 _GRACE_SECONDS = 5.0
+# Whatever the ranks import themselves, they all import at the same time.
 _MEGATRON_MODULES = ("megatron.training", "megatron.training.checkpointing", "megatron.core.models.gpt")
+_TOKENIZER_MODULES = ("transformers", "transformers.models.auto.tokenization_auto", "sentencepiece", "tiktoken")
 
 
 def main() -> int:
@@ -41,7 +44,7 @@ def main() -> int:
     options = parser.parse_args()
     die_with_parent()
     _import_megatron(options.megatron)
-    _redirect_spawned_processes()
+    _prepare_multiprocessing()
     ranks = _Ranks()
     port = _free_port()
     for rank in range(options.nproc):
@@ -63,17 +66,21 @@ def _import_megatron(checkout: Path | None) -> None:
     compat.apply()
     for name in _MEGATRON_MODULES:
         importlib.import_module(name)
+    for name in _TOKENIZER_MODULES:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     record_losses.install()
     dump_optimizer.install()
     version = importlib.import_module("megatron.core").__version__
     print(f"[launch] imported megatron-core {version} in {time.monotonic() - started:.1f} s", flush=True)
 
 
-def _redirect_spawned_processes() -> None:
-    """Make the checkpoint writers that Megatron spawns start with the redirection, too.
+def _prepare_multiprocessing() -> None:
+    """Make the checkpoint writers that Megatron spawns start with the redirection, and its queues start fast.
 
     A spawned Python runs the parent's main module again before anything else.  That would be the training script, which a writer
-    does not need; it gets the module that installs the redirection instead.
+    does not need; it gets the module that installs the redirection instead.  The managers, which only pass on what was
+    written, are forked: they need not import torch again.
     """
     original = multiprocessing.spawn.get_preparation_data
 
@@ -84,6 +91,7 @@ def _redirect_spawned_processes() -> None:
         return data
 
     multiprocessing.spawn.get_preparation_data = prepare
+    multiprocessing.get_context("spawn").Manager = multiprocessing.get_context("fork").Manager  # type: ignore[method-assign]
 
 
 def _free_port() -> int:

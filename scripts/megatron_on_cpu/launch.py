@@ -82,7 +82,8 @@ def run(
         log_file: receives all the output as it comes.
         echo: receives the output of the first and the last rank, and of the launcher, as it comes.
     """
-    command = [sys.executable, "-m", "megatron_on_cpu.forked_ranks", "--nproc", str(world_size)]
+    # -P: no module of the working folder is taken for one of Python's.
+    command = [sys.executable, "-P", "-m", "megatron_on_cpu.forked_ranks", "--nproc", str(world_size)]
     if megatron is not None:
         command += ["--megatron", str(megatron)]
     for plugin in plugin_files:

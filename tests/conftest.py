@@ -1,0 +1,64 @@
+"""The real checkpoints that come with the tests."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+DATA = Path(__file__).parent / "data"
+FIXTURES = sorted(path.name for path in DATA.iterdir() if path.is_dir())
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """A checkpoint written by genuine Megatron, and the truth dumped from the live job beside it."""
+
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "ckpt"
+
+    @property
+    def iteration(self) -> Path:
+        return self.run / "iter_0000004"
+
+    @cached_property
+    def truth(self) -> dict[str, torch.Tensor]:
+        """Model space: `kind.name` to tensor."""
+        return load_file(self.folder / "truth.safetensors")
+
+    @cached_property
+    def job(self) -> dict[str, Any]:
+        return json.loads((self.folder / "truth.json").read_text())
+
+    def copy_to(self, target: Path) -> "Fixture":
+        """A copy that a test may damage."""
+        shutil.copytree(self.folder, target)
+        return Fixture(target)
+
+
+def fixture_named(prefix: str) -> Fixture:
+    """The fixture whose folder name begins with `prefix`."""
+    (name,) = (name for name in FIXTURES if name.startswith(prefix))
+    return Fixture(DATA / name)
+
+
+@pytest.fixture(params=FIXTURES)
+def checkpoint_fixture(request: pytest.FixtureRequest) -> Fixture:
+    """Each of the real checkpoints in turn."""
+    return Fixture(DATA / request.param)
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> Fixture:
+    """A private copy of p01 (TP1 x PP4 x DP2, tied embeddings) to damage."""
+    return fixture_named("p01").copy_to(tmp_path / "p01")

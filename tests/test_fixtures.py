@@ -1,0 +1,164 @@
+"""Real checkpoints through the engine: every element of every kind equals what the live job held."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import LayoutError
+from mcore_ckpt_ext.formats import torch_dist
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint
+from mcore_ckpt_ext.layout.sidecar import RecordedBucket, RecordedGroup, RecordedParameter, Sidecar
+from mcore_ckpt_ext.model_space.slices import Region
+from tests.conftest import Fixture, fixture_named
+
+KINDS = ("weight", "fp32_param", "exp_avg", "exp_avg_sq")
+
+
+def assert_equals_truth(checkpoint: Checkpoint, truth: dict[str, torch.Tensor]) -> None:
+    """Bit for bit, and neither a tensor too many nor one too few."""
+    names = {f"{kind}.{name}" for kind in checkpoint.kinds() for name in checkpoint.names(kind)}
+    assert names == set(truth)
+    for key, expected in truth.items():
+        kind, _, name = key.partition(".")
+        values = checkpoint.tensor(kind, name).read()
+        assert (values.dtype, values.shape) == (expected.dtype, expected.shape), key
+        assert torch.equal(values.view(torch.uint8), expected.view(torch.uint8)), key
+
+
+def test_everything_equals_the_truth(checkpoint_fixture: Fixture) -> None:
+    checkpoint = mcore_ckpt_ext.open_checkpoint(checkpoint_fixture.run)
+    job = checkpoint_fixture.job
+    assert checkpoint.optimizer_format == "dp_reshardable"
+    assert checkpoint.iteration == job["iteration"]
+    layout = job["layout"]
+    found = checkpoint.layout
+    assert (found.tensor, found.pipeline, found.virtual_pipeline) == (layout["tp"], layout["pp"], layout["vpp"] or 1)
+    assert (found.data, found.context, found.world) == (layout["dp"], layout["cp"], job["world_size"])
+    assert checkpoint.args["num_layers"] == job["args"]["num_layers"]
+    assert checkpoint.common["opt_param_scheduler"] == job["scheduler"]
+    assert_equals_truth(checkpoint, checkpoint_fixture.truth)
+
+
+def test_discovery_by_content_finds_every_layout(checkpoint_fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With all witnesses withheld the bytes alone give the same layout; the proof confirms it."""
+    monkeypatch.setattr(torch_dist, "known_orders", lambda arguments: [])
+    checkpoint = mcore_ckpt_ext.open_checkpoint(checkpoint_fixture.run)
+    assert_equals_truth(checkpoint, checkpoint_fixture.truth)
+    assert checkpoint.optimizer.witnesses() == ["discovery by content"]
+
+
+def test_a_wrong_order_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the order of the other spec at hand: it is refused, and discovery takes over."""
+    fixture = fixture_named("p01")
+    monkeypatch.setattr(torch_dist, "known_orders", lambda arguments: [torch_dist_order("TRANSFORMER_ENGINE")])
+    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
+    assert_equals_truth(checkpoint, fixture.truth)
+    assert checkpoint.optimizer.witnesses() == ["discovery by content"]
+
+
+def torch_dist_order(name: str) -> object:
+    from mcore_ckpt_ext.layout import parameter_order
+
+    return getattr(parameter_order, name)
+
+
+def test_the_known_order_is_the_one_of_the_spec_that_wrote(checkpoint_fixture: Fixture) -> None:
+    checkpoint = mcore_ckpt_ext.open_checkpoint(checkpoint_fixture.run)
+    checkpoint.names("fp32_param")
+    engine = checkpoint_fixture.job["args"]["transformer_impl"] == "transformer_engine"
+    spec = "the Transformer Engine layer spec" if engine else "the local layer spec"
+    assert checkpoint.optimizer.witnesses() == [spec]
+
+
+def test_a_region_is_read_alone() -> None:
+    fixture = fixture_named("p02")
+    name = "decoder.layers.2.mlp.linear_fc1.weight"
+    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.iteration)
+    values = checkpoint.tensor("exp_avg", name).read(Region(name, (3, 5), (40, 11)))
+    assert torch.equal(values, fixture.truth[f"exp_avg.{name}"][3:43, 5:16])
+
+
+def test_opening_reads_nothing_but_metadata(checkpoint_fixture: Fixture) -> None:
+    checkpoint = mcore_ckpt_ext.open_checkpoint(checkpoint_fixture.run)
+    assert checkpoint.layout.world and checkpoint.names("weight")
+    biggest = max(path.stat().st_size for path in checkpoint_fixture.iteration.glob("*.distcp"))
+    assert checkpoint.reader.bytes_read < biggest / 2
+
+
+def recorded(fixture: Fixture) -> Sidecar:
+    """The sidecar that the job would have written, from what its ranks reported."""
+    groups = []
+    names = {
+        (local, chunk): canonical
+        for rank in fixture.job["ranks"]
+        for chunk, local, canonical in [
+            (p["chunk"], (rank["rank"], p["local_name"]), p["canonical"][0]) for p in rank["params"]
+        ]
+    }
+    for rank in fixture.job["ranks"]:
+        optimizer = rank["optimizers"][0]
+        if optimizer["dp_rank"]:
+            continue
+        buckets = []
+        for number, buffer in enumerate(rank["buffers"]):
+            for bucket in buffer["buckets"]:
+                parameters = tuple(
+                    RecordedParameter(
+                        names[(rank["rank"], p["name"]), buffer["chunk"]],
+                        p["start"] - bucket["offset"],
+                        p["end"] - bucket["offset"],
+                    )
+                    for p in buffer["params_in_order"]
+                    if p["bucket"] == bucket["id"]
+                )
+                dtypes = f"({buffer['param_dtype']}, {buffer['grad_dtype']})"
+                sizes = (bucket["numel"], bucket["numel_unpadded"])
+                buckets.append(RecordedBucket(number, dtypes, bucket["id"], *sizes, parameters))
+        groups.append(RecordedGroup(0, (optimizer["dp_group_idx"],), tuple(buckets)))
+    return Sidecar("test", "0", 4, {"tensor": 1}, tuple(groups))
+
+
+def test_the_sidecar_is_the_first_witness(checkpoint_fixture: Fixture, tmp_path: Path) -> None:
+    fixture = checkpoint_fixture.copy_to(tmp_path / "copy")
+    sidecar = recorded(fixture)
+    assert Sidecar.from_json(sidecar.to_json()) == sidecar
+    (fixture.iteration / "mcore_ckpt_ext.json").write_text(sidecar.to_json())
+    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
+    assert_equals_truth(checkpoint, fixture.truth)
+    assert checkpoint.optimizer.witnesses() == ["the sidecar"]
+
+
+def test_a_lying_sidecar_is_not_believed(damaged: Fixture) -> None:
+    """Two parameters of equal size exchanged in the sidecar: the content contradicts, and the next witness serves."""
+    text = recorded(damaged).to_json()
+    first, second = '"decoder.layers.1.mlp.linear_fc1.weight"', '"decoder.layers.1.mlp.linear_fc2.weight"'
+    text = text.replace(first, "<>").replace(second, first).replace("<>", second)
+    (damaged.iteration / "mcore_ckpt_ext.json").write_text(text)
+    checkpoint = mcore_ckpt_ext.open_checkpoint(damaged.run)
+    assert_equals_truth(checkpoint, damaged.truth)
+    assert checkpoint.optimizer.witnesses() == ["the local layer spec", "the sidecar"]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 2}', '{"version": 1, "written_by": 3}', "null"])
+def test_a_foreign_sidecar_is_ignored(damaged: Fixture, text: str) -> None:
+    (damaged.iteration / "mcore_ckpt_ext.json").write_text(text)
+    checkpoint = mcore_ckpt_ext.open_checkpoint(damaged.run)
+    assert checkpoint.tensor("exp_avg", "embedding.word_embeddings.weight").read().shape == (128, 32)
+
+
+def test_indistinguishable_parameters_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two biases with equal weights in one layer, no witness of their order: refused, naming the place."""
+    from mcore_ckpt_ext.layout.discovery import _Assignment, _Spot
+    from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup
+
+    key = BucketKey(0, "(torch.bfloat16, torch.float32)", 0)
+    both = {
+        f"decoder.layers.0.{name}.bias": (Region.whole(f"decoder.layers.0.{name}.bias", (8,)),) for name in ("a", "b")
+    }
+    spots = [_Spot(key, 0, dict(both)), _Spot(key, 64, dict(both))]
+    with pytest.raises(LayoutError, match="cannot tell parameters apart"):
+        _Assignment(OptimizerGroup(0, 0, 0, {}), spots).solve()

@@ -1,0 +1,62 @@
+"""Parameter groups are carried by what they are, never by their position."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.online.param_groups import carried_groups
+
+
+def group(wd_mult: float = 1.0, parameters: int = 1, **values: Any) -> dict[str, Any]:
+    identity = {"wd_mult": wd_mult, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    return {**identity, "params": list(range(parameters)), **values}
+
+
+def test_the_order_of_groups_does_not_matter() -> None:
+    stored = [group(0.0, weight_decay=0.0, lr=0.5, step=4), group(1.0, weight_decay=0.1, lr=0.5, step=4)]
+    live = [group(1.0, weight_decay=9.0, lr=0.0), group(0.0, weight_decay=9.0, lr=0.0)]
+    carried = carried_groups(live, stored)
+    assert [(g["wd_mult"], g["weight_decay"], g["lr"], g["step"]) for g in carried] == [
+        (1.0, 0.1, 0.5, 4),
+        (0.0, 0.0, 0.5, 4),
+    ]
+    assert all("params" not in g for g in carried)
+
+
+def test_repetitions_of_all_stages_are_one_group() -> None:
+    stored = [group(1.0, step=4), group(0.0, step=4)] * 8
+    assert len(carried_groups([group(0.0)], stored)) == 1
+
+
+def test_learning_rate_bounds_tell_groups_apart_that_share_the_rest() -> None:
+    stored = [group(max_lr=1.0, lr=0.5, step=4), group(max_lr=2.0, lr=0.7, step=4)]
+    assert carried_groups([group(max_lr=2.0)], stored)[0]["lr"] == 0.7
+
+
+def test_a_changed_learning_rate_alone_is_no_obstacle() -> None:
+    assert carried_groups([group(max_lr=3.0)], [group(max_lr=1.0, lr=0.5, step=4)])[0]["lr"] == 0.5
+
+
+def test_what_only_the_live_group_knows_stays() -> None:
+    assert carried_groups([group(fused=True)], [group(lr=0.5)])[0]["fused"] is True
+
+
+def test_nemo_prefixes_are_understood() -> None:
+    stored = [{"pre_wd_mult": 0.0, "pre_lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "lr": 0.5}]
+    assert carried_groups([group(0.0)], stored)[0]["lr"] == 0.5
+
+
+def test_an_empty_group_without_counterpart_takes_the_step() -> None:
+    assert carried_groups([group(0.0, parameters=0, lr=0.1)], [group(1.0, step=4)])[0] == {
+        **{k: v for k, v in group(0.0, lr=0.1).items() if k != "params"},
+        "step": 4,
+    }
+
+
+@pytest.mark.parametrize("stored", [[], [group(1.0)], [group(0.0, lr=1.0), group(0.0, lr=2.0)]])
+def test_a_group_without_a_single_counterpart_is_refused(stored: list[dict[str, Any]]) -> None:
+    with pytest.raises(ModelMismatchError, match="no single counterpart"):
+        carried_groups([group(0.0)], stored)
