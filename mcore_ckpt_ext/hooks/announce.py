@@ -6,6 +6,8 @@ import os
 import sys
 
 PREFIX = "[mcore_ckpt_ext] "
+# Megatron parses its arguments more than once: what was said need not be said again.
+_said: set[str] = set()
 
 
 def is_first_rank() -> bool:
@@ -17,11 +19,13 @@ def is_first_rank() -> bool:
 
 
 def announce(line: str) -> None:
-    """Write one line to stderr, on rank 0 only.
+    """Write one line to stderr, on rank 0 only, and each line once in a process.
 
     Not through logging: Megatron raises or sets levels late and by its own flags, and what this package
     changes in a job must be seen without any of them.
     """
-    if is_first_rank():
-        sys.stderr.write(f"{PREFIX}{' '.join(line.split())}\n")
+    text = " ".join(line.split())
+    if is_first_rank() and text not in _said:
+        _said.add(text)
+        sys.stderr.write(f"{PREFIX}{text}\n")
         sys.stderr.flush()
