@@ -19,8 +19,8 @@ from megatron_on_cpu.dump_optimizer import FOLDER_VARIABLE, MOMENTS_VARIABLE, as
 from megatron_on_cpu.record_losses import FILE_VARIABLE
 
 matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402 - the backend must be chosen first
-from matplotlib.ticker import MaxNLocator  # noqa: E402 - as above
+from matplotlib import pyplot
+from matplotlib.ticker import MaxNLocator
 
 SAVED, LAST = 10, 20
 SOURCE = (1, 4)

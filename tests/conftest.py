@@ -40,7 +40,7 @@ class Fixture:
     def job(self) -> dict[str, Any]:
         return json.loads((self.folder / "truth.json").read_text())
 
-    def copy_to(self, target: Path) -> "Fixture":
+    def copy_to(self, target: Path) -> Fixture:
         """A copy that a test may damage."""
         shutil.copytree(self.folder, target)
         return Fixture(target)

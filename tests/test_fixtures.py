@@ -152,8 +152,9 @@ def test_a_foreign_sidecar_is_ignored(damaged: Fixture, text: str) -> None:
 
 def test_indistinguishable_parameters_are_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two biases with equal weights in one layer, no witness of their order: refused, naming the place."""
-    from mcore_ckpt_ext.layout.discovery import _Assignment, _Spot
     from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup
+    from mcore_ckpt_ext.layout.discovery import _Assignment, _Spot
+    from mcore_ckpt_ext.layout.local_model import ModelRank
 
     key = BucketKey(0, "(torch.bfloat16, torch.float32)", 0)
     both = {
@@ -161,4 +162,4 @@ def test_indistinguishable_parameters_are_not_guessed(monkeypatch: pytest.Monkey
     }
     spots = [_Spot(key, 0, dict(both)), _Spot(key, 64, dict(both))]
     with pytest.raises(LayoutError, match="cannot tell parameters apart"):
-        _Assignment(OptimizerGroup(0, 0, 0, {}), spots).solve()
+        _Assignment(OptimizerGroup(0, 0, ModelRank(0, 0), range(1), {}), spots).solve()

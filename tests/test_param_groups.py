@@ -45,8 +45,14 @@ def test_what_only_the_live_group_knows_stays() -> None:
 
 
 def test_nemo_prefixes_are_understood() -> None:
-    stored = [{"pre_wd_mult": 0.0, "pre_lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "lr": 0.5}]
-    assert carried_groups([group(0.0)], stored)[0]["lr"] == 0.5
+    plain = {"pre_wd_mult": 0.0, "pre_lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+    assert carried_groups([group(0.0)], [{**plain, "lr": 0.5}])[0]["lr"] == 0.5
+
+
+def test_experts_find_their_group_when_they_were_ordinary_parameters_before() -> None:
+    stored = [group(1.0, lr=0.5, step=4), group(0.0, lr=0.25, step=4)]
+    (carried,) = carried_groups([{**group(1.0), "is_expert_parallel": True}], stored)
+    assert (carried["lr"], carried["is_expert_parallel"]) == (0.5, True)
 
 
 def test_an_empty_group_without_counterpart_takes_the_step() -> None:

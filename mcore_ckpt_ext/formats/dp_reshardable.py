@@ -7,8 +7,10 @@ core_v0.15.0 to 0.19.2). Each rank writes a chunk for each of its parameter piec
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -16,7 +18,7 @@ from mcore_ckpt_ext.errors import LayoutError
 from mcore_ckpt_ext.formats.dcp_index import StoredArray
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.discovery import irregularity
-from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.recover import Proposal, RecoveredLayout, recover
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
@@ -33,12 +35,8 @@ _KEY = re.compile(
 _KINDS = {"param": FP32_PARAM}
 
 
-@dataclass(frozen=True)
-class _BucketState:
-    """The array of one bucket and kind."""
-
-    key: BucketKey
-    array: StoredArray
+# A chained optimizer's number and Megatron's `dp_group_idx`.
+GroupKey = tuple[int, int]
 
 
 class DpReshardable:
@@ -56,17 +54,15 @@ class DpReshardable:
         self._proposals = proposals
         self._weights = weights
         self._transfer = transfer
-        self._recovered: dict[int, RecoveredLayout] = {}
-        self._arrays: dict[int, dict[tuple[BucketKey, str], StoredArray]] = {}
+        self._recovered: dict[GroupKey, RecoveredLayout] = {}
+        self._arrays: dict[GroupKey, dict[tuple[BucketKey, str], StoredArray]] = {}
         for name, array in arrays.items():
             if match := _KEY.match(name):
-                if match["child"] not in (None, "0"):
-                    continue
                 key = BucketKey(int(match["buffer"]), match["dtypes"], int(match["bucket"]))
                 kind = _KINDS.get(match["state"], match["state"])
-                self._arrays.setdefault(int(match["group"]), {})[key, kind] = array
+                self._arrays.setdefault((int(match["child"] or 0), int(match["group"])), {})[key, kind] = array
         self.kinds = tuple(dict.fromkeys(kind for arrays_of in self._arrays.values() for _, kind in arrays_of))
-        self.groups = {index: self._group(index) for index in sorted(self._arrays)}
+        self.groups = {key: self._group(*key) for key in sorted(self._arrays)}
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
         """The tensor as the checkpoint knows it: the weight's shape, the state's dtype."""
@@ -83,7 +79,7 @@ class DpReshardable:
         slices: list[StoredSlice] = []
         for group in self._groups_of(name):
             for key, placements in self.layout_of(group).layout.items():
-                array = self._arrays[group.index].get((key, kind))
+                array = self._arrays[group.child, group.index].get((key, kind))
                 for placement in placements:
                     if array is not None and placement.name == name:
                         slices.extend(_cut(placement, array))
@@ -108,9 +104,10 @@ class DpReshardable:
         return self._recover(group)
 
     def _recover(self, group: OptimizerGroup) -> RecoveredLayout:
-        if group.index not in self._recovered:
-            self._recovered[group.index] = recover(group, self._models, self._proposals(), self)
-        return self._recovered[group.index]
+        key = (group.child, group.index)
+        if key not in self._recovered:
+            self._recovered[key] = recover(group, self._models, self._proposals(), self)
+        return self._recovered[key]
 
     def witnesses(self) -> list[str]:
         """What the layouts recovered so far came from."""
@@ -128,7 +125,7 @@ class DpReshardable:
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         """See `layout.buckets.Bytes`."""
-        source = _FlatArray(self._arrays[group.index][key, FP32_PARAM])
+        source = _FlatArray(self._arrays[group.child, group.index][key, FP32_PARAM])
         whole = Region.whole(source.array.key, source.array.shape)
         return read_slice(source, self._transfer, FP32_PARAM, Slice((whole,), start, start + count))
 
@@ -137,29 +134,54 @@ class DpReshardable:
         return read_slice(self._weights, self._transfer, "weight", Slice(regions, start, start + count))
 
     def _groups_of(self, name: str) -> list[OptimizerGroup]:
-        tensor = self._models.layout.tensor
-        tensor_ranks = [0] if self._models.is_replicated(name) else range(tensor)
-        wanted = [
-            rank + tensor * stage for stage in self._models.pipeline_ranks_of(name) for rank in tensor_ranks
-        ]
-        return [self.groups[index] for index in wanted if index in self.groups]
+        ranks = self._models.ranks_of(name)
+        return [group for rank in ranks for group in self._by_rank.get(rank, [])]
 
-    def _group(self, index: int) -> OptimizerGroup:
-        # `dp_group_idx` is the rank in the model-parallel group, tensor ranks running fastest
-        # (megatron/core/optimizer/__init__.py, `get_megatron_optimizer`, core_v0.7.0 to 0.19.2).
-        pipeline_rank, tensor_rank = divmod(index, self._models.layout.tensor)
-        if pipeline_rank >= self._models.layout.pipeline:
+    @cached_property
+    def _by_rank(self) -> dict[ModelRank, list[OptimizerGroup]]:
+        found: dict[ModelRank, list[OptimizerGroup]] = {}
+        for group in self.groups.values():
+            found.setdefault(group.rank, []).append(group)
+        return found
+
+    def _group(self, child: int, index: int) -> OptimizerGroup:
+        """The group of a chained optimizer and `dp_group_idx`, by the rules of `get_megatron_optimizer`.
+
+        Source: megatron/core/optimizer/__init__.py, core_v0.15.0 to 0.19.2. `dp_group_idx` is the rank in the
+        model-parallel group: tensor ranks run fastest, then, for experts, expert ranks, then pipeline ranks. Experts
+        are the last chained optimizer; with `--overlap-param-gather-with-optimizer-step` the first model chunk has
+        an optimizer of its own.
+        """
+        layout = self._models.layout
+        first_chunk_apart = bool(self._models.arguments.get("overlap_param_gather_with_optimizer_step"))
+        stages = range(layout.virtual_pipeline)
+        if self._models.experts_apart and child == max(number for number, _ in self._arrays):
+            rest, tensor = divmod(index, layout.expert_tensor)
+            pipeline, expert = divmod(rest, layout.expert)
+            rank = ModelRank(pipeline, tensor, expert)
+        else:
+            pipeline, tensor = divmod(index, layout.tensor)
+            rank = ModelRank(pipeline, tensor)
+            if first_chunk_apart:
+                stages = stages[:1] if child == 0 else stages[1:]
+        if pipeline >= layout.pipeline:
             raise LayoutError(
                 "the checkpoint holds an optimizer group that its own layout has no room for",
-                found=f"dp_group_idx_{index}",
-                expected=f"fewer than {self._models.layout.tensor * self._models.layout.pipeline} groups",
+                found=f"dp_group_idx_{index} of optimizer {child}",
+                expected=str(layout),
             )
         buckets: dict[BucketKey, StoredBucket] = {}
-        for (key, kind), array in self._arrays[index].items():
+        for (key, kind), array in self._arrays[child, index].items():
             if kind == FP32_PARAM:
                 borders = {c.offsets[0] for c in array.chunks} | {c.offsets[0] + c.sizes[0] for c in array.chunks}
                 buckets[key] = StoredBucket(array.shape[0], tuple(sorted(borders)))
-        return OptimizerGroup(index, tensor_rank, pipeline_rank, buckets)
+        return OptimizerGroup(child, index, rank, stages, buckets)
+
+
+def has_experts_apart(keys: Iterable[str], arguments: Mapping[str, Any]) -> bool:
+    """Whether experts have an optimizer of their own: one chained optimizer more than the dense chunks need."""
+    children = {int(match["child"] or 0) for key in keys if (match := _KEY.match(key))}
+    return len(children) > 1 + bool(arguments.get("overlap_param_gather_with_optimizer_step"))
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject, read_index
 from mcore_ckpt_ext.formats.dp_reshardable import NAME as DP_RESHARDABLE
-from mcore_ckpt_ext.formats.dp_reshardable import DpReshardable
+from mcore_ckpt_ext.formats.dp_reshardable import DpReshardable, has_experts_apart
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, known_orders
@@ -165,7 +165,7 @@ class TorchDistCheckpoint:
             tensor = self.weights.logical_tensor(WEIGHT, name)
             if tensor is not None:
                 stored[name] = StoredWeight(tensor, self.weights.grid(name))
-        return LocalModels(stored, self.args, self.layout)
+        return LocalModels(stored, self.args, self.layout, has_experts_apart(self._index.arrays, self.args))
 
     @cached_property
     def optimizer(self) -> DpReshardable:

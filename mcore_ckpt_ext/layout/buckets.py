@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 
@@ -33,15 +34,20 @@ class StoredBucket:
 
 @dataclass(frozen=True)
 class OptimizerGroup:
-    """The buffers that the data-parallel ranks of one (tensor, pipeline) rank share; `index` is `dp_group_idx`."""
+    """The buffers that the data-parallel ranks of one place in the model share.
 
+    `child` counts the chained optimizers, `index` is Megatron's `dp_group_idx`, `stages` are the model chunks
+    (virtual stages) that this optimizer serves.
+    """
+
+    child: int
     index: int
-    tensor_rank: int
-    pipeline_rank: int
+    rank: ModelRank
+    stages: range
     buckets: Mapping[BucketKey, StoredBucket]
 
     def __str__(self) -> str:
-        return f"dp_group_idx_{self.index} (tensor rank {self.tensor_rank}, pipeline rank {self.pipeline_rank})"
+        return f"optimizer {self.child}, dp_group_idx_{self.index} ({self.rank})"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from mcore_ckpt_ext.layout.parameter_order import WORD_EMBEDDINGS, split_layer
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 
+_EXPERT = re.compile(r"\.experts\.experts\.(\d+)\.")
+
 # Stored with the model, but module buffers and not parameters (moe/router.py: `expert_bias`,
 # `local_tokens_per_expert`, since core_v0.10.0).
 _MODULE_BUFFER = re.compile(r"\.router\.(expert_bias|local_tokens_per_expert)$")
@@ -29,15 +31,39 @@ class StoredWeight:
     grid: tuple[tuple[int, ...], ...]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class ModelRank:
+    """A rank's place in the model, as far as its parameters depend on it.
+
+    `expert` is None for everything but experts, and `tensor` the tensor-parallel rank; for the experts of one
+    expert-parallel rank, `tensor` is the expert-tensor-parallel rank.
+    """
+
+    pipeline: int
+    tensor: int
+    expert: int | None = None
+
+    def __str__(self) -> str:
+        expert = "" if self.expert is None else f", expert rank {self.expert}"
+        return f"tensor rank {self.tensor}, pipeline rank {self.pipeline}{expert}"
+
+
 class LocalModels:
-    """The local parameters of every (pipeline, tensor) rank of the job that wrote a checkpoint."""
+    """The local parameters of every rank of the job that wrote a checkpoint."""
 
     def __init__(
-        self, weights: Mapping[str, StoredWeight], arguments: Mapping[str, Any], layout: ParallelLayout
+        self,
+        weights: Mapping[str, StoredWeight],
+        arguments: Mapping[str, Any],
+        layout: ParallelLayout,
+        experts_apart: bool,
     ) -> None:
+        """`experts_apart`: experts have buffers and an optimizer of their own (more than one expert-parallel rank)."""
         self.weights = {name: weight for name, weight in weights.items() if not _MODULE_BUFFER.search(name)}
         self.arguments = arguments
         self.layout = layout
+        self.experts_apart = experts_apart
+        self._expert_of = {name: int(match[1]) for name in self.weights if (match := _EXPERT.search(name))}
 
     @property
     def ties_embeddings(self) -> bool:
@@ -72,18 +98,44 @@ class LocalModels:
         """Whether the last pipeline stage holds a copy of the word embeddings of its own."""
         return self.ties_embeddings and self.layout.pipeline > 1 and WORD_EMBEDDINGS in self.weights
 
-    def pipeline_ranks_of(self, name: str) -> list[int]:
-        """The pipeline ranks that can hold a parameter, the one to prefer first."""
+    def names(self, rank: ModelRank) -> list[list[str]] | None:
+        """Names that a rank holds, by virtual stage; None where the pipeline split is not known."""
         if self.chunks is None:
-            return list(range(self.layout.pipeline))
-        return [rank for rank, chunks in enumerate(self.chunks) if any(name in chunk for chunk in chunks)]
+            return None
+        return [
+            [name for name in chunk if self._expert_rank(name) == rank.expert] for chunk in self.chunks[rank.pipeline]
+        ]
 
-    def is_replicated(self, name: str) -> bool:
-        """Whether every tensor-parallel rank holds the whole parameter."""
-        return all(len(offsets) == 1 for offsets in self.weights[name].grid)
+    def ranks_of(self, name: str) -> list[ModelRank]:
+        """The ranks that can hold a parameter, the one to prefer first; replicas are left out."""
+        expert = self._expert_rank(name)
+        whole = all(len(offsets) == 1 for offsets in self.weights[name].grid)
+        tensor_ranks = range(1 if whole else self._tensor_size(name))
+        return [ModelRank(stage, part, expert) for stage in self._pipeline_ranks(name) for part in tensor_ranks]
+
+    def _pipeline_ranks(self, name: str) -> Iterable[int]:
+        return self._stages.get(name, []) if self.chunks is not None else range(self.layout.pipeline)
+
+    @cached_property
+    def _stages(self) -> dict[str, list[int]]:
+        stages: dict[str, list[int]] = {}
+        for rank, chunks in enumerate(self.chunks or []):
+            for name in dict.fromkeys(name for chunk in chunks for name in chunk):
+                stages.setdefault(name, []).append(rank)
+        return stages
+
+    def _expert_rank(self, name: str) -> int | None:
+        """The expert-parallel rank of an expert (consecutive experts lie together, moe/experts.py); else None."""
+        expert = self._expert_of.get(name)
+        if expert is None or not self.experts_apart:
+            return None
+        return expert * self.layout.expert // int(self.arguments["num_experts"])
+
+    def _tensor_size(self, name: str) -> int:
+        return self.layout.expert_tensor if name in self._expert_of else self.layout.tensor
 
     def regions(self, name: str, tensor_rank: int) -> tuple[Region, ...] | None:
-        """What one tensor-parallel rank holds of a parameter, in the order of its memory.
+        """What one tensor-parallel rank (for experts: expert-tensor-parallel) holds, in the order of its memory.
 
         One chunk a rank is a plain shard. Two chunks a rank, on the first axis, are a gated `linear_fc1`: the rank
         holds its rows of the gate, then its rows of the up projection (`apply_swiglu_sharded_factory`,
@@ -98,18 +150,21 @@ class LocalModels:
         if not cut:
             return (Region.whole(name, shape),)
         axis, offsets = cut[0], weight.grid[cut[0]]
-        parts, remainder = divmod(len(offsets), self.layout.tensor)
+        ranks = self._tensor_size(name)
+        parts, remainder = divmod(len(offsets), ranks)
         if len(cut) > 1 or remainder or parts > 2 or (parts == 2 and axis != 0):
             return None
         ends = (*offsets[1:], shape[axis])
-        chosen = range(tensor_rank, len(offsets), self.layout.tensor)
+        chosen = range(tensor_rank, len(offsets), ranks)
         return tuple(_band(name, shape, axis, offsets[index], ends[index]) for index in chosen)
 
-    def candidates(self, tensor_rank: int, pipeline_rank: int) -> Iterable[tuple[str, tuple[Region, ...]]]:
+    def candidates(self, rank: ModelRank) -> Iterable[tuple[str, tuple[Region, ...]]]:
         """All parameters that a rank can hold, with its regions."""
         for name in self.weights:
-            regions = self.regions(name, tensor_rank)
-            if regions is not None and pipeline_rank in self.pipeline_ranks_of(name):
+            regions = self.regions(name, rank.tensor)
+            if regions is None or self._expert_rank(name) != rank.expert:
+                continue
+            if rank.pipeline in self._pipeline_ranks(name):
                 yield name, regions
 
 

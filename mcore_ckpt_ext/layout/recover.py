@@ -55,8 +55,7 @@ def recover(
             return RecoveredLayout(proposal.label, layout)
         tried.append(f"{proposal.label}: {problem}")
     try:
-        candidates = models.candidates(group.tensor_rank, group.pipeline_rank)
-        found = discover(group, candidates, _data_parallel_borders(group, models), read)
+        found = discover(group, models.candidates(group.rank), _data_parallel_borders(group, models), read)
     except LayoutError as error:
         raise LayoutError(
             "no layout of the gradient buffers could be proven",
@@ -71,17 +70,17 @@ def by_order(models: LocalModels, order: ParameterOrder) -> Proposal:
     return Proposal(order.label, lambda group: _packed(models, order, group))
 
 
-def by_sidecar(models: LocalModels, sidecar: Sidecar, child: int = 0) -> Proposal:
+def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
     """The layout that was recorded when the checkpoint was written."""
 
     def layout_of(group: OptimizerGroup) -> GroupLayout | None:
-        recorded = [g for g in sidecar.groups if g.child == child and group.index in g.indices]
+        recorded = [g for g in sidecar.groups if g.child == group.child and group.index in g.indices]
         layout: dict[BucketKey, list[Placement]] = {}
         for bucket in recorded[0].buckets if recorded else ():
             placements = layout.setdefault(BucketKey(bucket.buffer, bucket.dtypes, bucket.bucket), [])
             for parameter in bucket.parameters:
                 known = parameter.name in models.weights
-                regions = models.regions(parameter.name, group.tensor_rank) if known else None
+                regions = models.regions(parameter.name, group.rank.tensor) if known else None
                 if regions is None or numel_of(regions) != parameter.stop - parameter.start:
                     return None
                 placements.append(Placement(parameter.name, regions, parameter.start))
@@ -103,13 +102,15 @@ def _sample(group: OptimizerGroup, layout: GroupLayout, read: Bytes) -> str | No
 
 
 def _packed(models: LocalModels, order: ParameterOrder, group: OptimizerGroup) -> GroupLayout | None:
-    if models.chunks is None:
+    names = models.names(group.rank)
+    if names is None:
         return None
     layout: dict[BucketKey, list[Placement]] = {}
     buffer = 0
-    for stage, names in enumerate(models.chunks[group.pipeline_rank]):
-        last = (group.pipeline_rank, stage) == (models.layout.pipeline - 1, models.layout.virtual_pipeline - 1)
-        registered = registration_order(names, order, tied_copy=last and models.has_tied_copy)
+    for stage in group.stages:
+        last = (group.rank.pipeline, stage) == (models.layout.pipeline - 1, models.layout.virtual_pipeline - 1)
+        tied_copy = last and models.has_tied_copy and group.rank.expert is None
+        registered = registration_order(names[stage], order, tied_copy)
         if registered is None:
             return None
         # One buffer for each (parameter, gradient) dtype, in order of first use (param_and_grad_buffer.py).
@@ -127,7 +128,7 @@ def _packed(models: LocalModels, order: ParameterOrder, group: OptimizerGroup) -
 def _pack_buffer(
     models: LocalModels, group: OptimizerGroup, stage: int, names: Sequence[str]
 ) -> list[list[Placement]] | None:
-    regions = [models.regions(name, group.tensor_rank) for name in names]
+    regions = [models.regions(name, group.rank.tensor) for name in names]
     known = [region for region in regions if region is not None]
     if len(known) != len(names):
         return None
@@ -140,7 +141,7 @@ def _pack_buffer(
     buckets = pack(
         parameters,
         bucket_size=_bucket_size(models, group, stage),
-        data_parallel=_buffer_ranks(models),
+        data_parallel=_buffer_ranks(models, group),
         high_bandwidth=bool(models.arguments.get("ddp_pad_buckets_for_high_nccl_busbw")),
     )
     return [
@@ -152,10 +153,18 @@ def _gradient_dtype(models: LocalModels, dtype: str) -> str:
     return "float32" if models.arguments.get("accumulate_allreduce_grads_in_fp32") else dtype
 
 
-def _buffer_ranks(models: LocalModels) -> int:
-    """Ranks that share a dense buffer: data times context parallel, within one distributed-optimizer instance."""
+def _buffer_ranks(models: LocalModels, group: OptimizerGroup) -> int:
+    """Ranks that share a buffer, within one distributed-optimizer instance.
+
+    For the dense buffers data times context parallel; for experts what expert parallelism leaves of the world
+    (megatron/core/parallel_state.py, expert data parallel).
+    """
     instances = int(models.arguments.get("num_distributed_optimizer_instances") or 1)
-    return max(1, models.layout.data * models.layout.context // instances)
+    layout = models.layout
+    ranks = layout.data * layout.context
+    if group.rank.expert is not None:
+        ranks = layout.world // (layout.expert * layout.expert_tensor * layout.pipeline)
+    return max(1, ranks // instances)
 
 
 def _bucket_size(models: LocalModels, group: OptimizerGroup, stage: int) -> int | None:
@@ -167,14 +176,14 @@ def _bucket_size(models: LocalModels, group: OptimizerGroup, stage: int) -> int 
     arguments = models.arguments
     if (
         not arguments.get("overlap_grad_reduce")
-        or group.pipeline_rank > 0
+        or group.rank.pipeline > 0
         or stage > 0
         or arguments.get("overlap_param_gather_with_optimizer_step")
     ):
         return None
     if arguments.get("ddp_num_buckets"):
-        held = models.chunks[group.pipeline_rank] if models.chunks else []
-        total = sum(numel_of(models.regions(name, group.tensor_rank) or ()) for chunk in held for name in chunk)
+        held = models.chunks[group.rank.pipeline] if models.chunks else []
+        total = sum(numel_of(models.regions(name, group.rank.tensor) or ()) for chunk in held for name in chunk)
         return max(1, total // int(arguments["ddp_num_buckets"]))
     if arguments.get("ddp_bucket_size"):
         return int(arguments["ddp_bucket_size"])
@@ -183,7 +192,7 @@ def _bucket_size(models: LocalModels, group: OptimizerGroup, stage: int) -> int 
 
 def _data_parallel_borders(group: OptimizerGroup, models: LocalModels) -> dict[BucketKey, frozenset[int]]:
     """The cuts of each bucket that its even division between the data-parallel ranks makes."""
-    ranks = _buffer_ranks(models)
+    ranks = _buffer_ranks(models, group)
     high_bandwidth = bool(models.arguments.get("ddp_pad_buckets_for_high_nccl_busbw"))
     alignment = bucket_alignment(ranks, high_bandwidth)
     borders: dict[BucketKey, frozenset[int]] = {}

@@ -2,7 +2,8 @@
 
 Attributes used, present from core_v0.7.0 to 0.19.2 in megatron/core/optimizer/distrib_optimizer.py:
 `gbuf_ranges[buffer][dtypes][bucket]["param_map"][param]["param"]`, `model_param_group_index_map`,
-`optimizer.param_groups`, `optimizer.state`; and `sharded_state_dict` of the model chunks. Nothing is imported: the objects are what the caller hands over.
+`optimizer.param_groups`, `optimizer.state`; and `sharded_state_dict` of the model chunks. Nothing is imported: the
+objects are what the caller hands over.
 """
 
 from __future__ import annotations

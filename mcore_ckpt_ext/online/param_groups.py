@@ -15,6 +15,7 @@ Group = Mapping[str, Any]
 
 # `DistributedOptimizer.load_state_dict`, core_v0.14 to 0.18; 0.19 adds the learning rates' bounds.
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_SETTINGS = tuple(key for key in _IDENTITY if key != "is_expert_parallel")
 _REFINEMENT = ("max_lr", "min_lr")
 
 
@@ -39,11 +40,15 @@ def carried_groups(live: Sequence[Group], stored: Sequence[Group]) -> list[dict[
 def _carried(group: Group, stored: Sequence[Group]) -> dict[str, Any]:
     own = {key: value for key, value in group.items() if key != "params"}
     matches = [candidate for candidate in stored if identity(candidate) == identity(group)]
+    if not matches:
+        # Experts are ordinary parameters as long as there is one expert-parallel rank.
+        matches = [candidate for candidate in stored if identity(candidate, _SETTINGS) == identity(group, _SETTINGS)]
     if _distinct(matches) > 1:
         refined = _IDENTITY + _REFINEMENT
         matches = [candidate for candidate in matches if identity(candidate, refined) == identity(group, refined)]
     if _distinct(matches) == 1:
-        return {**own, **{key: value for key, value in matches[0].items() if key != "params"}}
+        carried = {key: value for key, value in matches[0].items() if key not in ("params", "is_expert_parallel")}
+        return {**own, **carried}
     if not group["params"] and stored:
         # Nothing is trained by it on this rank; the step must still be the one of all groups.
         return {**own, **({"step": stored[0]["step"]} if "step" in stored[0] else {})}
@@ -56,4 +61,6 @@ def _carried(group: Group, stored: Sequence[Group]) -> dict[str, Any]:
 
 
 def _distinct(groups: Sequence[Group]) -> int:
-    return len({repr(sorted(group.items())) for group in groups})
+    """How many groups differ in more than what they hold and whether that are experts."""
+    plain = [{k: v for k, v in group.items() if k not in ("params", "is_expert_parallel")} for group in groups]
+    return len({repr(sorted(group.items())) for group in plain})

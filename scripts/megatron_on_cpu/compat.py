@@ -1,12 +1,13 @@
 """What Megatron-LM 0.16.1, 0.19.0 and 0.19.2 need on CPU ranks beside the redirection of CUDA.
 
-``apply()`` is called once, after ``redirect.install()``, before the ranks are forked.  Every function says why it is there;
-none touches how Megatron saves or loads a checkpoint.
+``apply()`` is called once, after ``redirect.install()``, before the ranks are forked.  Every function says why it is
+there; none touches how Megatron saves or loads a checkpoint.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -33,30 +34,32 @@ def apply() -> None:
     _keep_pipeline_outputs_of_interleaved_schedules()
     _allow_torch_norms_under_sequence_parallelism()
     _complete_mixture_of_experts()
+    _allow_uneven_collectives()
     _complete_latent_attention()
 
 
 def _skip_compilation() -> None:
     """Megatron compiles a dataset helper and (0.16.1) CUDA kernels at the start; neither is wanted here."""
-    importlib.import_module("megatron.core.datasets.utils").compile_helpers = lambda: None
+    dataset_utilities: Any = importlib.import_module("megatron.core.datasets.utils")
+    dataset_utilities.compile_helpers = lambda: None
     try:
-        fused_kernels = importlib.import_module("megatron.legacy.fused_kernels")
+        fused_kernels: Any = importlib.import_module("megatron.legacy.fused_kernels")
     except ModuleNotFoundError:
         return  # 0.19 has none
     fused_kernels.load = lambda args: None
 
 
 def _provide_dataset_helper() -> None:
-    """A checkout comes without the compiled ``helpers_cpp``: take the one of the installed megatron-core, same source."""
+    """A checkout has no compiled ``helpers_cpp``: take the one of the installed megatron-core, from the same source."""
     if importlib.util.find_spec(_DATASET_HELPER) is not None:
         return
     installed = importlib.metadata.distribution("megatron-core")
     for file in installed.files or ():
         if file.match("megatron/core/datasets/helpers_cpp*.so"):
-            specification = importlib.util.spec_from_file_location(_DATASET_HELPER, str(file.locate()))
-            assert specification is not None and specification.loader is not None
+            loader = importlib.machinery.ExtensionFileLoader(_DATASET_HELPER, str(file.locate()))
+            specification = importlib.machinery.ModuleSpec(_DATASET_HELPER, loader, origin=loader.path)
             module = importlib.util.module_from_spec(specification)
-            specification.loader.exec_module(module)
+            loader.exec_module(module)
             sys.modules[_DATASET_HELPER] = module
             return
     raise RuntimeError(f"no compiled {_DATASET_HELPER}: neither in the checkout nor in the installed megatron-core")
@@ -71,20 +74,20 @@ def _provide_fused_adam() -> None:
     """What an installation of Apex gives the optimizer, while ``import apex`` keeps failing for everybody else."""
     from megatron_on_cpu.fused_adam import FusedAdam
 
-    optimizer = importlib.import_module("megatron.core.optimizer")
-    setattr(optimizer, "Adam", FusedAdam)
-    setattr(optimizer, "USING_PYTORCH_OPTIMIZER", False)
-    distributed_optimizer = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
-    setattr(distributed_optimizer, "Adam", FusedAdam)
-    setattr(distributed_optimizer, "HAVE_APEX_OR_TE", True)
-    setattr(distributed_optimizer, "USING_APEX_OPTIMIZER", True)
-    setattr(distributed_optimizer, "USING_TE_OPTIMIZER", False)
+    optimizer: Any = importlib.import_module("megatron.core.optimizer")
+    optimizer.Adam = FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    distributed_optimizer: Any = importlib.import_module("megatron.core.optimizer.distrib_optimizer")
+    distributed_optimizer.Adam = FusedAdam
+    distributed_optimizer.HAVE_APEX_OR_TE = True
+    distributed_optimizer.USING_APEX_OPTIMIZER = True
+    distributed_optimizer.USING_TE_OPTIMIZER = False
 
 
 def _keep_pipeline_outputs_of_interleaved_schedules() -> None:
-    """Gloo's isend reads host memory after it returned; freeing the sent tensor, safe on a CUDA stream, would send garbage.
+    """Keep a sent tensor: gloo's isend still reads it after it returned, where a CUDA stream would keep the order.
 
-    Only for interleaved schedules: the plain ones wait for the send, and their backward wants the freed output.
+    Only for interleaved schedules; the plain ones wait for the send, and their backward wants the freed output.
     """
     from megatron.core.model_parallel_config import ModelParallelConfig
 
@@ -111,37 +114,64 @@ def _allow_torch_norms_under_sequence_parallelism() -> None:
         finally:
             config.sequence_parallel = sequence_parallel
         for parameter in norm.parameters():
-            setattr(parameter, "sequence_parallel", sequence_parallel)
+            parameter.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
         return norm
 
     norm_class.__new__ = build_and_mark
 
 
 def _complete_mixture_of_experts() -> None:
-    """Without Transformer Engine the router's ``te_general_gemm`` is undefined; gloo wants plain integers as split sizes."""
-    moe_utils = importlib.import_module("megatron.core.transformer.moe.moe_utils")
+    """Define the router's ``te_general_gemm``, whose name is missing without Transformer Engine."""
+    moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     if not hasattr(moe_utils, "te_general_gemm"):
-        setattr(moe_utils, "te_general_gemm", None)
-    original = torch.distributed.all_to_all_single
+        moe_utils.te_general_gemm = None
 
-    def with_plain_splits(
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Any = None,
-        input_split_sizes: Any = None,
-        **kwargs: Any,
+
+def _allow_uneven_collectives() -> None:
+    """Give gloo the collectives of NCCL that experts use: split sizes as tensors, and parts of different lengths."""
+    distributed: Any = torch.distributed
+    all_to_all_single = distributed.all_to_all_single
+    all_gather = distributed.all_gather
+    reduce_scatter = distributed.reduce_scatter
+
+    def exchange(
+        output: torch.Tensor, input: torch.Tensor, output_splits: Any = None, input_splits: Any = None, **kwargs: Any
     ) -> Any:
-        splits = [
-            None if sizes is None else [int(size) for size in sizes] for sizes in (output_split_sizes, input_split_sizes)
-        ]
-        return original(output, input, *splits, **kwargs)
+        splits = [None if sizes is None else [int(size) for size in sizes] for sizes in (output_splits, input_splits)]
+        return all_to_all_single(output, input, *splits, **kwargs)
 
-    torch.distributed.all_to_all_single = with_plain_splits
+    def gather(parts: list[torch.Tensor], part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:
+        if _equally_long(parts):
+            return all_gather(parts, part, group=group, async_op=async_op)
+        for index, rank in enumerate(distributed.get_process_group_ranks(group)):
+            if distributed.get_rank(group) == index:
+                parts[index].copy_(part)
+            distributed.broadcast(parts[index], src=rank, group=group)
+        return None
+
+    def scatter_sums(output: torch.Tensor, parts: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        if _equally_long(parts):
+            return reduce_scatter(output, parts, *args, **kwargs)
+        group = kwargs.get("group")
+        for index, part in enumerate(parts):
+            total = part.clone(memory_format=torch.contiguous_format)
+            distributed.all_reduce(total, group=group)
+            if distributed.get_rank(group) == index:
+                output.copy_(total)
+        return None
+
+    distributed.all_to_all_single = exchange
+    distributed.all_gather = gather
+    distributed.reduce_scatter = scatter_sums
+
+
+def _equally_long(parts: list[torch.Tensor]) -> bool:
+    return len({part.shape for part in parts}) == 1
 
 
 def _complete_latent_attention() -> None:
-    """MLA with the local spec: classes for isinstance where Transformer Engine is missing, and the width of its values."""
-    latent_attention = importlib.import_module("megatron.core.transformer.multi_latent_attention")
+    """MLA with the local spec: classes for isinstance in place of Transformer Engine's, and the width of its values."""
+    latent_attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     for name in ("TEColumnParallelLinear", "TELinear", "Linear"):
         if not isinstance(getattr(latent_attention, name, None), type):
             setattr(latent_attention, name, type(f"Missing{name}", (), {}))

@@ -2,13 +2,14 @@
 
 This is the witness of the tests: it reads the tensors that training works with, never a checkpoint.
 
-Writing (in the ranks): set ``MEGATRON_ON_CPU_DUMP`` to a folder, and ``MEGATRON_ON_CPU_DUMP_AT`` to ``load``, ``save`` or
-``load,save`` (the default).  ``after_load`` is written when the model and the optimizer are set up, which includes loading a
-checkpoint, and before the first step; ``after_save_0000004`` right after the checkpoint of iteration 4 was saved or
-scheduled.  Each rank writes a file of its own.
+Writing (in the ranks): set ``MEGATRON_ON_CPU_DUMP`` to a folder, and ``MEGATRON_ON_CPU_DUMP_AT`` to ``load``, ``save``
+or ``load,save`` (the default).  ``after_load`` is written when the model and the optimizer are set up, which includes
+loading a checkpoint, and before the first step; ``after_save_0000004`` right after the checkpoint of iteration 4 was
+saved or scheduled.  Each rank writes a file of its own.
 
-Reading (anywhere): ``assemble(folder / "after_load")`` returns ``weight.<name>``, ``fp32_param.<name>``, ``exp_avg.<name>``
-and ``exp_avg_sq.<name>`` with tensor-parallel parts merged and layers counted over the whole model.
+Reading (anywhere): ``assemble(folder / "after_load")`` returns ``weight.<name>``, ``fp32_param.<name>``,
+``exp_avg.<name>`` and ``exp_avg_sq.<name>`` with tensor-parallel parts merged, a gated ``linear_fc1`` as all gates and
+then all up projections, layers and experts counted over the whole model, and the names that checkpoints use.
 ``training_state`` returns what belongs to the run, ``parameter_settings`` what the optimizer applies to each parameter.
 """
 
@@ -27,9 +28,11 @@ from typing import Any
 import torch
 
 FOLDER_VARIABLE = "MEGATRON_ON_CPU_DUMP"
+"""Environment variable with the folder for dumps."""
 MOMENTS_VARIABLE = "MEGATRON_ON_CPU_DUMP_AT"
-STATE_NAMES = ("fp32_param", "exp_avg", "exp_avg_sq")
+"""Environment variable with the moments to dump at."""
 
+_STATE_NAMES = ("fp32_param", "exp_avg", "exp_avg_sq")
 _LAYER = re.compile(r"decoder\.layers\.\d+")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)")
 
@@ -40,7 +43,7 @@ class Piece:
 
     Attributes:
         name: name in the whole model.
-        copy: pipeline rank, model chunk and, for experts, expert-parallel rank: the copy of the parameter this belongs to.
+        copy: which copy of the parameter: pipeline rank, model chunk and, for experts, expert-parallel rank.
         tensor_rank: rank among the tensor-parallel ranks.
         partition_dim: dimension that tensor parallelism cuts, or None.
         gated: whether the rows are a gate and an up projection, which are merged one by one.
@@ -67,7 +70,7 @@ def install() -> None:
         return
     folder = Path(os.environ[FOLDER_VARIABLE])
     moments = os.environ.get(MOMENTS_VARIABLE, "load,save").split(",")
-    training = importlib.import_module("megatron.training.training")
+    training: Any = importlib.import_module("megatron.training.training")
     if "load" in moments:
         training.setup_model_and_optimizer = _dumping_after_load(training.setup_model_and_optimizer, folder)
     if "save" in moments:
@@ -101,6 +104,7 @@ def dump(folder: Path, iteration: int, model: list[torch.nn.Module], optimizer: 
     optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     scalers = [getattr(part, "grad_scaler", None) for part in optimizers]
     content = {
+        "world_size": torch.distributed.get_world_size(),
         "training": {
             "iteration": iteration,
             "consumed_train_samples": args.consumed_train_samples,
@@ -188,7 +192,7 @@ def _optimizer_part(
         group = optimizer.optimizer.param_groups[place[0]]
         main_parameter = group["params"][place[1]]
         state = optimizer.optimizer.state.get(main_parameter, {})
-        tensors = {"fp32_param": main_parameter, **{name: state[name] for name in STATE_NAMES[1:] if name in state}}
+        tensors = {"fp32_param": main_parameter, **{name: state[name] for name in _STATE_NAMES[1:] if name in state}}
         buffer, dtypes, bucket = optimizer.model_param_gbuf_map[parameter]
         shard = optimizer.gbuf_ranges[buffer][dtypes][bucket]["param_map"][parameter]["param"]
         settings = {name: value for name, value in group.items() if name != "params"}
@@ -210,7 +214,7 @@ def assemble(folder: Path | str) -> dict[str, torch.Tensor]:
             pieces_by_name[piece["name"]].append(Piece(**piece))
     tensors = {}
     for name, pieces in sorted(pieces_by_name.items()):
-        for kind in ("weight", *STATE_NAMES):
+        for kind in ("weight", *_STATE_NAMES):
             if kind == "weight" or any(kind in piece.state for piece in pieces):
                 tensors[f"{kind}.{name}"] = _merge(f"{kind}.{name}", kind, pieces)
     return tensors
@@ -222,7 +226,7 @@ def training_state(folder: Path | str) -> dict[str, Any]:
 
 
 def parameter_settings(folder: Path | str) -> dict[str, dict[str, Any]]:
-    """Return the options of every parameter's group (learning rate, weight decay, step, ...), on which ranks must agree."""
+    """Return the options of every parameter's group (learning rate, step, ...), on which ranks must agree."""
     settings: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for content in _contents(folder):
         for piece in content["pieces"]:
@@ -243,7 +247,10 @@ def _contents(folder: Path | str) -> Iterator[dict[str, Any]]:
     if not files:
         raise ValueError(f"no dump in {folder}")
     for file in files:
-        yield torch.load(file, weights_only=False)
+        content = torch.load(file, weights_only=False)
+        if content["world_size"] != len(files):
+            raise ValueError(f"{len(files)} files in {folder}, but {content['world_size']} ranks")
+        yield content
 
 
 def _merge(what: str, kind: str, pieces: list[Piece]) -> torch.Tensor:

@@ -18,6 +18,8 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ def main() -> int:
     ranks = _Ranks()
     port = _free_port()
     for rank in range(options.nproc):
-        ranks.fork(rank, lambda rank=rank: _run_rank(rank, options, port))  # type: ignore[misc]
+        ranks.fork(rank, partial(_run_rank, rank, options, port))
     return ranks.wait()
 
 
@@ -78,9 +80,9 @@ def _import_megatron(checkout: Path | None) -> None:
 def _prepare_multiprocessing() -> None:
     """Make the checkpoint writers that Megatron spawns start with the redirection, and its queues start fast.
 
-    A spawned Python runs the parent's main module again before anything else.  That would be the training script, which a writer
-    does not need; it gets the module that installs the redirection instead.  The managers, which only pass on what was
-    written, are forked: they need not import torch again.
+    A spawned Python runs the parent's main module again before anything else.  That would be the training script, which
+    a writer does not need; it gets the module that installs the redirection instead.  The managers, which only pass on
+    what was written, are forked: they need not import torch again.
     """
     original = multiprocessing.spawn.get_preparation_data
 
@@ -127,7 +129,8 @@ class _Ranks:
         self._returncode = 0
         self._kill_at: float | None = None
 
-    def fork(self, rank: int, body: Any) -> None:
+    def fork(self, rank: int, body: Callable[[], None]) -> None:
+        """Start a rank that runs ``body``."""
         read_end, write_end = os.pipe()
         sys.stdout.flush()
         pid = os.fork()
@@ -180,7 +183,7 @@ class _Ranks:
         sys.stdout.flush()
 
 
-def _exit_code_of(body: Any) -> int:
+def _exit_code_of(body: Callable[[], None]) -> int:
     """Run a rank to its end; the interpreter's own teardown is left out, it only waits for processes that are done."""
     code = 1
     try:

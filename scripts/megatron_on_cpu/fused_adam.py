@@ -1,8 +1,8 @@
 """A CPU stand-in for the FusedAdam of Apex and Transformer Engine.
 
 The point is not the arithmetic alone but the *layout of the state*, which ends up in checkpoints: ``step`` lives in the
-parameter group, and a parameter's state holds only ``exp_avg`` and ``exp_avg_sq``.  With torch's AdamW, ``step`` is a tensor
-per parameter, and stock Megatron cannot resume its own checkpoints.
+parameter group, and a parameter's state holds only ``exp_avg`` and ``exp_avg_sq``.  With torch's AdamW, ``step`` is a
+tensor per parameter, and stock Megatron cannot resume its own checkpoints.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class FusedAdam(torch.optim.Optimizer):
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._advance(parameter, group)
+                    self._advance(parameter, parameter.grad.float(), group)
 
-    def _advance(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+    def _advance(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
         beta1, beta2 = group["betas"]
         correction1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
         correction2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0
@@ -55,8 +55,6 @@ class FusedAdam(torch.optim.Optimizer):
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter.data)
             state["exp_avg_sq"] = torch.zeros_like(parameter.data)
-        assert parameter.grad is not None
-        gradient = parameter.grad.float()
         if not self.adam_w_mode:
             gradient = gradient + group["weight_decay"] * parameter
         exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]

@@ -9,8 +9,8 @@ From a shell::
 
     python -m megatron_on_cpu.launch --nproc 8 [--megatron CHECKOUT] [--timeout 180] script.py [arguments]
 
-This module imports neither torch nor Megatron: both are imported once in a subprocess (``forked_ranks``), which then forks the
-ranks, so that eight of them start in seconds.
+This module imports neither torch nor Megatron: both are imported once in a subprocess (``forked_ranks``), which then
+forks the ranks, so that eight of them start in seconds.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def run(
         log = stack.enter_context(_open_log(log_file))
         process = subprocess.Popen(
             command,
-            env=_ENVIRONMENT | os.environ | _python_path() | (environment or {}),
+            env={**_ENVIRONMENT, **os.environ, **_python_path(), **(environment or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -105,7 +105,12 @@ def run(
         # Leaves no rank and no writer process behind, however this ends.
         stack.callback(_kill_session, process)
         expired = threading.Event()
-        timer = threading.Timer(timeout, lambda: (expired.set(), _kill_session(process)))
+
+        def expire() -> None:
+            expired.set()
+            _kill_session(process)
+
+        timer = threading.Timer(timeout, expire)
         stack.callback(timer.cancel)
         timer.start()
         output = _collect(process, log, echo, shown_ranks={0, world_size - 1})
@@ -147,7 +152,7 @@ def main() -> int:
     parser.add_argument("--nproc", type=int, required=True, help="number of ranks")
     parser.add_argument("--megatron", type=Path, help="a checkout of Megatron-LM (default: the installed one)")
     parser.add_argument("--timeout", type=float, default=300, help="seconds (default: %(default)s)")
-    parser.add_argument("--plugin", type=Path, action="append", default=[], help="Python file every rank executes first")
+    parser.add_argument("--plugin", type=Path, action="append", default=[], help="Python file every rank runs first")
     parser.add_argument("--log", type=Path, help="file for the output of all ranks")
     parser.add_argument("script", type=Path)
     parser.add_argument("arguments", nargs=argparse.REMAINDER)

@@ -1,7 +1,7 @@
 """Records every iteration's loss in full precision, where Megatron's log prints seven digits.
 
-Set ``MEGATRON_ON_CPU_LOSSES`` to a file: the last rank, which is on the last pipeline stage, writes a JSON object to it,
-``{"5": {"lm loss": 4.70..., "grad_norm": 1.04..., "learning_rate": 0.001}, ...}``.
+Set ``MEGATRON_ON_CPU_LOSSES`` to a file.  The last rank, which is on the last pipeline stage, writes a JSON object to
+it, one item for each iteration: ``{"5": {"lm loss": 4.709, "grad_norm": 1.104, "learning_rate": 0.00097}, ...}``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def install() -> None:
     if FILE_VARIABLE not in os.environ:
         return
     file = Path(os.environ[FILE_VARIABLE])
-    training = importlib.import_module("megatron.training.training")
+    training: Any = importlib.import_module("megatron.training.training")
     original = training.training_log
     signature = inspect.signature(original)
     record: dict[int, dict[str, float]] = {}

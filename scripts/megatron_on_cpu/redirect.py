@@ -1,8 +1,9 @@
 """Lets code that is written for CUDA tensors run on CPU tensors.
 
-Megatron-LM asks for GPUs everywhere: ``device="cuda"``, ``tensor.cuda()``, streams, events, memory statistics.  ``install()``
-answers all of that with the CPU, once per process and before the first import of Megatron, so that Megatron itself stays
-unchanged.  This shows that logic, formats and numbers are right; it says nothing about CUDA memory, streams or NCCL.
+Megatron-LM asks for GPUs everywhere: ``device="cuda"``, ``tensor.cuda()``, streams, events, memory statistics.
+``install()`` answers all of that with the CPU, once per process and before the first import of Megatron, so that
+Megatron itself stays unchanged.  This shows that logic, formats and numbers are right; it says nothing about CUDA
+memory, streams or NCCL.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ class _CudaCallsOnCpu(TorchFunctionMode):
 
 
 def _always(answer: object) -> Callable[..., Any]:
-    """Return a function that ignores its arguments; a new one each time, torch keeps a table of its functions by identity."""
+    """Return a function that ignores its arguments; a new one each time: torch's compiler tells them by identity."""
     return lambda *_, **__: answer
 
 
@@ -175,8 +176,8 @@ def _cuda_stand_ins() -> dict[str, object]:
     return devices | streams | memory | random | tensor_types
 
 
-# torch itself (for example inside Adam's step) asks torch.accelerator, which must not claim a GPU: its answers would be used
-# for real CUDA calls.
+# torch itself (for example inside Adam's step) asks torch.accelerator, which must not claim a GPU: its answers would be
+# used for real CUDA calls.
 _ACCELERATOR_STAND_INS: dict[str, object] = {
     "is_available": _always(False),
     "current_accelerator": _always(None),
@@ -187,7 +188,7 @@ _ACCELERATOR_STAND_INS: dict[str, object] = {
 
 
 def install() -> None:
-    """Redirect CUDA to the CPU for the rest of this process (and of the thread that calls this, for calls on tensors)."""
+    """Redirect CUDA to the CPU for the rest of this process (calls on tensors: in the thread that calls this)."""
     for name, stand_in in _cuda_stand_ins().items():
         setattr(torch.cuda, name, stand_in)
     for name in ("get_rng_state", "set_rng_state"):
@@ -196,4 +197,5 @@ def install() -> None:
         setattr(torch.cuda.nvtx, name, _always(None))
     for name, stand_in in _ACCELERATOR_STAND_INS.items():
         setattr(torch.accelerator, name, stand_in)
-    _CudaCallsOnCpu().__enter__()
+    mode: Any = _CudaCallsOnCpu()
+    mode.__enter__()

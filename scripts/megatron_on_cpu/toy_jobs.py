@@ -5,24 +5,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-CPU = tuple(
+
+def _words(arguments: str) -> tuple[str, ...]:
+    return tuple(arguments.split())
+
+
+CPU = _words(
     "--distributed-backend gloo --transformer-impl local --attention-backend unfused --num-workers 0"
     " --no-gradient-accumulation-fusion --no-masked-softmax-fusion --no-persist-layer-norm --no-bias-gelu-fusion"
-    " --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion".split()
+    " --no-bias-dropout-fusion --no-bias-swiglu-fusion --no-rope-fusion"
 )
 """What every job on CPU ranks needs: no NCCL, no Transformer Engine, no fused kernels."""
 
-TINY_GPT = tuple(
+TINY_GPT = _words(
     "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     " --micro-batch-size 1 --global-batch-size 8 --lr 1e-3 --min-lr 1e-4 --lr-decay-iters 100 --lr-warmup-iters 2"
     " --mock-data --tokenizer-type NullTokenizer --vocab-size 127 --split 99,1,0 --eval-iters 0 --eval-interval 1000"
-    " --attention-dropout 0 --hidden-dropout 0 --log-interval 1".split()
+    " --attention-dropout 0 --hidden-dropout 0 --log-interval 1"
 )
 """A GPT-2-like model with four layers that trains for a moment."""
 
-LLAMA = tuple(
+LLAMA = _words(
     "--swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --num-query-groups 2"
-    " --untie-embeddings-and-output-weights --disable-bias-linear".split()
+    " --untie-embeddings-and-output-weights --disable-bias-linear"
 )
 """Turns the tiny GPT into a Llama-like one."""
 

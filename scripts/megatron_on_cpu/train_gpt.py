@@ -1,8 +1,8 @@
 """Trains a small GPT on Megatron's mock data with the genuine ``megatron.training.pretrain`` (0.19).
 
-The PyPI package of Megatron-LM comes without ``pretrain_gpt.py``.  This script stands in for it: it takes the same arguments,
-has Megatron build the model from them, and sees the same samples, so it has the same losses.  Context parallelism is not
-supported.
+The PyPI package of Megatron-LM comes without ``pretrain_gpt.py``.  This script stands in for it: it takes the same
+arguments, has Megatron build the model from them, and sees the same samples, so it has the same losses.  Context
+parallelism is not supported.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def build_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
-def mean_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def summed_loss(
+    loss_mask: torch.Tensor, output: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum the tokens' losses; Megatron divides by the number of tokens, over all microbatches and ranks."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)
@@ -55,7 +57,7 @@ def mean_loss(loss_mask: torch.Tensor, output: torch.Tensor) -> tuple[torch.Tens
 
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """Run the model chunk on its next microbatch."""
-    batch: dict[str, torch.Tensor | None] = {}
+    batch: dict[str, Any] = {}
     if is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
         batch = next(data_iterator)
     loss_mask = batch.get("loss_mask")
@@ -66,7 +68,7 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
         labels=batch.get("labels"),
         loss_mask=loss_mask,
     )
-    return output, partial(mean_loss, loss_mask)
+    return output, partial(summed_loss, loss_mask)
 
 
 def main() -> None:
