@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,34 +94,32 @@ def test_opening_reads_nothing_but_metadata(checkpoint_fixture: Fixture) -> None
 def recorded(fixture: Fixture) -> Sidecar:
     """The sidecar that the job would have written, from what its ranks reported."""
     groups = []
-    names = {
-        (local, chunk): canonical
-        for rank in fixture.job["ranks"]
-        for chunk, local, canonical in [
-            (p["chunk"], (rank["rank"], p["local_name"]), p["canonical"][0]) for p in rank["params"]
-        ]
-    }
     for rank in fixture.job["ranks"]:
-        optimizer = rank["optimizers"][0]
-        if optimizer["dp_rank"]:
-            continue
-        buckets = []
-        for number, buffer in enumerate(rank["buffers"]):
-            for bucket in buffer["buckets"]:
-                parameters = tuple(
-                    RecordedParameter(
-                        names[(rank["rank"], p["name"]), buffer["chunk"]],
-                        p["start"] - bucket["offset"],
-                        p["end"] - bucket["offset"],
-                    )
-                    for p in buffer["params_in_order"]
-                    if p["bucket"] == bucket["id"]
-                )
-                dtypes = f"({buffer['param_dtype']}, {buffer['grad_dtype']})"
-                sizes = (bucket["numel"], bucket["numel_unpadded"])
-                buckets.append(RecordedBucket(number, dtypes, bucket["id"], *sizes, parameters))
-        groups.append(RecordedGroup(0, (optimizer["dp_group_idx"],), tuple(buckets)))
+        names = {(p["chunk"], p["local_name"]): p["canonical"][0] for p in rank["params"]}
+        for child, optimizer in enumerate(rank["optimizers"]):
+            if optimizer["dp_rank"] == 0:
+                kind = "expert_parallel_buffers" if child else "buffers"
+                buffers = [buffer for buffer in rank["buffers"] if buffer["kind"] == kind]
+                buckets = [b for number, buffer in enumerate(buffers) for b in recorded_buckets(number, buffer, names)]
+                groups.append(RecordedGroup(child, (optimizer["dp_group_idx"],), tuple(buckets)))
     return Sidecar("test", "0", 4, {"tensor": 1}, tuple(groups))
+
+
+def recorded_buckets(
+    number: int, buffer: dict[str, Any], names: dict[tuple[int, str], str]
+) -> Iterator[RecordedBucket]:
+    for bucket in buffer["buckets"]:
+        parameters = tuple(
+            RecordedParameter(
+                names[buffer["chunk"], p["name"]], p["start"] - bucket["offset"], p["end"] - bucket["offset"]
+            )
+            for p in buffer["params_in_order"]
+            if p["bucket"] == bucket["id"]
+        )
+        dtypes = f"({buffer['param_dtype']}, {buffer['grad_dtype']})"
+        yield RecordedBucket(
+            number, dtypes, bucket["id"], bucket["numel"], bucket["numel_unpadded"], parameters
+        )
 
 
 def test_the_sidecar_is_the_first_witness(checkpoint_fixture: Fixture, tmp_path: Path) -> None:
