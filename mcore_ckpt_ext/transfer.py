@@ -18,7 +18,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.plan import Copy, Extent, Plan, Source, WantedSlice, make_plan
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+from mcore_ckpt_ext.storage.safe_pickle import StorageReference, TensorReference
 from mcore_ckpt_ext.storage.torch_archive import Payload, TorchArchive
 
 BLOCK_BYTES = 16 << 20
@@ -51,7 +51,7 @@ class Transfer:
     def __init__(self, reader: FolderReader, workers: int = DEFAULT_WORKERS) -> None:
         self._reader = reader
         self._workers = workers
-        self._payloads: dict[tuple[str, int], Payload] = {}
+        self._payloads: dict[tuple[str, int, str], Payload] = {}
         self._lock = threading.Lock()
 
     def execute(self, plan: Plan, destinations: Sequence[torch.Tensor]) -> None:
@@ -90,7 +90,7 @@ class Transfer:
         Raises:
             UnreadableCheckpointError: what is stored there is not the array that the metadata describes.
         """
-        place = (extent.file, extent.offset)
+        place = (extent.file, extent.offset, extent.record)
         with self._lock:
             known = self._payloads.get(place)
         if known is None:
@@ -101,13 +101,18 @@ class Transfer:
 
     def _look_up(self, extent: Extent) -> Payload:
         archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
-        tensor = archive.load()
+        dtype = getattr(torch, extent.dtype)
+        if extent.record:
+            storage = StorageReference(dtype, extent.record, extent.numel)
+            tensor = TensorReference(storage, 0, (extent.numel,), (1,))
+        else:
+            tensor = archive.load()
         if not isinstance(tensor, TensorReference):
             raise UnreadableCheckpointError(
                 "a record of the checkpoint holds no tensor", found=type(tensor).__name__, where=archive.where
             )
         payload = archive.payload(tensor)
-        if payload.numel != extent.numel or payload.dtype != getattr(torch, extent.dtype):
+        if payload.numel != extent.numel or payload.dtype != dtype:
             raise UnreadableCheckpointError(
                 "a record of the checkpoint is not the tensor that its metadata describes",
                 found=f"{payload.numel} elements of {payload.dtype}",

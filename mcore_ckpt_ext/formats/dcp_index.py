@@ -44,10 +44,15 @@ class StoredObject:
 
 @dataclass(frozen=True)
 class DcpIndex:
-    """Everything that `.metadata` says: arrays by key, objects by key (with Megatron's `/shard_…` suffix)."""
+    """Everything that `.metadata` says: arrays by key, objects by key (with Megatron's `/shard_…` suffix).
+
+    `natural_shapes` gives the shape of arrays that Megatron 0.8 to 0.15 stored reshaped (`mcore_data`,
+    dist_checkpointing/strategies/torch.py and resharding.py).
+    """
 
     arrays: Mapping[str, StoredArray]
     objects: Mapping[str, StoredObject]
+    natural_shapes: Mapping[str, tuple[int, ...]]
 
 
 def read_index(folder: Path) -> DcpIndex:
@@ -95,7 +100,12 @@ def _index(metadata: Any) -> DcpIndex:
         else:
             info = places[key, None]
             objects[key] = StoredObject(str(info.relative_path), int(info.offset), int(info.length))
-    return DcpIndex(arrays, objects)
+    natural = {
+        key: tuple(int(size) for size in data["nd_reformulated_orig_global_shape"])
+        for key, data in (getattr(metadata, "mcore_data", None) or {}).items()
+        if data.get("nd_reformulated_orig_global_shape") is not None
+    }
+    return DcpIndex(arrays, objects, natural)
 
 
 def _array(key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any]) -> StoredArray:

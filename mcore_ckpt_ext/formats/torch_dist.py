@@ -15,8 +15,8 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject, read_index
-from mcore_ckpt_ext.formats.dp_reshardable import NAME as DP_RESHARDABLE
-from mcore_ckpt_ext.formats.dp_reshardable import DpReshardable, has_experts_apart
+from mcore_ckpt_ext.formats.optimizer_encodings import OptimizerState, has_experts_apart, open_optimizer
+from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, known_orders
@@ -165,23 +165,27 @@ class TorchDistCheckpoint:
             tensor = self.weights.logical_tensor(WEIGHT, name)
             if tensor is not None:
                 stored[name] = StoredWeight(tensor, self.weights.grid(name))
-        return LocalModels(stored, self.args, self.layout, has_experts_apart(self._index.arrays, self.args))
+        return LocalModels(stored, self.args, self.layout, has_experts_apart(self._index, self.args))
 
     @cached_property
-    def optimizer(self) -> DpReshardable:
+    def optimizer(self) -> OptimizerState:
         """The optimizer's state.
 
         Raises:
-            UnsupportedCheckpointError: it is in a format that is not read yet.
+            UnsupportedCheckpointError: it is in a format that is not read.
         """
-        if self.optimizer_format != DP_RESHARDABLE:
-            raise UnsupportedCheckpointError(
-                "the optimizer state is in a format that this version does not read",
-                found=self.optimizer_format,
-                expected=DP_RESHARDABLE,
-                where=str(self.folder),
-            )
-        return DpReshardable(self._index.arrays, self.models, self._proposals, self.weights, self.transfer)
+        return open_optimizer(self)
+
+    @property
+    def index(self) -> DcpIndex:
+        """What `.metadata` says."""
+        return self._index
+
+    def proposals(self, rules: Sequence[PackingRule]) -> list[Proposal]:
+        """The witnesses of the gradient buffers' layout, the one to believe first at the front."""
+        recorded = [by_sidecar(self.models, self.sidecar)] if self.sidecar else []
+        orders = [*self._witnesses, *known_orders(self.args)]
+        return recorded + [by_order(self.models, order, rule) for order in orders for rule in rules]
 
     @cached_property
     def sidecar(self) -> Sidecar | None:
@@ -202,17 +206,31 @@ class TorchDistCheckpoint:
         return self._archived(self._index.objects[key], key)
 
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's parameter groups as each rank group stored them, with repetitions."""
+        """The optimizer's parameter groups as each rank group stored them, with repetitions.
+
+        The flat formats keep them in objects of their own, the model-space formats in the common state.
+        """
         found: list[dict[str, Any]] = []
         for key in self._keys(_STATE_OBJECTS):
             found.extend(self.object(key)["param_groups"])
+        for child in self._common_optimizers():
+            found.extend((child.get("optimizer") or {}).get("param_groups", []))
         return found
 
     def grad_scaler(self) -> dict[str, Any] | None:
         """The state of the gradient scaler (fp16 only)."""
         for key in self._keys(_SCALER_OBJECTS):
             return dict(self.object(key))
-        return None
+        scalers = [child["grad_scaler"] for child in self._common_optimizers() if child.get("grad_scaler")]
+        return dict(scalers[0]) if scalers else None
+
+    def _common_optimizers(self) -> list[dict[Any, Any]]:
+        """The optimizer's entries in the common state: one, or one for each chained optimizer."""
+        state = self.common.get("optimizer")
+        if not isinstance(state, dict):
+            return []
+        children = [child for key, child in state.items() if isinstance(key, int) and isinstance(child, dict)]
+        return children or [state]
 
     def names(self, kind: str) -> list[str]:
         """Model-space names of one kind."""
@@ -251,11 +269,6 @@ class TorchDistCheckpoint:
         if not isinstance(loaded, list) or len(loaded) != 1:
             raise UnreadableCheckpointError("an object of the checkpoint is not as Megatron writes it", where=key)
         return loaded[0]
-
-    def _proposals(self) -> list[Proposal]:
-        recorded = [by_sidecar(self.models, self.sidecar)] if self.sidecar else []
-        orders = [*self._witnesses, *known_orders(self.args)]
-        return recorded + [by_order(self.models, order) for order in orders]
 
 
 def sharding_type(common: Mapping[str, Any]) -> str | None:

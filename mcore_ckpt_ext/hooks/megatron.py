@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mcore_ckpt_ext import __version__
-from mcore_ckpt_ext.formats.dp_reshardable import NAME as DP_RESHARDABLE
+from mcore_ckpt_ext.formats.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import sharding_type
 from mcore_ckpt_ext.hooks.announce import announce

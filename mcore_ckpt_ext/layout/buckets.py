@@ -26,10 +26,15 @@ class BucketKey:
 
 @dataclass(frozen=True, slots=True)
 class StoredBucket:
-    """One bucket: elements without the padding at its end, and where stored chunks begin or end (ascending)."""
+    """One stored flat array, a bucket or a whole buffer.
+
+    Attributes:
+        numel_unpadded: elements without the padding at bucket ends.
+        cuts: where stored chunks begin or end, ascending; None where the format stores it in one piece.
+    """
 
     numel_unpadded: int
-    cuts: tuple[int, ...]
+    cuts: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -37,7 +42,8 @@ class OptimizerGroup:
     """The buffers that the data-parallel ranks of one place in the model share.
 
     `child` counts the chained optimizers, `index` is Megatron's `dp_group_idx`, `stages` are the model chunks
-    (virtual stages) that this optimizer serves.
+    (virtual stages) that this optimizer serves. `joined`: the format stores a buffer as one array, its buckets one
+    after the other without the padding at their ends; all of it is filed under bucket 0.
     """
 
     child: int
@@ -45,6 +51,7 @@ class OptimizerGroup:
     rank: ModelRank
     stages: range
     buckets: Mapping[BucketKey, StoredBucket]
+    joined: bool = False
 
     def __str__(self) -> str:
         return f"optimizer {self.child}, dp_group_idx_{self.index} ({self.rank})"
@@ -86,11 +93,11 @@ def misfit(layout: GroupLayout, group: OptimizerGroup) -> str | None:
     if set(layout) != set(group.buckets):
         return f"buckets {_keys(layout)} proposed, {_keys(group.buckets)} stored"
     for key, stored in group.buckets.items():
-        cuts = frozenset(stored.cuts)
+        cuts = None if stored.cuts is None else frozenset(stored.cuts)
         end = 0
         for placement in layout[key]:
             for border in (placement.start, placement.stop):
-                if border not in cuts and border != stored.numel_unpadded:
+                if cuts is not None and border not in cuts and border != stored.numel_unpadded:
                     return f"{placement.name} would begin or end at {border} of {key}, where no stored chunk does"
             if placement.start < end or placement.stop > stored.numel_unpadded:
                 return f"{placement.name} would lie at {placement.start}:{placement.stop} of {key}, outside of its room"

@@ -56,7 +56,11 @@ def discover(
     spots = [
         spot
         for key, stored in sorted(group.buckets.items())
-        for spot in _walk(group, key, stored.cuts, borders.get(key, frozenset()), by_numel, read)
+        for spot in (
+            _walk(group, key, stored.cuts, borders.get(key, frozenset()), by_numel, read)
+            if stored.cuts is not None
+            else _scan(group, key, stored.numel_unpadded, by_numel, read)
+        )
     ]
     names = _Assignment(group, spots).solve()
     layout: dict[BucketKey, list[Placement]] = {key: [] for key in group.buckets}
@@ -88,6 +92,40 @@ def _walk(
             )
         yield spot
         position = after
+
+
+def _scan(
+    group: OptimizerGroup,
+    key: BucketKey,
+    numel: int,
+    by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
+    read: Bytes,
+) -> Iterable[_Spot]:
+    """As `_walk`, for an array without chunk borders: what fits by content alone, and at one length only."""
+    start = 0
+    while start < numel:
+        sample = read.master(group, key, start, min(numel - start, _SAMPLE))
+        fitting = {
+            length: {
+                name: regions
+                for name, regions, weight in candidates
+                if torch.equal(sample[: len(weight)].to(weight.dtype), weight)
+            }
+            for length, candidates in by_numel.items()
+            if length <= numel - start
+        }
+        lengths = [length for length, names in fitting.items() if names]
+        if len(lengths) == 1:
+            yield _Spot(key, start, fitting[lengths[0]])
+            start += lengths[0]
+        elif not lengths and start % PARAMETER_ALIGNMENT:
+            start += PARAMETER_ALIGNMENT - start % PARAMETER_ALIGNMENT
+        else:
+            raise LayoutError(
+                "discovery by content cannot tell which parameter lies at one place",
+                found=f"parameters of {lengths or 'no'} elements fit",
+                where=f"{group}, {key}, element {start}",
+            )
 
 
 def _fitting(

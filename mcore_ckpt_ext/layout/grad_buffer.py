@@ -1,7 +1,7 @@
 """Where each parameter lies in a gradient buffer: Megatron's packing rules, by version.
 
 The rules are pure arithmetic over the parameters in registration order. They were read in
-`megatron/core/distributed/param_and_grad_buffer.py` (core_v0.9.0 to 0.17.0) and, from 0.18 on, in
+`megatron/core/distributed/param_and_grad_buffer.py` (core_v0.7.0 to 0.17.0) and, from 0.18 on, in
 `DistributedOptimizer._compute_per_buffer_param_layout` (megatron/core/optimizer/distrib_optimizer.py) with
 `pad_param_start` and `pad_bucket_end` (megatron/core/optimizer/param_layout.py).
 """
@@ -21,14 +21,18 @@ HIGH_BANDWIDTH_ALIGNMENT = 1 << 16
 class PackingRule(Enum):
     """What happens before a parameter of the shared embedding, which gets a bucket of its own.
 
+    `UNTIL_0_7`: parameters are not aligned at all; the collected bucket is closed where the parameter starts.
+    `UNTIL_0_8`: parameters are aligned (commit 5467bef3); the rest as before.
     `UNTIL_0_12`: the collected bucket is closed at a position that is padded to the bucket alignment when it is
     no multiple of the data-parallel size, and the parameter starts there (core_v0.9.0 to 0.12.x).
     `SINCE_0_13`: the bucket is closed at the parameter's aligned position, and the parameter starts at the padded
     end of that bucket (commit afb755f5, core_v0.13.0 to 0.19.2).
     """
 
-    UNTIL_0_12 = "C"
-    SINCE_0_13 = "D"
+    UNTIL_0_7 = "0.7"
+    UNTIL_0_8 = "0.8"
+    UNTIL_0_12 = "0.9 to 0.12"
+    SINCE_0_13 = "0.13 and later"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +104,7 @@ def pack(
     cursor = end = 0
     for index in reversed(range(len(parameters))):
         parameter = parameters[index]
-        cursor = align(cursor, PARAMETER_ALIGNMENT)
+        cursor = cursor if rule is PackingRule.UNTIL_0_7 else align(cursor, PARAMETER_ALIGNMENT)
         if parameter.shared_embedding:
             if rule is PackingRule.UNTIL_0_12 and cursor % data_parallel:
                 cursor = align(cursor, packer.alignment)

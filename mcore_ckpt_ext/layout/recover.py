@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from mcore_ckpt_ext.errors import LayoutError
 from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, GroupLayout, OptimizerGroup, Placement, misfit
 from mcore_ckpt_ext.layout.discovery import discover
-from mcore_ckpt_ext.layout.grad_buffer import BufferParameter, bucket_alignment, pack
+from mcore_ckpt_ext.layout.grad_buffer import BufferParameter, PackingRule, bucket_alignment, pack
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.parameter_order import WORD_EMBEDDINGS, ParameterOrder, registration_order
 from mcore_ckpt_ext.layout.proof import first_mismatch
@@ -65,9 +66,9 @@ def recover(
     return RecoveredLayout("discovery by content", found, discovered=True)
 
 
-def by_order(models: LocalModels, order: ParameterOrder) -> Proposal:
-    """The layout that the packing rule gives for one parameter order."""
-    return Proposal(order.label, lambda group: _packed(models, order, group))
+def by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
+    """The layout that a packing rule gives for one parameter order."""
+    return Proposal(order.label, lambda group: _packed(models, order, rule, group))
 
 
 def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
@@ -101,7 +102,9 @@ def _sample(group: OptimizerGroup, layout: GroupLayout, read: Bytes) -> str | No
     return None
 
 
-def _packed(models: LocalModels, order: ParameterOrder, group: OptimizerGroup) -> GroupLayout | None:
+def _packed(
+    models: LocalModels, order: ParameterOrder, rule: PackingRule, group: OptimizerGroup
+) -> GroupLayout | None:
     names = models.names(group.rank)
     if names is None:
         return None
@@ -116,7 +119,7 @@ def _packed(models: LocalModels, order: ParameterOrder, group: OptimizerGroup) -
         # One buffer for each (parameter, gradient) dtype, in order of first use (param_and_grad_buffer.py).
         for dtype in dict.fromkeys(models.weights[name].tensor.dtype for name in registered):
             chosen = [name for name in registered if models.weights[name].tensor.dtype == dtype]
-            buckets = _pack_buffer(models, group, stage, chosen)
+            buckets = _pack_buffer(models, group, stage, chosen, rule)
             if buckets is None:
                 return None
             dtypes = f"(torch.{dtype}, torch.{_gradient_dtype(models, dtype)})"
@@ -126,8 +129,9 @@ def _packed(models: LocalModels, order: ParameterOrder, group: OptimizerGroup) -
 
 
 def _pack_buffer(
-    models: LocalModels, group: OptimizerGroup, stage: int, names: Sequence[str]
+    models: LocalModels, group: OptimizerGroup, stage: int, names: Sequence[str], rule: PackingRule
 ) -> list[list[Placement]] | None:
+    """The placements of one buffer, a list for each bucket; one list for all where the format joins them."""
     regions = [models.regions(name, group.rank.tensor) for name in names]
     known = [region for region in regions if region is not None]
     if len(known) != len(names):
@@ -142,11 +146,15 @@ def _pack_buffer(
         parameters,
         bucket_size=_bucket_size(models, group, stage),
         data_parallel=_buffer_ranks(models, group),
+        rule=rule,
         high_bandwidth=bool(models.arguments.get("ddp_pad_buckets_for_high_nccl_busbw")),
     )
-    return [
-        [Placement(names[index], known[index], start) for index, start, _ in bucket.placements] for bucket in buckets
+    origins = [0, *accumulate(bucket.numel_unpadded for bucket in buckets)] if group.joined else [0] * len(buckets)
+    placed = [
+        [Placement(names[index], known[index], origin + start) for index, start, _ in bucket.placements]
+        for origin, bucket in zip(origins, buckets, strict=False)
     ]
+    return [[placement for bucket in placed for placement in bucket]] if group.joined else placed
 
 
 def _gradient_dtype(models: LocalModels, dtype: str) -> str:

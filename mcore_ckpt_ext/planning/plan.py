@@ -22,9 +22,10 @@ ITEM_SIZE: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One stored array: a whole torch archive of `length` bytes at `offset` of `file` that holds `numel` elements.
+    """One stored array of `numel` elements, in the torch archive of `length` bytes at `offset` of `file`.
 
-    The payload's own position inside of the archive is looked up when it is read, not when the plan is made.
+    `record` names the archive's record that holds it; empty where the archive is that one tensor. The payload's own
+    position inside of the archive is looked up when it is read, not when the plan is made.
     """
 
     file: str
@@ -32,6 +33,7 @@ class Extent:
     length: int
     dtype: str
     numel: int
+    record: str = ""
 
 
 @dataclass(frozen=True, slots=True)

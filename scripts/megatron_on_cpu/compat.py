@@ -135,9 +135,16 @@ def _allow_uneven_collectives() -> None:
     reduce_scatter = distributed.reduce_scatter
 
     def exchange(
-        output: torch.Tensor, input: torch.Tensor, output_splits: Any = None, input_splits: Any = None, **kwargs: Any
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        **kwargs: Any,
     ) -> Any:
-        splits = [None if sizes is None else [int(size) for size in sizes] for sizes in (output_splits, input_splits)]
+        splits = (
+            None if sizes is None else [int(size) for size in sizes]
+            for sizes in (output_split_sizes, input_split_sizes)
+        )
         return all_to_all_single(output, input, *splits, **kwargs)
 
     def gather(parts: list[torch.Tensor], part: torch.Tensor, group: Any = None, async_op: bool = False) -> Any:

@@ -45,9 +45,7 @@ def build_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
-def summed_loss(
-    loss_mask: torch.Tensor, output: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+def summed_loss(loss_mask: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum the tokens' losses; Megatron divides by the number of tokens, over all microbatches and ranks."""
     mask = loss_mask.view(-1).float()
     loss = torch.sum(output.view(-1).float() * mask)

@@ -1,50 +1,86 @@
-"""The optimizer format `dp_reshardable`: flat gradient buffers, one array a bucket and kind.
+"""Optimizer state in flat gradient buffers: what all such formats share once their arrays are found.
 
-Source: `DistributedOptimizer.sharded_param_state_dp_reshardable` (megatron/core/optimizer/distrib_optimizer.py,
-core_v0.15.0 to 0.19.2). Each rank writes a chunk for each of its parameter pieces and for each gap.
+A format says which flat arrays there are; which parameter lies where in them is recovered from the witnesses.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from mcore_ckpt_ext.errors import LayoutError
-from mcore_ckpt_ext.formats.dcp_index import StoredArray
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.discovery import irregularity
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.recover import Proposal, RecoveredLayout, recover
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
-from mcore_ckpt_ext.planning.plan import Source, StoredSlice
+from mcore_ckpt_ext.planning.plan import Extent, Source, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
-NAME = "dp_reshardable"
-
-_KEY = re.compile(
-    r"^(?:chained_(?P<child>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
-    r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtypes>\(.*\))\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)$"
-)
 # The masters are called `param` in the buffers; every other state keeps its name.
-_KINDS = {"param": FP32_PARAM}
-
+KINDS = {"param": FP32_PARAM}
 
 # A chained optimizer's number and Megatron's `dp_group_idx`.
 GroupKey = tuple[int, int]
 
 
-class DpReshardable:
+@dataclass(frozen=True, slots=True)
+class FlatPiece:
+    """Elements `[start, stop)` of a flat array, from element `first` of an extent on."""
+
+    start: int
+    stop: int
+    extent: Extent
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatArray:
+    """A flat array of one kind: `numel` elements without end padding. As a source, one tensor without a name."""
+
+    numel: int
+    dtype: str
+    pieces: tuple[FlatPiece, ...]
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """See `planning.plan.Source`."""
+        whole = (Region(name, (0,), (self._length,)),)
+        return [StoredSlice(Slice(whole, piece.start, piece.stop), piece.extent, piece.first) for piece in self.pieces]
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """See `planning.plan.Source`."""
+        return LogicalTensor(name, (self._length,), self.dtype)
+
+    @property
+    def _length(self) -> int:
+        return max(piece.stop for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """All flat arrays of an optimizer.
+
+    Attributes:
+        arrays: by group, then by bucket and kind.
+        joined: one array holds a buffer's buckets one after the other, without the padding at their ends.
+        chunked: the borders of the pieces tell where parameters begin and end.
+    """
+
+    arrays: Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]
+    joined: bool
+    chunked: bool
+
+
+class FlatBuffers:
     """The optimizer state of a checkpoint, group by group; layouts are recovered when first asked for."""
 
     def __init__(
         self,
-        arrays: Mapping[str, StoredArray],
+        state: FlatState,
         models: LocalModels,
         proposals: Callable[[], Sequence[Proposal]],
         weights: Source,
@@ -55,12 +91,8 @@ class DpReshardable:
         self._weights = weights
         self._transfer = transfer
         self._recovered: dict[GroupKey, RecoveredLayout] = {}
-        self._arrays: dict[GroupKey, dict[tuple[BucketKey, str], StoredArray]] = {}
-        for name, array in arrays.items():
-            if match := _KEY.match(name):
-                key = BucketKey(int(match["buffer"]), match["dtypes"], int(match["bucket"]))
-                kind = _KINDS.get(match["state"], match["state"])
-                self._arrays.setdefault((int(match["child"] or 0), int(match["group"])), {})[key, kind] = array
+        self._state = state
+        self._arrays = state.arrays
         self.kinds = tuple(dict.fromkeys(kind for arrays_of in self._arrays.values() for _, kind in arrays_of))
         self.groups = {key: self._group(*key) for key in sorted(self._arrays)}
 
@@ -125,8 +157,8 @@ class DpReshardable:
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         """See `layout.buckets.Bytes`."""
-        source = _FlatArray(self._arrays[group.child, group.index][key, FP32_PARAM])
-        whole = Region.whole(source.array.key, source.array.shape)
+        source = self._arrays[group.child, group.index][key, FP32_PARAM]
+        whole = Region.whole("masters", (source.numel,))
         return read_slice(source, self._transfer, FP32_PARAM, Slice((whole,), start, start + count))
 
     def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
@@ -147,17 +179,20 @@ class DpReshardable:
     def _group(self, child: int, index: int) -> OptimizerGroup:
         """The group of a chained optimizer and `dp_group_idx`, by the rules of `get_megatron_optimizer`.
 
-        Source: megatron/core/optimizer/__init__.py, core_v0.15.0 to 0.19.2. `dp_group_idx` is the rank in the
-        model-parallel group: tensor ranks run fastest, then, for experts, expert ranks, then pipeline ranks. Experts
-        are the last chained optimizer; with `--overlap-param-gather-with-optimizer-step` the first model chunk has
-        an optimizer of its own.
+        Source: megatron/core/optimizer/__init__.py, core_v0.7.0 to 0.19.2. `dp_group_idx` is the rank in the
+        model-parallel group: tensor ranks run fastest, then, for experts, expert ranks, then pipeline ranks; up to
+        0.9, which had no expert tensor parallelism, expert ranks ran slowest. Experts are the last chained optimizer;
+        with `--overlap-param-gather-with-optimizer-step` the first model chunk has an optimizer of its own.
         """
         layout = self._models.layout
         first_chunk_apart = bool(self._models.arguments.get("overlap_param_gather_with_optimizer_step"))
         stages = range(layout.virtual_pipeline)
         if self._models.experts_apart and child == max(number for number, _ in self._arrays):
             rest, tensor = divmod(index, layout.expert_tensor)
-            pipeline, expert = divmod(rest, layout.expert)
+            if "expert_tensor_parallel_size" in self._models.arguments:
+                pipeline, expert = divmod(rest, layout.expert)
+            else:
+                expert, pipeline = divmod(rest, layout.pipeline)
             rank = ModelRank(pipeline, tensor, expert)
         else:
             pipeline, tensor = divmod(index, layout.tensor)
@@ -173,40 +208,17 @@ class DpReshardable:
         buckets: dict[BucketKey, StoredBucket] = {}
         for (key, kind), array in self._arrays[child, index].items():
             if kind == FP32_PARAM:
-                borders = {c.offsets[0] for c in array.chunks} | {c.offsets[0] + c.sizes[0] for c in array.chunks}
-                buckets[key] = StoredBucket(array.shape[0], tuple(sorted(borders)))
-        return OptimizerGroup(child, index, rank, stages, buckets)
+                borders = {border for piece in array.pieces for border in (piece.start, piece.stop)}
+                buckets[key] = StoredBucket(array.numel, tuple(sorted(borders)) if self._state.chunked else None)
+        return OptimizerGroup(child, index, rank, stages, buckets, self._state.joined)
 
 
-def has_experts_apart(keys: Iterable[str], arguments: Mapping[str, Any]) -> bool:
-    """Whether experts have an optimizer of their own: one chained optimizer more than the dense chunks need."""
-    children = {int(match["child"] or 0) for key in keys if (match := _KEY.match(key))}
-    return len(children) > 1 + bool(arguments.get("overlap_param_gather_with_optimizer_step"))
-
-
-@dataclass(frozen=True)
-class _FlatArray:
-    """A stored array as a source of its own, one logical tensor named by its key."""
-
-    array: StoredArray
-
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        return [
-            StoredSlice(Slice.whole((Region(name, chunk.offsets, chunk.sizes),)), chunk.extent, 0)
-            for chunk in self.array.chunks
-        ]
-
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        return LogicalTensor(name, self.array.shape, self.array.dtype)
-
-
-def _cut(placement: Placement, array: StoredArray) -> list[StoredSlice]:
-    """The pieces of a placed parameter that the chunks of its bucket hold."""
-    pieces = []
-    for chunk in array.chunks:
-        low = max(placement.start, chunk.offsets[0])
-        high = min(placement.stop, chunk.offsets[0] + chunk.sizes[0])
+def _cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:
+    """The parts of a placed parameter that the pieces of its array hold."""
+    parts = []
+    for piece in array.pieces:
+        low, high = max(placement.start, piece.start), min(placement.stop, piece.stop)
         if low < high:
-            piece = Slice(placement.regions, low - placement.start, high - placement.start)
-            pieces.append(StoredSlice(piece, chunk.extent, low - chunk.offsets[0]))
-    return pieces
+            part = Slice(placement.regions, low - placement.start, high - placement.start)
+            parts.append(StoredSlice(part, piece.extent, piece.first + low - piece.start))
+    return parts
