@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import ModelMismatchError, ProofError
+from mcore_ckpt_ext.errors import ModelMismatchError, ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
@@ -200,6 +200,25 @@ class OptimizerReshard:
         registered = [registered_names(chunk, live) for chunk in self._chunks] if first_replica else []
         trained = list(dict.fromkeys(name for shard in self._shards for name in shard.live.tensors))
         return _RankView(live_names(self._chunks) if first_replica else [], trained, registered)
+
+
+def unproven_names(chunks: Sequence[Any], optimizer: Any) -> list[str]:
+    """Parameters of the live optimizer whose masters do not round to the live weights; touches no checkpoint.
+
+    It is how a load by the framework itself is proven. Optimizers without plain fp32 masters are passed over.
+    """
+    optimizers = distributed_optimizers(optimizer) or []
+    try:
+        check_supported(optimizers)
+    except UnsupportedCheckpointError:
+        return []
+    found: dict[str, None] = {}
+    for shard in live_shards(optimizers, live_parameters(chunks)):
+        for begin in range(0, shard.main.numel(), _PROOF_BLOCK):
+            part = slice(begin, begin + _PROOF_BLOCK)
+            if first_mismatch(shard.main[part], shard.weight[part]) is not None:
+                found[shard.name] = None
+    return list(found)
 
 
 def _check_names(checkpoint: Checkpoint, live: set[str]) -> None:

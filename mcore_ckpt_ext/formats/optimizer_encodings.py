@@ -29,6 +29,30 @@ _RULES: Mapping[str, Sequence[PackingRule]] = {
 FORMATS = (*_RULES, FULLY_RESHARDABLE, MODEL_SPACE)
 
 
+def stock_can_load(name: str | None, placement_changed: bool, version: tuple[int, int]) -> bool:
+    """Whether Megatron itself loads an intact optimizer state correctly.
+
+    Sources: `load_checkpoint` (megatron/training/checkpointing.py) and `DistributedOptimizer.load_state_dict` at each
+    version. `fully_sharded_model_space` is refused since 0.16 (commit 5ab481cb); up to 0.13 its parameter groups are
+    taken by position, which exchanges weight decay between them on later pipeline stages.
+    `fully_sharded_bucket_space` left the loader in 0.13.
+
+    Args:
+        name: the sharding type that the checkpoint was written with.
+        placement_changed: the gradient buffers of the run differ from those of the job that wrote it.
+        version: of the running megatron-core, (major, minor).
+    """
+    if name == FULLY_RESHARDABLE:
+        return version >= (0, 15)
+    if name == MODEL_SPACE:
+        return (0, 14) <= version < (0, 16)
+    if name == BUCKET_SPACE:
+        return version < (0, 13) and not placement_changed
+    if name == DP_RESHARDABLE:
+        return version >= (0, 15) and not placement_changed
+    return name != DP_ZERO or not placement_changed
+
+
 class OptimizerState(Source, Protocol):
     """The optimizer state of a checkpoint, in model space."""
 

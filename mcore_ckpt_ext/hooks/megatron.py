@@ -11,12 +11,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from mcore_ckpt_ext import __version__
-from mcore_ckpt_ext.formats.bucket_formats import DP_RESHARDABLE
+from mcore_ckpt_ext.errors import ProofError
+from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE
+from mcore_ckpt_ext.formats.optimizer_encodings import FORMATS, stock_can_load
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import sharding_type
 from mcore_ckpt_ext.hooks.announce import announce
@@ -25,7 +28,7 @@ from mcore_ckpt_ext.layout.sidecar import RecordedGroup
 from mcore_ckpt_ext.online.agreement import agreed, gather
 from mcore_ckpt_ext.online.live_optimizer import distributed_optimizers
 from mcore_ckpt_ext.online.record import merged, recorded_groups, write_sidecar
-from mcore_ckpt_ext.optimizer_reshard import OptimizerReshard
+from mcore_ckpt_ext.optimizer_reshard import OptimizerReshard, unproven_names
 
 Function = Callable[..., Any]
 
@@ -48,15 +51,20 @@ def wrap_load_checkpoint(original: Function) -> Function:
             return stock()
         call = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         call.apply_defaults()
-        peeked = agreed("looking at the checkpoint", lambda: _peek(scope, call.arguments))
         arguments = scope["get_args"]()
-        ours = [found for found in peeked if found is not None]
-        if not ours:
+        looks = agreed("looking at the checkpoint", lambda: _look(scope, call.arguments))
+        look = next((found for found in looks if found is not None), None)
+        if look is None:
             return stock()
-        folder, changes = ours[0]
-        reshard = OptimizerReshard(Path(folder), scope["unwrap_model"](ddp_model), optimizer, vars(arguments))
+        chunks = scope["unwrap_model"](ddp_model)
+        if look.stock_loads:
+            result = stock()
+            if look.optimizer_format == FULLY_RESHARDABLE:
+                _prove_stock_load(chunks, optimizer, look.folder)
+            return result
+        reshard = OptimizerReshard(look.folder, chunks, optimizer, vars(arguments))
         reshard.prepare(verify_all=os.environ.get(VERIFY_VARIABLE) == "full")
-        moved = {"tensor_model_parallel_size", "pipeline_model_parallel_size"} & set(changes)
+        moved = {"tensor_model_parallel_size", "pipeline_model_parallel_size"} & set(look.changes)
         # The random state is stored by (PP, TP) rank; stock ignores it on a changed layout, too, since 0.14.
         with _overridden(arguments, no_load_optim=True, no_load_rng=bool(moved) or arguments.no_load_rng):
             result = original(ddp_model, None, None, *positional, **keywords)
@@ -106,11 +114,21 @@ def _resumes_distributed_optimizer(scope: Mapping[str, Any], optimizer: Any) -> 
     )
 
 
-def _peek(scope: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[str, list[str]] | None:
+@dataclass(frozen=True)
+class _Look:
+    """What a first look at a checkpoint says: where it is, and whether Megatron itself loads its optimizer."""
+
+    folder: Path
+    optimizer_format: str | None
+    changes: tuple[str, ...]
+    stock_loads: bool
+
+
+def _look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> _Look | None:
     """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves.
 
     Returns:
-        The iteration folder and the changed arguments, where the load is ours; None where it is stock's.
+        None where there is no optimizer state for us to think about.
     """
     arguments = scope["get_args"]()
     directory = getattr(arguments, call["load_arg"])
@@ -119,10 +137,35 @@ def _peek(scope: Mapping[str, Any], call: Mapping[str, Any]) -> tuple[str, list[
     if common is None or release or getattr(kind, "name", None) != "GLOBAL" or "args" not in common:
         return None
     written = vars(common["args"])
-    changes = placement_changes(written, vars(arguments))
-    if not changes or written.get("no_save_optim") or sharding_type(common) != DP_RESHARDABLE:
+    optimizer_format = sharding_type(common)
+    if written.get("no_save_optim") or optimizer_format not in FORMATS:
         return None
-    return str(name), changes
+    changes = placement_changes(written, vars(arguments))
+    stock_loads = stock_can_load(optimizer_format, bool(changes), _megatron_version())
+    return _Look(Path(name), optimizer_format, tuple(changes), stock_loads)
+
+
+def _prove_stock_load(chunks: Any, optimizer: Any, folder: Path) -> None:
+    """Refuse a `fully_reshardable` checkpoint that Megatron wrote corrupted, on all ranks, with all names.
+
+    Releases 0.15.0 to 0.19.2 cut the parameters of later buckets at shifted positions when an earlier bucket has end
+    padding (`sharded_param_state_fully_reshardable`; fixed upstream by commit 32a03b77 of 2026-08-21).
+    """
+    found = agreed("proving what Megatron loaded", lambda: unproven_names(chunks, optimizer), "do not train on")
+    names = sorted({name for names in found for name in names})
+    if names:
+        raise ProofError(
+            "this fully_reshardable optimizer state is corrupted: masters do not round to their weights",
+            found=f"{len(names)} parameters, {', '.join(names)}",
+            where=str(folder),
+            helps="Megatron 0.15 to 0.19 writes this format wrong for several buckets with end padding: resume from an "
+            "iteration saved without --dist-ckpt-optim-fully-reshardable, or with --no-load-optim",
+        )
+
+
+def _megatron_version() -> tuple[int, int]:
+    major, minor = str(sys.modules["megatron.core"].__version__).split(".")[:2]
+    return int(major), int(minor)
 
 
 @contextmanager
