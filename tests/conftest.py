@@ -15,6 +15,12 @@ from safetensors.torch import load_file
 
 DATA = Path(__file__).parent / "data"
 FIXTURES = sorted(path.name for path in DATA.iterdir() if path.is_dir())
+# Written wrong by Megatron itself.
+CORRUPTED = [name for name in FIXTURES if "corrupt" in name]
+INTACT = [name for name in FIXTURES if name not in CORRUPTED]
+# Optimizer formats that need a layout: flat gradient buffers.
+FLAT = [name for name in INTACT if any(sign in name for sign in ("dpreshardable", "default", "dpzero", "bucketspace"))]
+FLAT += [name for name in INTACT if any(sign in name for sign in ("moe", "torchadam", "te_"))]
 
 
 @dataclass(frozen=True)
@@ -52,9 +58,21 @@ def fixture_named(prefix: str) -> Fixture:
     return Fixture(DATA / name)
 
 
-@pytest.fixture(params=FIXTURES)
+@pytest.fixture(params=INTACT)
 def checkpoint_fixture(request: pytest.FixtureRequest) -> Fixture:
-    """Each of the real checkpoints in turn."""
+    """Each of the intact real checkpoints in turn."""
+    return Fixture(DATA / request.param)
+
+
+@pytest.fixture(params=FLAT)
+def flat_fixture(request: pytest.FixtureRequest) -> Fixture:
+    """Each of the real checkpoints whose optimizer state lies in flat buffers."""
+    return Fixture(DATA / request.param)
+
+
+@pytest.fixture(params=CORRUPTED)
+def corrupted_fixture(request: pytest.FixtureRequest) -> Fixture:
+    """Each of the checkpoints that Megatron wrote corrupted."""
     return Fixture(DATA / request.param)
 
 

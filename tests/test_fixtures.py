@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.errors import LayoutError
+from mcore_ckpt_ext.errors import LayoutError, ProofError
 from mcore_ckpt_ext.formats import torch_dist
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.layout.sidecar import RecordedBucket, RecordedGroup, RecordedParameter, Sidecar
-from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.transfer import read_slice
 from tests.conftest import Fixture, fixture_named
 
 KINDS = ("weight", "fp32_param", "exp_avg", "exp_avg_sq")
@@ -34,7 +35,7 @@ def assert_equals_truth(checkpoint: Checkpoint, truth: dict[str, torch.Tensor]) 
 def test_everything_equals_the_truth(checkpoint_fixture: Fixture) -> None:
     checkpoint = mcore_ckpt_ext.open_checkpoint(checkpoint_fixture.run)
     job = checkpoint_fixture.job
-    assert checkpoint.optimizer_format == "dp_reshardable"
+    assert checkpoint.optimizer_format == job["sharding_type"]
     assert checkpoint.iteration == job["iteration"]
     layout = job["layout"]
     found = checkpoint.layout
@@ -45,11 +46,46 @@ def test_everything_equals_the_truth(checkpoint_fixture: Fixture) -> None:
     assert_equals_truth(checkpoint, checkpoint_fixture.truth)
 
 
-def test_discovery_by_content_finds_every_layout(checkpoint_fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_state_in_four_formats_and_three_versions_is_one() -> None:
+    truths = [fixture_named(name).truth for name in ("p01", "p04", "p05", "p06")]
+    for truth in truths[1:]:
+        assert truth.keys() == truths[0].keys()
+        assert all(torch.equal(truth[key], truths[0][key]) for key in truth)
+
+
+def test_exactly_the_corrupted_tensors_are_refused(corrupted_fixture: Fixture) -> None:
+    """What Megatron wrote wrong is refused by name; everything else is read, and right."""
+    checkpoint = mcore_ckpt_ext.open_checkpoint(corrupted_fixture.run)
+    refused = set()
+    for key, expected in corrupted_fixture.truth.items():
+        kind, _, name = key.partition(".")
+        try:
+            values = checkpoint.tensor(kind, name).read()
+        except ProofError:
+            refused.add(name)
+        else:
+            assert torch.equal(values, expected), key
+    assert refused == wrong_masters(checkpoint, corrupted_fixture.truth)
+    assert refused
+
+
+def wrong_masters(checkpoint: Checkpoint, truth: dict[str, torch.Tensor]) -> set[str]:
+    """Parameters whose masters on disk are not the live ones, by comparison with the truth."""
+    wrong = set()
+    for key, expected in truth.items():
+        kind, _, name = key.partition(".")
+        if kind == "fp32_param":
+            whole = Slice.whole((Region.whole(name, tuple(expected.shape)),))
+            stored = read_slice(checkpoint, checkpoint.transfer, kind, whole)
+            wrong |= set() if torch.equal(stored, expected.reshape(-1)) else {name}
+    return wrong
+
+
+def test_discovery_by_content_finds_every_layout(flat_fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """With all witnesses withheld the bytes alone give the same layout; the proof confirms it."""
     monkeypatch.setattr(torch_dist, "known_orders", lambda arguments: [])
-    checkpoint = mcore_ckpt_ext.open_checkpoint(checkpoint_fixture.run)
-    assert_equals_truth(checkpoint, checkpoint_fixture.truth)
+    checkpoint = mcore_ckpt_ext.open_checkpoint(flat_fixture.run)
+    assert_equals_truth(checkpoint, flat_fixture.truth)
     assert checkpoint.optimizer.witnesses() == ["discovery by content"]
 
 
@@ -68,10 +104,10 @@ def torch_dist_order(name: str) -> object:
     return getattr(parameter_order, name)
 
 
-def test_the_known_order_is_the_one_of_the_spec_that_wrote(checkpoint_fixture: Fixture) -> None:
-    checkpoint = mcore_ckpt_ext.open_checkpoint(checkpoint_fixture.run)
+def test_the_known_order_is_the_one_of_the_spec_that_wrote(flat_fixture: Fixture) -> None:
+    checkpoint = mcore_ckpt_ext.open_checkpoint(flat_fixture.run)
     checkpoint.names("fp32_param")
-    engine = checkpoint_fixture.job["args"]["transformer_impl"] == "transformer_engine"
+    engine = flat_fixture.job["args"]["transformer_impl"] == "transformer_engine"
     spec = "the Transformer Engine layer spec" if engine else "the local layer spec"
     assert checkpoint.optimizer.witnesses() == [spec]
 
@@ -122,8 +158,8 @@ def recorded_buckets(
         )
 
 
-def test_the_sidecar_is_the_first_witness(checkpoint_fixture: Fixture, tmp_path: Path) -> None:
-    fixture = checkpoint_fixture.copy_to(tmp_path / "copy")
+def test_the_sidecar_is_the_first_witness(flat_fixture: Fixture, tmp_path: Path) -> None:
+    fixture = flat_fixture.copy_to(tmp_path / "copy")
     sidecar = recorded(fixture)
     assert Sidecar.from_json(sidecar.to_json()) == sidecar
     (fixture.iteration / "mcore_ckpt_ext.json").write_text(sidecar.to_json())

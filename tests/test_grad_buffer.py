@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt_ext.layout.grad_buffer import BufferParameter, PackingRule, pack
-from tests.conftest import Fixture
+from tests.conftest import DATA, FIXTURES, Fixture
 
 distributed = pytest.importorskip("megatron.core.distributed", reason="needs megatron-core 0.18 or later")
 optimizer = pytest.importorskip("megatron.core.optimizer.distrib_optimizer")
@@ -45,18 +45,31 @@ def test_equals_megatrons_own_layout(
     assert [places[index] for index in range(len(live))] == [theirs.param_index_map[tensor] for tensor in live]
 
 
-def test_equals_the_buffers_of_real_jobs(checkpoint_fixture: Fixture) -> None:
+RULES = {
+    "core_v0.7.0": PackingRule.UNTIL_0_7,
+    "core_v0.8.0": PackingRule.UNTIL_0_8,
+    "core_v0.12.1": PackingRule.UNTIL_0_12,
+}
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_equals_the_buffers_of_real_jobs(name: str) -> None:
     """Every gradient buffer that the job's ranks reported, laid out anew from its parameters' sizes alone."""
-    job = checkpoint_fixture.job
+    job = Fixture(DATA / name).job
+    rule = RULES.get(job["megatron_version"], PackingRule.SINCE_0_13)
     tied = not job["args"]["untie_embeddings_and_output_weights"] and job["layout"]["pp"] > 1
     for rank in job["ranks"]:
         for buffer in rank["buffers"]:
             stored = buffer["params_in_order"]
             shared = {"embedding.word_embeddings.weight", "output_layer.weight"} if tied else set()
             parameters = [BufferParameter(p["end"] - p["start"], p["name"] in shared) for p in reversed(stored)]
-            buckets = pack(parameters, bucket_size=None, data_parallel=buffer["dp_group_size"])
+            cut = rank["coords"]["pp"] == 0 and buffer["chunk"] == 0 and job["args"]["overlap_grad_reduce"]
+            size = job["args"]["ddp_bucket_size"] if cut else None
+            buckets = pack(parameters, bucket_size=size, data_parallel=buffer["dp_group_size"], rule=rule)
             assert [b.numel_unpadded for b in buckets] == [b["numel_unpadded"] for b in buffer["buckets"]]
-            places = sorted(b.start + start for b in buckets for _, start, _ in b.placements)
+            starts = [b["offset"] for b in buffer["buckets"]]
+            placed = zip(starts, buckets, strict=True)
+            places = sorted(origin + start for origin, bucket in placed for _, start, _ in bucket.placements)
             assert places == [p["start"] for p in stored]
 
 

@@ -14,6 +14,7 @@ import torch
 from mcore_ckpt_ext.errors import LayoutError
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.discovery import irregularity
+from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.recover import Proposal, RecoveredLayout, recover
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -210,7 +211,9 @@ class FlatBuffers:
             if kind == FP32_PARAM:
                 borders = {border for piece in array.pieces for border in (piece.start, piece.stop)}
                 buckets[key] = StoredBucket(array.numel, tuple(sorted(borders)) if self._state.chunked else None)
-        return OptimizerGroup(child, index, rank, stages, buckets, self._state.joined)
+        # Parameters are aligned since core_v0.8.0 (commit 5467bef3); an argument that came with it tells.
+        alignment = PARAMETER_ALIGNMENT if "dist_ckpt_strictness" in self._models.arguments else 1
+        return OptimizerGroup(child, index, rank, stages, buckets, self._state.joined, alignment)
 
 
 def _cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
@@ -43,7 +44,8 @@ class OptimizerGroup:
 
     `child` counts the chained optimizers, `index` is Megatron's `dp_group_idx`, `stages` are the model chunks
     (virtual stages) that this optimizer serves. `joined`: the format stores a buffer as one array, its buckets one
-    after the other without the padding at their ends; all of it is filed under bucket 0.
+    after the other without the padding at their ends; all of it is filed under bucket 0. `alignment`: parameters
+    begin at multiples of it.
     """
 
     child: int
@@ -52,6 +54,7 @@ class OptimizerGroup:
     stages: range
     buckets: Mapping[BucketKey, StoredBucket]
     joined: bool = False
+    alignment: int = PARAMETER_ALIGNMENT
 
     def __str__(self) -> str:
         return f"optimizer {self.child}, dp_group_idx_{self.index} ({self.rank})"

@@ -16,7 +16,7 @@ import torch
 
 from mcore_ckpt_ext.errors import LayoutError
 from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, GroupLayout, OptimizerGroup, Placement
-from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
+from mcore_ckpt_ext.layout.grad_buffer import align
 from mcore_ckpt_ext.layout.parameter_order import split_layer
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
@@ -80,7 +80,7 @@ def _walk(
     position = 0
     while position < len(cuts) - 1:
         start = cuts[position]
-        if start % PARAMETER_ALIGNMENT:
+        if start % group.alignment:
             position += 1
             continue
         spot, after = _fitting(group, key, cuts, position, borders, by_numel, read)
@@ -104,6 +104,9 @@ def _scan(
     """As `_walk`, for an array without chunk borders: what fits by content alone, and at one length only."""
     start = 0
     while start < numel:
+        if start % group.alignment:
+            start = align(start, group.alignment)
+            continue
         sample = read.master(group, key, start, min(numel - start, _SAMPLE))
         fitting = {
             length: {
@@ -118,8 +121,6 @@ def _scan(
         if len(lengths) == 1:
             yield _Spot(key, start, fitting[lengths[0]])
             start += lengths[0]
-        elif not lengths and start % PARAMETER_ALIGNMENT:
-            start += PARAMETER_ALIGNMENT - start % PARAMETER_ALIGNMENT
         else:
             raise LayoutError(
                 "discovery by content cannot tell which parameter lies at one place",

@@ -77,14 +77,18 @@ def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
     def layout_of(group: OptimizerGroup) -> GroupLayout | None:
         recorded = [g for g in sidecar.groups if g.child == group.child and group.index in g.indices]
         layout: dict[BucketKey, list[Placement]] = {}
+        origins: dict[int, int] = {}
         for bucket in recorded[0].buckets if recorded else ():
-            placements = layout.setdefault(BucketKey(bucket.buffer, bucket.dtypes, bucket.bucket), [])
+            number = 0 if group.joined else bucket.bucket
+            placements = layout.setdefault(BucketKey(bucket.buffer, bucket.dtypes, number), [])
+            origin = origins.get(bucket.buffer, 0) if group.joined else 0
+            origins[bucket.buffer] = origin + bucket.numel_unpadded
             for parameter in bucket.parameters:
                 known = parameter.name in models.weights
                 regions = models.regions(parameter.name, group.rank.tensor) if known else None
                 if regions is None or numel_of(regions) != parameter.stop - parameter.start:
                     return None
-                placements.append(Placement(parameter.name, regions, parameter.start))
+                placements.append(Placement(parameter.name, regions, origin + parameter.start))
         return layout or None
 
     return Proposal("the sidecar", layout_of)
