@@ -16,7 +16,8 @@ from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, 
 from mcore_ckpt_ext.layout.discovery import irregularity
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
-from mcore_ckpt_ext.layout.recover import Proposal, RecoveredLayout, recover
+from mcore_ckpt_ext.layout.proposals import Proposal
+from mcore_ckpt_ext.layout.recover import RecoveredLayout, recover
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
 from mcore_ckpt_ext.planning.plan import Extent, Source, StoredSlice

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.formats.flat_buffers import FlatBuffers, FlatState
 from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE, MODEL_SPACE, ModelSpaceState
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.recover import Proposal
+from mcore_ckpt_ext.layout.proposals import Proposal
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer

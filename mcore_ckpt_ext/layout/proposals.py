@@ -1,0 +1,175 @@
+"""Proposals of where parameters lie in gradient buffers: by the packing rules and an order, or by the sidecar."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from mcore_ckpt_ext.layout.buckets import BucketKey, GroupLayout, OptimizerGroup, Placement
+from mcore_ckpt_ext.layout.grad_buffer import Bucket, BufferParameter, PackingRule, pack
+from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
+from mcore_ckpt_ext.layout.parameter_order import WORD_EMBEDDINGS, ParameterOrder, registration_order
+from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.model_space.slices import Region, numel_of
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A witness's answer to where the parameters of a group lie; None where it does not know."""
+
+    label: str
+    layout_of: Callable[[OptimizerGroup], GroupLayout | None]
+
+
+def by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
+    """The layout that a packing rule gives for one parameter order."""
+    return Proposal(order.label, lambda group: _packed(models, order, rule, group))
+
+
+def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
+    """The layout that was recorded when the checkpoint was written."""
+
+    def layout_of(group: OptimizerGroup) -> GroupLayout | None:
+        recorded = [g for g in sidecar.groups if g.child == group.child and group.index in g.indices]
+        layout: dict[BucketKey, list[Placement]] = {}
+        origins: dict[int, int] = {}
+        for bucket in recorded[0].buckets if recorded else ():
+            number = 0 if group.joined else bucket.bucket
+            placements = layout.setdefault(BucketKey(bucket.buffer, bucket.dtypes, number), [])
+            origin = origins.get(bucket.buffer, 0) if group.joined else 0
+            origins[bucket.buffer] = origin + bucket.numel_unpadded
+            for parameter in bucket.parameters:
+                known = parameter.name in models.weights
+                regions = models.regions(parameter.name, group.rank.tensor) if known else None
+                if regions is None or numel_of(regions) != parameter.stop - parameter.start:
+                    return None
+                placements.append(Placement(parameter.name, regions, origin + parameter.start))
+        return layout or None
+
+    return Proposal("the sidecar", layout_of)
+
+
+@dataclass(frozen=True)
+class PackedBuffer:
+    """One gradient buffer as the rules lay it out: its parameters in registration order, and its buckets."""
+
+    dtypes: str
+    names: Sequence[str]
+    regions: Sequence[tuple[Region, ...]]
+    buckets: Sequence[Bucket]
+
+    def placement(self, index: int, start: int) -> Placement:
+        """The parameter with that index in registration order, at `start`."""
+        return Placement(self.names[index], self.regions[index], start)
+
+    def joined_origins(self) -> list[int]:
+        """Where each bucket begins when they follow each other without the padding at their ends."""
+        return [0, *accumulate(bucket.numel_unpadded for bucket in self.buckets)][:-1]
+
+
+def packed_buffers(
+    models: LocalModels, order: ParameterOrder, rule: PackingRule, rank: ModelRank, stages: Sequence[int]
+) -> list[PackedBuffer] | None:
+    """The gradient buffers of one optimizer of a rank; None where the order or the model's split is not known."""
+    names = models.names(rank)
+    if names is None:
+        return None
+    packed: list[PackedBuffer] = []
+    for stage in stages:
+        last = (rank.pipeline, stage) == (models.layout.pipeline - 1, models.layout.virtual_pipeline - 1)
+        tied_copy = last and models.has_tied_copy and rank.expert is None
+        registered = registration_order(names[stage], order, tied_copy)
+        if registered is None:
+            return None
+        # One buffer for each (parameter, gradient) dtype, in order of first use (param_and_grad_buffer.py).
+        for dtype in dict.fromkeys(models.weights[name].tensor.dtype for name in registered):
+            chosen = [name for name in registered if models.weights[name].tensor.dtype == dtype]
+            buffer = _pack_buffer(models, rank, stage, chosen, rule)
+            if buffer is None:
+                return None
+            packed.append(buffer)
+    return packed
+
+
+def _packed(
+    models: LocalModels, order: ParameterOrder, rule: PackingRule, group: OptimizerGroup
+) -> GroupLayout | None:
+    buffers = packed_buffers(models, order, rule, group.rank, group.stages)
+    if buffers is None:
+        return None
+    layout: dict[BucketKey, list[Placement]] = {}
+    for number, buffer in enumerate(buffers):
+        origins = buffer.joined_origins() if group.joined else [0] * len(buffer.buckets)
+        for position, (origin, bucket) in enumerate(zip(origins, buffer.buckets, strict=True)):
+            key = BucketKey(number, buffer.dtypes, 0 if group.joined else position)
+            placed = [buffer.placement(index, origin + start) for index, start, _ in bucket.placements]
+            layout.setdefault(key, []).extend(placed)
+    return layout
+
+
+def _pack_buffer(
+    models: LocalModels, rank: ModelRank, stage: int, names: Sequence[str], rule: PackingRule
+) -> PackedBuffer | None:
+    regions = [models.regions(name, rank.tensor) for name in names]
+    known = [region for region in regions if region is not None]
+    if len(known) != len(names):
+        return None
+    # `shared_embedding` marks the word embeddings of tied models with several pipeline stages
+    # (language_module.py, `setup_embeddings_and_output_layer`).
+    parameters = [
+        BufferParameter(numel_of(region), models.has_tied_copy and name == WORD_EMBEDDINGS)
+        for name, region in zip(names, known, strict=True)
+    ]
+    buckets = pack(
+        parameters,
+        bucket_size=_bucket_size(models, rank, stage),
+        data_parallel=buffer_ranks(models, rank),
+        rule=rule,
+        high_bandwidth=bool(models.arguments.get("ddp_pad_buckets_for_high_nccl_busbw")),
+    )
+    dtype = models.weights[names[0]].tensor.dtype
+    return PackedBuffer(f"(torch.{dtype}, torch.{_gradient_dtype(models, dtype)})", names, known, buckets)
+
+
+def _gradient_dtype(models: LocalModels, dtype: str) -> str:
+    return "float32" if models.arguments.get("accumulate_allreduce_grads_in_fp32") else dtype
+
+
+def buffer_ranks(models: LocalModels, rank: ModelRank) -> int:
+    """Ranks that share a buffer, within one distributed-optimizer instance.
+
+    For the dense buffers data times context parallel; for experts what expert parallelism leaves of the world
+    (megatron/core/parallel_state.py, expert data parallel).
+    """
+    instances = int(models.arguments.get("num_distributed_optimizer_instances") or 1)
+    layout = models.layout
+    ranks = layout.data * layout.context
+    if rank.expert is not None:
+        ranks = layout.world // (layout.expert * layout.expert_tensor * layout.pipeline)
+    return max(1, ranks // instances)
+
+
+def _bucket_size(models: LocalModels, rank: ModelRank, stage: int) -> int | None:
+    """Elements after which a bucket is closed; None for one bucket (distributed_data_parallel.py, core_v0.12 to 0.19).
+
+    Only the first chunk of the first stage is cut, and only when gradients are reduced during the backward pass.
+    The default and `--ddp-num-buckets`: megatron/training/training.py, `get_model`.
+    """
+    arguments = models.arguments
+    if (
+        not arguments.get("overlap_grad_reduce")
+        or rank.pipeline > 0
+        or stage > 0
+        or arguments.get("overlap_param_gather_with_optimizer_step")
+    ):
+        return None
+    if arguments.get("ddp_num_buckets"):
+        held = models.chunks[rank.pipeline] if models.chunks else []
+        total = sum(numel_of(models.regions(name, rank.tensor) or ()) for chunk in held for name in chunk)
+        return max(1, total // int(arguments["ddp_num_buckets"]))
+    if arguments.get("ddp_bucket_size"):
+        return int(arguments["ddp_bucket_size"])
+    return max(40_000_000, 1_000_000 * models.layout.data * models.layout.context)
+
+
