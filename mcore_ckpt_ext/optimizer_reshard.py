@@ -82,11 +82,12 @@ class OptimizerReshard:
         self._parameters = 0
         self._started = time.monotonic()
 
-    def prepare(self, verify_all: bool = False) -> None:
+    def prepare(self, verify_all: bool = False, accept_lost: bool = False) -> None:
         """Open the checkpoint, recover its layout as far as this rank needs it, plan, and check every record.
 
         Args:
             verify_all: compare the checksums of all records, shared between the ranks.
+            accept_lost: take masters that the checkpoint lost from the weights, and moments as zero.
 
         Raises:
             ResumeRefusedError: on every rank, when some rank cannot.
@@ -108,7 +109,9 @@ class OptimizerReshard:
                 for kind in kinds
                 for shard in self._shards
             ]
-            self._plan: Plan = make_plan(wanted, self._checkpoint)
+            if not accept_lost:
+                _check_lost(self._checkpoint)
+            self._plan: Plan = make_plan(wanted, self._checkpoint, accept_lost)
             for copy in self._plan.copies:
                 self._checkpoint.transfer.locate(copy.extent)
             stored = self._checkpoint.param_groups()
@@ -121,6 +124,11 @@ class OptimizerReshard:
     def plan(self) -> Plan:
         """What this rank reads, and where it goes; known after `prepare`."""
         return self._plan
+
+    @property
+    def lost_elements(self) -> int:
+        """Elements, for each kind, that the checkpoint itself lost and that were accepted; known after `prepare`."""
+        return sum(self._checkpoint.optimizer.lost_elements().values())
 
     @property
     def common(self) -> Mapping[str, Any]:
@@ -142,7 +150,7 @@ class OptimizerReshard:
             masters = self._plan.of_kind(FP32_PARAM)
             self._checkpoint.transfer.execute(masters, self._landing)
             for fill in masters.fills:
-                # Rows of padded vocabulary that the checkpoint does not have: whatever the weights are.
+                # Rows of padded vocabulary, and lost elements that the user accepts: whatever the weights are.
                 part = slice(fill.start, fill.stop)
                 self._landing[fill.target][part] = self._shards[fill.target].weight[part].float()
             for shard, master in zip(self._shards, self._landing, strict=True):
@@ -234,6 +242,24 @@ def _check_names(checkpoint: Checkpoint, live: set[str]) -> None:
             found=f"{len(unused)} of them, {', '.join(unused[:3])}",
             where=str(checkpoint.folder),
             helps="resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
+        )
+
+
+def _check_lost(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that Megatron itself wrote with holes.
+
+    Raises:
+        ProofError: optimizer state is lost; the message names all of it.
+    """
+    lost = checkpoint.optimizer.lost_elements()
+    if lost:
+        raise ProofError(
+            "Megatron wrote this fully_reshardable optimizer state shifted; most of it can be repaired, but not all",
+            found=f"{sum(lost.values())} elements in no slot: "
+            + ", ".join(f"{count} of {name}" for name, count in lost.items()),
+            where=str(checkpoint.folder),
+            helps="resume from an iteration saved without --dist-ckpt-optim-fully-reshardable, or set "
+            "MCORE_CKPT_EXT_ACCEPT_LOST=1: the lost masters are then taken from the weights, their moments are zero",
         )
 
 

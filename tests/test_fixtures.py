@@ -10,9 +10,11 @@ import pytest
 import torch
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.errors import LayoutError, ProofError
+from mcore_ckpt_ext.errors import LayoutError, ModelMismatchError
 from mcore_ckpt_ext.formats import torch_dist
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
+from mcore_ckpt_ext.formats.model_space_state import ModelSpaceState
+from mcore_ckpt_ext.formats.shifted_state import ShiftedState
 from mcore_ckpt_ext.layout.sidecar import RecordedBucket, RecordedGroup, RecordedParameter, Sidecar
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.transfer import read_slice
@@ -53,30 +55,56 @@ def test_one_state_in_four_formats_and_three_versions_is_one() -> None:
         assert all(torch.equal(truth[key], truths[0][key]) for key in truth)
 
 
-def test_exactly_the_corrupted_tensors_are_refused(corrupted_fixture: Fixture) -> None:
-    """What Megatron wrote wrong is refused by name; everything else is read, and right."""
+def test_what_megatron_wrote_shifted_is_repaired_and_the_rest_named(corrupted_fixture: Fixture) -> None:
+    """Exactly the corrupted tensors are named; every element that is anywhere on disk is found; the rest is refused."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(corrupted_fixture.run)
-    refused = set()
+    state = checkpoint.optimizer
+    assert isinstance(state, ShiftedState)
+    assert set(state.shifted) == wrong_masters(corrupted_fixture)
     for key, expected in corrupted_fixture.truth.items():
         kind, _, name = key.partition(".")
-        try:
-            values = checkpoint.tensor(kind, name).read()
-        except ProofError:
-            refused.add(name)
-        else:
-            assert torch.equal(values, expected), key
-    assert refused == wrong_masters(checkpoint, corrupted_fixture.truth)
-    assert refused
+        lost = state.lost(kind, name) if kind != "weight" else []
+        if not lost:
+            assert torch.equal(checkpoint.tensor(kind, name).read(), expected), key
+            continue
+        with pytest.raises(ModelMismatchError, match=name):
+            checkpoint.tensor(kind, name).read()
+        for stored in state.stored(kind, name):
+            values = read_slice(state, checkpoint.transfer, kind, stored.slice)
+            assert torch.equal(values, part_of(expected, stored.slice)), key
+    assert 0 < sum(state.lost_elements().values()) < 400
 
 
-def wrong_masters(checkpoint: Checkpoint, truth: dict[str, torch.Tensor]) -> set[str]:
-    """Parameters whose masters on disk are not the live ones, by comparison with the truth."""
+def test_the_lost_elements_are_those_of_an_independent_simulation() -> None:
+    """p23 comes with a simulation of the writer: what is lost, element by element."""
+    fixture = fixture_named("p23")
+    state = mcore_ckpt_ext.open_checkpoint(fixture.run).optimizer
+    assert isinstance(state, ShiftedState)
+    simulated = fixture.job["corruption"]
+    assert state.shifted == simulated["affected_tensors"]
+    for name, counts in simulated["per_param"].items():
+        assert state.lost("exp_avg", name) == [tuple(interval) for interval in counts["lost_ranges"]]
+
+
+def part_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    """The elements that a slice of one tensor names."""
+    windows = [
+        tensor[tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))].reshape(-1)
+        for region in part.regions
+    ]
+    return torch.cat(windows)[part.start : part.stop]
+
+
+def wrong_masters(fixture: Fixture) -> set[str]:
+    """Parameters whose masters, read as the arrays' names say, are not the live ones."""
+    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
+    written = ModelSpaceState(checkpoint.index)
     wrong = set()
-    for key, expected in truth.items():
+    for key, expected in fixture.truth.items():
         kind, _, name = key.partition(".")
         if kind == "fp32_param":
             whole = Slice.whole((Region.whole(name, tuple(expected.shape)),))
-            stored = read_slice(checkpoint, checkpoint.transfer, kind, whole)
+            stored = read_slice(written, checkpoint.transfer, kind, whole)
             wrong |= set() if torch.equal(stored, expected.reshape(-1)) else {name}
     return wrong
 

@@ -116,7 +116,7 @@ class FlatBuffers:
                 array = self._arrays[group.child, group.index].get((key, kind))
                 for placement in placements:
                     if array is not None and placement.name == name:
-                        slices.extend(_cut(placement, array))
+                        slices.extend(cut(placement, array))
         return slices
 
     def layout_of(self, group: OptimizerGroup) -> RecoveredLayout:
@@ -146,6 +146,10 @@ class FlatBuffers:
     def witnesses(self) -> list[str]:
         """What the layouts recovered so far came from."""
         return sorted({recovered.witness for recovered in self._recovered.values()})
+
+    def lost_elements(self) -> dict[str, int]:
+        """See `formats.optimizer_encodings.OptimizerState`."""
+        return {}
 
     def names(self) -> list[str]:
         """All parameters with optimizer state."""
@@ -217,7 +221,7 @@ class FlatBuffers:
         return OptimizerGroup(child, index, rank, stages, buckets, self._state.joined, alignment)
 
 
-def _cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:
+def cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:
     """The parts of a placed parameter that the pieces of its array hold."""
     parts = []
     for piece in array.pieces:

@@ -44,6 +44,10 @@ class ModelSpaceState:
         """See `planning.plan.Source`."""
         return self._slices.get((kind, name), [])
 
+    def lost_elements(self) -> dict[str, int]:
+        """See `formats.optimizer_encodings.OptimizerState`."""
+        return {}
+
     def names(self) -> list[str]:
         """All parameters with optimizer state."""
         return list(dict.fromkeys(name for _, name in self._tensors))

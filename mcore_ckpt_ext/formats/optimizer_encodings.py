@@ -13,8 +13,10 @@ from mcore_ckpt_ext.formats.dp_zero import NAME as DP_ZERO
 from mcore_ckpt_ext.formats.dp_zero import dp_zero_state
 from mcore_ckpt_ext.formats.flat_buffers import FlatBuffers, FlatState
 from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE, MODEL_SPACE, ModelSpaceState
+from mcore_ckpt_ext.formats.shifted_state import repaired
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.proposals import Proposal
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -64,6 +66,9 @@ class OptimizerState(Source, Protocol):
     def witnesses(self) -> list[str]:
         """Where the layouts that were needed so far are known from."""
 
+    def lost_elements(self) -> dict[str, int]:
+        """Parameters of which the checkpoint lacks elements, and of how many, for each kind."""
+
 
 class OpenCheckpoint(Protocol):
     """What a codec needs of the checkpoint that it belongs to."""
@@ -84,6 +89,8 @@ class OpenCheckpoint(Protocol):
 
     def object(self, key: str) -> Any: ...  # noqa: D102
 
+    def orders(self) -> list[ParameterOrder]: ...  # noqa: D102
+
     def proposals(self, rules: Sequence[PackingRule]) -> list[Proposal]: ...  # noqa: D102
 
 
@@ -94,8 +101,12 @@ def open_optimizer(checkpoint: OpenCheckpoint) -> OptimizerState:
         UnsupportedCheckpointError: there is none, or in a format that is not read.
     """
     name = checkpoint.optimizer_format
-    if name in (FULLY_RESHARDABLE, MODEL_SPACE):
+    if name == MODEL_SPACE:
         return ModelSpaceState(checkpoint.index)
+    if name == FULLY_RESHARDABLE:
+        written = ModelSpaceState(checkpoint.index)
+        orders = checkpoint.orders()
+        return repaired(written, checkpoint.models, orders, checkpoint.weights, checkpoint.transfer)
     if name is None or name not in _RULES:
         raise UnsupportedCheckpointError(
             "the optimizer state is in a format that this version does not read",

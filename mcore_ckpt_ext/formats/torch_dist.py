@@ -184,8 +184,11 @@ class TorchDistCheckpoint:
     def proposals(self, rules: Sequence[PackingRule]) -> list[Proposal]:
         """The witnesses of the gradient buffers' layout, the one to believe first at the front."""
         recorded = [by_sidecar(self.models, self.sidecar)] if self.sidecar else []
-        orders = [*self._witnesses, *known_orders(self.args)]
-        return recorded + [by_order(self.models, order, rule) for order in orders for rule in rules]
+        return recorded + [by_order(self.models, order, rule) for order in self.orders() for rule in rules]
+
+    def orders(self) -> list[ParameterOrder]:
+        """The witnesses of the order in which parameters were registered."""
+        return [*self._witnesses, *known_orders(self.args)]
 
     @cached_property
     def sidecar(self) -> Sidecar | None:

@@ -17,7 +17,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mcore_ckpt_ext import __version__
-from mcore_ckpt_ext.errors import ProofError
 from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE
 from mcore_ckpt_ext.formats.optimizer_encodings import FORMATS, stock_can_load
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
@@ -33,6 +32,7 @@ from mcore_ckpt_ext.optimizer_reshard import OptimizerReshard, unproven_names
 Function = Callable[..., Any]
 
 VERIFY_VARIABLE = "MCORE_CKPT_EXT_VERIFY"
+LOST_VARIABLE = "MCORE_CKPT_EXT_ACCEPT_LOST"
 
 # The groups of this job's sidecar, gathered at the first save of each optimizer.
 _recorded: WeakKeyDictionary[Any, tuple[RecordedGroup, ...]] = WeakKeyDictionary()
@@ -60,10 +60,10 @@ def wrap_load_checkpoint(original: Function) -> Function:
         if look.stock_loads:
             result = stock()
             if look.optimizer_format == FULLY_RESHARDABLE:
-                _prove_stock_load(chunks, optimizer, look.folder)
+                _prove_stock_load(look.folder, chunks, optimizer, arguments)
             return result
         reshard = OptimizerReshard(look.folder, chunks, optimizer, vars(arguments))
-        reshard.prepare(verify_all=os.environ.get(VERIFY_VARIABLE) == "full")
+        reshard.prepare(verify_all=os.environ.get(VERIFY_VARIABLE) == "full", accept_lost=_accepts_lost())
         moved = {"tensor_model_parallel_size", "pipeline_model_parallel_size"} & set(look.changes)
         # The random state is stored by (PP, TP) rank; stock ignores it on a changed layout, too, since 0.14.
         with _overridden(arguments, no_load_optim=True, no_load_rng=bool(moved) or arguments.no_load_rng):
@@ -145,22 +145,21 @@ def _look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> _Look | None:
     return _Look(Path(name), optimizer_format, tuple(changes), stock_loads)
 
 
-def _prove_stock_load(chunks: Any, optimizer: Any, folder: Path) -> None:
-    """Refuse a `fully_reshardable` checkpoint that Megatron wrote corrupted, on all ranks, with all names.
-
-    Releases 0.15.0 to 0.19.2 cut the parameters of later buckets at shifted positions when an earlier bucket has end
-    padding (`sharded_param_state_fully_reshardable`; fixed upstream by commit 32a03b77 of 2026-08-21).
-    """
+def _prove_stock_load(folder: Path, chunks: Any, optimizer: Any, arguments: Any) -> None:
+    """Prove a `fully_reshardable` load by Megatron, and repair what Megatron wrote wrong (formats/shifted_state.py)."""
     found = agreed("proving what Megatron loaded", lambda: unproven_names(chunks, optimizer), "do not train on")
-    names = sorted({name for names in found for name in names})
+    names = {name for names in found for name in names}
     if names:
-        raise ProofError(
-            "this fully_reshardable optimizer state is corrupted: masters do not round to their weights",
-            found=f"{len(names)} parameters, {', '.join(names)}",
-            where=str(folder),
-            helps="Megatron 0.15 to 0.19 writes this format wrong for several buckets with end padding: resume from an "
-            "iteration saved without --dist-ckpt-optim-fully-reshardable, or with --no-load-optim",
-        )
+        reshard = OptimizerReshard(folder, chunks, optimizer, vars(arguments))
+        reshard.prepare(accept_lost=_accepts_lost())
+        reshard.prove()
+        lost = f", {reshard.lost_elements} lost elements took their weights, with zero moments"
+        repaired = f"{len(names)} parameters of this checkpoint were written shifted by Megatron and are repaired"
+        announce(f"{repaired}{lost if reshard.lost_elements else ''}; {reshard.fill()}")
+
+
+def _accepts_lost() -> bool:
+    return os.environ.get(LOST_VARIABLE) == "1"
 
 
 def _megatron_version() -> tuple[int, int]:

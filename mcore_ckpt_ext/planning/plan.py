@@ -122,8 +122,13 @@ class Plan:
         )
 
 
-def make_plan(wanted: Sequence[WantedSlice], source: Source) -> Plan:
+def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool = False) -> Plan:
     """Plan the transfer of every wanted slice; every element is served exactly once.
+
+    Args:
+        wanted: what is to be filled.
+        source: the checkpoint.
+        accept_lost: elements that the checkpoint does not hold become fills instead of an error.
 
     Raises:
         ModelMismatchError: the source lacks a tensor, has it in another shape, or lacks part of it.
@@ -134,13 +139,13 @@ def make_plan(wanted: Sequence[WantedSlice], source: Source) -> Plan:
         for region, start, stop, begin in want.slice.pieces():
             target = Piece(region, start, stop, begin)
             tensor = _checked_tensor(want, region.name, source)
-            _plan_piece(index, want, target, tensor, source, copies, fills)
+            _plan_piece(index, want, target, tensor, source, accept_lost, copies, fills)
     copies.sort(key=lambda copy: (copy.extent.file, copy.extent.offset))
     return Plan(wanted, copies, fills)
 
 
 def _plan_piece(
-    index: int, want: WantedSlice, target: Piece, tensor: LogicalTensor, source: Source,
+    index: int, want: WantedSlice, target: Piece, tensor: LogicalTensor, source: Source, accept_lost: bool,
     copies: list[Copy], fills: list[Fill],
 ) -> None:  # fmt: skip
     name = target.region.name
@@ -155,7 +160,7 @@ def _plan_piece(
     copies.extend(Copy(extents[at], index, runs) for at, runs in found.runs)
     held = _numel(tensor.shape)
     for (low, high), at in zip(found.missing, found.missing_at, strict=True):
-        if not (want.may_pad and low >= held):
+        if not (accept_lost or (want.may_pad and low >= held)):
             raise ModelMismatchError(
                 "the checkpoint does not hold every element of a tensor",
                 found=f"nothing for elements {low} to {high}",
