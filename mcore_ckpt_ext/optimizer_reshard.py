@@ -131,6 +131,11 @@ class OptimizerReshard:
         return sum(self._checkpoint.optimizer.lost_elements().values())
 
     @property
+    def random_state_grid(self) -> tuple[int, ...] | None:
+        """The grid of ranks that stored their random state; known after `prepare`."""
+        return self._checkpoint.random_state_grid()
+
+    @property
     def common(self) -> Mapping[str, Any]:
         """The checkpoint's common state; known after `prepare`."""
         return self._checkpoint.common

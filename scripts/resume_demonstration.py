@@ -14,6 +14,7 @@ from pathlib import Path
 
 import matplotlib
 import torch
+from environment import REPOSITORY
 from megatron_on_cpu import launch, toy_jobs
 from megatron_on_cpu.dump_optimizer import FOLDER_VARIABLE, MOMENTS_VARIABLE, assemble
 from megatron_on_cpu.record_losses import FILE_VARIABLE
@@ -58,7 +59,7 @@ class Demonstration:
         different = self._table(source, resumed)
         self._plot(source, resumed)
         print("\nOn your own checkpoint, in the environment where Megatron-LM is installed:\n")
-        print("    pip install mcore_ckpt_ext        # or, from this clone: pip install .")
+        print(f"    pip install {REPOSITORY}")
         print("    torchrun ... pretrain_gpt.py ...  # your command as it is, with the new --tensor/--pipeline sizes\n")
         return 1 if different else 0
 

@@ -36,6 +36,7 @@ CONFIG_FILE = "metadata.json"
 _COMMON_OBJECT = "common_state/shard_0_1"
 _OPTIMIZER_PREFIXES = ("optimizer.", "chained_")
 _STATE_OBJECTS = ".optimizer/shard_0_1"
+_RANDOM_STATE = "rng_state/shard_"
 _SCALER_OBJECTS = ".grad_scaler/shard_0_1"
 
 
@@ -234,6 +235,13 @@ class TorchDistCheckpoint:
             return []
         children = [child for key, child in state.items() if isinstance(key, int) and isinstance(child, dict)]
         return children or [state]
+
+    def random_state_grid(self) -> tuple[int, ...] | None:
+        """The grid of ranks that stored their random state: (PP, TP), in 0.16 with experts (PP, TP, DP)."""
+        for key in self._index.objects:
+            if key.startswith(_RANDOM_STATE):
+                return tuple(int(size) for size in key.rpartition("_")[2].split("."))
+        return None
 
     def names(self, kind: str) -> list[str]:
         """Model-space names of one kind."""

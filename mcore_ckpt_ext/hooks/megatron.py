@@ -64,17 +64,15 @@ def wrap_load_checkpoint(original: Function) -> Function:
             return result
         reshard = OptimizerReshard(look.folder, chunks, optimizer, vars(arguments))
         reshard.prepare(verify_all=os.environ.get(VERIFY_VARIABLE) == "full", accept_lost=_accepts_lost())
-        moved = {"tensor_model_parallel_size", "pipeline_model_parallel_size"} & set(look.changes)
-        # The random state is stored by (PP, TP) rank; stock ignores it on a changed layout, too, since 0.14.
-        with _overridden(arguments, no_load_optim=True, no_load_rng=bool(moved) or arguments.no_load_rng):
+        fresh = reshard.random_state_grid != _random_state_grid(arguments)
+        with _overridden(arguments, no_load_optim=True, no_load_rng=fresh or arguments.no_load_rng):
             result = original(ddp_model, None, None, *positional, **keywords)
         reshard.prove()
         summary = reshard.fill()
         if opt_param_scheduler is not None:
             common = reshard.common
             opt_param_scheduler.load_state_dict(common.get("lr_scheduler", common.get("opt_param_scheduler")))
-        random_state = "; random state starts anew, as in stock Megatron on a changed layout" if moved else ""
-        announce(f"{summary}{random_state}")
+        announce(f"{summary}{'; random state starts anew, as in stock Megatron on a changed layout' if fresh else ''}")
         return result
 
     return load_checkpoint
@@ -165,6 +163,17 @@ def _accepts_lost() -> bool:
 def _megatron_version() -> tuple[int, int]:
     major, minor = str(sys.modules["megatron.core"].__version__).split(".")[:2]
     return int(major), int(minor)
+
+
+def _random_state_grid(arguments: Any) -> tuple[int, ...]:
+    """The grid of random states that this Megatron asks for (`get_rng_state`, megatron/training/checkpointing.py).
+
+    Stock ignores what was stored under another grid since 0.14, and before that ends the job.
+    """
+    grid = (arguments.pipeline_model_parallel_size, arguments.tensor_model_parallel_size)
+    if _megatron_version() == (0, 16) and arguments.expert_model_parallel_size > 1:
+        return (*grid, arguments.data_parallel_size * arguments.context_parallel_size)
+    return grid
 
 
 @contextmanager

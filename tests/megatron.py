@@ -1,0 +1,48 @@
+"""Genuine Megatron-LM 0.19.2 on CPU ranks, for tests that resume a checkpoint and look at the live optimizer."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+from megatron_on_cpu import dump_optimizer, toy_jobs
+from megatron_on_cpu import launch as launcher
+
+TIME_LIMIT = 240
+# Vocabulary of the toy jobs after padding; equal in all layouts, so that whole tensors can be compared.
+PADDED_VOCABULARY = 128
+
+
+def launch(
+    ranks: int,
+    load: Path,
+    tensor: int,
+    pipeline: int,
+    *,
+    folder: Path,
+    more: Sequence[str] = (),
+    iterations: int = 8,
+) -> launcher.RunResult:
+    """Resume a run folder of a toy job and train one more iteration; dumps go to `folder / "dump"`."""
+    environment = {
+        dump_optimizer.FOLDER_VARIABLE: str(folder / "dump"),
+        dump_optimizer.MOMENTS_VARIABLE: "load",
+    }
+    vocabulary = ["--make-vocab-size-divisible-by", str(PADDED_VOCABULARY // tensor)]
+    # The schedule is that of the fixtures: eight iterations, of which four are done.
+    arguments = toy_jobs.tiny_gpt(
+        tensor, pipeline, iterations=iterations, load=load, more=[*vocabulary, *more, "--exit-interval", "5"]
+    )
+    return launcher.run(
+        ranks, launcher.TRAIN_GPT, arguments, timeout=TIME_LIMIT, environment=environment, log_file=folder / "log"
+    )
+
+
+def assemble(dump: Path) -> dict[str, torch.Tensor]:
+    """Model space as the live ranks held it."""
+    return dump_optimizer.assemble(dump)
