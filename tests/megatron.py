@@ -14,8 +14,6 @@ from megatron_on_cpu import dump_optimizer, toy_jobs
 from megatron_on_cpu import launch as launcher
 
 TIME_LIMIT = 240
-# Vocabulary of the toy jobs after padding; equal in all layouts, so that whole tensors can be compared.
-PADDED_VOCABULARY = 128
 
 
 def launch(
@@ -25,18 +23,21 @@ def launch(
     pipeline: int,
     *,
     folder: Path,
+    padded_vocabulary: int = 128,
     more: Sequence[str] = (),
-    iterations: int = 8,
 ) -> launcher.RunResult:
-    """Resume a run folder of a toy job and train one more iteration; dumps go to `folder / "dump"`."""
+    """Resume a run folder of a toy job and train one more iteration; dumps go to `folder / "dump"`.
+
+    The vocabulary is padded to the same size under every layout, so that whole tensors can be compared.
+    """
     environment = {
         dump_optimizer.FOLDER_VARIABLE: str(folder / "dump"),
         dump_optimizer.MOMENTS_VARIABLE: "load",
     }
-    vocabulary = ["--make-vocab-size-divisible-by", str(PADDED_VOCABULARY // tensor)]
+    vocabulary = ["--make-vocab-size-divisible-by", str(padded_vocabulary // tensor)]
     # The schedule is that of the fixtures: eight iterations, of which four are done.
     arguments = toy_jobs.tiny_gpt(
-        tensor, pipeline, iterations=iterations, load=load, more=[*vocabulary, *more, "--exit-interval", "5"]
+        tensor, pipeline, iterations=8, load=load, more=[*vocabulary, *more, "--exit-interval", "5"]
     )
     return launcher.run(
         ranks, launcher.TRAIN_GPT, arguments, timeout=TIME_LIMIT, environment=environment, log_file=folder / "log"
