@@ -20,7 +20,7 @@ from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
 from mcore_ckpt_ext.layout.proof import first_mismatch
-from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.agreement import agreed, gather
 from mcore_ckpt_ext.online.live_optimizer import (
     LiveShard,
@@ -30,6 +30,7 @@ from mcore_ckpt_ext.online.live_optimizer import (
     live_parameters,
     live_shards,
     registered_names,
+    state_keys,
 )
 from mcore_ckpt_ext.online.param_groups import carried_groups
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan
@@ -78,6 +79,7 @@ class OptimizerReshard:
         self._optimizers: list[Any] = distributed_optimizers(optimizer) or []
         self._target = ParallelLayout.from_arguments(arguments)
         self._shards: list[LiveShard] = []
+        self._moments = state_keys(self._optimizers)
         self._landing: list[torch.Tensor] = []
         self._parameters = 0
         self._started = time.monotonic()
@@ -103,10 +105,9 @@ class OptimizerReshard:
             _check_names(self._checkpoint, live)
             if verify_all:
                 _verify_checksums(self._checkpoint, rank, ranks)
-            kinds = (FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
             wanted = [
                 WantedSlice(kind, shard.slice, shard.live.tensors, shard.live.may_pad)
-                for kind in kinds
+                for kind in (FP32_PARAM, *self._moments)
                 for shard in self._shards
             ]
             if not accept_lost:
@@ -143,8 +144,8 @@ class OptimizerReshard:
     def prove(self) -> None:
         """Read this rank's masters and compare them with the live weights, which the framework has loaded by now.
 
-        The masters land in the memory that will hold `exp_avg` afterwards: no byte is read twice, and no rank
-        holds more than its own shards.
+        The masters land in the memory that will hold the first moments afterwards: no byte is read twice, and no
+        rank holds more than its own shards.
 
         Raises:
             ResumeRefusedError: on every rank, when some rank's masters do not round to the weights.
@@ -171,17 +172,17 @@ class OptimizerReshard:
         """
 
         def work() -> int:
-            count = len(self._shards)
             with torch.no_grad():
                 for shard, master in zip(self._shards, self._landing, strict=True):
                     shard.main.copy_(master)
-            second = [torch.empty_like(shard.main) for shard in self._shards]
-            # Destinations by target index: masters (done), exp_avg into the landing memory, exp_avg_sq.
-            destinations = [*self._landing, *self._landing, *second]
-            for kind in (EXP_AVG, EXP_AVG_SQ):
+            more = [[torch.empty_like(shard.main) for shard in self._shards] for _ in self._moments[1:]]
+            moments = dict(zip(self._moments, [self._landing, *more], strict=True))
+            # Destinations by target index: the masters, which are done, then the moments, kind by kind.
+            destinations = [*self._landing, *(tensor for tensors in moments.values() for tensor in tensors)]
+            for kind, tensors in moments.items():
                 self._checkpoint.transfer.execute(self._plan.of_kind(kind), destinations)
-            for index in range(count):
-                _set_state(self._shards[index], self._landing[index], second[index])
+                for shard, tensor in zip(self._shards, tensors, strict=True):
+                    _set_state(shard, kind, tensor)
             for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
                 state: dict[str, Any] = {"optimizer": {"param_groups": groups}}
                 if self._scaler is not None:
@@ -290,11 +291,11 @@ def _prove(shard: LiveShard, master: torch.Tensor, folder: Path) -> None:
             )
 
 
-def _set_state(shard: LiveShard, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor) -> None:
+def _set_state(shard: LiveShard, kind: str, values: torch.Tensor) -> None:
     inner = shard.optimizer.optimizer
     group, order = shard.optimizer.model_param_group_index_map[shard.live.parameter]
     main = inner.param_groups[group]["params"][order]
-    inner.state[main] = {**inner.state.get(main, {}), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    inner.state[main] = {**inner.state.get(main, {}), kind: values}
 
 
 def _rank_and_size() -> tuple[int, int]:

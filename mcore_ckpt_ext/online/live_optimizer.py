@@ -16,7 +16,7 @@ import torch
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import LogicalTensor, name_at, stacked_axes
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, LogicalTensor, name_at, stacked_axes
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,16 @@ def check_supported(optimizers: Sequence[Any]) -> None:
                 found=found,
                 helps="resume once without that option, save, and switch it on again; or resume under the old layout",
             )
+
+
+def state_keys(optimizers: Sequence[Any]) -> tuple[str, ...]:
+    """What the optimizers keep for each element besides the master: both moments of Adam, one of Lion.
+
+    Source: `DistributedOptimizer.optimizer_state_keys`, since core_v0.19.0; before it there was Adam only.
+    """
+    for optimizer in optimizers:
+        return tuple(getattr(optimizer, "optimizer_state_keys", (EXP_AVG, EXP_AVG_SQ)))
+    return (EXP_AVG, EXP_AVG_SQ)
 
 
 def live_parameters(chunks: Sequence[Any]) -> dict[int, LiveParameter]:
