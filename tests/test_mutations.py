@@ -1,0 +1,136 @@
+"""Mutations that leave every file whole and every size right: none is ever taken for the truth.
+
+What no proof can see by nature, moments that belong to another state, is shown to be outside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM
+from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.transfer import read_slice
+from tests.conftest import Fixture, fixture_named
+
+FORMATS = ["p01", "p02", "p04", "p05", "p06", "p07"]
+LAYER = "decoder.layers"
+
+
+def write(checkpoint: Checkpoint, stored: StoredSlice, values: torch.Tensor) -> None:
+    """Put other values into a stored slice on disk."""
+    payload = checkpoint.transfer.locate(stored.extent)
+    with (checkpoint.folder / payload.file).open("r+b") as file:
+        file.seek(payload.offset + stored.first * payload.dtype.itemsize)
+        file.write(values.contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def rewrite(fixture: Fixture, kind: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Replace the values of every tensor of a kind, slice by slice, by what `change` makes of the old global ones."""
+    checkpoint = open_checkpoint(fixture.run)
+    changed = {name: change(name, fixture.truth[f"{kind}.{name}"]) for name in checkpoint.names(kind)}
+    for name, values in changed.items():
+        for stored in checkpoint.stored(kind, name):
+            write(checkpoint, stored, part_of(values, stored.slice))
+
+
+def part_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    windows = [
+        tensor[tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))].reshape(-1)
+        for region in part.regions
+    ]
+    return torch.cat(windows)[part.start : part.stop]
+
+
+def read_all(fixture: Fixture) -> None:
+    checkpoint = open_checkpoint(fixture.run)
+    for kind in checkpoint.kinds():
+        for name in checkpoint.names(kind):
+            checkpoint.tensor(kind, name).read()
+
+
+@pytest.fixture(params=FORMATS)
+def copied(request: pytest.FixtureRequest, tmp_path: Path) -> Fixture:
+    """A private copy of a checkpoint of each optimizer format."""
+    return fixture_named(request.param).copy_to(tmp_path / "copy")
+
+
+def test_a_rewrite_without_a_change_is_no_mutation(copied: Fixture) -> None:
+    """Negative control: the helper below writes what was there."""
+    rewrite(copied, FP32_PARAM, lambda name, values: values)
+    read_all(copied)
+
+
+@pytest.mark.parametrize("suffix", ["self_attention.linear_proj.weight", "mlp.linear_fc2.weight"])
+def test_two_exchanged_parameters(copied: Fixture, suffix: str) -> None:
+    pair = [f"{LAYER}.{layer}.{suffix}" for layer in (0, 1)]
+    other = dict(zip(pair, reversed(pair), strict=True))
+    truth = copied.truth
+    rewrite(copied, FP32_PARAM, lambda name, values: truth[f"{FP32_PARAM}.{other.get(name, name)}"])
+    with pytest.raises(CheckpointError):
+        read_all(copied)
+
+
+def test_masters_shifted_by_64_elements(copied: Fixture) -> None:
+    rewrite(copied, FP32_PARAM, lambda name, values: values.reshape(-1).roll(64).reshape(values.shape))
+    with pytest.raises(CheckpointError):
+        read_all(copied)
+
+
+def test_two_exchanged_tensor_parallel_ranks(tmp_path: Path) -> None:
+    fixture = fixture_named("p02").copy_to(tmp_path / "copy")
+    checkpoint = open_checkpoint(fixture.run)
+
+    def exchanged(name: str, values: torch.Tensor) -> torch.Tensor:
+        grid = checkpoint.weights.grid(name)
+        axes = [axis for axis, offsets in enumerate(grid) if len(offsets) > 1]
+        if not axes:
+            return values
+        halves = [chunk for half in values.chunk(len(grid[axes[0]]) // 2, axes[0]) for chunk in half.chunk(2, axes[0])]
+        swapped = [part for pair in zip(halves[1::2], halves[::2], strict=True) for part in pair]
+        return torch.cat(swapped, axes[0])
+
+    rewrite(fixture, FP32_PARAM, exchanged)
+    with pytest.raises(CheckpointError):
+        read_all(fixture)
+
+
+def test_moments_of_another_state_are_outside_of_the_proof(copied: Fixture) -> None:
+    """They have no second copy to compare with; they are read as they stand, as the README says."""
+    rewrite(copied, EXP_AVG, lambda name, values: values + 1)
+    checkpoint = open_checkpoint(copied.run)
+    name = f"{LAYER}.1.mlp.linear_fc1.weight"
+    assert torch.equal(checkpoint.tensor(EXP_AVG, name).read(), copied.truth[f"{EXP_AVG}.{name}"] + 1)
+
+
+def test_reading_a_large_gathered_object_stays_lazy(tmp_path: Path) -> None:
+    """A `dp_zero_gather_scatter` object of 2 GB: reading a slice of it reads little more than the slice."""
+    from mcore_ckpt_ext.formats.dcp_index import StoredObject
+    from mcore_ckpt_ext.formats.dp_zero import buffer_arrays
+    from mcore_ckpt_ext.layout.buckets import BucketKey
+    from mcore_ckpt_ext.model_space.slices import Region
+    from mcore_ckpt_ext.storage.files import FolderReader
+    from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+    from mcore_ckpt_ext.transfer import Transfer
+
+    numel = 180_000_000
+    ramp = torch.arange(numel, dtype=torch.float32)
+    dtypes = (torch.bfloat16, torch.float32)
+    states = {"param": ramp, "exp_avg": ramp + 0, "exp_avg_sq": ramp + 0, "numel_unpadded": numel}
+    torch.save([{"buckets_coalesced": True, 0: {dtypes: states}}], tmp_path / "object")
+    del ramp, states
+    place = StoredObject("object", 0, (tmp_path / "object").stat().st_size)
+    assert place.length > 2e9
+    reader = FolderReader(tmp_path)
+    (content,) = TorchArchive(reader, *(place.file, place.offset, place.length)).load()
+    array = buffer_arrays(content, place, "object")[BucketKey(0, str(dtypes), 0), EXP_AVG]
+    whole = Region.whole("x", (numel,))
+    values = read_slice(array, Transfer(reader), EXP_AVG, Slice((whole,), numel - 1000, numel))
+    assert values.tolist() == torch.arange(numel - 1000, numel, dtype=torch.float32).tolist()
+    assert reader.bytes_read < 1_000_000
