@@ -16,6 +16,17 @@ from megatron_on_cpu import launch as launcher
 TIME_LIMIT = 240
 
 
+def train(
+    ranks: int, tensor: int, pipeline: int, *, folder: Path, padded_vocabulary: int = 128, more: Sequence[str] = ()
+) -> launcher.RunResult:
+    """Train a toy job for four iterations and save; the checkpoint goes to `folder / "checkpoints"`."""
+    vocabulary = ["--make-vocab-size-divisible-by", str(padded_vocabulary // tensor)]
+    arguments = toy_jobs.tiny_gpt(
+        tensor, pipeline, iterations=8, save=folder / "checkpoints", more=[*vocabulary, *more, "--exit-interval", "4"]
+    )
+    return _run(ranks, arguments, folder, "save")
+
+
 def launch(
     ranks: int,
     load: Path,
@@ -30,20 +41,25 @@ def launch(
 
     The vocabulary is padded to the same size under every layout, so that whole tensors can be compared.
     """
-    environment = {
-        dump_optimizer.FOLDER_VARIABLE: str(folder / "dump"),
-        dump_optimizer.MOMENTS_VARIABLE: "load",
-    }
     vocabulary = ["--make-vocab-size-divisible-by", str(padded_vocabulary // tensor)]
     # The schedule is that of the fixtures: eight iterations, of which four are done.
     arguments = toy_jobs.tiny_gpt(
         tensor, pipeline, iterations=8, load=load, more=[*vocabulary, *more, "--exit-interval", "5"]
     )
-    return launcher.run(
-        ranks, launcher.TRAIN_GPT, arguments, timeout=TIME_LIMIT, environment=environment, log_file=folder / "log"
-    )
+    return _run(ranks, arguments, folder, "load")
 
 
 def assemble(dump: Path) -> dict[str, torch.Tensor]:
     """Model space as the live ranks held it."""
     return dump_optimizer.assemble(dump)
+
+
+def _run(ranks: int, arguments: Sequence[str], folder: Path, moments: str) -> launcher.RunResult:
+    folder.mkdir(exist_ok=True)
+    environment = {
+        dump_optimizer.FOLDER_VARIABLE: str(folder / "dump"),
+        dump_optimizer.MOMENTS_VARIABLE: moments,
+    }
+    return launcher.run(
+        ranks, launcher.TRAIN_GPT, arguments, timeout=TIME_LIMIT, environment=environment, log_file=folder / "log"
+    )
