@@ -102,7 +102,7 @@ class OptimizerReshard:
 
         def plan() -> None:
             self._checkpoint = open_checkpoint(self._folder, witnesses=[order])
-            _check_names(self._checkpoint, live)
+            check_names(self._checkpoint, live)
             if verify_all:
                 _verify_checksums(self._checkpoint, rank, ranks)
             wanted = [
@@ -235,7 +235,7 @@ def unproven_names(chunks: Sequence[Any], optimizer: Any) -> list[str]:
     return list(found)
 
 
-def _check_names(checkpoint: Checkpoint, live: set[str]) -> None:
+def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
     """Refuse a model that would leave stored parameters unused.
 
     Raises:

@@ -20,7 +20,7 @@ CORRUPTED = [name for name in FIXTURES if "corrupt" in name]
 INTACT = [name for name in FIXTURES if name not in CORRUPTED]
 # Optimizer formats that need a layout: flat gradient buffers.
 FLAT = [name for name in INTACT if any(sign in name for sign in ("dpreshardable", "default", "dpzero", "bucketspace"))]
-FLAT += [name for name in INTACT if any(sign in name for sign in ("moe", "torchadam", "te_"))]
+FLAT += [name for name in INTACT if any(sign in name for sign in ("moe", "torchadam", "te_", "legacy_tp"))]
 
 
 @dataclass(frozen=True)

@@ -4,80 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from mcore_ckpt_ext.errors import ProofError, UnreadableCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint, TensorHandle
+from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.layout.proof import first_mismatch
-from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.transfer import read_slice
+
+__all__ = ["Checkpoint", "TensorHandle", "iteration_folder", "open_checkpoint"]
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
-
-
-@dataclass(frozen=True)
-class TensorHandle:
-    """One global tensor of a checkpoint; reading is lazy."""
-
-    checkpoint: Checkpoint
-    kind: str
-    logical: LogicalTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-        return self.logical.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Stored dtype."""
-        found: torch.dtype = getattr(torch, self.logical.dtype)
-        return found
-
-    def read(self, region: Region | None = None) -> torch.Tensor:
-        """The tensor, or the part of it that `region` names; optimizer state is proven where it is read.
-
-        Raises:
-            ProofError: the masters of that part do not round to its weights.
-            CheckpointError: it is damaged or incomplete, or its layout cannot be recovered.
-        """
-        wanted = region or Region.whole(self.logical.name, self.logical.shape)
-        values = self._read(self.kind, wanted)
-        if self.kind != WEIGHT:
-            masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, wanted)
-            mismatch = first_mismatch(masters, self._read(WEIGHT, wanted))
-            if mismatch is not None:
-                raise ProofError(
-                    "a master does not round to the weight beside it",
-                    found=f"master {mismatch.master!r}",
-                    expected=f"weight {mismatch.weight!r}",
-                    where=f"{wanted.name}, element {mismatch.position} of {wanted}, {self.checkpoint.folder}",
-                    helps="the checkpoint is damaged, or its weights were edited after the save",
-                )
-        return values.view(wanted.sizes)
-
-    def _read(self, kind: str, region: Region) -> torch.Tensor:
-        return read_slice(self.checkpoint, self.checkpoint.transfer, kind, Slice.whole((region,)))
-
-
-class Checkpoint(TorchDistCheckpoint):
-    """An open checkpoint of any format, seen in model space."""
-
-    def tensor(self, kind: str, name: str) -> TensorHandle:
-        """The handle of one tensor.
-
-        Raises:
-            KeyError: the checkpoint has none of that kind and name.
-        """
-        logical = self.logical_tensor(kind, name)
-        if logical is None:
-            raise KeyError(f"no {kind} {name} in {self.folder}")
-        return TensorHandle(self, kind, logical)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, witnesses: Sequence[ParameterOrder] = ()) -> Checkpoint:
@@ -91,7 +28,9 @@ def open_checkpoint(path: str | os.PathLike[str], *, witnesses: Sequence[Paramet
         UnreadableCheckpointError: there is no finished checkpoint.
         UnsupportedCheckpointError: it is of a kind that this version does not read.
     """
-    return Checkpoint(iteration_folder(Path(path)), witnesses)
+    folder = iteration_folder(Path(path))
+    kind = LegacyCheckpoint if is_legacy(folder) else TorchDistCheckpoint
+    return kind(folder, witnesses)
 
 
 def iteration_folder(path: Path) -> Path:

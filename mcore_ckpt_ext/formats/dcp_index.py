@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, Extent
-from mcore_ckpt_ext.storage.safe_pickle import safe_loads
+from mcore_ckpt_ext.storage.safe_pickle import TensorReference, safe_loads
 
 METADATA_FILE = ".metadata"
 
@@ -40,6 +40,12 @@ class StoredObject:
     file: str
     offset: int
     length: int
+
+
+def extent_of(tensor: TensorReference, place: StoredObject) -> Extent:
+    """The storage of a tensor that was pickled in the archive at `place`; the tensor begins at `tensor.offset`."""
+    dtype = str(tensor.storage.dtype).removeprefix("torch.")
+    return Extent(place.file, place.offset, place.length, dtype, tensor.storage.numel, tensor.storage.key)
 
 
 @dataclass(frozen=True)

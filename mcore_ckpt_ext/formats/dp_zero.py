@@ -12,15 +12,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.dcp_index import StoredObject
+from mcore_ckpt_ext.formats.dcp_index import StoredObject, extent_of
 from mcore_ckpt_ext.formats.flat_buffers import KINDS, FlatArray, FlatPiece, FlatState, GroupKey
 from mcore_ckpt_ext.layout.buckets import BucketKey
-from mcore_ckpt_ext.planning.plan import Extent
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "dp_zero_gather_scatter"
+LEGACY = "legacy_torch"
+"""The same in files of its own; Megatron has no name for it."""
 
 _KEY = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/shard_0_1$")
 
@@ -61,7 +62,6 @@ def buffer_arrays(content: Any, place: StoredObject, where: str) -> dict[tuple[B
 
 
 def _array(tensor: TensorReference, place: StoredObject) -> FlatArray:
-    dtype = str(tensor.storage.dtype).removeprefix("torch.")
-    extent = Extent(place.file, place.offset, place.length, dtype, tensor.storage.numel, tensor.storage.key)
+    extent = extent_of(tensor, place)
     (numel,) = tensor.shape
-    return FlatArray(numel, dtype, (FlatPiece(0, numel, extent, tensor.offset),))
+    return FlatArray(numel, extent.dtype, (FlatPiece(0, numel, extent, tensor.offset),))

@@ -14,21 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint, OptimizerState
 from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject, read_index
-from mcore_ckpt_ext.formats.optimizer_encodings import OptimizerState, has_experts_apart, open_optimizer
-from mcore_ckpt_ext.layout.grad_buffer import PackingRule
-from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
-from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, known_orders
-from mcore_ckpt_ext.layout.proposals import Proposal, by_order, by_sidecar
-from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
-from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.formats.optimizer_encodings import has_experts_apart, open_optimizer
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor, name_at, stacked_axes
 from mcore_ckpt_ext.planning.plan import StoredSlice
-from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
-from mcore_ckpt_ext.transfer import Transfer
 
 NAME = "torch_dist"
 COMMON_FILE = "common.pt"
@@ -40,7 +33,7 @@ _RANDOM_STATE = "rng_state/shard_"
 _SCALER_OBJECTS = ".grad_scaler/shard_0_1"
 
 
-class Weights:
+class StackedWeights:
     """The model's arrays in model space: layer and expert axes become part of the name."""
 
     def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
@@ -74,11 +67,6 @@ class Weights:
             for chunk, first in self._chunks(key).get(index, [])
         ]
 
-    def grid(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """The distinct chunk offsets of each axis of a tensor."""
-        stored = [piece.slice.regions[0].offsets for piece in self.stored(WEIGHT, name)]
-        return tuple(tuple(sorted(set(axis))) for axis in zip(*stored, strict=True))
-
     def _chunks(self, key: str) -> dict[tuple[int, ...], list[tuple[StoredChunk, int]]]:
         """The chunks of an array by stack index, each with the element at which that index begins in it."""
         if key not in self._by_index:
@@ -95,38 +83,30 @@ class Weights:
         return self._by_index[key]
 
 
-class TorchDistCheckpoint:
-    """One iteration folder in `torch_dist`. Nothing but metadata is read until a tensor is asked for."""
+class TorchDistCheckpoint(Checkpoint):
+    """One iteration folder in `torch_dist`."""
 
     format = NAME
 
     def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
-        """Open a folder.
-
-        Args:
-            folder: the `iter_XXXXXXX` or `release` folder.
-            witnesses: parameter orders to try after the sidecar and before the known ones.
-
-        Raises:
-            UnreadableCheckpointError: metadata is missing or damaged.
-            UnsupportedCheckpointError: another backend or an optimizer format that is not read yet.
-        """
-        self.folder = folder
         _check_backend(folder)
-        self.reader = FolderReader(folder)
-        self.transfer = Transfer(self.reader)
+        super().__init__(folder, witnesses)
         self._index: DcpIndex = read_index(folder)
-        self._witnesses = tuple(witnesses)
+
+    @cached_property
+    def weights(self) -> StackedWeights:
+        """The model's arrays."""
         arrays = self._index.arrays
-        self.weights = Weights({k: a for k, a in arrays.items() if not k.startswith(_OPTIMIZER_PREFIXES)})
+        return StackedWeights({k: a for k, a in arrays.items() if not k.startswith(_OPTIMIZER_PREFIXES)})
 
     @cached_property
     def common(self) -> dict[str, Any]:
         """The common state: arguments, iteration, scheduler and the like."""
         if (self.folder / COMMON_FILE).exists():
-            common = TorchArchive(self.reader, COMMON_FILE).load()
+            archive = TorchArchive(self.reader, COMMON_FILE)
+            common = archive.with_values(archive.load())
         elif _COMMON_OBJECT in self._index.objects:
-            common = self.object(_COMMON_OBJECT)
+            common = self._values(_COMMON_OBJECT)
         else:
             raise UnreadableCheckpointError(
                 "the checkpoint lacks its common state",
@@ -138,35 +118,15 @@ class TorchDistCheckpoint:
             raise UnreadableCheckpointError("the common state is no dict", found=type(common), where=str(self.folder))
         return common
 
-    @property
-    def args(self) -> dict[str, Any]:
-        """Megatron's parsed arguments of the job that wrote the checkpoint, by name."""
-        return dict(vars(self.common["args"])) if "args" in self.common else {}
-
-    @cached_property
-    def layout(self) -> ParallelLayout:
-        """The parallel layout of the job that wrote the checkpoint."""
-        return ParallelLayout.from_arguments(self.args)
-
-    @property
-    def iteration(self) -> int:
-        """The training iteration."""
-        return int(self.common.get("iteration", 0))
-
     @cached_property
     def optimizer_format(self) -> str | None:
         """Megatron's name of the optimizer's sharding type; None without a distributed optimizer."""
         return sharding_type(self.common)
 
     @cached_property
-    def models(self) -> LocalModels:
-        """The local parameters of the ranks that wrote the checkpoint."""
-        stored = {}
-        for name in self.weights.names():
-            tensor = self.weights.logical_tensor(WEIGHT, name)
-            if tensor is not None:
-                stored[name] = StoredWeight(tensor, self.weights.grid(name))
-        return LocalModels(stored, self.args, self.layout, has_experts_apart(self._index, self.args))
+    def experts_apart(self) -> bool:
+        """See the base class."""
+        return has_experts_apart(self._index, self.args)
 
     @cached_property
     def optimizer(self) -> OptimizerState:
@@ -175,31 +135,12 @@ class TorchDistCheckpoint:
         Raises:
             UnsupportedCheckpointError: it is in a format that is not read.
         """
-        return open_optimizer(self)
+        return open_optimizer(self, self._index, self.object)
 
     @property
     def index(self) -> DcpIndex:
         """What `.metadata` says."""
         return self._index
-
-    def proposals(self, rules: Sequence[PackingRule]) -> list[Proposal]:
-        """The witnesses of the gradient buffers' layout, the one to believe first at the front."""
-        recorded = [by_sidecar(self.models, self.sidecar)] if self.sidecar else []
-        return recorded + [by_order(self.models, order, rule) for order in self.orders() for rule in rules]
-
-    def orders(self) -> list[ParameterOrder]:
-        """The witnesses of the order in which parameters were registered."""
-        return [*self._witnesses, *known_orders(self.args)]
-
-    @cached_property
-    def sidecar(self) -> Sidecar | None:
-        """The layout recorded beside the checkpoint, if there is a readable one."""
-        path = self.folder / SIDECAR_FILE
-        try:
-            return Sidecar.from_json(path.read_text())
-        except (OSError, ValueError):
-            # A missing or foreign sidecar only means one witness fewer: the layout is proven either way.
-            return None
 
     def object(self, key: str) -> Any:
         """A pickled object by its key; Megatron wraps each in a list of one (strategies/torch.py).
@@ -216,7 +157,7 @@ class TorchDistCheckpoint:
         """
         found: list[dict[str, Any]] = []
         for key in self._keys(_STATE_OBJECTS):
-            found.extend(self.object(key)["param_groups"])
+            found.extend(self._values(key)["param_groups"])
         for child in self._common_optimizers():
             found.extend((child.get("optimizer") or {}).get("param_groups", []))
         return found
@@ -224,7 +165,7 @@ class TorchDistCheckpoint:
     def grad_scaler(self) -> dict[str, Any] | None:
         """The state of the gradient scaler (fp16 only)."""
         for key in self._keys(_SCALER_OBJECTS):
-            return dict(self.object(key))
+            return dict(self._values(key))
         scalers = [child["grad_scaler"] for child in self._common_optimizers() if child.get("grad_scaler")]
         return dict(scalers[0]) if scalers else None
 
@@ -243,26 +184,6 @@ class TorchDistCheckpoint:
                 return tuple(int(size) for size in key.rpartition("_")[2].split("."))
         return None
 
-    def names(self, kind: str) -> list[str]:
-        """Model-space names of one kind."""
-        if kind == WEIGHT:
-            return self.weights.names()
-        return self.optimizer.names() if kind in self.optimizer.kinds else []
-
-    def kinds(self) -> tuple[str, ...]:
-        """All kinds that the checkpoint holds."""
-        return (WEIGHT, *(self.optimizer.kinds if self.optimizer_format else ()))
-
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """See `planning.plan.Source`."""
-        source = self.weights if kind == WEIGHT else self.optimizer
-        return source.logical_tensor(kind, name)
-
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """See `planning.plan.Source`."""
-        source = self.weights if kind == WEIGHT else self.optimizer
-        return source.stored(kind, name)
-
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """Every archive of the checkpoint: (file, offset, length)."""
         for array in self._index.arrays.values():
@@ -274,11 +195,19 @@ class TorchDistCheckpoint:
     def _keys(self, suffix: str) -> list[str]:
         return sorted(k for k in self._index.objects if k.startswith(_OPTIMIZER_PREFIXES) and k.endswith(suffix))
 
+    def _values(self, key: str) -> Any:
+        """A small object with its tensors read."""
+        place = self._index.objects[key]
+        return TorchArchive(self.reader, place.file, place.offset, place.length).with_values(self.object(key))
+
     def _archived(self, place: StoredObject, key: str) -> Any:
         archive = TorchArchive(self.reader, place.file, place.offset, place.length)
         loaded = archive.load()
         if not isinstance(loaded, list) or len(loaded) != 1:
-            raise UnreadableCheckpointError("an object of the checkpoint is not as Megatron writes it", where=key)
+            raise UnreadableCheckpointError(
+                "an object of the checkpoint is not as Megatron writes it: damaged, or its metadata belongs to other files",
+                where=f"{key}, {archive.where}",
+            )
         return loaded[0]
 
 

@@ -10,18 +10,23 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from torch.distributed.checkpoint.api import CheckpointException
+
 from mcore_ckpt_ext import __version__
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE
 from mcore_ckpt_ext.formats.optimizer_encodings import FORMATS, stock_can_load
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import sharding_type
 from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.legacy_feed import changes_of, fed, legacy_folder, load_weights_alone
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.sidecar import RecordedGroup
 from mcore_ckpt_ext.online.agreement import agreed, gather
@@ -47,16 +52,18 @@ def wrap_load_checkpoint(original: Function) -> Function:
     ) -> Any:
         stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         scope = _scope(original)
-        if not _resumes_distributed_optimizer(scope, optimizer):
-            return stock()
         call = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         call.apply_defaults()
         arguments = scope["get_args"]()
+        chunks, directory = scope["unwrap_model"](ddp_model), getattr(arguments, call.arguments["load_arg"])
+        if not _resumes_distributed_optimizer(scope, optimizer):
+            if optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
+                return stock()
+            return load_weights_alone(scope, directory, chunks, stock)
         looks = agreed("looking at the checkpoint", lambda: _look(scope, call.arguments))
         look = next((found for found in looks if found is not None), None)
         if look is None:
-            return stock()
-        chunks = scope["unwrap_model"](ddp_model)
+            return load_weights_alone(scope, directory, chunks, stock)
         if look.stock_loads:
             result = stock()
             if look.optimizer_format == FULLY_RESHARDABLE:
@@ -65,7 +72,8 @@ def wrap_load_checkpoint(original: Function) -> Function:
         reshard = OptimizerReshard(look.folder, chunks, optimizer, vars(arguments))
         reshard.prepare(verify_all=os.environ.get(VERIFY_VARIABLE) == "full", accept_lost=_accepts_lost())
         fresh = reshard.random_state_grid != _random_state_grid(arguments)
-        with _overridden(arguments, no_load_optim=True, no_load_rng=fresh or arguments.no_load_rng):
+        feed = fed(scope, look.folder, chunks) if look.is_legacy else nullcontext()
+        with _overridden(arguments, no_load_optim=True, no_load_rng=fresh or arguments.no_load_rng), feed:
             result = original(ddp_model, None, None, *positional, **keywords)
         reshard.prove()
         summary = reshard.fill()
@@ -107,7 +115,7 @@ def _resumes_distributed_optimizer(scope: Mapping[str, Any], optimizer: Any) -> 
         and getattr(arguments, "use_distributed_optimizer", False)
         and not arguments.no_load_optim
         and not arguments.finetune
-        and (arguments.ckpt_format == TORCH_DIST or getattr(arguments, "auto_detect_ckpt_format", False))
+        and (arguments.ckpt_format in (TORCH_DIST, LEGACY) or getattr(arguments, "auto_detect_ckpt_format", False))
         and distributed_optimizers(optimizer) is not None
     )
 
@@ -120,6 +128,7 @@ class _Look:
     optimizer_format: str | None
     changes: tuple[str, ...]
     stock_loads: bool
+    is_legacy: bool = False
 
 
 def _look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> _Look | None:
@@ -130,8 +139,21 @@ def _look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> _Look | None:
     """
     arguments = scope["get_args"]()
     directory = getattr(arguments, call["load_arg"])
+    if folder := legacy_folder(directory, arguments):
+        if folder.name == "release":
+            return None
+        moved = tuple(changes_of(folder, arguments))
+        return _Look(folder, None, moved, stock_loads=not moved, is_legacy=True)
+    if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
+        return None
     context = {key: call[key] for key in ("checkpointing_context",) if key in call}
-    common, name, release, kind = scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
+    try:
+        common, name, release, kind = scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
+    except (Exception, CheckpointException):
+        # Megatron and torch tell what they missed, not what is wrong: our own reader names the file, and what helps.
+        step = getattr(arguments, "ckpt_step", None)
+        _ = open_checkpoint(Path(directory) / f"iter_{step:07d}" if step else Path(directory)).common
+        raise
     if common is None or release or getattr(kind, "name", None) != "GLOBAL" or "args" not in common:
         return None
     written = vars(common["args"])

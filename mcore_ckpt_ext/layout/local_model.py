@@ -57,12 +57,17 @@ class LocalModels:
         arguments: Mapping[str, Any],
         layout: ParallelLayout,
         experts_apart: bool,
+        layers: list[list[range]] | None = None,
     ) -> None:
-        """`experts_apart`: experts have buffers and an optimizer of their own (more than one expert-parallel rank)."""
+        """`experts_apart`: experts have buffers and an optimizer of their own (more than one expert-parallel rank).
+
+        `layers`: global decoder layers by `[pipeline rank][virtual stage]`; None to take them from the arguments.
+        """
         self.weights = {name: weight for name, weight in weights.items() if not _MODULE_BUFFER.search(name)}
         self.arguments = arguments
         self.layout = layout
         self.experts_apart = experts_apart
+        self._layers = layers
         self._expert_of = {name: int(match[1]) for name in self.weights if (match := _EXPERT.search(name))}
 
     @property
@@ -77,7 +82,7 @@ class LocalModels:
         The last chunk of a tied model lists the word embeddings, too (language_module.py,
         `setup_embeddings_and_output_layer`).
         """
-        layers = layers_by_chunk(self.arguments, self.layout)
+        layers = self._layers or layers_by_chunk(self.arguments, self.layout)
         if layers is None:
             return None
         by_layer: dict[int | None, list[str]] = {}

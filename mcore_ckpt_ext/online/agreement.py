@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.errors import ResumeRefusedError
 
@@ -34,10 +35,10 @@ def agreed(phase: str, work: Callable[[], Result], consequence: str = "the optim
         ResumeRefusedError: some rank's work raised; the message holds the reasons.
     """
     result: Result | None = None
-    cause: Exception | None = None
+    cause: Exception | CheckpointException | None = None
     try:
         result = work()
-    except Exception as error:  # noqa: BLE001 - whatever it was, the other ranks must learn of it first
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - the latter is no Exception
         cause = error
     outcomes = gather((result, None if cause is None else f"{type(cause).__name__}: {cause}"))
     refused = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}

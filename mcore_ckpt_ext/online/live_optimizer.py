@@ -89,12 +89,12 @@ def state_keys(optimizers: Sequence[Any]) -> tuple[str, ...]:
 
 
 def live_parameters(chunks: Sequence[Any]) -> dict[int, LiveParameter]:
-    """All parameters of the model chunks by `id`, described by the model's own sharded state dict."""
+    """All parameters and buffers of the model chunks by `id`, described by the model's own sharded state dict."""
     found: dict[int, LiveParameter] = {}
     for chunk in chunks:
-        parameters = {id(parameter) for parameter in chunk.parameters()}
+        held = {id(tensor) for tensor in (*chunk.parameters(), *chunk.buffers())}
         for entry in _entries(chunk.sharded_state_dict()):
-            if id(getattr(entry, "data", None)) in parameters:
+            if id(getattr(entry, "data", None)) in held:
                 found[id(entry.data)] = _described(entry)
     return found
 

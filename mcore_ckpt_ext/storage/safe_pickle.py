@@ -107,6 +107,15 @@ def _parameter(data: TensorReference, *_: object) -> TensorReference:
     return data
 
 
+def _with_attributes(build: object, _: object, arguments: tuple[Any, ...], *__: object) -> TensorReference:
+    """A tensor with Python attributes (torch/_tensor.py, `_rebuild_from_type_v2`), as Megatron's masters are."""
+    if build is TensorReference:
+        return TensorReference(*arguments)
+    if build is _parameter:
+        return _parameter(*arguments)
+    raise UnsafePickleError("a pickle rebuilds a tensor by an unknown function", found=repr(build))
+
+
 def _inert_getattr(owner: object, name: str) -> object:
     """Enums of Python 3.11 are pickled as `getattr(class, name)`; only placeholders have anything to get."""
     if isinstance(owner, type) and issubclass(owner, Placeholder):
@@ -140,6 +149,8 @@ _REAL: dict[tuple[str, str], object] = {
     ("torch.serialization", "_get_layout"): str,
     ("torch._utils", "_rebuild_tensor_v2"): TensorReference,
     ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
     **{
         (module, name): value
         for module in ("builtins", "__builtin__")

@@ -104,6 +104,18 @@ class TorchArchive:
             )
         return found
 
+    def with_values(self, tree: Any) -> Any:
+        """A small object of this archive, as `load` gives it, with its tensors read: a gradient scaler's scale."""
+        if isinstance(tree, TensorReference):
+            place = self.payload(tree)
+            values = self._reader.read(place.file, place.offset, place.numel * place.dtype.itemsize)
+            return torch.frombuffer(bytearray(values), dtype=place.dtype).reshape(place.shape)
+        if isinstance(tree, dict):
+            return {key: self.with_values(value) for key, value in tree.items()}
+        if isinstance(tree, list):
+            return [self.with_values(value) for value in tree]
+        return tree
+
     def storage_bytes(self, storage: StorageReference) -> bytes:
         """The raw bytes of a storage, for small ones."""
         start, info = self._record(f"data/{storage.key}")

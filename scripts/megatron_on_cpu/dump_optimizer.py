@@ -186,6 +186,10 @@ def _optimizer_part(
 ) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]]:
     """Find where this rank's shard of a parameter starts, the shard's state, and the options of its group."""
     for optimizer in optimizers:
+        if hasattr(optimizer, "float16_groups"):
+            if (part := _undistributed_part(parameter, optimizer)) is not None:
+                return part
+            continue
         place = getattr(optimizer, "model_param_group_index_map", {}).get(parameter)
         if place is None:
             continue
@@ -200,6 +204,23 @@ def _optimizer_part(
             settings["step"] = int(state["step"])
         return shard.start, {name: tensor.detach().clone().view(-1) for name, tensor in tensors.items()}, settings
     return 0, {}, {}
+
+
+def _undistributed_part(
+    parameter: torch.nn.Parameter, optimizer: Any
+) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
+    """As `_optimizer_part`, for an optimizer that holds whole parameters (without --use-distributed-optimizer)."""
+    groups = zip(
+        optimizer.float16_groups, optimizer.fp32_from_float16_groups, optimizer.optimizer.param_groups, strict=True
+    )
+    for parameters, mains, group in groups:
+        for own, main_parameter in zip(parameters, mains, strict=True):
+            if own is parameter:
+                state = optimizer.optimizer.state.get(main_parameter, {})
+                tensors = {"fp32_param": main_parameter, **{name: state[name] for name in _STATE_NAMES[1:]}}
+                flat = {name: tensor.detach().clone().view(-1) for name, tensor in tensors.items()}
+                return 0, flat, {name: value for name, value in group.items() if name != "params"}
+    return None
 
 
 def assemble(folder: Path | str) -> dict[str, torch.Tensor]:

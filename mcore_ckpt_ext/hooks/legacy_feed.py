@@ -1,0 +1,159 @@
+"""Feeds `load_checkpoint` with this rank's part of a legacy checkpoint that was written under another layout.
+
+Stock Megatron opens the rank folder that its own layout names (`_load_base_checkpoint`, checkpointing.py, core_v0.7.0
+to 0.19.2): it refuses with `--ckpt-format torch`, and otherwise fails or, since 0.16, silently loads half a model.
+Within the scope that this module opens, that function returns what it would have read had the checkpoint been
+written under the running layout. Everything after it is stock.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
+from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, Checkpoint, iteration_folder, open_checkpoint
+from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.online.agreement import agreed
+from mcore_ckpt_ext.online.live_optimizer import LiveParameter, live_names, live_parameters
+from mcore_ckpt_ext.optimizer_reshard import check_names
+from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
+
+_DISTRIBUTED = "use_distributed_optimizer"
+_BASE_LOADER = "_load_base_checkpoint"
+# `check_checkpoint_args` compares these; they follow from the tensor- and pipeline-parallel size.
+_FOLLOWS_LAYOUT = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size", "make_vocab_size_divisible_by",
+)  # fmt: skip
+
+
+def legacy_folder(directory: str | None, arguments: Any) -> Path | None:
+    """The iteration folder that Megatron would load from a run folder, if it is a legacy one."""
+    if not directory or getattr(arguments, "non_persistent_ckpt_type", None):
+        return None
+    run, step = Path(directory), getattr(arguments, "ckpt_step", None)
+    try:
+        if not step and not (run / TRACKER_FILE).exists():
+            return None
+        folder = run / f"iter_{int(step):07d}" if step else iteration_folder(run)
+    except CheckpointError:  # whatever it is, it is stock Megatron's to tell
+        return None
+    return folder if is_legacy(folder) else None
+
+
+def changes_of(folder: Path, arguments: Any) -> list[str]:
+    """Arguments in which a legacy checkpoint differs from what the running layout would have written.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    checkpoint = open_checkpoint(folder)
+    try:
+        changes = placement_changes(checkpoint.args, vars(arguments))
+        # Without it the optimizer's state is in no file that the distributed optimizer would open.
+        written = checkpoint.args.get(_DISTRIBUTED)
+        return changes if written or not getattr(arguments, _DISTRIBUTED, False) else [*changes, _DISTRIBUTED]
+    finally:
+        checkpoint.reader.close()
+
+
+def load_weights_alone(
+    scope: Mapping[str, Any], directory: str | None, chunks: Sequence[Any], stock: Callable[[], Any]
+) -> Any:
+    """A load that leaves the optimizer out: stock's own, but fed where the checkpoint is legacy and was cut otherwise.
+
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        directory: the run folder.
+        chunks: the unwrapped model chunks.
+        stock: calls the original with all its arguments.
+
+    Raises:
+        ResumeRefusedError: on every rank, when some rank's part cannot be put together.
+    """
+    arguments = scope["get_args"]()
+
+    def look() -> Path | None:
+        folder = legacy_folder(directory, arguments)
+        return folder if folder is not None and changes_of(folder, arguments) else None
+
+    folder = agreed("looking at the checkpoint", look)[0]
+    if folder is None:
+        return stock()
+    with fed(scope, folder, chunks):
+        result = stock()
+    announce(f"weights of the legacy checkpoint {folder} cut for the running layout; random state starts anew")
+    return result
+
+
+@contextmanager
+def fed(scope: Mapping[str, Any], folder: Path, chunks: Sequence[Any]) -> Iterator[None]:
+    """Feed the loads within this scope; the model is not touched before every rank has its part.
+
+    Raises:
+        ResumeRefusedError: on every rank, when some rank's part cannot be put together.
+    """
+    arguments = scope["get_args"]()
+    live = {name for names in agreed("reading the live model", lambda: live_names(chunks)) for name in names}
+    state: dict[str, Any] = {}
+    agreed("cutting the weights", lambda: state.update(_rank_state(folder, chunks, arguments, live)))
+
+    def load_base_checkpoint(*_: Any, **__: Any) -> tuple[Any, ...]:
+        if "set_loaded_iteration" in scope:  # since 0.16
+            scope["set_loaded_iteration"](state["iteration"])
+        found = (state, str(folder), folder.name == "release")
+        # The kind of checkpoint is told since 0.9.
+        return (*found, scope["CheckpointType"].LEGACY) if "CheckpointType" in scope else found
+
+    module: dict[str, Any] = scope  # type: ignore[assignment]  # a module's globals
+    original, no_load_rng = module[_BASE_LOADER], arguments.no_load_rng
+    module[_BASE_LOADER], arguments.no_load_rng = load_base_checkpoint, True
+    try:
+        yield
+    finally:
+        module[_BASE_LOADER], arguments.no_load_rng = original, no_load_rng
+
+
+def _rank_state(folder: Path, chunks: Sequence[Any], arguments: Any, live: set[str]) -> dict[str, Any]:
+    """What this rank's `model_optim_rng.pt` would hold, without optimizer and random state."""
+    checkpoint = open_checkpoint(folder)
+    try:
+        check_names(checkpoint, live)
+        written = Namespace(**checkpoint.args)
+        vars(written).update({name: getattr(arguments, name) for name in _FOLLOWS_LAYOUT if hasattr(arguments, name)})
+        described = live_parameters(chunks)
+        models = [_model_state(checkpoint, chunk, described) for chunk in chunks]
+        keys = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
+        return {**checkpoint.common, "args": written, **dict(zip(keys, models, strict=True))}
+    finally:
+        checkpoint.reader.close()
+
+
+def _model_state(checkpoint: Checkpoint, chunk: Any, described: Mapping[int, LiveParameter]) -> dict[str, Any]:
+    """A `state_dict` for one model chunk under its own names; what is no tensor stays as the live chunk has it."""
+    state: dict[str, Any] = dict(chunk.state_dict(keep_vars=True))
+    local = [name for name, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra(name)]
+    for name in local:
+        if id(state[name]) not in described:
+            raise ModelMismatchError("the model has a tensor that its own sharded state dict does not list", where=name)
+    tensors = [described[id(state[name])] for name in local]
+    wanted = [WantedSlice(WEIGHT, Slice.whole(live.regions), live.tensors, live.may_pad) for live in tensors]
+    filled = [torch.empty(live.parameter.numel(), dtype=live.parameter.dtype, device="cpu") for live in tensors]
+    checkpoint.transfer.execute(make_plan(wanted, checkpoint), filled)
+    return state | {
+        name: values.view(live.parameter.shape) for name, live, values in zip(local, tensors, filled, strict=True)
+    }
+
+
+def _is_extra(name: str) -> bool:
+    """Transformer Engine's own state, which carries no weights."""
+    return name.endswith("_extra_state")

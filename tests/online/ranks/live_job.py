@@ -1,0 +1,143 @@
+"""A live job of genuine Megatron-LM 0.19 inside of a rank: set up once, then its `load_checkpoint` as often as wanted.
+
+Imported by the scripts beside it, which `megatron_on_cpu.launch` runs on every rank.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.enums import ModelType
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training import get_args
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.initialize import initialize_megatron
+from megatron_on_cpu import dump_optimizer
+
+training: Any = importlib.import_module("megatron.training.training")
+ORDER_VARIABLE, REPORT_VARIABLE = "TEST_ORDER", "TEST_REPORT"
+
+
+@dataclass(frozen=True)
+class Live:
+    """A model, wrapped for data parallelism, and its optimizer."""
+
+    model: list[Any]
+    optimizer: Any
+
+    @property
+    def distributed_optimizers(self) -> list[Any]:
+        """Megatron's DistributedOptimizers, without a chain around them."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+    def masters(self) -> Iterator[tuple[Any, dict[str, Any], torch.Tensor]]:
+        """Every fp32 master shard, with the optimizer and the parameter group that it belongs to."""
+        for outer in self.distributed_optimizers:
+            for group in outer.optimizer.param_groups:
+                for master in group["params"]:
+                    yield outer.optimizer, group, master
+
+    def elements(self) -> int:
+        """How many elements of the optimizer this rank holds, of each kind."""
+        return sum(master.numel() for _, _, master in self.masters())
+
+    def fill_with_noise(self, seed: int) -> None:
+        """Give every master and moment a value of its own, and every group a step: nothing may stay by chance.
+
+        Copies of a parameter get the same values, on whatever rank they are.
+        """
+        names = names_of(self.model)
+        for outer in self.distributed_optimizers:
+            for group in outer.optimizer.param_groups:
+                group["step"] = 4
+            for parameter, (group, order) in outer.model_param_group_index_map.items():
+                master = outer.optimizer.param_groups[group]["params"][order]
+                partitioned = getattr(parameter, "tensor_model_parallel", False)
+                rank = parallel_state.get_tensor_model_parallel_rank() if partitioned else 0
+                generator = torch.Generator().manual_seed(zlib.crc32(f"{names[id(parameter)]} {rank} {seed}".encode()))
+                start = outer._get_model_param_range_map(parameter)["param"].start
+                noise = torch.randn(3, parameter.numel(), generator=generator)[:, start : start + master.numel()]
+                with torch.no_grad():
+                    master.copy_(0.02 * noise[0].view(master.shape))
+                state = {"exp_avg": noise[1].view(master.shape), "exp_avg_sq": noise[2].abs().view(master.shape)}
+                outer.optimizer.state[master].update({kind: values.clone() for kind, values in state.items()})
+
+    def fingerprint(self) -> str:
+        """A hash of all that the optimizer holds: masters, moments, parameter groups, gradient scaler."""
+        digest = hashlib.sha256()
+        for inner, group, master in self.masters():
+            settings = {name: value for name, value in group.items() if name != "params"}
+            digest.update(repr(sorted(settings.items(), key=lambda item: item[0])).encode())
+            for tensor in (master, *(inner.state[master][kind] for kind in sorted(inner.state[master]))):
+                digest.update(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes())
+        for outer in self.distributed_optimizers:
+            digest.update(repr(outer.grad_scaler.state_dict() if outer.grad_scaler else None).encode())
+        return digest.hexdigest()
+
+
+def names_of(model: list[Any]) -> dict[int, str]:
+    """Names in the whole model by the parameters' identities; the translation shares nothing with the product."""
+    tied = not get_args().untie_embeddings_and_output_weights
+    names = {}
+    for wrapped in model:
+        chunk = wrapped
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        layers = dump_optimizer._names_of_layers(chunk)
+        for name, parameter in chunk.named_parameters():
+            names[id(parameter)] = dump_optimizer._name_in_model(name, layers, chunk.config, tied=tied)
+    return names
+
+
+def start() -> Any:
+    """Initialize Megatron as `pretrain` does; its arguments."""
+    parse_and_validate_args()
+    initialize_megatron()
+    return get_args()
+
+
+def built() -> Live:
+    """Megatron's own model and optimizer for the arguments of now; nothing is loaded."""
+    with changed(vars(get_args()), {"load": None}):
+        arguments = get_args()
+        config = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        kind = ModelType.encoder_or_decoder
+        model, optimizer, _ = training.setup_model_and_optimizer(kind, cfg_container=config, pg_collection=groups)
+    return Live(model, optimizer)
+
+
+@contextmanager
+def changed(where: Any, values: Mapping[str, Any]) -> Iterator[None]:
+    """Other values in a dictionary (arguments, the environment), for a time."""
+    before = {name: where[name] for name in values if name in where}
+    where.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del where[name]
+        where.update(before)
+
+
+def order() -> Any:
+    """What the test wants, as it wrote it."""
+    return json.loads(Path(os.environ[ORDER_VARIABLE]).read_text())
+
+
+def report(content: Any) -> None:
+    """Tell the test what this rank saw."""
+    path = Path(os.environ[REPORT_VARIABLE]) / f"rank_{torch.distributed.get_rank()}.json"
+    path.write_text(json.dumps(content))

@@ -1,0 +1,154 @@
+"""The unchanged `pretrain_gpt.py` of a Megatron-LM checkout, named by MEGATRON_LM_PATH, resumes real checkpoints.
+
+For core_v0.16.1 the oracle is stock Megatron itself, on this very machine (losses depend on the processor in the last
+digits): it resumes a `fully_reshardable` twin of the checkpoint, which holds the same state in the one format that it
+can load under another layout. Plugin and stock must then go on with exactly the same losses.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_on_cpu.dump_optimizer import assemble
+
+from tests.conftest import DATA, Fixture, fixture_named
+from tests.online.jobs import LAST, SAVED, Job, Layout, differing, finished, resume, run_job, with_vocabulary
+
+VARIABLE = "MEGATRON_LM_PATH"
+OFF = {"MCORE_CKPT_EXT": "0"}
+# The vocabulary without its padding.
+TOKENS = 128
+
+
+def checkout_version() -> str | None:
+    """Major and minor version of the checkout (core_v0.19.0 calls itself 0.19.1), None without one."""
+    if VARIABLE not in os.environ:
+        return None
+    text = (Path(os.environ[VARIABLE]) / "megatron" / "core" / "package_info.py").read_text()
+    return ".".join(re.findall(r"^(?:MAJOR|MINOR) = (\d+)$", text, re.MULTILINE))
+
+
+def only_for(version: str) -> pytest.MarkDecorator:
+    found = checkout_version()
+    reason = f"{VARIABLE} names {'no checkout' if found is None else found}, this test is for {version}"
+    return pytest.mark.skipif(found != version, reason=reason)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A layout of a fixture's `stock_reshard` list, or its own."""
+
+    fixture: str
+    label: str
+
+    def __str__(self) -> str:
+        return f"{self.fixture}-{self.label}"
+
+    @property
+    def source(self) -> Fixture:
+        return fixture_named(self.fixture)
+
+    @property
+    def entry(self) -> dict[str, Any]:
+        (entry,) = (entry for entry in self.source.job["stock_reshard"] if entry["label"] == self.label)
+        return entry
+
+    @property
+    def layout(self) -> Layout:
+        entry = self.entry
+        divisor = re.search(r"--make-vocab-size-divisible-by (\d+)", entry["args"])
+        rows = int(divisor[1] if divisor else 128) * entry["tp"]
+        return Layout(entry["tp"], entry["pp"], entry["world"], vocabulary=rows)
+
+    @property
+    def flags(self) -> list[str]:
+        return re.sub(r"--make-vocab-size-divisible-by \d+", "", self.entry["args"]).split()
+
+
+TARGETS = [
+    Target(fixture, entry["label"])
+    for fixture in ("p01", "p02", "p03")
+    for entry in Fixture(next(DATA.glob(f"{fixture}_*"))).job["stock_reshard"]
+]
+
+
+def job_options() -> dict[str, Any]:
+    """How the checkout's own script is run."""
+    checkout = Path(os.environ[VARIABLE])
+    return {"script": checkout / "pretrain_gpt.py", "megatron": checkout}
+
+
+def own_flags(fixture: Fixture) -> tuple[Layout, list[str]]:
+    """The layout and the model's arguments with which a fixture was written."""
+    layout, words = fixture.job["layout"], fixture.job["argv"]
+    words = words.split() if isinstance(words, str) else words
+    begin = words.index("--save-interval") + 2
+    rows = fixture.job["vocab"]["padded_vocab_size"]
+    return Layout(layout["tp"], layout["pp"], fixture.job["world_size"], vocabulary=rows), words[begin:]
+
+
+@pytest.fixture(scope="session")
+def twin_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A checkpoint with the same state as a fixture, in `fully_reshardable`, by stock Megatron's own conversion."""
+    made = {"p01": fixture_named("p04").run}
+
+    def twin(name: str) -> Path:
+        if name not in made:
+            layout, flags = own_flags(fixture_named(name))
+            folder = tmp_path_factory.mktemp(f"twin_{name}")
+            convert = ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(folder / "twin")]
+            more = [*flags, *convert, "--dist-ckpt-optim-fully-reshardable"]
+            load = fixture_named(name).run
+            finished(folder, layout, run_job(folder, layout, load=load, more=more, environment=OFF, **job_options()))
+            made[name] = folder / "twin" / "torch_dist"
+        return made[name]
+
+    return twin
+
+
+def assert_holds_the_truth(job: Job, source: Fixture) -> None:
+    """The live optimizer after loading is what the job that wrote the checkpoint held, padding aside."""
+    found = with_vocabulary(assemble(job.at_load), TOKENS)
+    assert differing(with_vocabulary(source.truth, TOKENS), found) == []
+
+
+@only_for("0.16")
+@pytest.mark.parametrize("target", TARGETS, ids=str)
+def test_the_plugin_goes_on_exactly_as_stock_does_from_the_twin(
+    target: Target, twin_of: Callable[[str], Path], tmp_path: Path
+) -> None:
+    options = {"until": LAST, "more": target.flags, **job_options()}
+    stock = resume(tmp_path / "stock", target.layout, twin_of(target.fixture), environment=OFF, **options)
+    assert_holds_the_truth(stock, target.source)
+    plugin = resume(tmp_path / "plugin", target.layout, target.source.run, **options)
+    assert_holds_the_truth(plugin, target.source)
+    assert plugin.summary["format"] == "dp_reshardable"
+
+    assert list(plugin.losses) == [5, 6, 7, 8]
+    assert plugin.losses == stock.losses
+    recorded = {int(iteration): values["loss"]["lm loss"] for iteration, values in target.entry["losses"].items()}
+    assert plugin.losses == pytest.approx(recorded, rel=1e-4)
+
+
+@only_for("0.16")
+def test_stock_refuses_what_the_plugin_resumes(tmp_path: Path) -> None:
+    target = Target("p01", "tp2pp2")
+    result = run_job(tmp_path, target.layout, load=target.source.run, environment=OFF, **job_options())
+    assert result.returncode != 0
+    assert "(TP, PP) mismatch after resume ((2, 2) vs (1, 4) from checkpoint)" in result.output
+
+
+@only_for("0.19")
+@pytest.mark.parametrize("layout", [Layout(2, 2, 8), Layout(1, 1, 2)], ids=str)
+def test_0190_resumes_its_own_checkpoint_with_every_element(layout: Layout, tmp_path: Path) -> None:
+    source = fixture_named("p10")
+    resumed = resume(tmp_path, layout, source.run, **job_options())
+    assert_holds_the_truth(resumed, source)
+    assert resumed.summary["format"] == "dp_reshardable"
+    assert list(resumed.losses) == [SAVED + 1]
