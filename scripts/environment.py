@@ -21,14 +21,14 @@ class SetupError(RuntimeError):
     """The environment cannot be made; the message says what was looked for."""
 
 
-def prepared(folder: Path, extra: str, log: Path) -> Path:
-    """The interpreter of a virtual environment in `folder` that holds this package with one of its extras.
+def prepared(folder: Path, extras: str, log: Path) -> Path:
+    """The interpreter of a virtual environment in `folder` that holds this package with some of its extras.
 
     An environment made earlier is used again; pip then finds everything in place.
 
     Args:
         folder: where the environment is, or will be.
-        extra: `demo` or `test`, as in pyproject.toml.
+        extras: `demo` or `demo,test`, as in pyproject.toml.
         log: pip's output.
 
     Raises:
@@ -37,7 +37,7 @@ def prepared(folder: Path, extra: str, log: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([find_python(), "-m", "venv", str(folder)], check=True)
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-e", f"{REPOSITORY}[{extra}]"]
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-e", f"{REPOSITORY}[{extras}]"]
     with log.open("w") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
     if done.returncode:

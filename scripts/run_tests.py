@@ -25,7 +25,7 @@ def main() -> int:
     print("installing the test environment (.venv): about two minutes and 5 GB on a fresh machine", flush=True)
     started = time.monotonic()
     try:
-        python = prepared(REPOSITORY / ".venv", "test", REPOSITORY / ".venv-install.log")
+        python = prepared(REPOSITORY / ".venv", "demo,test", REPOSITORY / ".venv-install.log")
     except SetupError as error:
         print(error, file=sys.stderr)
         return 2
