@@ -148,8 +148,11 @@ class LegacyCheckpoint(Checkpoint):
 
     def grad_scaler(self) -> dict[str, Any] | None:
         """See the base class."""
-        scalers = [child["grad_scaler"] for child in self._ranks[0].optimizers if child.get("grad_scaler")]
-        return dict(scalers[0]) if scalers else None
+        first = self._ranks[0]
+        scalers = [child["grad_scaler"] for child in first.optimizers if child.get("grad_scaler")]
+        # The scale is a tensor.
+        archive = TorchArchive(self.reader, f"{first.folder}/{MODEL_FILE}")
+        return dict(archive.with_values(scalers[0])) if scalers else None
 
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """See the base class."""

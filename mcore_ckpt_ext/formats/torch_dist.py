@@ -205,7 +205,7 @@ class TorchDistCheckpoint(Checkpoint):
         loaded = archive.load()
         if not isinstance(loaded, list) or len(loaded) != 1:
             raise UnreadableCheckpointError(
-                "an object of the checkpoint is not as Megatron writes it: damaged, or its metadata belongs to other files",
+                "a pickled object is not as Megatron writes it: damaged, or its metadata belongs to other files",
                 where=f"{key}, {archive.where}",
             )
         return loaded[0]

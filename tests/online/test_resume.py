@@ -29,6 +29,15 @@ from tests.online.jobs import (
 ASYNCHRONOUS = "scheduled an async checkpoint save"
 
 
+def assert_resumed(saved: Job, resumed: Job) -> None:
+    """Everything that was saved is there again, and rank 0 said so in one line."""
+    assert_same_optimizer(saved.at_save, resumed.at_load)
+    assert_same_training_state(saved.at_save, resumed.at_load)
+    said = resumed.summary
+    assert (said["source"], said["target"]) == (str(saved.layout), str(resumed.layout))
+    assert (said["format"], said["witnesses"]) == ("dp_reshardable", "the sidecar")
+
+
 def test_the_save_was_asynchronous_in_fact(gpt: Job) -> None:
     assert ASYNCHRONOUS in gpt.output
 
@@ -44,15 +53,13 @@ def test_the_switch_to_the_persistent_worker_is_said_once(gpt: Job) -> None:
 )
 def test_gpt_saved_as_tp1_pp4_resumes_with_every_element(gpt: Job, layout: Layout, folder: Path) -> None:
     resumed = resume(folder, layout, gpt.run, more=["--use-dist-ckpt", "--async-save"])
-    assert_same_optimizer(gpt.at_save, resumed.at_load)
-    assert_same_training_state(gpt.at_save, resumed.at_load)
+    assert_resumed(gpt, resumed)
     assert list(resumed.losses) == [SAVED + 1]
 
 
 def test_llama_saved_as_tp2_pp2_resumes_as_tp1_pp4(llama: Job, folder: Path) -> None:
     resumed = resume(folder, Layout(1, 4, 8, vocabulary=256), llama.run, more=LOCAL_SPEC_LLAMA)
-    assert_same_optimizer(llama.at_save, resumed.at_load)
-    assert_same_training_state(llama.at_save, resumed.at_load)
+    assert_resumed(llama, resumed)
 
 
 def test_the_summary_names_all_that_happened(gpt: Job, folder: Path) -> None:
@@ -102,7 +109,7 @@ def test_in_fp32_the_next_four_losses_are_those_of_the_uninterrupted_run(
     fp32_gpt: Job, layout: Layout, folder: Path
 ) -> None:
     resumed = resume(folder, layout, fp32_gpt.run, precision=(), until=LAST)
-    assert_same_optimizer(fp32_gpt.at_save, resumed.at_load)
+    assert_resumed(fp32_gpt, resumed)
     expected = {iteration: loss for iteration, loss in fp32_gpt.losses.items() if iteration > SAVED}
     assert list(expected) == [5, 6, 7, 8]
     assert resumed.losses == pytest.approx(expected, rel=1e-5)
@@ -116,5 +123,4 @@ def test_the_gradient_scaler_of_fp16_training_is_carried(tmp_path: Path) -> None
     (scaler,) = training_state(resumed.at_load)["grad_scalers"]
     assert float(scaler["scale"]) == 2048
     assert scaler["growth_tracker"] == 1
-    assert_same_optimizer(saved.at_save, resumed.at_load)
-    assert_same_training_state(saved.at_save, resumed.at_load)
+    assert_resumed(saved, resumed)

@@ -24,7 +24,7 @@ from megatron.training import get_args
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.initialize import initialize_megatron
-from megatron_on_cpu import dump_optimizer
+from names import names_of
 
 training: Any = importlib.import_module("megatron.training.training")
 ORDER_VARIABLE, REPORT_VARIABLE = "TEST_ORDER", "TEST_REPORT"
@@ -85,20 +85,6 @@ class Live:
         for outer in self.distributed_optimizers:
             digest.update(repr(outer.grad_scaler.state_dict() if outer.grad_scaler else None).encode())
         return digest.hexdigest()
-
-
-def names_of(model: list[Any]) -> dict[int, str]:
-    """Names in the whole model by the parameters' identities; the translation shares nothing with the product."""
-    tied = not get_args().untie_embeddings_and_output_weights
-    names = {}
-    for wrapped in model:
-        chunk = wrapped
-        while hasattr(chunk, "module"):
-            chunk = chunk.module
-        layers = dump_optimizer._names_of_layers(chunk)
-        for name, parameter in chunk.named_parameters():
-            names[id(parameter)] = dump_optimizer._name_in_model(name, layers, chunk.config, tied=tied)
-    return names
 
 
 def start() -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from live_job import names_of
+from names import names_of
 
 training: Any = importlib.import_module("megatron.training.training")
 FOLDER_VARIABLE = "TEST_BUFFERS"

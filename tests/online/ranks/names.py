@@ -1,0 +1,22 @@
+"""Names of live parameters in the whole model; the translation shares nothing with the product."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.training import get_args
+from megatron_on_cpu import dump_optimizer
+
+
+def names_of(model: list[Any]) -> dict[int, str]:
+    """Names in the whole model by the parameters' identities."""
+    tied = not get_args().untie_embeddings_and_output_weights
+    names = {}
+    for wrapped in model:
+        chunk = wrapped
+        while hasattr(chunk, "module"):
+            chunk = chunk.module
+        layers = dump_optimizer._names_of_layers(chunk)
+        for name, parameter in chunk.named_parameters():
+            names[id(parameter)] = dump_optimizer._name_in_model(name, layers, chunk.config, tied=tied)
+    return names
