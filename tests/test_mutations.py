@@ -88,7 +88,7 @@ def test_two_exchanged_tensor_parallel_ranks(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(fixture.run)
 
     def exchanged(name: str, values: torch.Tensor) -> torch.Tensor:
-        grid = checkpoint.weights.grid(name)
+        grid = checkpoint.models.weights[name].grid
         axes = [axis for axis, offsets in enumerate(grid) if len(offsets) > 1]
         if not axes:
             return values
