@@ -15,10 +15,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_on_cpu.dump_optimizer import assemble
+from megatron_on_cpu.dump_optimizer import assemble, training_state
 
 from tests.conftest import DATA, Fixture, fixture_named
-from tests.online.jobs import LAST, SAVED, Job, Layout, differing, finished, resume, run_job, with_vocabulary
+from tests.online.jobs import (
+    LAST,
+    SAVED,
+    Job,
+    Layout,
+    assert_same_optimizer,
+    assert_same_training_state,
+    differing,
+    finished,
+    resume,
+    run_job,
+    train_and_save,
+    with_vocabulary,
+)
 
 VARIABLE = "MEGATRON_LM_PATH"
 OFF = {"MCORE_CKPT_EXT": "0"}
@@ -142,6 +155,19 @@ def test_stock_refuses_what_the_plugin_resumes(tmp_path: Path) -> None:
     result = run_job(tmp_path, target.layout, load=target.source.run, environment=OFF, **job_options())
     assert result.returncode != 0
     assert "(TP, PP) mismatch after resume ((2, 2) vs (1, 4) from checkpoint)" in result.output
+
+
+@only_for("0.16")
+def test_a_legacy_checkpoint_carries_the_gradient_scaler(tmp_path: Path) -> None:
+    """In the legacy files the scale is a tensor among the weights."""
+    fp16 = ["--fp16", "--initial-loss-scale", "1024", "--loss-scale-window", "3"]
+    options = {"precision": fp16, "more": ["--ckpt-format", "torch"], **job_options()}
+    saved = train_and_save(tmp_path / "saved", Layout(1, 2, 4), **options)
+    resumed = resume(tmp_path / "resumed", Layout(2, 1, 2), saved.run, **options)
+    (scaler,) = training_state(resumed.at_load)["grad_scalers"]
+    assert (float(scaler["scale"]), scaler["growth_tracker"]) == (2048, 1)
+    assert_same_optimizer(saved.at_save, resumed.at_load)
+    assert_same_training_state(saved.at_save, resumed.at_load)
 
 
 @only_for("0.19")
