@@ -231,9 +231,10 @@ def _record(scope: Mapping[str, Any], call: Mapping[str, Any]) -> None:
         folder = scope["get_checkpoint_name"](
             arguments.save, call["iteration"], release=call.get("release", False), return_base_dir=True
         )
-        megatron = getattr(sys.modules.get("megatron.core"), "__version__", "unknown")
+        # Behind a plus Megatron puts the commit of whatever repository it lies in.
+        megatron = str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown")).partition("+")[0]
         write_sidecar(
-            Path(folder), _recorded[optimizer], vars(arguments), call["iteration"], (__version__, str(megatron))
+            Path(folder), _recorded[optimizer], vars(arguments), call["iteration"], (__version__, megatron)
         )
     except Exception as error:  # noqa: BLE001 - see the docstring
         announce(f"no sidecar beside iteration {call['iteration']}: {error}; resuming will recover the layout instead")
