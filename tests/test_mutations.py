@@ -62,7 +62,7 @@ def copied(request: pytest.FixtureRequest, tmp_path: Path) -> Fixture:
 
 
 def test_a_rewrite_without_a_change_is_no_mutation(copied: Fixture) -> None:
-    """Negative control: the helper below writes what was there."""
+    """Negative control: `rewrite` writes what was there."""
     rewrite(copied, FP32_PARAM, lambda name, values: values)
     read_all(copied)
 
