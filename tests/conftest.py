@@ -13,6 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from mcore_ckpt_ext.model_space.slices import Slice
+
 DATA = Path(__file__).parent / "data"
 FIXTURES = sorted(path.name for path in DATA.iterdir() if path.is_dir())
 # Written wrong by Megatron itself.
@@ -80,3 +82,12 @@ def corrupted_fixture(request: pytest.FixtureRequest) -> Fixture:
 def damaged(tmp_path: Path) -> Fixture:
     """A private copy of p01 (TP1 x PP4 x DP2, tied embeddings) to damage."""
     return fixture_named("p01").copy_to(tmp_path / "p01")
+
+
+def part_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    """The elements that a slice of one tensor names."""
+    windows = [
+        tensor[tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))].reshape(-1)
+        for region in part.regions
+    ]
+    return torch.cat(windows)[part.start : part.stop]

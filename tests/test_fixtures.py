@@ -19,7 +19,7 @@ from mcore_ckpt_ext.layout import parameter_order
 from mcore_ckpt_ext.layout.sidecar import RecordedBucket, RecordedGroup, RecordedParameter, Sidecar
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.transfer import read_slice
-from tests.conftest import Fixture, fixture_named
+from tests.conftest import Fixture, fixture_named, part_of
 
 KINDS = ("weight", "fp32_param", "exp_avg", "exp_avg_sq")
 
@@ -85,15 +85,6 @@ def test_the_lost_elements_are_those_of_an_independent_simulation() -> None:
     assert state.shifted == simulated["affected_tensors"]
     for name, counts in simulated["per_param"].items():
         assert state.lost("exp_avg", name) == [tuple(interval) for interval in counts["lost_ranges"]]
-
-
-def part_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
-    """The elements that a slice of one tensor names."""
-    windows = [
-        tensor[tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))].reshape(-1)
-        for region in part.regions
-    ]
-    return torch.cat(windows)[part.start : part.stop]
 
 
 def wrong_masters(fixture: Fixture) -> set[str]:

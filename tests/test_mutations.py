@@ -17,7 +17,7 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM
 from mcore_ckpt_ext.planning.plan import StoredSlice
 from mcore_ckpt_ext.transfer import read_slice
-from tests.conftest import Fixture, fixture_named
+from tests.conftest import Fixture, fixture_named, part_of
 
 FORMATS = ["p01", "p02", "p04", "p05", "p06", "p07"]
 LAYER = "decoder.layers"
@@ -38,14 +38,6 @@ def rewrite(fixture: Fixture, kind: str, change: Callable[[str, torch.Tensor], t
     for name, values in changed.items():
         for stored in checkpoint.stored(kind, name):
             write(checkpoint, stored, part_of(values, stored.slice))
-
-
-def part_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
-    windows = [
-        tensor[tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))].reshape(-1)
-        for region in part.regions
-    ]
-    return torch.cat(windows)[part.start : part.stop]
 
 
 def read_all(fixture: Fixture) -> None:

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
 from mcore_ckpt_ext.planning.plan import Extent, Source, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
-# The masters are called `param` in the buffers; every other state keeps its name.
+# The masters are called `param` on disk; every other state keeps its name.
 KINDS = {"param": FP32_PARAM}
 
 # A chained optimizer's number and Megatron's `dp_group_idx`.

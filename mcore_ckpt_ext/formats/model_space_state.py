@@ -13,15 +13,15 @@ from collections.abc import Sequence
 from itertools import product
 
 from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredArray
+from mcore_ckpt_ext.formats.flat_buffers import KINDS
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor, name_at, stacked_axes
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor, name_at, stacked_axes
 from mcore_ckpt_ext.planning.plan import StoredSlice
 
 FULLY_RESHARDABLE = "fully_reshardable"
 MODEL_SPACE = "fully_sharded_model_space"
 
 _KEY = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?P<state>\w+?)\.(?P<key>.+)$")
-_KINDS = {"param": FP32_PARAM}
 
 
 class ModelSpaceState:
@@ -32,7 +32,7 @@ class ModelSpaceState:
         self._tensors: dict[tuple[str, str], LogicalTensor] = {}
         for name, array in index.arrays.items():
             if match := _KEY.match(name):
-                kind = _KINDS.get(match["state"], match["state"])
+                kind = KINDS.get(match["state"], match["state"])
                 self._add(kind, match["key"], array, index.natural_shapes.get(name))
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors))
 

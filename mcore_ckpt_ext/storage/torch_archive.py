@@ -16,7 +16,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.storage.files import FolderReader, Window
-from mcore_ckpt_ext.storage.safe_pickle import StorageReference, TensorReference, safe_loads
+from mcore_ckpt_ext.storage.safe_pickle import TensorReference, safe_loads
 
 # Local file header of a zip member (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -115,11 +115,6 @@ class TorchArchive:
         if isinstance(tree, list):
             return [self.with_values(value) for value in tree]
         return tree
-
-    def storage_bytes(self, storage: StorageReference) -> bytes:
-        """The raw bytes of a storage, for small ones."""
-        start, info = self._record(f"data/{storage.key}")
-        return self._reader.read(self._file, start, info.file_size)
 
     def verify_checksums(self) -> None:
         """Compare the CRC-32 of every record with the directory.
