@@ -56,3 +56,7 @@ class ModelMismatchError(CheckpointError):
 
 class ResumeRefusedError(CheckpointError):
     """Some rank refused to resume; raised on every rank with the reasons of all."""
+
+
+class DestinationError(CheckpointError):
+    """What is to be written exists already, or the disk refuses it; nothing was published."""

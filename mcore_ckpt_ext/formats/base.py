@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from mcore_ckpt_ext.errors import ProofError
+from mcore_ckpt_ext.formats.stacking import ShardedKey, sharded_key, stacks_layers
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -108,6 +109,14 @@ class Checkpoint(ABC):
         """The state of the gradient scaler (fp16 only)."""
 
     @abstractmethod
+    def extra_states(self) -> Mapping[str, Any]:
+        """The modules' extra states (fp8 scales; nothing in other precisions), by model-space name."""
+
+    @abstractmethod
+    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+        """The state of the random generators by rank: (pipeline, tensor[, data])."""
+
+    @abstractmethod
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """Every archive of the checkpoint: (file, offset, length)."""
 
@@ -139,6 +148,12 @@ class Checkpoint(ABC):
     def layers(self) -> list[list[range]] | None:
         """Global decoder layers by `[pipeline rank][virtual stage]`, where the format itself shows them."""
         return None
+
+    def sharded_keys(self) -> Mapping[str, ShardedKey]:
+        """Of each name its array in `torch_dist`, and the index on the axes that count layers and experts."""
+        names = self.weights.names()
+        stacked = stacks_layers(names, self.args)
+        return {name: sharded_key(name, stacked) for name in names}
 
     def random_state_grid(self) -> tuple[int, ...] | None:
         """Ranks for which the state of the random generators is stored as one array; None where it is not."""

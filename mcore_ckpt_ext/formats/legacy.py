@@ -154,6 +154,25 @@ class LegacyCheckpoint(Checkpoint):
         archive = TorchArchive(self.reader, f"{first.folder}/{MODEL_FILE}")
         return dict(archive.with_values(scalers[0])) if scalers else None
 
+    def extra_states(self) -> Mapping[str, Any]:
+        """See the base class."""
+        found: dict[str, Any] = {}
+        for rank in self._rank_models():
+            archive = TorchArchive(self.reader, rank.place.file)
+            for name, value in self.weights.extra_states(rank):
+                if name not in found:
+                    found[name] = archive.with_values(value)
+        return found
+
+    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+        """See the base class."""
+        found = {}
+        for rank in self._ranks:
+            if rank.state.get("rng_state") is not None and rank.expert == 0:
+                archive = TorchArchive(self.reader, f"{rank.folder}/{MODEL_FILE}")
+                found[rank.pipeline, rank.tensor] = archive.with_values(rank.state["rng_state"])
+        return found
+
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """See the base class."""
         for file in (*(f"{rank.folder}/{MODEL_FILE}" for rank in self._ranks), *self._buffer_files):

@@ -15,6 +15,8 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.plan import StoredSlice
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference
 
+_EXTRA_STATE = "_extra_state"
+
 
 @dataclass(frozen=True)
 class RankModel:
@@ -105,9 +107,8 @@ class LegacyWeights(RankArrays):
     def _named(self, rank: RankModel) -> list[tuple[str, TensorReference]]:
         """A chunk's tensors with their model-space names; Transformer Engine's `_extra_state` carries no weights."""
         named = []
-        experts = int(self._arguments.get("num_experts") or 0) // self._layout.expert
         for local, value in rank.chunk.items():
-            if local.endswith("_extra_state"):
+            if local.endswith(_EXTRA_STATE):
                 continue
             if not isinstance(value, TensorReference):
                 raise UnsupportedCheckpointError(
@@ -115,5 +116,14 @@ class LegacyWeights(RankArrays):
                     found=f"{type(value).__name__} {local}",
                     where=rank.place.file,
                 )
-            named.append((model_space_name(local, rank.first_layer, rank.expert * experts, self._arguments), value))
+            named.append((self._model_space_name(local, rank), value))
         return named
+
+    def extra_states(self, rank: RankModel) -> list[tuple[str, Any]]:
+        """What a chunk's modules stored beside their parameters, with model-space names."""
+        states = ((local, value) for local, value in rank.chunk.items() if local.endswith(_EXTRA_STATE))
+        return [(self._model_space_name(local, rank), value) for local, value in states]
+
+    def _model_space_name(self, local: str, rank: RankModel) -> str:
+        experts = int(self._arguments.get("num_experts") or 0) // self._layout.expert
+        return model_space_name(local, rank.first_layer, rank.expert * experts, self._arguments)

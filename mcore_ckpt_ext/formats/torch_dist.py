@@ -17,6 +17,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.formats.base import Checkpoint, OptimizerState
 from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject, read_index
 from mcore_ckpt_ext.formats.optimizer_encodings import has_experts_apart, open_optimizer
+from mcore_ckpt_ext.formats.stacking import ShardedKey
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor, name_at, stacked_axes
@@ -30,6 +31,7 @@ _COMMON_OBJECT = "common_state/shard_0_1"
 _OPTIMIZER_PREFIXES = ("optimizer.", "chained_")
 _STATE_OBJECTS = ".optimizer/shard_0_1"
 _RANDOM_STATE = "rng_state/shard_"
+_EXTRA_STATE = "._extra_state"
 _SCALER_OBJECTS = ".grad_scaler/shard_0_1"
 
 
@@ -38,7 +40,7 @@ class StackedWeights:
 
     def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
         self._arrays = arrays
-        self._places: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._places: dict[str, ShardedKey] = {}
         for key, array in arrays.items():
             stacked = stacked_axes(key)
             for index in product(*(range(size) for size in array.shape[:stacked])):
@@ -48,6 +50,10 @@ class StackedWeights:
     def names(self) -> list[str]:
         """All names."""
         return list(self._places)
+
+    def places(self) -> Mapping[str, ShardedKey]:
+        """Of each name its array, and the index on the stacked axes."""
+        return self._places
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
         """See `planning.plan.Source`."""
@@ -183,6 +189,29 @@ class TorchDistCheckpoint(Checkpoint):
             if key.startswith(_RANDOM_STATE):
                 return tuple(int(size) for size in key.rpartition("_")[2].split("."))
         return None
+
+    def sharded_keys(self) -> Mapping[str, ShardedKey]:
+        """See the base class; the checkpoint itself shows them."""
+        return self.weights.places()
+
+    def extra_states(self) -> Mapping[str, Any]:
+        """See the base class."""
+        found = {}
+        for key, _, shard in (name.rpartition("/shard_") for name in self._index.objects):
+            if key.endswith(_EXTRA_STATE):
+                offsets = [int(number) for number in shard.partition("_")[0].split(".")]
+                value = self._values(f"{key}/shard_{shard}")
+                found[name_at(key, offsets[: stacked_axes(key)])] = value
+        return found
+
+    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+        """See the base class."""
+        found = {}
+        for key in self._index.objects:
+            if key.startswith(_RANDOM_STATE):
+                place = key.removeprefix(_RANDOM_STATE).partition("_")[0]
+                found[tuple(int(number) for number in place.split("."))] = self._values(key)
+        return found
 
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """Every archive of the checkpoint: (file, offset, length)."""

@@ -14,6 +14,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -36,38 +37,63 @@ class Record:
 
 
 class Placeholder:
-    """An object of a class that is not loaded: keeps what the pickle said of it, does nothing."""
+    """An object of a class that is not loaded: keeps what the pickle said of it, does nothing.
 
-    pickled_class = ""
+    `pickling.dumps` writes it back as it was read.
+    """
+
+    pickled_module = ""
+    pickled_name = ""
     arguments: tuple[object, ...]
 
     def __new__(cls, *arguments: object, **keywords: object) -> Placeholder:
         """Keep the constructor's arguments; enum members arrive this way, with their value."""
         self = super().__new__(cls)
         self.arguments = arguments
+        self._origin = Origin()
         return self
 
     def __init__(self, *arguments: object, **keywords: object) -> None:
         """Accept anything."""
+        self._origin.called = True
 
     def __setstate__(self, state: object) -> None:
-        self.state = state
         if isinstance(state, dict):
-            self.__dict__.update(state)
+            self.__dict__.update({key: value for key, value in state.items() if key != "_origin"})
+        self._origin.state = (state,)
 
     def append(self, item: object) -> None:
         """A pickled subclass of list."""
-        self.__dict__.setdefault("items", []).append(item)
+        self._origin.items.append(item)
 
     def extend(self, items: list[object]) -> None:
         """A pickled subclass of list."""
-        self.__dict__.setdefault("items", []).extend(items)
+        self._origin.items.extend(items)
 
     def __setitem__(self, key: object, value: object) -> None:
-        self.__dict__.setdefault("entries", {})[key] = value
+        self._origin.entries.append((key, value))
 
     def __repr__(self) -> str:
-        return f"<{self.pickled_class} {self.arguments!r}>"
+        return f"<{self.pickled_module}.{self.pickled_name} {self.arguments!r}>"
+
+
+class Origin:
+    """How a pickle built a placeholder: by a call or by `__new__` alone, or as the attribute `member` of a class.
+
+    `state` holds what `__setstate__` got, if anything; `items` and `entries` what was appended and set.
+    """
+
+    def __init__(self) -> None:
+        self.called = False
+        self.member: str | None = None
+        self.state: tuple[object, ...] = ()
+        self.items: list[object] = []
+        self.entries: list[tuple[object, object]] = []
+
+
+def origin_of(placeholder: Placeholder) -> Origin:
+    """See `Origin`."""
+    return placeholder._origin
 
 
 class TensorProperties(Record):
@@ -119,7 +145,9 @@ def _with_attributes(build: object, _: object, arguments: tuple[Any, ...], *__: 
 def _inert_getattr(owner: object, name: str) -> object:
     """Enums of Python 3.11 are pickled as `getattr(class, name)`; only placeholders have anything to get."""
     if isinstance(owner, type) and issubclass(owner, Placeholder):
-        return owner(name)
+        member = owner(name)
+        origin_of(member).member = name
+        return member
     raise UnsafePickleError("a pickle asks for an attribute", found=f"getattr({owner!r}, {name!r})")
 
 
@@ -193,7 +221,7 @@ class _SafeUnpickler(pickle.Unpickler):
                 where=self._where,
                 helps="do not use this file: it may be an attack",
             )
-        return _placeholder_class(module, name)
+        return placeholder_class(module, name)
 
     def persistent_load(self, reference: Any) -> StorageReference:
         try:
@@ -215,8 +243,11 @@ def _record_class(name: str) -> type[Record]:
 _RECORD_CLASSES: dict[str, type[Record]] = {}
 
 
-def _placeholder_class(module: str, name: str) -> type[Placeholder]:
-    return type(name.rpartition(".")[2], (Placeholder,), {"pickled_class": f"{module}.{name}"})
+@lru_cache(maxsize=1024)
+def placeholder_class(module: str, name: str) -> type[Placeholder]:
+    """The class that stands for `module.name`."""
+    names = {"pickled_module": module, "pickled_name": name}
+    return type(name.rpartition(".")[2], (Placeholder,), names)
 
 
 def safe_loads(data: bytes, where: str) -> Any:

@@ -109,11 +109,15 @@ class TorchArchive:
         if isinstance(tree, TensorReference):
             place = self.payload(tree)
             values = self._reader.read(place.file, place.offset, place.numel * place.dtype.itemsize)
-            return torch.frombuffer(bytearray(values), dtype=place.dtype).reshape(place.shape)
+            # torch.frombuffer refuses an empty buffer.
+            flat = torch.frombuffer(bytearray(values), dtype=place.dtype) if values else torch.empty(0, dtype=place.dtype)
+            return flat.reshape(place.shape)
         if isinstance(tree, dict):
             return {key: self.with_values(value) for key, value in tree.items()}
         if isinstance(tree, list):
             return [self.with_values(value) for value in tree]
+        if isinstance(tree, tuple) and type(tree) is tuple:
+            return tuple(self.with_values(value) for value in tree)
         return tree
 
     def verify_checksums(self) -> None:

@@ -1,0 +1,30 @@
+"""What the formats that are written have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# `param_group_identifier_keys` and the learning rates' bounds (megatron/core/optimizer/optimizer.py, core_v0.16 to 0.19).
+_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
+
+
+def distinct_groups(groups: Iterable[Mapping[str, Any]], experts_apart: bool) -> list[list[dict[str, Any]]]:
+    """The parameter groups of each chained optimizer, each group once: the dense parameters', then the experts'.
+
+    A job whose experts are ordinary parameters has no group of experts; where it is to get them, they have the
+    settings of the dense groups.
+    """
+    plain = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    dense = [{**group, "is_expert_parallel": False} for group in plain if not group.get("is_expert_parallel")]
+    experts = [dict(group) for group in plain if group.get("is_expert_parallel")]
+    if not experts_apart:
+        return [_once(dense)]
+    return [_once(dense), _once(experts or [{**group, "is_expert_parallel": True} for group in dense])]
+
+
+def _once(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    found: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for group in groups:
+        found.setdefault(tuple(group.get(key, group.get(f"pre_{key}")) for key in _IDENTITY), group)
+    return list(found.values())

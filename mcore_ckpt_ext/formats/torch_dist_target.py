@@ -1,0 +1,322 @@
+"""Writing `torch_dist`: what stock Megatron resumes under any layout, optimizer in natural shapes.
+
+Sources: `save_checkpoint` (megatron/training/checkpointing.py) and `_save` of megatron/core/dist_checkpointing
+(serialization.py, strategies/torch.py), core_v0.8.0 to 0.19.2; torch/distributed/checkpoint/metadata.py for `.metadata`.
+Since 0.15 the optimizer is `fully_reshardable`; before, `fully_sharded_model_space`, whose arrays are stored as
+[shards along each axis, elements of a shard] (strategies/resharding.py). Here a shard is one index of the stacked
+axes, and whole otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE, MODEL_SPACE
+from mcore_ckpt_ext.formats.stacking import ShardedKey, sharded_key
+from mcore_ckpt_ext.formats.target import distinct_groups
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor, stacked_axes
+from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
+from mcore_ckpt_ext.storage.archive_layout import ArchiveLayout, archive_layout
+from mcore_ckpt_ext.storage.pickling import DeclaredTensor, dumps, named_object
+from mcore_ckpt_ext.storage.safe_pickle import placeholder_class
+
+OLDEST = (0, 8)
+# A rank that wants part of a chunk reads all of it (torch/distributed/checkpoint/filesystem.py), so chunks stay small.
+CHUNK_BYTES = 128 << 20
+FILE_BYTES = 4 << 30
+_METADATA = "torch.distributed.checkpoint.metadata"
+# Kept by the job's own state machine for its own ranks; stock does without it when the layout changed.
+_NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine")
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A stored part of an array: its place there, and the slice of model space in it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    wanted: WantedSlice
+
+
+@dataclass(frozen=True)
+class _Array:
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[_Chunk, ...]
+    natural_shape: tuple[int, ...] | None = None
+
+
+class TorchDistTarget:
+    """Lays out one iteration folder.
+
+    `experts_apart`: experts have an optimizer of their own, as in jobs with several expert-parallel ranks.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, version: tuple[int, int], experts_apart: bool) -> None:
+        """Raises: UnsupportedCheckpointError, when that version knows no format that it resumes under any layout."""
+        if version < OLDEST:
+            raise UnsupportedCheckpointError(
+                "that version of Megatron has no torch_dist optimizer format that it resumes under another layout",
+                found=f"--megatron-version {version[0]}.{version[1]}",
+                expected=f"{OLDEST[0]}.{OLDEST[1]} or later",
+                helps="convert --to legacy with the layout that you want to resume with",
+            )
+        self._checkpoint = checkpoint
+        self._version = version
+        self._experts_apart = experts_apart
+        self._keys = checkpoint.sharded_keys()
+        self.notes: list[str] = []
+
+    def output(self) -> Output:
+        """All files of the folder, and where each tensor goes."""
+        writer = _DistcpFiles()
+        objects = dict(self._objects())
+        common = self._common(objects)
+        small: list[OutputFile] = []
+        if self._version >= (0, 19):
+            objects["common_state/shard_0_1"] = common
+        else:
+            archive = archive_layout(common)
+            small.append(OutputFile("common.pt", archive.length, archive.literals))
+        for key, value in objects.items():
+            writer.add_object(key, [value])
+        for array in self._arrays():
+            writer.add_array(array)
+        files, records, metadata = writer.finish(with_shapes=self._version < (0, 16))
+        small.append(_small_file(".metadata", metadata))
+        small.append(_small_file("metadata.json", self._config()))
+        return Output([*files, *small], records)
+
+    def _config(self) -> bytes:
+        """`CheckpointingConfig` (megatron/core/dist_checkpointing/core.py); without common backend since 0.19."""
+        config: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        if self._version < (0, 19):
+            config |= {"common_backend": "torch", "common_backend_version": 1}
+        return json.dumps(config).encode()
+
+    def _arrays(self) -> Iterator[_Array]:
+        source = self._checkpoint
+        yield from self._arrays_of(WEIGHT, source.weights.names(), "")
+        if source.optimizer_format is None:
+            return
+        for kind in source.optimizer.kinds:
+            state = "param" if kind == FP32_PARAM and self._version >= (0, 15) else kind
+            yield from self._arrays_of(kind, source.optimizer.names(), f"optimizer.state.{state}.")
+
+    def _arrays_of(self, kind: str, names: Sequence[str], prefix: str) -> Iterator[_Array]:
+        """The arrays of one kind: tensors with the same key, stacked."""
+        stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+        for name in names:
+            key, index = self._keys[name]
+            stacks.setdefault(key, []).append((index, name))
+        flattened = kind != WEIGHT and self._version < (0, 15)
+        for key, members in stacks.items():
+            tensors = [self._tensor(kind, name) for _, name in members]
+            counts = tuple(max(axis) + 1 for axis in zip(*(index for index, _ in members), strict=True))
+            shape, dtype = tensors[0].shape, tensors[0].dtype
+            chunks: list[_Chunk] = []
+            for (index, _), tensor in zip(members, tensors, strict=True):
+                cut = _flat_chunk if flattened else _chunks
+                chunks.extend(cut(kind, index, tensor))
+            whole = counts + shape
+            name = self._child_prefix(key) * flattened + prefix + key
+            if flattened and (len(whole) > 1 or self._version >= (0, 11)):
+                stored = counts + (1,) * len(shape) + (prod(shape),)
+                yield _Array(name, stored, dtype, tuple(chunks), whole)
+            else:
+                yield _Array(name, whole, dtype, tuple(chunks))
+
+    def _child_prefix(self, key: str) -> str:
+        """Chained optimizers mark their keys in 0.8 to 0.13 (`ChainedOptimizer.sharded_state_dict`)."""
+        if not self._experts_apart or self._version >= (0, 14):
+            return ""
+        return f"chained_{int('.experts.experts.' in key)}."
+
+    def _tensor(self, kind: str, name: str) -> LogicalTensor:
+        tensor = self._checkpoint.logical_tensor(kind, name)
+        if tensor is None:
+            raise UnsupportedCheckpointError("the checkpoint lacks a tensor that it names", where=f"{kind} {name}")
+        return tensor
+
+    def _objects(self) -> Iterator[tuple[str, Any]]:
+        """Pickled objects by key: extra states, and the random states where their ranks keep their meaning."""
+        counts: dict[str, tuple[int, ...]] = {}
+        stacked = any(stacked_axes(key) for key, _ in self._keys.values() if key.startswith("decoder.layers."))
+        states: list[tuple[str, tuple[int, ...], Any]] = []
+        for name, value in self._checkpoint.extra_states().items():
+            key, index = sharded_key(name, stacked)
+            if key != "output_layer._extra_state":  # left out by `GPTModel.sharded_state_dict`
+                states.append((key, index or (0,), value))
+                counts[key] = tuple(map(max, counts.get(key, states[-1][1]), states[-1][1]))
+        for key, index, value in states:
+            yield f"{key}/shard_{_dotted(index)}_{_dotted([count + 1 for count in counts[key]])}", value
+        yield from self._random_states()
+
+    def _random_states(self) -> Iterator[tuple[str, Any]]:
+        states = self._checkpoint.random_states()
+        grid = tuple(max(axis) + 1 for axis in zip(*states, strict=True)) if states else ()
+        layout = self._checkpoint.layout
+        # In 0.16 with several expert ranks, and only there, the grid has a data-parallel axis (`get_rng_state`).
+        axes = 3 if self._version == (0, 16) and layout.expert > 1 else 2
+        if len(grid) == axes and len(states) == prod(grid):
+            for place, value in states.items():
+                yield f"rng_state/shard_{_dotted(place)}_{_dotted(grid)}", value
+        else:
+            self.notes.append("the state of the random generators is not carried: they start anew on resuming")
+
+    def _common(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """The common state as that version's `save_checkpoint` writes it."""
+        source = self._checkpoint
+        common = {key: value for key, value in source.common.items() if key not in _NOT_CARRIED}
+        common["args"] = arguments = copy(common["args"])
+        arguments.ckpt_format = "torch_dist"
+        arguments.use_dist_ckpt = True
+        arguments.no_save_rng = not any(key.startswith("rng_state/") for key in objects)
+        content: dict[str, Any] = {}
+        if source.optimizer_format is not None:
+            arguments.use_distributed_optimizer = True
+            arguments.ckpt_fully_parallel_save = True  # up to 0.12 this chooses `fully_sharded_model_space`
+            encoding = FULLY_RESHARDABLE if self._version >= (0, 15) else MODEL_SPACE
+            common["optimizer"] = self._optimizer_entry(encoding)
+            content["distrib_optim_sharding_type"] = encoding
+        if self._version >= (0, 13):
+            written = source.common.get("content_metadata") or {}
+            content["singleton_local_shards"] = bool(written.get("singleton_local_shards", False))
+            content["chained_optim_avoid_prefix"] = self._version >= (0, 14)
+            if self._version >= (0, 15):
+                content["distrib_optim_fully_reshardable_mem_efficient"] = False
+            common["content_metadata"] = content
+        return common
+
+    def _optimizer_entry(self, encoding: str) -> dict[Any, Any]:
+        """One entry, or one for each chained optimizer: the dense parameters', then the experts'."""
+        children = []
+        for groups in distinct_groups(self._checkpoint.param_groups(), self._experts_apart):
+            child: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": encoding}
+            scaler = self._checkpoint.grad_scaler()
+            if scaler is not None:
+                child["grad_scaler"] = scaler
+            children.append(child)
+        return dict(enumerate(children)) if len(children) > 1 else children[0]
+
+
+def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[_Chunk]:
+    """A tensor in chunks of bounded size, cut along its first axis."""
+    shape = tensor.shape
+    rows = shape[0] if shape else 1
+    row_bytes = max(1, prod(shape[1:]) * ITEM_SIZE[tensor.dtype])
+    step = max(1, CHUNK_BYTES // row_bytes)
+    for first in range(0, max(rows, 1), step):
+        sizes = (min(step, rows - first), *shape[1:]) if shape else ()
+        offsets = (first, *(0 for _ in shape[1:])) if shape else ()
+        region = Region(tensor.name, offsets, sizes)
+        wanted = WantedSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
+        yield _Chunk(index + offsets, (1,) * len(index) + sizes, wanted)
+
+
+def _flat_chunk(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[_Chunk]:
+    """A tensor as one shard of the reshaped array."""
+    region = Region.whole(tensor.name, tensor.shape)
+    wanted = WantedSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
+    axes = len(index) + len(tensor.shape)
+    offsets = index + (0,) * (len(tensor.shape) + 1)
+    yield _Chunk(offsets, (1,) * axes + (region.numel,), wanted)
+
+
+class _DistcpFiles:
+    """Archives one after the other in `.distcp` files of bounded size, and the index of them."""
+
+    def __init__(self) -> None:
+        self._files: list[OutputFile] = []
+        self._literals: list[tuple[int, bytes]] = []
+        self._position = 0
+        self._records: list[Record] = []
+        self._entries: dict[str, Any] = {}
+        self._places: dict[Any, Any] = {}
+        self._shapes: dict[str, Any] = {}
+
+    def add_object(self, key: str, value: Any) -> None:
+        layout = archive_layout(value)
+        self._entries[key] = named_object(_METADATA, "BytesStorageMetadata", {})
+        self._file_away(layout, key, None)
+
+    def add_array(self, array: _Array) -> None:
+        chunks = []
+        dtype = getattr(torch, array.dtype)
+        for chunk in array.chunks:
+            layout = archive_layout(DeclaredTensor(dtype, chunk.sizes, chunk.wanted))
+            name = self._file_away(layout, array.key, chunk.offsets)
+            (tensor,) = layout.tensors
+            start = self._position - layout.length
+            self._records.append(
+                Record(
+                    name, start + tensor.offset, array.dtype, tensor.numel, (Placed(0, chunk.wanted),),
+                    tuple(start + place for place in tensor.checksums),
+                )
+            )  # fmt: skip
+            place = {"offsets": torch.Size(chunk.offsets), "sizes": torch.Size(chunk.sizes)}
+            chunks.append(named_object(_METADATA, "ChunkStorageMetadata", place))
+        properties = named_object(_METADATA, "TensorProperties", _properties(dtype))
+        state = {"properties": properties, "size": torch.Size(array.shape), "chunks": chunks}
+        self._entries[array.key] = named_object(_METADATA, "TensorStorageMetadata", state)
+        natural = array.natural_shape
+        self._shapes[array.key] = {} if natural is None else {"nd_reformulated_orig_global_shape": natural}
+
+    def finish(self, with_shapes: bool) -> tuple[list[OutputFile], list[Record], bytes]:
+        """All files, their records, and the pickled `.metadata`; `with_shapes`: as 0.8 to 0.15 extend it."""
+        self._close()
+        state = {
+            "state_dict_metadata": self._entries, "planner_data": None, "storage_data": self._places,
+            "storage_meta": None, "version": None,
+        }  # fmt: skip
+        if with_shapes:
+            state["mcore_data"] = self._shapes
+        return self._files, self._records, dumps(named_object(_METADATA, "Metadata", state))[0]
+
+    def _file_away(self, layout: ArchiveLayout, key: str, offsets: tuple[int, ...] | None) -> str:
+        if self._position and self._position + layout.length > FILE_BYTES:
+            self._close()
+        name = self._name
+        index = {"fqn": key, "index": None} | ({} if offsets is None else {"offset": torch.Size(offsets)})
+        place = {"relative_path": name, "offset": self._position, "length": layout.length}
+        info = named_object("torch.distributed.checkpoint.filesystem", "_StorageInfo", place)
+        self._places[named_object(_METADATA, "MetadataIndex", index)] = info
+        self._literals += [(self._position + at, data) for at, data in layout.literals]
+        self._position += layout.length
+        return name
+
+    @property
+    def _name(self) -> str:
+        return f"__0_{len(self._files)}.distcp"
+
+    def _close(self) -> None:
+        if self._position:
+            self._files.append(OutputFile(self._name, self._position, tuple(self._literals)))
+            self._literals, self._position = [], 0
+
+
+def _properties(dtype: torch.dtype) -> tuple[object, ...]:
+    """The state of `TensorProperties`: dtype, layout, requires_grad, memory format (0: contiguous), pin_memory."""
+    memory_format = placeholder_class(_METADATA, "_MEM_FORMAT_ENCODING")
+    return dtype, torch.strided, False, memory_format(0), False
+
+
+def _dotted(numbers: Sequence[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _small_file(name: str, content: bytes) -> OutputFile:
+    return OutputFile(name, len(content), ((0, content),))

@@ -1,0 +1,282 @@
+"""Converting a checkpoint into another format or layout: from a path to a published folder.
+
+The target lays out its files, the source says where each element lies, the plan between the two is executed block by
+block, and every master is proven against its weight on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, open_checkpoint
+from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.offline.targets import TargetOptions, lay_out_target
+from mcore_ckpt_ext.planning.output import Block, Output, OutputFile, Placed, Record
+from mcore_ckpt_ext.planning.plan import Plan, StoredSlice, make_plan
+from mcore_ckpt_ext.storage.publish import Publication
+from mcore_ckpt_ext.transfer import Transfer
+from mcore_ckpt_ext.writing import BLOCK_BYTES, RecordWriter, lay_out
+
+DEFAULT_WORKERS = 4
+DEFAULT_MEMORY = 1 << 30
+# A block is held once as it is written, once more while it is proven, and its weights beside it.
+_BLOCKS_AT_ONCE = 4
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did, or with `dry_run` what it would do; sizes in bytes."""
+
+    destination: Path
+    files: int
+    records: int
+    bytes_read: int
+    bytes_written: int
+    peak_memory: int
+    proven_elements: int
+    seconds: float
+    notes: Sequence[str]
+    lost: Mapping[str, int] = field(default_factory=dict)
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    to: str,
+    options: TargetOptions | None = None,
+    workers: int = DEFAULT_WORKERS,
+    memory_limit: int = DEFAULT_MEMORY,
+    force: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+    accept_lost: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Report:
+    """Convert a checkpoint, optimizer included.
+
+    Args:
+        source: a run folder (its newest iteration), an iteration folder, or a canonical folder.
+        destination: the run folder to make (for `canonical` the folder itself).
+        to: `torch_dist`, `legacy` or `canonical`.
+        options: layout and version to write for.
+        workers: records that are written at the same time.
+        memory_limit: bytes that blocks of all workers may take together.
+        force: replace the destination.
+        resume: continue an interrupted conversion of the same source with the same options.
+        dry_run: only say what would be done.
+        accept_lost: convert although the source lacks elements of the optimizer; their masters are taken from the
+            weights, their moments become zero.
+        progress: told the bytes written so far and the bytes to write.
+
+    Raises:
+        CheckpointError: the source cannot be read, proven or represented, or the destination not written. Nothing is
+            published then.
+    """
+    begun = time.monotonic()
+    checkpoint = open_checkpoint(source)
+    before = _state_of(checkpoint.folder)
+    target = lay_out_target(checkpoint, to, options or TargetOptions())
+    output = _below(target.output, target.folder)
+    destination = Path(destination).absolute()
+    _check_destination(destination, checkpoint.folder, target.folder)
+    lost = dict(checkpoint.optimizer.lost_elements()) if checkpoint.optimizer_format else {}
+    if lost and not accept_lost:
+        raise ProofError(
+            "the checkpoint was written damaged: elements of the optimizer are not in it",
+            found=", ".join(f"{count} of {name}" for name, count in list(lost.items())[:8]),
+            where=str(checkpoint.folder),
+            helps="use another iteration, or accept the loss: --accept-lost",
+        )
+    block_bytes = max(1 << 16, min(BLOCK_BYTES, memory_limit // (workers * _BLOCKS_AT_ONCE)))
+    filler = _Filler(checkpoint, accept_lost)
+    if not dry_run:
+        identity = repr((str(checkpoint.folder), before, to, options, accept_lost))
+        fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+        publication = Publication(destination, fingerprint, force=force, resume=resume)
+        try:
+            _write(output, publication, filler, workers, block_bytes, progress)
+            _check_unchanged(checkpoint.folder, before)
+            _check_readable(publication.folder, checkpoint, to)
+        except BaseException:
+            publication.close()
+            raise
+        publication.publish()
+    return Report(
+        destination=destination,
+        files=len(output.files),
+        records=len(output.records),
+        bytes_read=sum(record.nbytes for record in output.records),
+        bytes_written=output.bytes_written,
+        peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
+        proven_elements=filler.proven,
+        seconds=time.monotonic() - begun,
+        notes=target.notes,
+        lost=lost,
+    )
+
+
+def _write(
+    output: Output, publication: Publication, filler: _Filler, workers: int, block_bytes: int,
+    progress: Callable[[int, int], None],
+) -> None:  # fmt: skip
+    lay_out(output, publication.folder)
+    writer = RecordWriter(publication.folder, filler.fill, workers, block_bytes)
+    done = publication.done()
+    left = [
+        (number, record)
+        for number, record in enumerate(output.records)
+        if number not in done or writer.checksum(record) != done[number]
+    ]
+    total = sum(record.nbytes for record in output.records)
+    counter = _Counter(total - sum(record.nbytes for _, record in left), total, progress)
+    writer.write(left, publication.note, counter.add)
+
+
+class _Counter:
+    """Adds up what the workers wrote."""
+
+    def __init__(self, done: int, total: int, progress: Callable[[int, int], None]) -> None:
+        self._done, self._total, self._progress = done, total, progress
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._progress(self._done, self._total)
+
+
+class _Filler:
+    """Reads the content of blocks, and proves the masters in them."""
+
+    def __init__(self, checkpoint: Checkpoint, accept_lost: bool) -> None:
+        self.proven = 0
+        self._source = _Remembering(checkpoint)
+        # The records are shared between threads already.
+        self._transfer = Transfer(checkpoint.reader, workers=1)
+        self._accept_lost = accept_lost
+        self._lock = threading.Lock()
+
+    def fill(self, record: Record, block: Block, elements: torch.Tensor) -> None:
+        """See `writing.FillBlock`.
+
+        Raises:
+            ProofError: a master does not round to its weight.
+            CheckpointError: the source is damaged or incomplete.
+        """
+        plan = make_plan([placed.wanted for placed in block.content], self._source, self._accept_lost)
+        rooms = [elements[placed.start : placed.stop] for placed in block.content]
+        self._transfer.execute(plan, rooms)
+        for index, (placed, room) in enumerate(zip(block.content, rooms, strict=True)):
+            if placed.wanted.kind == FP32_PARAM:
+                self._prove(placed, room, plan, index)
+
+    def _prove(self, placed: Placed, masters: torch.Tensor, plan: Plan, index: int) -> None:
+        wanted = placed.wanted
+        tensors = {name: self._weight(name, tensor) for name, tensor in wanted.tensors.items()}
+        dtype = next(iter(tensors.values())).dtype
+        weights = torch.zeros(masters.numel(), dtype=getattr(torch, dtype))
+        beside = make_plan([replace(wanted, kind=WEIGHT, tensors=tensors)], self._source)
+        self._transfer.execute(beside, [weights])
+        for fill in plan.fills:
+            if fill.target == index:
+                # Nobody has these masters: padding of the vocabulary (zero on both sides), or accepted losses.
+                masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
+        mismatch = first_mismatch(masters, weights)
+        if mismatch is not None:
+            raise ProofError(
+                "a master does not round to the weight beside it",
+                found=f"master {mismatch.master!r}",
+                expected=f"weight {mismatch.weight!r}",
+                where=f"element {mismatch.position} of {wanted.slice}",
+                helps="the checkpoint is damaged, or its weights were edited after the save: use another iteration",
+            )
+        with self._lock:
+            self.proven += masters.numel()
+
+    def _weight(self, name: str, master: LogicalTensor) -> LogicalTensor:
+        """The weight beside a master, in the shape that the target wants."""
+        weight = self._source.logical_tensor(WEIGHT, name)
+        if weight is None:
+            raise UnreadableCheckpointError("a parameter with optimizer state has no weight", where=name)
+        return replace(weight, shape=master.shape)
+
+
+class _Remembering:
+    """A checkpoint as a source that answers the same question once."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.stored: Callable[[str, str], Sequence[StoredSlice]] = lru_cache(maxsize=None)(checkpoint.stored)
+        self.logical_tensor: Callable[[str, str], LogicalTensor | None] = lru_cache(maxsize=None)(
+            checkpoint.logical_tensor
+        )
+
+
+def _below(output: Output, folder: str) -> Output:
+    """The same files in a folder of the destination, with the tracker file that names it."""
+    if not folder:
+        return output
+    files = [replace(file, name=f"{folder}/{file.name}") for file in output.files]
+    named = folder if folder == "release" else str(int(folder.removeprefix("iter_")))
+    files.append(OutputFile(TRACKER_FILE, len(named), ((0, named.encode()),)))
+    return Output(files, [replace(record, file=f"{folder}/{record.file}") for record in output.records])
+
+
+def _check_destination(destination: Path, source: Path, folder: str) -> None:
+    """Refuse to replace more than a checkpoint of the same iteration, or the source itself."""
+    if destination in (source, *source.parents) or source in destination.parents:
+        raise DestinationError(
+            "the destination would lie in its own source, or replace it", where=str(destination),
+            helps="choose a folder beside it",
+        )  # fmt: skip
+    others = [path.name for path in destination.glob("iter_*") if path.name != folder] if destination.is_dir() else []
+    if others:
+        raise DestinationError(
+            "the destination holds other iterations, which would be lost",
+            found=", ".join(sorted(others)[:5]),
+            where=str(destination),
+            helps="choose another folder",
+        )
+
+
+def _state_of(folder: Path) -> list[tuple[str, int, int]]:
+    """Name, size and time of change of every file below a folder."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        status = path.stat()
+        found.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
+    return found
+
+
+def _check_unchanged(folder: Path, before: list[tuple[str, int, int]]) -> None:
+    if _state_of(folder) != before:
+        raise UnreadableCheckpointError(
+            "the source changed while it was read; nothing was published",
+            where=str(folder),
+            helps="convert a checkpoint that no job is writing",
+        )
+
+
+def _check_readable(folder: Path, source: Checkpoint, to: str) -> None:
+    """Open what was written, as a reader will, and compare what it says of itself with the source."""
+    written = open_checkpoint(folder)
+    for kind in source.kinds():
+        if sorted(written.names(kind)) != sorted(source.names(kind)):
+            raise DestinationError(
+                f"what was written as {to} does not read back as the source; nothing was published",
+                found=f"{len(written.names(kind))} tensors of {kind}",
+                expected=f"{len(source.names(kind))}",
+                where=str(folder),
+            )

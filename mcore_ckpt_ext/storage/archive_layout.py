@@ -1,0 +1,144 @@
+"""The layout of a torch archive before any tensor is at hand: where every byte of it will lie.
+
+What `torch.save` writes is an uncompressed zip (caffe2/serialize/inline_container.cc): `data.pkl`, `byteorder`, each
+storage as `data/<number>`, and `version`, each aligned to 64 bytes by an extra field of its local header. The format
+of the zip is PKWARE's APPNOTE, 4.3 and 4.5.3 (zip64).
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.storage.pickling import DeclaredTensor, Leaf, dumps
+
+_ALIGNMENT = 64
+_LIMIT_32 = 0xFFFFFFFF
+_LIMIT_16 = 0xFFFF
+_DATE = (1980 - 1980) << 9 | 1 << 5 | 1
+_VERSION = 45  # zip64
+_CRC_IN_LOCAL_HEADER = 14
+_CRC_IN_DIRECTORY = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ArchivedTensor:
+    """A declared tensor: its `tag`, the first byte of its elements, and the bytes that hold their CRC-32."""
+
+    tag: object
+    dtype: torch.dtype
+    numel: int
+    offset: int
+    checksums: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ArchiveLayout:
+    """An archive of `length` bytes; offsets count from its beginning."""
+
+    length: int
+    literals: tuple[tuple[int, bytes], ...]
+    tensors: tuple[ArchivedTensor, ...]
+
+
+def archive_layout(tree: Any) -> ArchiveLayout:
+    """Lay out the archive of a tree; small tensors are written with it, declared ones later.
+
+    Raises:
+        TypeError: something in it cannot be pickled by name.
+    """
+    pickle, leaves = dumps(tree)
+    members: list[tuple[str, bytes | Leaf]] = [("data.pkl", pickle), ("byteorder", b"little")]
+    members += [(f"data/{number}", leaf) for number, leaf in enumerate(leaves)]
+    members += [("version", b"3\n")]
+    return _Zip().layout(members)
+
+
+class _Zip:
+    def __init__(self) -> None:
+        self._position = 0
+        self._literals: list[tuple[int, bytes]] = []
+        self._directory: list[tuple[bytes, int]] = []
+        self._declared: list[tuple[DeclaredTensor, int, int, int]] = []
+
+    def layout(self, members: Sequence[tuple[str, bytes | Leaf]]) -> ArchiveLayout:
+        for name, content in members:
+            self._add(f"archive/{name}".encode(), content)
+        directory, crc_at = self._central_directory()
+        tensors = tuple(
+            ArchivedTensor(leaf.tag, leaf.dtype, _numel(leaf), data_at, (local_crc, crc_at[entry]))
+            for leaf, data_at, local_crc, entry in self._declared
+        )
+        self._literals.append((self._position, directory))
+        return ArchiveLayout(self._position + len(directory), tuple(self._literals), tensors)
+
+    def _add(self, name: bytes, content: bytes | Leaf) -> None:
+        data = None if isinstance(content, DeclaredTensor) else _bytes(content)
+        size = _numel(content) * content.dtype.itemsize if isinstance(content, DeclaredTensor) else len(data or b"")
+        crc = 0 if data is None else zlib.crc32(data)
+        header_at = self._position
+        large = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LIMIT_32 else b""
+        fixed = header_at + 30 + len(name) + len(large) + 4
+        padding = -fixed % _ALIGNMENT
+        extra = large + struct.pack("<HH", 0x4246, padding) + b"Z" * padding  # "FB", as torch pads
+        shown = min(size, _LIMIT_32)
+        header = struct.pack(
+            "<4s5H3I2H", b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, crc, shown, shown, len(name), len(extra)
+        )
+        head = header + name + extra
+        data_at = header_at + len(head)
+        self._literals.append((header_at, head if data is None else head + data))
+        if isinstance(content, DeclaredTensor):
+            crc_at = header_at + _CRC_IN_LOCAL_HEADER
+            self._declared.append((content, data_at, crc_at, len(self._directory)))
+        self._directory.append((_directory_entry(name, crc, size, header_at), 0))
+        self._position = data_at + size
+
+    def _central_directory(self) -> tuple[bytes, list[int]]:
+        """The directory with its end records, and where each entry's CRC lies."""
+        crc_at, body = [], b""
+        parts = []
+        at = self._position
+        for entry, _ in self._directory:
+            crc_at.append(at + _CRC_IN_DIRECTORY)
+            parts.append(entry)
+            at += len(entry)
+        body = b"".join(parts)
+        count = len(parts)
+        end = b""
+        if self._position >= _LIMIT_32 or count >= _LIMIT_16 or len(body) >= _LIMIT_32:
+            end += struct.pack(
+                "<4sQ2H2I4Q", b"PK\x06\x06", 44, _VERSION, _VERSION, 0, 0, count, count, len(body), self._position
+            )
+            end += struct.pack("<4sIQI", b"PK\x06\x07", 0, at, 1)
+        shown, size, start = min(count, _LIMIT_16), min(len(body), _LIMIT_32), min(self._position, _LIMIT_32)
+        end += struct.pack("<4s4H2IH", b"PK\x05\x06", 0, 0, shown, shown, size, start, 0)
+        return body + end, crc_at
+
+
+def _directory_entry(name: bytes, crc: int, size: int, header_at: int) -> bytes:
+    large = b"".join(struct.pack("<Q", value) for value in (*[size] * 2 * (size >= _LIMIT_32),))
+    if header_at >= _LIMIT_32:
+        large += struct.pack("<Q", header_at)
+    extra = struct.pack("<HH", 1, len(large)) + large if large else b""
+    shown = min(size, _LIMIT_32)
+    fields = (_VERSION, _VERSION, 0, 0, 0, _DATE, crc, shown, shown, len(name), len(extra), 0, 0, 0, 0)
+    return struct.pack("<4s6H3I5H2I", b"PK\x01\x02", *fields, min(header_at, _LIMIT_32)) + name + extra
+
+
+def _bytes(content: bytes | torch.Tensor) -> bytes:
+    if isinstance(content, bytes):
+        return content
+    return content.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _numel(leaf: DeclaredTensor) -> int:
+    numel = 1
+    for size in leaf.shape:
+        numel *= size
+    return numel

@@ -1,0 +1,138 @@
+"""Executes outputs: fills the records of files that are being made, block by block, in bounded memory."""
+
+from __future__ import annotations
+
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+
+from mcore_ckpt_ext.planning.output import Block, Output, OutputFile, Record
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.publish import cannot_write
+
+BLOCK_BYTES = 64 << 20
+
+FillBlock = Callable[[Record, Block, torch.Tensor], None]
+"""Fills a 1-D tensor of zeros, one element for each of the block, with the block's content."""
+
+
+def lay_out(output: Output, folder: Path) -> None:
+    """Make all files at their full size, with the bytes that are known already.
+
+    Raises:
+        DestinationError: the disk refuses.
+    """
+    for file in output.files:
+        path = folder / file.name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _lay_out_file(file, path)
+        except OSError as error:
+            raise cannot_write(path, error) from error
+
+
+def _lay_out_file(file: OutputFile, path: Path) -> None:
+    # An interrupted run may have left it: what is in its records stays.
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        os.ftruncate(descriptor, file.length)
+        for position, data in file.literals:
+            _write(descriptor, memoryview(data), position)
+    finally:
+        os.close(descriptor)
+
+
+class RecordWriter:
+    """Fills records of the files below one folder, several at a time."""
+
+    def __init__(self, folder: Path, fill: FillBlock, workers: int, block_bytes: int = BLOCK_BYTES) -> None:
+        self._folder = folder
+        self._fill = fill
+        self._workers = workers
+        self._block_bytes = block_bytes
+        self._descriptors: dict[str, int] = {}
+        self._lock = threading.Lock()
+
+    def write(
+        self, records: Sequence[tuple[int, Record]], finished: Callable[[int, int], None], moved: Callable[[int], None]
+    ) -> None:
+        """Fill numbered records.
+
+        Args:
+            records: what to fill.
+            finished: told the number and the CRC-32 of every finished record.
+            moved: told the bytes of every finished block.
+
+        Raises:
+            DestinationError: the disk refuses.
+            CheckpointError: whatever the source raises; no other record is begun after that.
+        """
+        stop = threading.Event()
+
+        def one(number: int, record: Record) -> None:
+            if not stop.is_set():
+                try:
+                    crc = self._write_record(record, moved, stop)
+                except BaseException:
+                    stop.set()
+                    raise
+                if crc is not None:
+                    finished(number, crc)
+
+        with ExitStack() as stack:
+            stack.callback(self._close)
+            pool = stack.enter_context(ThreadPoolExecutor(self._workers, thread_name_prefix="mcore_ckpt_ext"))
+            for done in [pool.submit(one, number, record) for number, record in records]:
+                done.result()
+
+    def checksum(self, record: Record) -> int:
+        """The CRC-32 of what a record's place holds now."""
+        crc = 0
+        size = ITEM_SIZE[record.dtype]
+        for block in record.blocks(self._block_bytes):
+            position = record.offset + block.start * size
+            crc = zlib.crc32(os.pread(self._descriptor(record.file), (block.stop - block.start) * size, position), crc)
+        return crc
+
+    def _write_record(self, record: Record, moved: Callable[[int], None], stop: threading.Event) -> int | None:
+        """The record's CRC-32; None where another record's failure stopped it."""
+        crc, size = 0, ITEM_SIZE[record.dtype]
+        try:
+            descriptor = self._descriptor(record.file)
+            for block in record.blocks(self._block_bytes):
+                if stop.is_set():
+                    return None
+                elements = torch.zeros(block.stop - block.start, dtype=getattr(torch, record.dtype))
+                self._fill(record, block, elements)
+                data = memoryview(elements.view(torch.uint8).numpy())
+                crc = zlib.crc32(data, crc)
+                _write(descriptor, data, record.offset + block.start * size)
+                moved(len(data))
+            for place in record.checksums:
+                _write(descriptor, memoryview(struct.pack("<I", crc)), place)
+        except OSError as error:
+            raise cannot_write(self._folder / record.file, error) from error
+        return crc
+
+    def _descriptor(self, file: str) -> int:
+        with self._lock:
+            if file not in self._descriptors:
+                self._descriptors[file] = os.open(self._folder / file, os.O_RDWR)
+            return self._descriptors[file]
+
+    def _close(self) -> None:
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])
+
+
+def _write(descriptor: int, data: memoryview, position: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], position + done)
