@@ -100,6 +100,8 @@ class Transfer:
         return known
 
     def _look_up(self, extent: Extent) -> Payload:
+        if extent.plain:
+            return Payload(extent.file, extent.offset, getattr(torch, extent.dtype), (extent.numel,))
         archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
         dtype = getattr(torch, extent.dtype)
         if extent.record:

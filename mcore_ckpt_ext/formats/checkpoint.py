@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint, TensorHandle
+from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -21,7 +22,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, witnesses: Sequence[Paramet
     """Open a checkpoint; nothing but metadata is read.
 
     Args:
-        path: a run folder (its newest iteration is taken), or an `iter_XXXXXXX` or `release` folder.
+        path: a run folder (its newest iteration is taken), an `iter_XXXXXXX` or `release` folder,
+            or a folder in `canonical`.
         witnesses: parameter orders to try when the layout of the gradient buffers is recovered.
 
     Raises:
@@ -29,6 +31,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, witnesses: Sequence[Paramet
         UnsupportedCheckpointError: it is of a kind that this version does not read.
     """
     folder = iteration_folder(Path(path))
+    if is_canonical(folder):
+        return CanonicalCheckpoint(folder, witnesses)
     kind = LegacyCheckpoint if is_legacy(folder) else TorchDistCheckpoint
     return kind(folder, witnesses)
 

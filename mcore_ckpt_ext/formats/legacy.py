@@ -166,7 +166,7 @@ class LegacyCheckpoint(Checkpoint):
 
     def random_states(self) -> Mapping[tuple[int, ...], Any]:
         """See the base class."""
-        found = {}
+        found: dict[tuple[int, ...], Any] = {}
         for rank in self._ranks:
             if rank.state.get("rng_state") is not None and rank.expert == 0:
                 archive = TorchArchive(self.reader, f"{rank.folder}/{MODEL_FILE}")

@@ -15,7 +15,9 @@ _LAYER = re.compile(r"^(?P<before>decoder\.layers\.)(?P<index>\d+)\.(?P<after>.+
 _EXPERT = re.compile(r"^(?P<before>.*\.experts\.experts\.)(?P<index>\d+)\.(?P<after>.+)$")
 
 # Arguments whose value other than the default makes a block heterogeneous.
-_ALWAYS = ("hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
+_ALWAYS = (
+    "hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
+)  # fmt: skip
 _FREQUENCIES = ("moe_layer_freq", "linear_attention_freq")
 
 ShardedKey = tuple[str, tuple[int, ...]]

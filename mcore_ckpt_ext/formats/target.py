@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-# `param_group_identifier_keys` and the learning rates' bounds (megatron/core/optimizer/optimizer.py, core_v0.16 to 0.19).
+from mcore_ckpt_ext.storage.safe_pickle import Placeholder
+
+# `param_group_identifier_keys` (megatron/core/optimizer/optimizer.py, core_v0.16 to 0.19), as far as groups differ in it.
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
+
+
+def portable_arguments(arguments: argparse.Namespace) -> argparse.Namespace:
+    """The arguments that every version can unpickle: without members of Megatron's own enums, which come and go.
+
+    No loader reads these from a checkpoint; with `--use-checkpoint-args` a missing one keeps the job's own value
+    (`load_args_from_checkpoint`, megatron/training/checkpointing.py).
+    """
+    return argparse.Namespace(**{name: value for name, value in vars(arguments).items() if not _has_object(value)})
+
+
+def _has_object(value: Any) -> bool:
+    if isinstance(value, (list, tuple, set)):
+        return any(_has_object(item) for item in value)
+    if isinstance(value, dict):
+        return any(_has_object(item) for item in value.values())
+    kind = value if isinstance(value, type) else type(value)
+    return issubclass(kind, Placeholder)
 
 
 def distinct_groups(groups: Iterable[Mapping[str, Any]], experts_apart: bool) -> list[list[dict[str, Any]]]:

@@ -1,7 +1,7 @@
 """Writing `torch_dist`: what stock Megatron resumes under any layout, optimizer in natural shapes.
 
 Sources: `save_checkpoint` (megatron/training/checkpointing.py) and `_save` of megatron/core/dist_checkpointing
-(serialization.py, strategies/torch.py), core_v0.8.0 to 0.19.2; torch/distributed/checkpoint/metadata.py for `.metadata`.
+(serialization.py, strategies/torch.py), core_v0.8.0 to 0.19.2; for `.metadata`, torch/distributed/checkpoint/metadata.py.
 Since 0.15 the optimizer is `fully_reshardable`; before, `fully_sharded_model_space`, whose arrays are stored as
 [shards along each axis, elements of a shard] (strategies/resharding.py). Here a shard is one index of the stacked
 axes, and whole otherwise.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -21,9 +20,8 @@ import torch
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE, MODEL_SPACE
-from mcore_ckpt_ext.formats.stacking import ShardedKey, sharded_key
-from mcore_ckpt_ext.formats.target import distinct_groups
-from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.formats.stacking import sharded_key
+from mcore_ckpt_ext.formats.target import distinct_groups, portable_arguments
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor, stacked_axes
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
@@ -181,7 +179,7 @@ class TorchDistTarget:
         """The common state as that version's `save_checkpoint` writes it."""
         source = self._checkpoint
         common = {key: value for key, value in source.common.items() if key not in _NOT_CARRIED}
-        common["args"] = arguments = copy(common["args"])
+        common["args"] = arguments = portable_arguments(common["args"])
         arguments.ckpt_format = "torch_dist"
         arguments.use_dist_ckpt = True
         arguments.no_save_rng = not any(key.startswith("rng_state/") for key in objects)

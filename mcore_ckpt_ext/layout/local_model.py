@@ -76,13 +76,18 @@ class LocalModels:
         return not self.arguments.get("untie_embeddings_and_output_weights", False)
 
     @cached_property
+    def layers_by_chunk(self) -> list[list[range]] | None:
+        """Global decoder layers by `[pipeline rank][virtual stage]`; None where the pipeline split is not known."""
+        return self._layers or layers_by_chunk(self.arguments, self.layout)
+
+    @cached_property
     def chunks(self) -> list[list[list[str]]] | None:
         """Names by `[pipeline rank][virtual stage]`; None where the pipeline split is not known.
 
         The last chunk of a tied model lists the word embeddings, too (language_module.py,
         `setup_embeddings_and_output_layer`).
         """
-        layers = self._layers or layers_by_chunk(self.arguments, self.layout)
+        layers = self.layers_by_chunk
         if layers is None:
             return None
         by_layer: dict[int | None, list[str]] = {}

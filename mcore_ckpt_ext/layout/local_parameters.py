@@ -45,6 +45,7 @@ _LOCAL_SPEC_NAMES = {
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
 _SEQUENTIAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.+)$")
 _GROUPED_EXPERT = re.compile(r"^(.*\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
+_EXPERT = re.compile(r"^(.*\.experts)\.experts\.(\d+)\.(.+)$")
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _FUSED_EXPERTS = re.compile(r"\.experts\.weight[12]$")
 
@@ -88,11 +89,62 @@ def model_space_name(local: str, first_layer: int, first_expert: int, arguments:
 
 
 def _name_in_layer(suffix: str, arguments: Mapping[str, Any]) -> str:
-    if arguments.get("transformer_impl", "local") == "local" and not arguments.get("multi_latent_attention"):
+    if _separates_norms(arguments):
         for module, key in _LOCAL_SPEC_NAMES.items():
             if suffix.startswith(module):
                 return key + suffix.removeprefix(module)
     return suffix
+
+
+def _separates_norms(arguments: Mapping[str, Any]) -> bool:
+    """Whether norms are modules of their own that the sharded keys show as parts of the linear after them."""
+    return arguments.get("transformer_impl", "local") == "local" and not arguments.get("multi_latent_attention")
+
+
+class LocalNames:
+    """The way back: from model space to the names in the `state_dict` of a job with given arguments."""
+
+    def __init__(self, arguments: Mapping[str, Any]) -> None:
+        self._separate_norms = _separates_norms(arguments)
+        self._grouped = bool(arguments.get("moe_grouped_gemm"))
+        if self._grouped and arguments.get("transformer_impl", "local") == "local" and arguments.get("num_experts"):
+            raise UnsupportedCheckpointError(
+                "grouped experts of the local layer spec are one transposed matrix (GroupedMLP), which is not written",
+                helps="convert --to torch_dist",
+            )
+
+    def local(self, name: str, first_layer: int, first_expert: int, tied_copy: bool) -> str:
+        """The name of a tensor in the chunk that begins with these layer and expert numbers.
+
+        `tied_copy`: the chunk holds the word embeddings as its output layer.
+        """
+        if name == WORD_EMBEDDINGS and tied_copy:
+            return "output_layer.weight"
+        if layer := _LAYER.match(name):
+            suffix = layer[2]
+            for module, key in _LOCAL_SPEC_NAMES.items() if self._separate_norms else ():
+                if suffix.startswith(key):
+                    suffix = module + suffix.removeprefix(key)
+            name = f"decoder.layers.{int(layer[1]) - first_layer}.{suffix}"
+        if expert := _EXPERT.match(name):
+            number = int(expert[2]) - first_expert
+            if not self._grouped:
+                return f"{expert[1]}.local_experts.{number}.{expert[3]}"
+            # A grouped linear has one extra state for all of its experts.
+            return f"{expert[1]}.{expert[3]}{'' if expert[3].endswith('_extra_state') else number}"
+        return name
+
+    @staticmethod
+    def layer_of(name: str) -> int | None:
+        """The global decoder layer of a name; None outside of the layers."""
+        match = _LAYER.match(name)
+        return int(match[1]) if match else None
+
+    @staticmethod
+    def expert_of(name: str) -> int | None:
+        """The global expert of a name; None for everything else."""
+        match = _EXPERT.match(name)
+        return int(match[2]) if match else None
 
 
 def layers_of(local_names: Mapping[str, object]) -> int:
@@ -138,6 +190,39 @@ def regions_of(
     sizes = _with_size(shape, axis, size)
     starts = ((band * part.ranks + part.rank) * size for band in range(bands))
     return whole, tuple(Region(name, _with_size((0,) * len(shape), axis, start), sizes) for start in starts)
+
+
+def shard_grid(
+    name: str, shape: tuple[int, ...], ranks: int, arguments: Mapping[str, Any], version: tuple[int, int]
+) -> tuple[tuple[int, ...], ...]:
+    """Where the shards of a tensor begin, axis by axis, when `ranks` tensor-parallel ranks share it.
+
+    The rules are those of `regions_of`. The down projections of latent attention are cut up to 0.13 and by the local
+    layer spec, and whole on every rank of Transformer Engine's since 0.14 (gpt_layer_specs.py, `linear()`).
+
+    Raises:
+        UnsupportedCheckpointError: no rule says how it is cut, or it does not divide.
+    """
+    module = name.split(".")[-2] if "." in name else name
+    gated = bool(_GATED.search(name) and (arguments.get("swiglu") or arguments.get("quick_geglu")))
+    if module in _DOWN_PROJECTIONS and ranks > 1:
+        cut = arguments.get("transformer_impl", "local") == "local" or version < (0, 14)
+        axis: int | None = 0 if cut else None
+    else:
+        axis = 0 if gated and ranks > 1 else _cut_axis(name, shape, TensorPart(0, ranks), arguments)
+    parts = ranks * (2 if gated else 1)
+    if axis is None:
+        return tuple((0,) for _ in shape)
+    if shape[axis] % parts:
+        raise UnsupportedCheckpointError(
+            "a parameter does not divide between the tensor-parallel ranks",
+            found=f"{shape[axis]} elements along axis {axis}",
+            expected=f"a multiple of {parts}",
+            where=name,
+            helps="choose a tensor parallel size that divides the model",
+        )
+    size = shape[axis] // parts
+    return tuple(tuple(range(0, shape[a], size)) if a == axis else (0,) for a in range(len(shape)))
 
 
 def _cut_axis(name: str, shape: tuple[int, ...], part: TensorPart, arguments: Mapping[str, Any]) -> int | None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.canonical import canonical_output
+from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
 from mcore_ckpt_ext.formats.torch_dist_target import TorchDistTarget
 from mcore_ckpt_ext.planning.output import Output
 
@@ -23,6 +26,7 @@ class TargetOptions:
     pipeline_model_parallel_size: int | None = None
     virtual_pipeline_model_parallel_size: int | None = None
     expert_model_parallel_size: int | None = None
+    vocab_size: int | None = None
 
     @property
     def version(self) -> tuple[int, int]:
@@ -48,6 +52,57 @@ class Target:
     notes: Sequence[str]
 
 
+# Arguments that say how layers are spread over pipeline ranks, and mean nothing for another number of ranks.
+_SPREADING = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+)  # fmt: skip
+
+
+def reader_arguments(checkpoint: Checkpoint, options: TargetOptions) -> dict[str, Any]:
+    """Megatron's arguments of the job that will read: the writer's, with another layout."""
+    arguments, source = dict(checkpoint.args), checkpoint.layout
+    tensor = options.tensor_model_parallel_size or source.tensor
+    pipeline = options.pipeline_model_parallel_size or source.pipeline
+    expert = options.expert_model_parallel_size or source.expert
+    virtual = options.virtual_pipeline_model_parallel_size
+    if virtual is None:
+        virtual = source.virtual_pipeline if pipeline == source.pipeline else 1
+    ranks = tensor * pipeline * source.context
+    data = max(1, source.world // ranks)
+    if pipeline != source.pipeline:
+        arguments |= {name: None for name in _SPREADING if name in arguments}
+    arguments |= {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "transformer_pipeline_model_parallel_size": pipeline,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "expert_model_parallel_size": expert,
+        "expert_tensor_parallel_size": tensor,
+        "data_parallel_size": data,
+        "world_size": ranks * data,
+        "padded_vocab_size": _padded_vocabulary(arguments, tensor, options.vocab_size),
+        "ckpt_format": "torch",
+        "use_dist_ckpt": False,
+        "use_distributed_optimizer": True,
+    }
+    return arguments
+
+
+def _padded_vocabulary(arguments: Mapping[str, Any], tensor: int, vocabulary: int | None) -> int:
+    """Rows of the embedding: `_vocab_size_with_padding` (megatron/training/tokenizer/tokenizer.py, 0.7 to 0.19).
+
+    Without the true size, which no checkpoint records, the stored one is kept, or padded further where it does not
+    divide.
+    """
+    multiple = int(arguments.get("make_vocab_size_divisible_by") or 128) * tensor
+    stored = int(arguments["padded_vocab_size"])
+    if vocabulary is None:
+        return stored if stored % tensor == 0 else -(-stored // multiple) * multiple
+    return -(-vocabulary // multiple) * multiple
+
+
 def lay_out_target(checkpoint: Checkpoint, to: str, options: TargetOptions) -> Target:
     """Lay out the files of a conversion.
 
@@ -60,4 +115,9 @@ def lay_out_target(checkpoint: Checkpoint, to: str, options: TargetOptions) -> T
         experts_apart = checkpoint.experts_apart if expert is None else expert > 1
         target = TorchDistTarget(checkpoint, options.version, experts_apart)
         return Target(target.output(), folder, target.notes)
+    if to == "canonical":
+        return Target(canonical_output(checkpoint), "", [])
+    if to == "legacy":
+        legacy = LegacyTarget(checkpoint, reader_arguments(checkpoint, options), options.version)
+        return Target(legacy.output(), folder, legacy.notes)
     raise UnsupportedCheckpointError("unknown format", found=to, expected=", ".join(FORMATS))

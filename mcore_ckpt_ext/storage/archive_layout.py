@@ -11,6 +11,7 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from mcore_ckpt_ext.storage.pickling import DeclaredTensor, Leaf, dumps
 _ALIGNMENT = 64
 _LIMIT_32 = 0xFFFFFFFF
 _LIMIT_16 = 0xFFFF
-_DATE = (1980 - 1980) << 9 | 1 << 5 | 1
+_DATE = 1 << 5 | 1  # the first of January 1980, so that equal content makes equal files
 _VERSION = 45  # zip64
 _CRC_IN_LOCAL_HEADER = 14
 _CRC_IN_DIRECTORY = 16
@@ -63,7 +64,7 @@ class _Zip:
     def __init__(self) -> None:
         self._position = 0
         self._literals: list[tuple[int, bytes]] = []
-        self._directory: list[tuple[bytes, int]] = []
+        self._directory: list[bytes] = []
         self._declared: list[tuple[DeclaredTensor, int, int, int]] = []
 
     def layout(self, members: Sequence[tuple[str, bytes | Leaf]]) -> ArchiveLayout:
@@ -96,20 +97,14 @@ class _Zip:
         if isinstance(content, DeclaredTensor):
             crc_at = header_at + _CRC_IN_LOCAL_HEADER
             self._declared.append((content, data_at, crc_at, len(self._directory)))
-        self._directory.append((_directory_entry(name, crc, size, header_at), 0))
+        self._directory.append(_directory_entry(name, crc, size, header_at))
         self._position = data_at + size
 
     def _central_directory(self) -> tuple[bytes, list[int]]:
         """The directory with its end records, and where each entry's CRC lies."""
-        crc_at, body = [], b""
-        parts = []
-        at = self._position
-        for entry, _ in self._directory:
-            crc_at.append(at + _CRC_IN_DIRECTORY)
-            parts.append(entry)
-            at += len(entry)
-        body = b"".join(parts)
-        count = len(parts)
+        starts = accumulate((len(entry) for entry in self._directory), initial=self._position)
+        *crc_at, at = (start + _CRC_IN_DIRECTORY for start in starts)
+        body, count, at = b"".join(self._directory), len(self._directory), at - _CRC_IN_DIRECTORY
         end = b""
         if self._position >= _LIMIT_32 or count >= _LIMIT_16 or len(body) >= _LIMIT_32:
             end += struct.pack(
@@ -122,7 +117,7 @@ class _Zip:
 
 
 def _directory_entry(name: bytes, crc: int, size: int, header_at: int) -> bytes:
-    large = b"".join(struct.pack("<Q", value) for value in (*[size] * 2 * (size >= _LIMIT_32),))
+    large = struct.pack("<QQ", size, size) if size >= _LIMIT_32 else b""
     if header_at >= _LIMIT_32:
         large += struct.pack("<Q", header_at)
     extra = struct.pack("<HH", 1, len(large)) + large if large else b""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,12 @@ class _Storage:
 class _Pickler(pickle._Pickler):
     """The pickler in Python, which can write a global without importing it."""
 
+    # What the standard library's own class has, and its type stubs leave out.
+    memo: dict[int, tuple[int, Any]]
+    write: Callable[[bytes], object]
+    get: Callable[[int], bytes]
+    memoize: Callable[[object], None]
+
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=2)
         self.leaves: list[Leaf] = []
@@ -65,7 +72,7 @@ class _Pickler(pickle._Pickler):
         elif isinstance(obj, TensorReference):
             raise TypeError("a tensor whose elements were not read cannot be written")
         else:
-            super().save(obj, save_persistent_id)
+            super().save(obj, save_persistent_id)  # type: ignore[misc]  # left out of the type stubs, too
 
     def _named(self, module: str, name: str) -> type[Placeholder]:
         return self._globals.setdefault((module, name), placeholder_class(module, name))

@@ -45,6 +45,7 @@ class Placeholder:
     pickled_module = ""
     pickled_name = ""
     arguments: tuple[object, ...]
+    _origin: Origin
 
     def __new__(cls, *arguments: object, **keywords: object) -> Placeholder:
         """Keep the constructor's arguments; enum members arrive this way, with their value."""

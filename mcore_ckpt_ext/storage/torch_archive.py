@@ -109,9 +109,9 @@ class TorchArchive:
         if isinstance(tree, TensorReference):
             place = self.payload(tree)
             values = self._reader.read(place.file, place.offset, place.numel * place.dtype.itemsize)
-            # torch.frombuffer refuses an empty buffer.
-            flat = torch.frombuffer(bytearray(values), dtype=place.dtype) if values else torch.empty(0, dtype=place.dtype)
-            return flat.reshape(place.shape)
+            if not values:  # torch.frombuffer refuses an empty buffer
+                return torch.empty(place.shape, dtype=place.dtype)
+            return torch.frombuffer(bytearray(values), dtype=place.dtype).reshape(place.shape)
         if isinstance(tree, dict):
             return {key: self.with_values(value) for key, value in tree.items()}
         if isinstance(tree, list):

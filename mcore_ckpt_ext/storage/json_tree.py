@@ -1,0 +1,185 @@
+"""Trees of pickled state as JSON and back, without loss: what `safe_pickle` reads, people and other tools can read too.
+
+Plain values stand as they are. Everything else is an object with one key that begins with `$`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import collections
+import io
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.storage.safe_pickle import Placeholder, origin_of, placeholder_class
+
+_TYPES: Mapping[str, type] = {
+    "object": object, "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
+    "tuple": tuple, "set": set, "bytes": bytes,
+}  # fmt: skip
+
+
+def encode(tree: Any) -> Any:
+    """The tree as JSON's own types.
+
+    Raises:
+        TypeError: something in it is of a type that no checkpoint holds.
+    """
+    if tree is None or isinstance(tree, (bool, int, str)) and type(tree) in (bool, int, str):
+        return tree
+    if type(tree) is float:
+        return tree if math.isfinite(tree) else {"$float": repr(tree)}
+    if type(tree) is list:
+        return [encode(item) for item in tree]
+    if type(tree) is dict and all(type(key) is str and not key.startswith("$") for key in tree):
+        return {key: encode(value) for key, value in tree.items()}
+    for tag, (kind, packed, _) in _CODECS.items():
+        if type(tree) is kind:
+            return {tag: packed(tree)}
+    if isinstance(tree, torch.Tensor):
+        return {"$tensor": _tensor(tree)}
+    if isinstance(tree, type) and issubclass(tree, Placeholder):
+        return {"$class": [tree.pickled_module, tree.pickled_name]}
+    if isinstance(tree, type) and _TYPES.get(tree.__name__) is tree:
+        return {"$type": tree.__name__}
+    if isinstance(tree, Placeholder):
+        return {"$object": _placeholder(tree)}
+    raise TypeError(f"a value of type {type(tree).__name__} cannot be written as JSON")
+
+
+def decode(tree: Any) -> Any:
+    """The tree that `encode` was given.
+
+    Raises:
+        UnreadableCheckpointError: it was not written by `encode`.
+    """
+    try:
+        return _decoded(tree)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UnreadableCheckpointError(
+            "a description in JSON is damaged", found=f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _decoded(tree: Any) -> Any:
+    if isinstance(tree, list):
+        return [_decoded(item) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1:
+        ((tag, content),) = tree.items()
+        if tag in _CODECS:
+            return _CODECS[tag][2](content)
+        if tag in _OTHERS:
+            return _OTHERS[tag](content)
+    return {key: _decoded(value) for key, value in tree.items()}
+
+
+def _pairs(items: Any) -> list[list[Any]]:
+    return [[encode(key), encode(value)] for key, value in items]
+
+
+def _unpaired(content: Any) -> list[tuple[Any, Any]]:
+    return [(_decoded(key), _decoded(value)) for key, value in content]
+
+
+def _bytes(data: bytes) -> str:
+    return base64.b64encode(data).decode("ascii")
+
+
+def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    return {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape), "data": _bytes(data)}
+
+
+def _untensor(content: Any) -> torch.Tensor:
+    dtype, data = _dtype(content["dtype"]), bytearray(base64.b64decode(content["data"]))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape([int(size) for size in content["shape"]])
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = getattr(torch, name)
+    if not isinstance(found, torch.dtype):
+        raise TypeError(f"{name} is no dtype")
+    return found
+
+
+def _placeholder(obj: Placeholder) -> dict[str, Any]:
+    origin = origin_of(obj)
+    return {
+        "class": [obj.pickled_module, obj.pickled_name],
+        "arguments": [encode(item) for item in obj.arguments],
+        "called": origin.called,
+        "member": origin.member,
+        "state": [encode(state) for state in origin.state],
+        "items": [encode(item) for item in origin.items],
+        "entries": _pairs(origin.entries),
+    }
+
+
+def _unplaceholder(content: Any) -> Placeholder:
+    module, name = content["class"]
+    built = Placeholder.__new__(placeholder_class(str(module), str(name)), *_decoded(content["arguments"]))
+    origin = origin_of(built)
+    origin.called, origin.member = bool(content["called"]), content["member"]
+    for state in content["state"]:
+        built.__setstate__(_decoded(state))
+    origin.items.extend(_decoded(content["items"]))
+    origin.entries.extend(_unpaired(content["entries"]))
+    return built
+
+
+# Of each tag: the exact type, how its content is written, and how it is read.
+_CODECS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "$tuple": (tuple, lambda items: [encode(i) for i in items], lambda items: tuple(_decoded(i) for i in items)),
+    "$dict": (dict, lambda tree: _pairs(tree.items()), lambda pairs: dict(_unpaired(pairs))),
+    "$ordered": (
+        collections.OrderedDict,
+        lambda tree: _pairs(tree.items()),
+        lambda pairs: collections.OrderedDict(_unpaired(pairs)),
+    ),
+    "$default": (
+        collections.defaultdict,
+        lambda tree: [encode(tree.default_factory), _pairs(tree.items())],
+        lambda content: collections.defaultdict(_decoded(content[0]), _unpaired(content[1])),
+    ),
+    "$deque": (
+        collections.deque,
+        lambda items: [items.maxlen, [encode(i) for i in items]],
+        lambda content: collections.deque(_decoded(content[1]), content[0]),
+    ),
+    "$set": (set, lambda items: [encode(i) for i in sorted(items, key=repr)], lambda items: set(_decoded(items))),
+    "$frozenset": (
+        frozenset,
+        lambda items: [encode(i) for i in sorted(items, key=repr)],
+        lambda items: frozenset(_decoded(items)),
+    ),
+    "$bytes": (bytes, _bytes, base64.b64decode),
+    "$bytearray": (bytearray, lambda data: _bytes(bytes(data)), lambda text: bytearray(base64.b64decode(text))),
+    "$stream": (
+        io.BytesIO,
+        lambda stream: _bytes(stream.getvalue()),
+        lambda text: io.BytesIO(base64.b64decode(text)),
+    ),
+    "$complex": (complex, lambda value: [value.real, value.imag], lambda parts: complex(*parts)),
+    "$namespace": (
+        argparse.Namespace,
+        lambda space: {name: encode(value) for name, value in vars(space).items()},
+        lambda content: argparse.Namespace(**{name: _decoded(value) for name, value in content.items()}),
+    ),
+    "$dtype": (torch.dtype, lambda dtype: str(dtype).removeprefix("torch."), _dtype),
+}
+_OTHERS: Mapping[str, Callable[[Any], Any]] = {
+    "$float": float,
+    "$tensor": _untensor,
+    "$class": lambda names: placeholder_class(str(names[0]), str(names[1])),
+    "$type": lambda name: _TYPES[name],
+    "$object": _unplaceholder,
+}
