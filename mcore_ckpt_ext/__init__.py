@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
     from mcore_ckpt_ext.hooks import install, status, uninstall
+    from mcore_ckpt_ext.offline.conversion import convert
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "install", "open_checkpoint", "status", "uninstall"]
+__all__ = ["__version__", "convert", "install", "open_checkpoint", "status", "uninstall"]
 
 _HOMES = {
+    "convert": "mcore_ckpt_ext.offline.conversion",
     "install": "mcore_ckpt_ext.hooks",
     "open_checkpoint": "mcore_ckpt_ext.formats.checkpoint",
     "status": "mcore_ckpt_ext.hooks",

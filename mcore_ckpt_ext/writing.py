@@ -6,14 +6,14 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 
-from mcore_ckpt_ext.planning.output import Block, Output, OutputFile, Record
+from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.publish import cannot_write
 
@@ -23,13 +23,13 @@ FillBlock = Callable[[Record, Block, torch.Tensor], None]
 """Fills a 1-D tensor of zeros, one element for each of the block, with the block's content."""
 
 
-def lay_out(output: Output, folder: Path) -> None:
-    """Make all files at their full size, with the bytes that are known already.
+def lay_out(files: Iterable[OutputFile], folder: Path) -> None:
+    """Make files at their full size, with the bytes that are known already.
 
     Raises:
         DestinationError: the disk refuses.
     """
-    for file in output.files:
+    for file in files:
         path = folder / file.name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

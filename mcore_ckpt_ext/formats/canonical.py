@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -189,7 +190,7 @@ def canonical_output(checkpoint: Checkpoint) -> Output:
         weight_map |= {f"{kind}.{name}": file.name for kind, name, _ in batch}
     total = sum(record.nbytes for record in records)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    files += [_json_file(INDEX_FILE, index), _json_file(COMMON_FILE, _about(checkpoint))]
+    files += [_json_file(INDEX_FILE, index), replace(_json_file(COMMON_FILE, _about(checkpoint)), last=True)]
     return Output(files, records)
 
 

@@ -1,8 +1,8 @@
 """Writing the legacy format `torch`: each model-parallel rank's own pickles, for one layout.
 
 Sources: `save_checkpoint`, `get_checkpoint_name` and `generate_state_dict` (megatron/training/checkpointing.py),
-`DistributedOptimizer.get_parameter_state_dp_zero` and `ChainedOptimizer.save_parameter_state` (megatron/core/optimizer),
-core_v0.9.0 to 0.19.2. The optimizer is that of `--use-distributed-optimizer`.
+`DistributedOptimizer.get_parameter_state_dp_zero` and `ChainedOptimizer.save_parameter_state`,
+megatron/core/optimizer, core_v0.9.0 to 0.19.2. The optimizer is that of `--use-distributed-optimizer`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt_ext.storage.safe_pickle import Placeholder
 
-# `param_group_identifier_keys` (megatron/core/optimizer/optimizer.py, core_v0.16 to 0.19), as far as groups differ in it.
+# Of `param_group_identifier_keys` (megatron/core/optimizer/optimizer.py, core_v0.16 to 0.19) what groups differ in.
 _IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr", "max_lr", "min_lr")
 
 

@@ -1,7 +1,7 @@
 """Writing `torch_dist`: what stock Megatron resumes under any layout, optimizer in natural shapes.
 
 Sources: `save_checkpoint` (megatron/training/checkpointing.py) and `_save` of megatron/core/dist_checkpointing
-(serialization.py, strategies/torch.py), core_v0.8.0 to 0.19.2; for `.metadata`, torch/distributed/checkpoint/metadata.py.
+(serialization.py, strategies/torch.py), core_v0.8.0 to 0.19.2; of `.metadata` torch/distributed/checkpoint/metadata.py.
 Since 0.15 the optimizer is `fully_reshardable`; before, `fully_sharded_model_space`, whose arrays are stored as
 [shards along each axis, elements of a shard] (strategies/resharding.py). Here a shard is one index of the stacked
 axes, and whole otherwise.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -95,7 +95,7 @@ class TorchDistTarget:
             writer.add_array(array)
         files, records, metadata = writer.finish(with_shapes=self._version < (0, 16))
         small.append(_small_file(".metadata", metadata))
-        small.append(_small_file("metadata.json", self._config()))
+        small.append(replace(_small_file("metadata.json", self._config()), last=True))
         return Output([*files, *small], records)
 
     def _config(self) -> bytes:
@@ -120,26 +120,30 @@ class TorchDistTarget:
         for name in names:
             key, index = self._keys[name]
             stacks.setdefault(key, []).append((index, name))
-        flattened = kind != WEIGHT and self._version < (0, 15)
         for key, members in stacks.items():
             tensors = [self._tensor(kind, name) for _, name in members]
             counts = tuple(max(axis) + 1 for axis in zip(*(index for index, _ in members), strict=True))
             shape, dtype = tensors[0].shape, tensors[0].dtype
+            whole = counts + shape
+            reshaped = kind != WEIGHT and self._reshapes(whole)
             chunks: list[_Chunk] = []
             for (index, _), tensor in zip(members, tensors, strict=True):
-                cut = _flat_chunk if flattened else _chunks
+                cut = _flat_chunk if reshaped else _chunks
                 chunks.extend(cut(kind, index, tensor))
-            whole = counts + shape
-            name = self._child_prefix(key) * flattened + prefix + key
-            if flattened and (len(whole) > 1 or self._version >= (0, 11)):
+            name = self._child_prefix(kind, key) + prefix + key
+            if reshaped:
                 stored = counts + (1,) * len(shape) + (prod(shape),)
                 yield _Array(name, stored, dtype, tuple(chunks), whole)
             else:
                 yield _Array(name, whole, dtype, tuple(chunks))
 
-    def _child_prefix(self, key: str) -> str:
+    def _reshapes(self, shape: tuple[int, ...]) -> bool:
+        """Whether that version stores optimizer arrays of a natural shape reshaped; of one axis only since 0.11."""
+        return self._version < (0, 15) and (len(shape) > 1 or self._version >= (0, 11))
+
+    def _child_prefix(self, kind: str, key: str) -> str:
         """Chained optimizers mark their keys in 0.8 to 0.13 (`ChainedOptimizer.sharded_state_dict`)."""
-        if not self._experts_apart or self._version >= (0, 14):
+        if kind == WEIGHT or not self._experts_apart or self._version >= (0, 14):
             return ""
         return f"chained_{int('.experts.experts.' in key)}."
 

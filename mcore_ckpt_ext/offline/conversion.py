@@ -22,7 +22,7 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, open_checkpoint
 from mcore_ckpt_ext.layout.proof import first_mismatch
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.offline.targets import TargetOptions, lay_out_target
+from mcore_ckpt_ext.offline.targets import TargetOptions, installed_version, lay_out_target
 from mcore_ckpt_ext.planning.output import Block, Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import Plan, StoredSlice, make_plan
 from mcore_ckpt_ext.storage.publish import Publication
@@ -56,7 +56,12 @@ def convert(
     destination: str | os.PathLike[str],
     *,
     to: str,
-    options: TargetOptions | None = None,
+    megatron_version: str | None = None,
+    tensor_model_parallel_size: int | None = None,
+    pipeline_model_parallel_size: int | None = None,
+    virtual_pipeline_model_parallel_size: int | None = None,
+    expert_model_parallel_size: int | None = None,
+    vocab_size: int | None = None,
     workers: int = DEFAULT_WORKERS,
     memory_limit: int = DEFAULT_MEMORY,
     force: bool = False,
@@ -71,7 +76,13 @@ def convert(
         source: a run folder (its newest iteration), an iteration folder, or a canonical folder.
         destination: the run folder to make (for `canonical` the folder itself).
         to: `torch_dist`, `legacy` or `canonical`.
-        options: layout and version to write for.
+        megatron_version: the version that will read it; by default the installed one, else the newest known.
+        tensor_model_parallel_size: of the job that will read it (`legacy`); by default that of the source.
+        pipeline_model_parallel_size: likewise.
+        virtual_pipeline_model_parallel_size: model chunks a pipeline rank, likewise.
+        expert_model_parallel_size: likewise; for `torch_dist` it only says whether experts have an optimizer of
+            their own.
+        vocab_size: the tokenizer's size, to pad the vocabulary as Megatron pads it.
         workers: records that are written at the same time.
         memory_limit: bytes that blocks of all workers may take together.
         force: replace the destination.
@@ -88,7 +99,15 @@ def convert(
     begun = time.monotonic()
     checkpoint = open_checkpoint(source)
     before = _state_of(checkpoint.folder)
-    target = lay_out_target(checkpoint, to, options or TargetOptions())
+    options = TargetOptions(
+        megatron_version=megatron_version or installed_version(),
+        tensor_model_parallel_size=tensor_model_parallel_size,
+        pipeline_model_parallel_size=pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=expert_model_parallel_size,
+        vocab_size=vocab_size,
+    )
+    target = lay_out_target(checkpoint, to, options)
     output = _below(target.output, target.folder)
     destination = Path(destination).absolute()
     _check_destination(destination, checkpoint.folder, target.folder)
@@ -132,7 +151,7 @@ def _write(
     output: Output, publication: Publication, filler: _Filler, workers: int, block_bytes: int,
     progress: Callable[[int, int], None],
 ) -> None:  # fmt: skip
-    lay_out(output, publication.folder)
+    lay_out((file for file in output.files if not file.last), publication.folder)
     writer = RecordWriter(publication.folder, filler.fill, workers, block_bytes)
     done = publication.done()
     left = [
@@ -143,6 +162,7 @@ def _write(
     total = sum(record.nbytes for record in output.records)
     counter = _Counter(total - sum(record.nbytes for _, record in left), total, progress)
     writer.write(left, publication.note, counter.add)
+    lay_out((file for file in output.files if file.last), publication.folder)
 
 
 class _Counter:
@@ -230,7 +250,7 @@ def _below(output: Output, folder: str) -> Output:
         return output
     files = [replace(file, name=f"{folder}/{file.name}") for file in output.files]
     named = folder if folder == "release" else str(int(folder.removeprefix("iter_")))
-    files.append(OutputFile(TRACKER_FILE, len(named), ((0, named.encode()),)))
+    files.append(OutputFile(TRACKER_FILE, len(named), ((0, named.encode()),), last=True))
     return Output(files, [replace(record, file=f"{folder}/{record.file}") for record in output.records])
 
 

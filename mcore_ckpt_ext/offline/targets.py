@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
@@ -15,6 +16,14 @@ from mcore_ckpt_ext.planning.output import Output
 
 NEWEST = "0.19"
 FORMATS = ("torch_dist", "legacy", "canonical")
+
+
+def installed_version() -> str:
+    """The version of the installed megatron-core, else the newest known."""
+    try:
+        return metadata.version("megatron-core")
+    except metadata.PackageNotFoundError:
+        return NEWEST
 
 
 @dataclass(frozen=True)

@@ -79,11 +79,15 @@ def _parts(content: Sequence[Placed], first: int, start: int, stop: int) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file: its size in bytes, and what of it is known already as (byte offset, bytes)."""
+    """A file: its size in bytes, and what of it is known already as (byte offset, bytes).
+
+    `last`: it says to readers that everything is there, so it is written when everything is.
+    """
 
     name: str
     length: int
     literals: tuple[tuple[int, bytes], ...]
+    last: bool = False
 
 
 @dataclass(frozen=True)

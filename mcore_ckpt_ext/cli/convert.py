@@ -1,0 +1,81 @@
+"""`mcore-ckpt convert`: another format or layout, optimizer included."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mcore_ckpt_ext.cli.progress import Progress
+from mcore_ckpt_ext.cli.sizes import parse_size, readable
+from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, DEFAULT_WORKERS, Report, convert
+from mcore_ckpt_ext.offline.estimate import disk_rate
+from mcore_ckpt_ext.offline.targets import FORMATS
+
+HELP = "write a checkpoint in another format or layout, optimizer included"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options; layouts are spelt as Megatron spells them."""
+    parser.add_argument("source", metavar="SRC", help="run folder, iteration folder, or canonical folder")
+    parser.add_argument("destination", metavar="DST", help="the folder to make")
+    parser.add_argument("--to", required=True, choices=FORMATS, help="the format to write")
+    parser.add_argument("--megatron-version", help="write what this version reads (default: the installed, or the newest)")
+    for name, what in (
+        ("tensor-model-parallel-size", "tensor-parallel ranks"),
+        ("pipeline-model-parallel-size", "pipeline ranks"),
+        ("virtual-pipeline-model-parallel-size", "model chunks a pipeline rank"),
+        ("expert-model-parallel-size", "expert-parallel ranks"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} of the job that will read (legacy)")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="the tokenizer's size, to pad as Megatron pads")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
+    parser.add_argument("--force", action="store_true", help="replace DST")
+    parser.add_argument("--accept-lost", action="store_true", help="convert although the source lacks elements")
+    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads (default %(default)s)")
+    parser.add_argument("--memory-limit", type=parse_size, default=DEFAULT_MEMORY, metavar="SIZE", help="default 1GiB")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Convert and say what was done."""
+    report = convert(
+        arguments.source,
+        arguments.destination,
+        to=arguments.to,
+        megatron_version=arguments.megatron_version,
+        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
+        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=arguments.virtual_pipeline_model_parallel_size,
+        expert_model_parallel_size=arguments.expert_model_parallel_size,
+        vocab_size=arguments.vocab_size,
+        workers=arguments.workers,
+        memory_limit=arguments.memory_limit,
+        force=arguments.force,
+        resume=arguments.resume,
+        dry_run=arguments.dry_run,
+        accept_lost=arguments.accept_lost,
+        progress=Progress(),
+    )
+    lines = _planned(report) if arguments.dry_run else _done(report)
+    sys.stdout.write("\n".join([*lines, *(f"note: {note}" for note in report.notes)]) + "\n")
+    return 0
+
+
+def _planned(report: Report) -> list[str]:
+    rate = disk_rate(report.destination)
+    return [
+        f"would write {report.destination}: {report.files} files, {readable(report.bytes_written)}",
+        f"would read {readable(report.bytes_read)} of tensors; at most {readable(report.peak_memory)} of memory for them",
+        f"about {report.bytes_written / rate:.0f} s at the {readable(int(rate))}/s that this disk just wrote",
+    ]
+
+
+def _done(report: Report) -> list[str]:
+    lines = [
+        f"wrote {report.destination}: {report.files} files, {readable(report.bytes_written)} in {report.seconds:.1f} s",
+        f"proven: {report.proven_elements:,} masters round to their weights",
+    ]
+    if report.lost:
+        lost = sum(report.lost.values())
+        lines.append(f"LOST in the source: {lost:,} elements of {len(report.lost)} parameters; their moments are zero")
+    return lines

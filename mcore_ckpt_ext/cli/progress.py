@@ -1,0 +1,42 @@
+"""Progress of a transfer on stderr: one line that renews itself on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from mcore_ckpt_ext.cli.sizes import readable
+
+_TERMINAL_SECONDS = 0.2
+_PLAIN_SECONDS = 10.0
+
+
+class Progress:
+    """Told (done, total) in bytes, it writes how much, how fast, and how long yet."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._begun = self._shown = clock()
+        self._first: int | None = None
+        self._terminal = sys.stderr.isatty()
+
+    def __call__(self, done: int, total: int) -> None:
+        """Take note of a step; safe to call often."""
+        now = self._clock()
+        if self._first is None:
+            self._first = done  # what an interrupted run had done says nothing about the rate
+        every = _TERMINAL_SECONDS if self._terminal else _PLAIN_SECONDS
+        if now - self._shown < every and done < total:
+            return
+        if not self._terminal and done == total and now - self._begun < _PLAIN_SECONDS:
+            return
+        self._shown = now
+        rate = (done - self._first) / max(now - self._begun, 1e-6)
+        left = (total - done) / rate if rate else 0.0
+        share = 100 * done // max(total, 1)
+        line = f"{share:3d} %  {readable(done)} of {readable(total)}, {readable(int(rate))}/s, {left:.0f} s left"
+        sys.stderr.write(f"\r{line:<78}" if self._terminal else f"{line}\n")
+        if self._terminal and done == total:
+            sys.stderr.write("\n")
+        sys.stderr.flush()
