@@ -92,14 +92,18 @@ class RecordWriter:
             for done in [pool.submit(one, number, record) for number, record in records]:
                 done.result()
 
-    def checksum(self, record: Record) -> int:
-        """The CRC-32 of what a record's place holds now."""
-        crc = 0
-        size = ITEM_SIZE[record.dtype]
+    def confirm(self, record: Record, expected: int) -> bool:
+        """Whether a record that an earlier run finished holds what it held then, by its CRC-32.
+
+        Its checksums in the file are written again: laying out the files anew has cleared them.
+        """
+        crc, size = 0, ITEM_SIZE[record.dtype]
         for block in record.blocks(self._block_bytes):
             position = record.offset + block.start * size
             crc = zlib.crc32(os.pread(self._descriptor(record.file), (block.stop - block.start) * size, position), crc)
-        return crc
+        if crc == expected:
+            self._write_checksums(record, crc)
+        return crc == expected
 
     def _write_record(self, record: Record, moved: Callable[[int], None], stop: threading.Event) -> int | None:
         """The record's CRC-32; None where another record's failure stopped it."""
@@ -115,11 +119,17 @@ class RecordWriter:
                 crc = zlib.crc32(data, crc)
                 _write(descriptor, data, record.offset + block.start * size)
                 moved(len(data))
-            for place in record.checksums:
-                _write(descriptor, memoryview(struct.pack("<I", crc)), place)
         except OSError as error:
             raise cannot_write(self._folder / record.file, error) from error
+        self._write_checksums(record, crc)
         return crc
+
+    def _write_checksums(self, record: Record, crc: int) -> None:
+        try:
+            for place in record.checksums:
+                _write(self._descriptor(record.file), memoryview(struct.pack("<I", crc)), place)
+        except OSError as error:
+            raise cannot_write(self._folder / record.file, error) from error
 
     def _descriptor(self, file: str) -> int:
         with self._lock:

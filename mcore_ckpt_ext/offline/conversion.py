@@ -154,11 +154,10 @@ def _write(
     lay_out((file for file in output.files if not file.last), publication.folder)
     writer = RecordWriter(publication.folder, filler.fill, workers, block_bytes)
     done = publication.done()
-    left = [
-        (number, record)
-        for number, record in enumerate(output.records)
-        if number not in done or writer.checksum(record) != done[number]
-    ]
+    left = []
+    for number, record in enumerate(output.records):
+        if number not in done or not writer.confirm(record, done[number]):
+            left.append((number, record))
     total = sum(record.nbytes for record in output.records)
     counter = _Counter(total - sum(record.nbytes for _, record in left), total, progress)
     writer.write(left, publication.note, counter.add)

@@ -56,6 +56,7 @@ class _Pickler(pickle._Pickler):
         self.leaves: list[Leaf] = []
         self._storages: dict[int, _Storage] = {}
         self._globals: dict[tuple[str, str], type[Placeholder]] = {}
+        self._texts: dict[str | bytes, str | bytes] = {}
 
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
@@ -63,6 +64,9 @@ class _Pickler(pickle._Pickler):
         return ("storage", self._named("torch", _STORAGE_NAMES[obj.dtype]), obj.key, "cpu", obj.numel)
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        if type(obj) in (str, bytes):
+            # Which equal strings are one object depends on what the process did before; the pickle must not.
+            obj = self._texts.setdefault(obj, obj)
         if isinstance(obj, (torch.Tensor, DeclaredTensor)):
             self._save_tensor(obj)
         elif isinstance(obj, type) and issubclass(obj, Placeholder):
