@@ -7,9 +7,11 @@ import sys
 
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_size, readable
+from mcore_ckpt_ext.cli.together import the_team
 from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, DEFAULT_WORKERS, Report, convert
 from mcore_ckpt_ext.offline.estimate import disk_rate
 from mcore_ckpt_ext.offline.targets import FORMATS
+from mcore_ckpt_ext.offline.team import Team
 
 HELP = "write a checkpoint in another format or layout, optimizer included"
 
@@ -19,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", metavar="SRC", help="run folder, iteration folder, or canonical folder")
     parser.add_argument("destination", metavar="DST", help="the folder to make")
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format to write")
-    parser.add_argument("--megatron-version", help="write what this version reads (default: the installed, or the newest)")
+    parser.add_argument("--megatron-version", help="the version that will read it (default: the installed)")
     for name, what in (
         ("tensor-model-parallel-size", "tensor-parallel ranks"),
         ("pipeline-model-parallel-size", "pipeline ranks"),
@@ -32,13 +34,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
     parser.add_argument("--force", action="store_true", help="replace DST")
     parser.add_argument("--accept-lost", action="store_true", help="convert although the source lacks elements")
-    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads (default %(default)s)")
+    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads")
     parser.add_argument("--memory-limit", type=parse_size, default=DEFAULT_MEMORY, metavar="SIZE", help="default 1GiB")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert and say what was done."""
-    report = convert(
+    with the_team() as team:
+        report = _converted(arguments, team)
+        if team.rank == 0:
+            lines = _planned(report) if arguments.dry_run else _done(report)
+            sys.stdout.write("\n".join([*lines, *(f"note: {note}" for note in report.notes)]) + "\n")
+    return 0
+
+
+def _converted(arguments: argparse.Namespace, team: Team) -> Report:
+    return convert(
         arguments.source,
         arguments.destination,
         to=arguments.to,
@@ -54,18 +65,16 @@ def run(arguments: argparse.Namespace) -> int:
         resume=arguments.resume,
         dry_run=arguments.dry_run,
         accept_lost=arguments.accept_lost,
-        progress=Progress(),
+        progress=Progress() if team.rank == 0 else lambda done, total: None,
+        team=team,
     )
-    lines = _planned(report) if arguments.dry_run else _done(report)
-    sys.stdout.write("\n".join([*lines, *(f"note: {note}" for note in report.notes)]) + "\n")
-    return 0
 
 
 def _planned(report: Report) -> list[str]:
     rate = disk_rate(report.destination)
     return [
         f"would write {report.destination}: {report.files} files, {readable(report.bytes_written)}",
-        f"would read {readable(report.bytes_read)} of tensors; at most {readable(report.peak_memory)} of memory for them",
+        f"would read {readable(report.bytes_read)} of tensors, through {readable(report.peak_memory)} of memory",
         f"about {report.bytes_written / rate:.0f} s at the {readable(int(rate))}/s that this disk just wrote",
     ]
 

@@ -23,6 +23,7 @@ from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, open_checkpoint
 from mcore_ckpt_ext.layout.proof import first_mismatch
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.targets import TargetOptions, installed_version, lay_out_target
+from mcore_ckpt_ext.offline.team import Alone, Team
 from mcore_ckpt_ext.planning.output import Block, Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import Plan, StoredSlice, make_plan
 from mcore_ckpt_ext.storage.publish import Publication
@@ -69,6 +70,7 @@ def convert(
     dry_run: bool = False,
     accept_lost: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    team: Team | None = None,
 ) -> Report:
     """Convert a checkpoint, optimizer included.
 
@@ -90,13 +92,15 @@ def convert(
         dry_run: only say what would be done.
         accept_lost: convert although the source lacks elements of the optimizer; their masters are taken from the
             weights, their moments become zero.
-        progress: told the bytes written so far and the bytes to write.
+        progress: told the bytes written so far and the bytes to write, of this process.
+        team: the processes that share the work, each with the same arguments; by default this one alone.
 
     Raises:
         CheckpointError: the source cannot be read, proven or represented, or the destination not written. Nothing is
             published then.
     """
     begun = time.monotonic()
+    team = team or Alone()
     checkpoint = open_checkpoint(source)
     before = _state_of(checkpoint.folder)
     options = TargetOptions(
@@ -111,6 +115,68 @@ def convert(
     output = _below(target.output, target.folder)
     destination = Path(destination).absolute()
     _check_destination(destination, checkpoint.folder, target.folder)
+    lost = _checked_losses(checkpoint, accept_lost)
+    block_bytes = max(1 << 16, min(BLOCK_BYTES, memory_limit // (workers * _BLOCKS_AT_ONCE)))
+    filler = _Filler(checkpoint, accept_lost)
+    if not dry_run:
+        identity = repr((str(checkpoint.folder), before, to, options, accept_lost))
+        publication = Publication(destination, hashlib.sha256(identity.encode()).hexdigest(), team.rank)
+
+        def check() -> None:
+            _check_unchanged(checkpoint.folder, before)
+            _check_readable(publication.folder, checkpoint, to)
+
+        try:
+            team.first(lambda: publication.open(force=force, resume=resume))
+            writer = RecordWriter(publication.folder, filler.fill, workers, block_bytes)
+            _write(output, publication, writer, team, progress)
+            team.first(check)
+            team.first(publication.publish)
+        finally:
+            publication.close()
+    return Report(
+        destination=destination,
+        files=len(output.files),
+        records=len(output.records),
+        bytes_read=sum(record.nbytes for record in output.records),
+        bytes_written=output.bytes_written,
+        peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
+        proven_elements=team.total(filler.proven),
+        seconds=time.monotonic() - begun,
+        notes=target.notes,
+        lost=lost,
+    )
+
+
+def _write(
+    output: Output, publication: Publication, writer: RecordWriter, team: Team,
+    progress: Callable[[int, int], None],
+) -> None:  # fmt: skip
+    """Fill all files, every process of the team its share; what says that they are whole comes last."""
+    team.first(lambda: lay_out((file for file in output.files if not file.last), publication.folder))
+
+    def share() -> None:
+        done = publication.done()
+        mine = [(number, record) for number, record in enumerate(output.records) if number % team.size == team.rank]
+        left = [
+            (number, record)
+            for number, record in mine
+            if number not in done or not writer.confirm(record, done[number])
+        ]
+        total = sum(record.nbytes for _, record in mine)
+        counter = _Counter(total - sum(record.nbytes for _, record in left), total, progress)
+        writer.write(left, publication.note, counter.add)
+
+    team.all(share)
+    team.first(lambda: lay_out((file for file in output.files if file.last), publication.folder))
+
+
+def _checked_losses(checkpoint: Checkpoint, accept_lost: bool) -> dict[str, int]:
+    """Elements that the source lacks, by parameter.
+
+    Raises:
+        ProofError: there are some, and they were not accepted.
+    """
     lost = dict(checkpoint.optimizer.lost_elements()) if checkpoint.optimizer_format else {}
     if lost and not accept_lost:
         raise ProofError(
@@ -119,49 +185,7 @@ def convert(
             where=str(checkpoint.folder),
             helps="use another iteration, or accept the loss: --accept-lost",
         )
-    block_bytes = max(1 << 16, min(BLOCK_BYTES, memory_limit // (workers * _BLOCKS_AT_ONCE)))
-    filler = _Filler(checkpoint, accept_lost)
-    if not dry_run:
-        identity = repr((str(checkpoint.folder), before, to, options, accept_lost))
-        fingerprint = hashlib.sha256(identity.encode()).hexdigest()
-        publication = Publication(destination, fingerprint, force=force, resume=resume)
-        try:
-            _write(output, publication, filler, workers, block_bytes, progress)
-            _check_unchanged(checkpoint.folder, before)
-            _check_readable(publication.folder, checkpoint, to)
-        except BaseException:
-            publication.close()
-            raise
-        publication.publish()
-    return Report(
-        destination=destination,
-        files=len(output.files),
-        records=len(output.records),
-        bytes_read=sum(record.nbytes for record in output.records),
-        bytes_written=output.bytes_written,
-        peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
-        proven_elements=filler.proven,
-        seconds=time.monotonic() - begun,
-        notes=target.notes,
-        lost=lost,
-    )
-
-
-def _write(
-    output: Output, publication: Publication, filler: _Filler, workers: int, block_bytes: int,
-    progress: Callable[[int, int], None],
-) -> None:  # fmt: skip
-    lay_out((file for file in output.files if not file.last), publication.folder)
-    writer = RecordWriter(publication.folder, filler.fill, workers, block_bytes)
-    done = publication.done()
-    left = []
-    for number, record in enumerate(output.records):
-        if number not in done or not writer.confirm(record, done[number]):
-            left.append((number, record))
-    total = sum(record.nbytes for record in output.records)
-    counter = _Counter(total - sum(record.nbytes for _, record in left), total, progress)
-    writer.write(left, publication.note, counter.add)
-    lay_out((file for file in output.files if file.last), publication.folder)
+    return lost
 
 
 class _Counter:

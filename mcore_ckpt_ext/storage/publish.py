@@ -23,58 +23,69 @@ _JOURNAL = "journal"
 class Publication:
     """One destination folder in the making; `folder` is where its files are written."""
 
-    def __init__(self, destination: Path, fingerprint: str, *, force: bool = False, resume: bool = False) -> None:
-        """Make or reopen the unfinished folder.
+    def __init__(self, destination: Path, fingerprint: str, rank: int = 0) -> None:
+        """Name the places; nothing is touched yet.
 
         Args:
             destination: the folder to publish.
             fingerprint: identifies what is written, so that only the same work is ever continued.
+            rank: this process among those that share the work; the first opens and publishes.
+        """
+        self.destination = destination
+        self._root = destination.parent / f"{destination.name}.partial-{fingerprint[:12]}"
+        self.folder = self._root / "content"
+        self._journal = self._root / f"{_JOURNAL}{rank}"
+        self._lock: IO[str] | None = None
+
+    def open(self, *, force: bool = False, resume: bool = False) -> None:
+        """Make or reopen the unfinished folder.
+
+        Args:
             force: replace an existing destination.
             resume: continue what an interrupted run left; otherwise it is written anew.
 
         Raises:
             DestinationError: the destination exists, cannot be written, or is being written by another process.
         """
-        self.destination = destination
-        self._fingerprint = fingerprint
-        self._root = destination.parent / f"{destination.name}.partial-{fingerprint[:12]}"
-        self.folder = self._root / "content"
-        if destination.exists() and not force:
+        if self.destination.exists() and not force:
             raise DestinationError(
-                "the destination exists already", where=str(destination), helps="choose another, or replace it: --force"
+                "the destination exists already",
+                where=str(self.destination),
+                helps="choose another, or replace it: --force",
             )
         try:
             self._root.mkdir(parents=True, exist_ok=True)
             self._lock = self._locked()
             if not resume and self.folder.exists():
                 shutil.rmtree(self.folder)
-                (self._root / _JOURNAL).unlink(missing_ok=True)
+                for journal in self._journals():
+                    journal.unlink()
             self.folder.mkdir(exist_ok=True)
         except OSError as error:
             raise cannot_write(self._root, error) from error
 
     def done(self) -> dict[int, int]:
-        """Records that an interrupted run finished, with their CRC-32, by number."""
+        """Records that interrupted runs finished, with their CRC-32, by number."""
         found: dict[int, int] = {}
-        try:
-            lines = (self._root / _JOURNAL).read_text().splitlines()
-        except OSError:
-            return found  # no journal: nothing was finished
-        for line in lines:
-            try:
-                number, crc = json.loads(line)
-            except ValueError:
-                continue  # the line that was being written when the process was killed
-            found[number] = crc
+        for journal in self._journals():
+            for line in journal.read_text().splitlines():
+                try:
+                    number, crc = json.loads(line)
+                except ValueError:
+                    continue  # the line that was being written when the process was killed
+                found[number] = crc
         return found
 
     def note(self, number: int, crc: int) -> None:
         """Write into the journal that a record is finished."""
-        descriptor = os.open(self._root / _JOURNAL, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        descriptor = os.open(self._journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
         try:
             os.write(descriptor, f"[{number}, {crc}]\n".encode())
         finally:
             os.close(descriptor)
+
+    def _journals(self) -> list[Path]:
+        return sorted(self._root.glob(f"{_JOURNAL}*"))
 
     def publish(self) -> None:
         """Flush all files and give the folder its name, in one step.
@@ -93,12 +104,11 @@ class Publication:
             shutil.rmtree(self._root)
         except OSError as error:
             raise cannot_write(self.destination, error) from error
-        finally:
-            self._lock.close()
 
     def close(self) -> None:
-        """Leave the unfinished folder for a later run."""
-        self._lock.close()
+        """Let go; what is unfinished stays for a later run."""
+        if self._lock is not None:
+            self._lock.close()
 
     def _locked(self) -> IO[str]:
         lock = (self._root / "lock").open("w")

@@ -15,7 +15,8 @@ from mcore_ckpt_ext.errors import CheckpointError, DestinationError, ProofError,
 from tests.conftest import DATA, INTACT, Fixture, fixture_named
 
 # Of each target of `legacy`: TP, PP, virtual stages, EP; what a model cannot take is left out by hand below.
-LAYOUTS = [(1, 1, None, None), (2, 2, None, None), (4, 1, None, None), (1, 2, 2, None), (2, 1, None, 4), (1, 4, None, 1)]
+LAYOUTS = [(1, 1, None, None), (2, 2, None, None), (4, 1, None, None), (1, 2, 2, None)]
+LAYOUTS += [(2, 1, None, 4), (1, 4, None, 1)]
 VERSIONS = ["0.19.2", "0.18.0", "0.16.1", "0.15.0", "0.14.0", "0.13.1", "0.12.3", "0.10.0", "0.8.0"]
 
 
@@ -95,7 +96,8 @@ def test_canonical_is_model_space_in_safetensors(checkpoint_fixture: Fixture, tm
     assert_equal(tmp_path / "back", checkpoint_fixture.truth)
     source, back = (mcore_ckpt_ext.open_checkpoint(path) for path in (checkpoint_fixture.run, tmp_path / "back"))
     assert back.common["opt_param_scheduler"] == source.common["opt_param_scheduler"]
-    assert {group["weight_decay"] for group in back.param_groups()} == {g["weight_decay"] for g in source.param_groups()}
+    decays = ({group["weight_decay"] for group in checkpoint.param_groups()} for checkpoint in (source, back))
+    assert next(decays) == next(decays)
 
 
 def test_a_conversion_is_repeatable(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import mcore_ckpt_ext
 from tests.conftest import fixture_named
 from tests.test_formats_online import LLAMA, experts
-from tests.test_legacy_online import LEGACY, VARIABLE, Layout, assert_equal, run, said, with_checkout
+from tests.test_legacy_online import LEGACY, VARIABLE, VIRTUAL, Layout, assert_equal, run, said, with_checkout
 
 GROUPED_QUERIES = [*LLAMA, "--group-query-attention", "--num-query-groups", "2"]
 NO_RANDOM_STATE = ["--no-load-rng"]
@@ -65,7 +65,7 @@ def test_torch_dist_in_a_checkout(fixture: str, layout: Layout, more: list[str],
     [
         ("p01", (8, 2, 2), NO_RANDOM_STATE, {}),
         ("p10", (4, 1, 2), NO_RANDOM_STATE, {}),
-        ("p03", (4, 1, 2), ["--num-layers-per-virtual-pipeline-stage", "1"], {"virtual_pipeline_model_parallel_size": 2}),
+        ("p03", (4, 1, 2), VIRTUAL, {"virtual_pipeline_model_parallel_size": 2}),
         ("p09", (8, 2, 2), [*NO_RANDOM_STATE, *experts(2, "--sequence-parallel")], {"expert_model_parallel_size": 2}),
         ("p09", (4, 1, 2), [*NO_RANDOM_STATE, *experts(1)], {"expert_model_parallel_size": 1}),
     ],

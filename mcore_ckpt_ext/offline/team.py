@@ -1,0 +1,49 @@
+"""Processes that share a conversion: what one of them does for all, and how the failure of one becomes that of all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+
+class Team(Protocol):
+    """The processes; `rank` is this one's number among `size`."""
+
+    @property
+    def rank(self) -> int:
+        """This process."""
+
+    @property
+    def size(self) -> int:
+        """How many there are."""
+
+    def all(self, work: Callable[[], None]) -> None:
+        """Do something in every process, and go on when all have done it.
+
+        Raises:
+            CheckpointError: some process failed; on every process.
+        """
+
+    def first(self, work: Callable[[], None]) -> None:
+        """Do something in the first process only; else as `all`."""
+
+    def total(self, count: int) -> int:
+        """The sum of a number over all processes."""
+
+
+class Alone:
+    """One process."""
+
+    rank, size = 0, 1
+
+    def all(self, work: Callable[[], None]) -> None:
+        """See `Team`."""
+        work()
+
+    def first(self, work: Callable[[], None]) -> None:
+        """See `Team`."""
+        work()
+
+    def total(self, count: int) -> int:
+        """See `Team`."""
+        return count
