@@ -24,7 +24,7 @@ from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.plan import Source, StoredSlice
-from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 
@@ -67,7 +67,7 @@ class Checkpoint(ABC):
             UnsupportedCheckpointError: it is of a kind that is not read.
         """
         self.folder = folder
-        self.reader = FolderReader(folder)
+        self.reader = folder_reader(folder)
         self.transfer = Transfer(self.reader)
         self._witnesses = tuple(witnesses)
 

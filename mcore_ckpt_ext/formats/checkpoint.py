@@ -12,6 +12,7 @@ from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.storage.paths import as_path
 
 __all__ = ["Checkpoint", "TensorHandle", "iteration_folder", "open_checkpoint"]
 
@@ -30,7 +31,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, witnesses: Sequence[Paramet
         UnreadableCheckpointError: there is no finished checkpoint.
         UnsupportedCheckpointError: it is of a kind that this version does not read.
     """
-    folder = iteration_folder(Path(path))
+    folder = iteration_folder(as_path(path))
     if is_canonical(folder):
         return CanonicalCheckpoint(folder, witnesses)
     kind = LegacyCheckpoint if is_legacy(folder) else TorchDistCheckpoint

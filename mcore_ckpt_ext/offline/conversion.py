@@ -22,13 +22,14 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, open_checkpoint
 from mcore_ckpt_ext.layout.proof import first_mismatch
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
 from mcore_ckpt_ext.offline.targets import TargetOptions, installed_version, lay_out_target
 from mcore_ckpt_ext.offline.team import Alone, Team
 from mcore_ckpt_ext.planning.output import Block, Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import Plan, StoredSlice, make_plan
-from mcore_ckpt_ext.storage.publish import Publication
+from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.transfer import Transfer
-from mcore_ckpt_ext.writing import BLOCK_BYTES, RecordWriter, lay_out
+from mcore_ckpt_ext.writing import BLOCK_BYTES
 
 DEFAULT_WORKERS = 4
 DEFAULT_MEMORY = 1 << 30
@@ -113,27 +114,23 @@ def convert(
     )
     target = lay_out_target(checkpoint, to, options)
     output = _below(target.output, target.folder)
-    destination = Path(destination).absolute()
+    destination = as_path(destination)
+    destination = destination if is_remote(destination) else destination.absolute()
     _check_destination(destination, checkpoint.folder, target.folder)
     lost = _checked_losses(checkpoint, accept_lost)
     block_bytes = max(1 << 16, min(BLOCK_BYTES, memory_limit // (workers * _BLOCKS_AT_ONCE)))
     filler = _Filler(checkpoint, accept_lost)
     if not dry_run:
         identity = repr((str(checkpoint.folder), before, to, options, accept_lost))
-        publication = Publication(destination, hashlib.sha256(identity.encode()).hexdigest(), team.rank)
+        fingerprint = hashlib.sha256(identity.encode()).hexdigest()
+        make = RemoteOutput if is_remote(destination) else LocalOutput
+        written = make(destination, fingerprint, team, workers, block_bytes)
 
         def check() -> None:
             _check_unchanged(checkpoint.folder, before)
-            _check_readable(publication.folder, checkpoint, to)
+            _check_readable(written.folder, checkpoint, to)
 
-        try:
-            team.first(lambda: publication.open(force=force, resume=resume))
-            writer = RecordWriter(publication.folder, filler.fill, workers, block_bytes)
-            _write(output, publication, writer, team, progress)
-            team.first(check)
-            team.first(publication.publish)
-        finally:
-            publication.close()
+        written.write(output, filler.fill, check, progress, force=force, resume=resume)
     return Report(
         destination=destination,
         files=len(output.files),
@@ -146,29 +143,6 @@ def convert(
         notes=target.notes,
         lost=lost,
     )
-
-
-def _write(
-    output: Output, publication: Publication, writer: RecordWriter, team: Team,
-    progress: Callable[[int, int], None],
-) -> None:  # fmt: skip
-    """Fill all files, every process of the team its share; what says that they are whole comes last."""
-    team.first(lambda: lay_out((file for file in output.files if not file.last), publication.folder))
-
-    def share() -> None:
-        done = publication.done()
-        mine = [(number, record) for number, record in enumerate(output.records) if number % team.size == team.rank]
-        left = [
-            (number, record)
-            for number, record in mine
-            if number not in done or not writer.confirm(record, done[number])
-        ]
-        total = sum(record.nbytes for _, record in mine)
-        counter = _Counter(total - sum(record.nbytes for _, record in left), total, progress)
-        writer.write(left, publication.note, counter.add)
-
-    team.all(share)
-    team.first(lambda: lay_out((file for file in output.files if file.last), publication.folder))
 
 
 def _checked_losses(checkpoint: Checkpoint, accept_lost: bool) -> dict[str, int]:
@@ -186,19 +160,6 @@ def _checked_losses(checkpoint: Checkpoint, accept_lost: bool) -> dict[str, int]
             helps="use another iteration, or accept the loss: --accept-lost",
         )
     return lost
-
-
-class _Counter:
-    """Adds up what the workers wrote."""
-
-    def __init__(self, done: int, total: int, progress: Callable[[int, int], None]) -> None:
-        self._done, self._total, self._progress = done, total, progress
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            self._progress(self._done, self._total)
 
 
 class _Filler:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
@@ -86,11 +86,7 @@ class FolderReader:
             return self._descriptors[file]
 
     def _open(self, file: str) -> int:
-        path = Path(file)
-        if path.is_absolute() or ".." in path.parts:
-            raise UnreadableCheckpointError(
-                "the checkpoint's metadata points outside of its own folder", found=file, where=str(self.folder)
-            )
+        path = checked_name(file, self.folder)
         try:
             return os.open(self.folder / path, os.O_RDONLY)
         except OSError as error:
@@ -100,6 +96,20 @@ class FolderReader:
                 where=str(self.folder / path),
                 helps="the save was interrupted or the copy is incomplete: use another iteration",
             ) from error
+
+
+def checked_name(file: str, folder: Path) -> PurePosixPath:
+    """The relative path of a file of a checkpoint.
+
+    Raises:
+        UnreadableCheckpointError: it leads out of the checkpoint's folder.
+    """
+    path = PurePosixPath(file)
+    if path.is_absolute() or ".." in path.parts:
+        raise UnreadableCheckpointError(
+            "the checkpoint's metadata points outside of its own folder", found=file, where=str(folder)
+        )
+    return path
 
 
 class Window:

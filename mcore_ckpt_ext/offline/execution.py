@@ -1,0 +1,130 @@
+"""Carrying out what a conversion has laid out: into a folder of this machine, or of a remote store."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from mcore_ckpt_ext.offline.team import Team
+from mcore_ckpt_ext.planning.output import Output, OutputFile, Record
+from mcore_ckpt_ext.storage.publish import Publication
+from mcore_ckpt_ext.storage.remote import Upload
+from mcore_ckpt_ext.writing import FillBlock, RecordWriter, lay_out
+
+Progress = Callable[[int, int], None]
+
+
+class LocalOutput:
+    """A folder beside the destination, filled record by record, and renamed when it is whole."""
+
+    def __init__(self, destination: Path, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
+        self._publication = Publication(destination, fingerprint, team.rank)
+        self._team, self._workers, self._block_bytes = team, workers, block_bytes
+        self.folder = self._publication.folder
+
+    def write(
+        self, output: Output, fill: FillBlock, check: Callable[[], None], progress: Progress, *, force: bool,
+        resume: bool,
+    ) -> None:  # fmt: skip
+        """Write everything, let `check` look at it, and publish it.
+
+        Raises:
+            DestinationError: the destination exists, or the disk refuses.
+            CheckpointError: what `fill` and `check` raise.
+        """
+        team, publication = self._team, self._publication
+        try:
+            team.first(lambda: publication.open(force=force, resume=resume))
+            team.first(lambda: lay_out((file for file in output.files if not file.last), publication.folder))
+            team.all(lambda: self._fill(output, fill, progress))
+            # What says that everything is there.
+            team.first(lambda: lay_out((file for file in output.files if file.last), publication.folder))
+            team.first(check)
+            team.first(publication.publish)
+        finally:
+            publication.close()
+
+    def _fill(self, output: Output, fill: FillBlock, progress: Progress) -> None:
+        """This process's share of the records; what an interrupted run finished is looked at, not written again."""
+        writer = RecordWriter(self._publication.folder, fill, self._workers, self._block_bytes)
+        done = self._publication.done()
+        mine = list(enumerate(output.records))[self._team.rank :: self._team.size]
+        left = [
+            (number, record)
+            for number, record in mine
+            if number not in done or not writer.confirm(record, done[number])
+        ]
+        counter = _Counter(mine, left, progress)
+        writer.write(left, self._publication.note, counter.add)
+
+
+class RemoteOutput:
+    """Files made one at a time on this machine's disk, and uploaded; what says that all are there comes last."""
+
+    def __init__(self, destination: Path, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
+        self._upload = Upload(destination, fingerprint, team.rank)
+        self._team, self._workers, self._block_bytes = team, workers, block_bytes
+        self.folder = destination
+
+    def write(
+        self, output: Output, fill: FillBlock, check: Callable[[], None], progress: Progress, *, force: bool,
+        resume: bool,
+    ) -> None:  # fmt: skip
+        """See `LocalOutput.write`; an existing remote folder is never replaced."""
+        team = self._team
+        records: dict[str, list[tuple[int, Record]]] = {}
+        for number, record in enumerate(output.records):
+            records.setdefault(record.file, []).append((number, record))
+        ordinary = [file for file in output.files if not file.last]
+
+        def share() -> None:
+            done = self._upload.done()
+            mine = ordinary[team.rank :: team.size]
+            left = [file for file in mine if done.get(file.name) != file.length]
+            counter = _Counter(_records(mine, records), _records(left, records), progress)
+            for file in left:
+                self._make(file, records.get(file.name, []), fill, counter)
+
+        team.first(lambda: self._upload.open(force=force, resume=resume))
+        team.all(share)
+        for file in output.files:
+            if file.last:
+                team.first(lambda file=file: self._make(file, [], fill, None))  # type: ignore[misc]  # bound at once
+        team.first(check)
+        team.first(self._upload.publish)
+
+    def _make(
+        self, file: OutputFile, records: Sequence[tuple[int, Record]], fill: FillBlock, counter: _Counter | None
+    ) -> None:
+        with TemporaryDirectory(prefix="mcore_ckpt_ext_") as staging:
+            lay_out([file], Path(staging))
+            if counter is not None:
+                writer = RecordWriter(Path(staging), fill, self._workers, self._block_bytes)
+                writer.write(records, lambda number, crc: None, counter.add)
+            self._upload.put(Path(staging) / file.name, file.name)
+
+
+def _records(
+    files: Sequence[OutputFile], records: dict[str, list[tuple[int, Record]]]
+) -> list[tuple[int, Record]]:
+    return [numbered for file in files for numbered in records.get(file.name, [])]
+
+
+class _Counter:
+    """Adds up what the workers wrote, in bytes, for the progress of this process's share."""
+
+    def __init__(
+        self, share: Sequence[tuple[int, Record]], left: Sequence[tuple[int, Record]], progress: Progress
+    ) -> None:
+        self._total = sum(record.nbytes for _, record in share)
+        self._done = self._total - sum(record.nbytes for _, record in left)
+        self._progress = progress
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """Take note of bytes that were written."""
+        with self._lock:
+            self._done += count
+            self._progress(self._done, self._total)

@@ -1,0 +1,104 @@
+"""Remote stores through fsspec: in memory, and a local S3 server."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import DestinationError, UnreadableCheckpointError
+from tests.conftest import Fixture, fixture_named
+
+upath = pytest.importorskip("upath", reason="universal_pathlib is not installed")
+MOTO = pytest.importorskip("moto.server", reason="moto[server] is not installed")
+pytest.importorskip("s3fs", reason="s3fs is not installed")
+
+
+@pytest.fixture(scope="module")
+def s3_server() -> Iterator[str]:
+    server = MOTO.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    server.start()
+    host, port = server.get_host_and_port()
+    yield f"http://{host}:{port}"
+    server.stop()
+
+
+@pytest.fixture(params=["memory", "s3"])
+def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An empty remote folder; the address and the keys of S3 come from the environment, as they do for users."""
+    if request.param == "memory":
+        return upath.UPath(f"memory://{uuid.uuid4()}")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3_server"))
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    bucket = upath.UPath(f"s3://{uuid.uuid4()}")
+    bucket.mkdir()
+    return bucket
+
+
+def assert_truth(checkpoint: Any, fixture: Fixture) -> None:
+    for key, expected in fixture.truth.items():
+        kind, _, name = key.partition(".")
+        assert torch.equal(checkpoint.tensor(kind, name).read(), expected), key
+
+
+@pytest.mark.parametrize(("fixture", "to"), [("p10", "torch_dist"), ("p02", "legacy"), ("p02", "canonical")])
+def test_written_there_and_read_from_there(fixture: str, to: str, store: Any, tmp_path: Path) -> None:
+    source = fixture_named(fixture)
+    remote = str(store / "run")
+    mcore_ckpt_ext.convert(source.run, remote, to=to)
+    assert_truth(mcore_ckpt_ext.open_checkpoint(remote), source)
+    # The same bytes as on this machine's disk, and nothing else.
+    mcore_ckpt_ext.convert(source.run, tmp_path / "run", to=to)
+    local = {str(p.relative_to(tmp_path / "run")): p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
+    there = {str(p.path).rpartition("/run/")[2]: p.read_bytes() for p in (store / "run").rglob("*") if p.is_file()}
+    assert there == local
+    assert [p.name for p in store.iterdir()] == ["run"]
+    mcore_ckpt_ext.convert(remote, tmp_path / "back", to="canonical")
+    assert_truth(mcore_ckpt_ext.open_checkpoint(tmp_path / "back"), source)
+
+
+def test_an_interrupted_upload_is_no_checkpoint_and_can_be_continued(store: Any) -> None:
+    source, remote = fixture_named("p02").run, str(store / "run")
+
+    def stop(done: int, total: int) -> None:
+        if done > total / 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mcore_ckpt_ext.convert(source, remote, to="legacy", progress=stop, workers=1)
+    with pytest.raises(UnreadableCheckpointError):
+        mcore_ckpt_ext.open_checkpoint(remote)
+    with pytest.raises(DestinationError, match="--resume"):
+        mcore_ckpt_ext.convert(source, remote, to="legacy")
+    steps: list[int] = []
+    mcore_ckpt_ext.convert(source, remote, to="legacy", resume=True, progress=lambda done, total: steps.append(done))
+    assert steps[0] > 0.2 * steps[-1]
+    assert_truth(mcore_ckpt_ext.open_checkpoint(remote), fixture_named("p02"))
+
+
+def test_an_existing_folder_is_not_replaced(store: Any) -> None:
+    (store / "run").mkdir(parents=True, exist_ok=True)
+    (store / "run" / "kept").write_text("kept")
+    with pytest.raises(DestinationError, match="exists already"):
+        mcore_ckpt_ext.convert(fixture_named("p02").run, str(store / "run"), to="torch_dist", force=True)
+    assert (store / "run" / "kept").read_text() == "kept"
+
+
+def test_without_the_library_the_error_says_what_to_install(tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['upath'] = None; import mcore_ckpt_ext\n"
+        "try: mcore_ckpt_ext.open_checkpoint('s3://bucket/run')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "UnsupportedCheckpointError" in result.stdout
+    assert "pip install 'mcore_ckpt_ext[remote]'" in result.stdout
