@@ -32,7 +32,7 @@ def apply() -> None:
     if os.environ.get(ADAM_VARIABLE) != "torch":
         _provide_fused_adam()
     _keep_pipeline_outputs_of_interleaved_schedules()
-    _allow_torch_norms_under_sequence_parallelism()
+    allow_torch_norms_under_sequence_parallelism()
     _complete_mixture_of_experts()
     _allow_uneven_collectives()
     _complete_latent_attention()
@@ -101,7 +101,7 @@ def _keep_pipeline_outputs_of_interleaved_schedules() -> None:
     ModelParallelConfig.__post_init__ = keep_outputs
 
 
-def _allow_torch_norms_under_sequence_parallelism() -> None:
+def allow_torch_norms_under_sequence_parallelism() -> None:
     """The torch norm of the local spec refuses sequence parallelism; all that is missing is the mark on its weights."""
     norm_class: Any = importlib.import_module("megatron.core.transformer.torch_norm").WrappedTorchNorm
     original = norm_class.__new__

@@ -114,18 +114,18 @@ def dump(folder: Path, iteration: int, model: list[torch.nn.Module], optimizer: 
         "pieces": [
             asdict(piece)
             for index, chunk in enumerate(model)
-            for piece in _pieces_of_chunk(index, chunk, optimizers, tied=not args.untie_embeddings_and_output_weights)
+            for piece in pieces_of_chunk(index, chunk, optimizers, tied=not args.untie_embeddings_and_output_weights)
         ],
     }
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(content, folder / f"rank_{torch.distributed.get_rank():05d}.pt")
 
 
-def _pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool) -> Iterator[Piece]:
+def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool) -> Iterator[Piece]:
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     while hasattr(chunk, "module"):
         chunk = chunk.module
-    names_of_layers = _names_of_layers(chunk)
+    layers = names_of_layers(chunk)
     for local_name, parameter in chunk.named_parameters():
         is_expert = not getattr(parameter, "allreduce", True)
         copy = [parallel_state.get_pipeline_model_parallel_rank(), index]
@@ -136,7 +136,7 @@ def _pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: boo
             tensor_rank = parallel_state.get_tensor_model_parallel_rank()
         start, state, settings = _optimizer_part(parameter, optimizers)
         yield Piece(
-            name=_name_in_model(local_name, names_of_layers, chunk.config, tied=tied),
+            name=name_in_model(local_name, layers, chunk.config, tied=tied),
             copy=tuple(copy),
             tensor_rank=tensor_rank,
             partition_dim=parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
@@ -148,7 +148,7 @@ def _pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: boo
         )
 
 
-def _names_of_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, dict[str, str]]]:
+def names_of_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, dict[str, str]]]:
     """For each layer of this chunk: its name in the whole model, and how checkpoints name the modules in it."""
     return {
         name: (f"decoder.layers.{module.layer_number - 1}", module.submodules_config.sharded_state_dict_keys_map)
@@ -157,8 +157,8 @@ def _names_of_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, dict[str, s
     }
 
 
-def _name_in_model(
-    local_name: str, names_of_layers: dict[str, tuple[str, dict[str, str]]], config: Any, *, tied: bool
+def name_in_model(
+    local_name: str, layers: dict[str, tuple[str, dict[str, str]]], config: Any, *, tied: bool
 ) -> str:
     """Translate a parameter's name in its chunk to the one that does not depend on the layout or on the layer spec."""
     if tied and local_name == "output_layer.weight":
@@ -166,7 +166,7 @@ def _name_in_model(
     layer = _LAYER.match(local_name)
     if layer is None:
         return local_name
-    layer_name, renamed_modules = names_of_layers[layer[0]]
+    layer_name, renamed_modules = layers[layer[0]]
     rest = local_name.removeprefix(layer[0] + ".")
     for module_name, name_in_checkpoint in renamed_modules.items():
         if rest.startswith(module_name):

@@ -46,9 +46,9 @@ def main() -> int:
     options = parser.parse_args()
     die_with_parent()
     _import_megatron(options.megatron)
-    _prepare_multiprocessing()
-    ranks = _Ranks()
-    port = _free_port()
+    prepare_multiprocessing()
+    ranks = Ranks()
+    port = free_port()
     for rank in range(options.nproc):
         ranks.fork(rank, partial(_run_rank, rank, options, port))
     return ranks.wait()
@@ -77,7 +77,7 @@ def _import_megatron(checkout: Path | None) -> None:
     print(f"[launch] imported megatron-core {version} in {time.monotonic() - started:.1f} s", flush=True)
 
 
-def _prepare_multiprocessing() -> None:
+def prepare_multiprocessing() -> None:
     """Make the checkpoint writers that Megatron spawns start with the redirection, and its queues start fast.
 
     A spawned Python runs the parent's main module again before anything else.  That would be the training script, which
@@ -96,7 +96,7 @@ def _prepare_multiprocessing() -> None:
     multiprocessing.get_context("spawn").Manager = multiprocessing.get_context("fork").Manager  # type: ignore[method-assign]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -119,7 +119,7 @@ def _run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
     runpy.run_path(str(options.script), run_name="__main__")
 
 
-class _Ranks:
+class Ranks:
     """The forked processes: their return codes and their output."""
 
     def __init__(self) -> None:

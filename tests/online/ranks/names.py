@@ -16,7 +16,7 @@ def names_of(model: list[Any]) -> dict[int, str]:
         chunk = wrapped
         while hasattr(chunk, "module"):
             chunk = chunk.module
-        layers = dump_optimizer._names_of_layers(chunk)
+        layers = dump_optimizer.names_of_layers(chunk)
         for name, parameter in chunk.named_parameters():
-            names[id(parameter)] = dump_optimizer._name_in_model(name, layers, chunk.config, tied=tied)
+            names[id(parameter)] = dump_optimizer.name_in_model(name, layers, chunk.config, tied=tied)
     return names

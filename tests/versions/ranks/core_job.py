@@ -1,0 +1,200 @@
+"""Saves and resumes with the genuine DistributedOptimizer of the megatron-core that is first on the path.
+
+argv: a JSON file with what to do (see `Order` in test_versions.py). Forks the ranks after one import.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import sys
+import traceback
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from megatron_on_cpu import compat, redirect
+from megatron_on_cpu.fused_adam import FusedAdam
+from megatron_on_cpu.forked_ranks import Ranks, free_port, prepare_multiprocessing
+from megatron_on_cpu.process import die_with_parent
+
+ORDER = json.loads(Path(sys.argv[1]).read_text())
+LEGACY, PLAIN = "legacy_torch", "legacy_torch_per_parameter"
+
+
+def prepare() -> None:
+    """What a wheel of megatron-core needs on CPU ranks; nothing of it touches how it saves or loads."""
+    torch.set_num_threads(1)
+    numpy.product = numpy.prod  # numpy 2 took the old name away, which 0.15 and older use
+    redirect.install()
+    for module, names in {
+        "megatron.core.optimizer": {"Adam": FusedAdam, "USING_PYTORCH_OPTIMIZER": False},
+        "megatron.core.optimizer.distrib_optimizer": {
+            "Adam": FusedAdam, "HAVE_APEX_OR_TE": True, "USING_APEX_OPTIMIZER": True, "USING_TE_OPTIMIZER": False
+        },
+    }.items():  # fmt: skip
+        loaded: Any = importlib.import_module(module)
+        for name, value in names.items():
+            setattr(loaded, name, value)
+    # torch 2.13 added an argument that 0.12 does not pass (torch/distributed/checkpoint/filesystem.py).
+    files: Any = importlib.import_module("torch.distributed.checkpoint.filesystem")
+    written: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    if "serialization_format" in inspect.signature(files._write_item).parameters and hasattr(written, "_write_item"):
+        written._write_item = partial(files._write_item, serialization_format=files.SerializationFormat.TORCH_SAVE)
+    # 0.12 wants Transformer Engine for a function that copies fp8 parameters, of which there are none here.
+    fp8: Any = importlib.import_module("megatron.core.fp8_utils")
+    if hasattr(fp8, "_quantize_param_shard_impl"):
+        fp8._quantize_param_shard_impl = lambda *parameters: None
+    compat.allow_torch_norms_under_sequence_parallelism()
+    importlib.import_module("core_model")
+
+
+def run_rank(rank: int, port: int) -> None:
+    """All of the order, in one rank."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=ORDER["ranks"])
+    for saving in ORDER["save"]:
+        save(saving)
+    for loading in ORDER["load"]:
+        load(loading)
+    torch.distributed.barrier()
+
+
+def save(order: dict[str, Any]) -> None:
+    """Build one source, and save it in every format; one dump tells what was alive."""
+    import core_model
+
+    layout, tied = core_model.Layout(**order["layout"]), order["tied"]
+    core_model.start(layout)
+    job = core_model.build(layout, order["experts"], tied, order["distributed"])
+    for optimizer in job.optimizers:
+        allocate(optimizer)
+    core_model.fill_with_noise(job, tied, seed=7)
+    core_model.dump(job, Path(order["folder"]) / "truth", tied)
+    for name in order["formats"]:
+        folder = Path(order["folder"]) / name / "iter_0000004"
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.distributed.barrier()
+        (save_legacy if name in (LEGACY, PLAIN) else save_torch_dist)(job, folder, name)
+        torch.distributed.barrier()
+
+
+def allocate(optimizer: Any) -> None:
+    """Moments as after a first step."""
+    for group in optimizer.optimizer.param_groups:
+        for master in group["params"]:
+            zeros = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+            optimizer.optimizer.state[master] = zeros
+
+
+def save_torch_dist(job: Any, folder: Path, name: str) -> None:
+    """`generate_state_dict` and `save_checkpoint` (megatron/training/checkpointing.py) of each version."""
+    import core_model
+    from megatron.core import dist_checkpointing
+
+    metadata = {"distrib_optim_sharding_type": name}
+    by_keyword = "metadata" not in inspect.signature(type(job.optimizers[0]).sharded_state_dict).parameters
+    if ORDER["version"] >= [0, 14]:
+        metadata |= {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    parallel = {"ckpt_fully_parallel_save": name == "fully_sharded_model_space"}  # up to 0.12 this is all that tells
+    state = core_model.common_state(job.arguments | parallel | {"ckpt_format": "torch_dist"})
+    state |= core_model.sharded_models(job)
+    weights = {key: value for key, value in state.items() if key.startswith("model")}
+    kind = {"sharding_type": name} if by_keyword else {"metadata": metadata}
+    state["optimizer"] = job.optimizer.sharded_state_dict(weights, **kind)
+    more = {} if ORDER["version"] < [0, 13] else {"content_metadata": metadata}
+    dist_checkpointing.save(state, str(folder), ("torch_dist", 1), **more)
+
+
+def save_legacy(job: Any, folder: Path, name: str) -> None:
+    """`save_checkpoint` with `--ckpt-format torch`."""
+    import core_model
+    from megatron.core import parallel_state
+
+    rank_folder = folder / rank_name(parallel_state)
+    rank_folder.mkdir(exist_ok=True)
+    torch.distributed.barrier()
+    if name == LEGACY:
+        job.optimizer.save_parameter_state(str(rank_folder / "distrib_optim.pt"))
+    if parallel_state.get_expert_data_parallel_rank() == 0:
+        state = core_model.common_state(job.arguments | {"ckpt_format": "torch"})
+        for index, chunk in enumerate(job.chunks):
+            state["model" if len(job.chunks) == 1 else f"model{index}"] = chunk.state_dict_for_save_checkpoint()
+        state["optimizer"] = job.optimizer.state_dict()
+        torch.save(state, rank_folder / "model_optim_rng.pt")
+
+
+def rank_name(parallel_state: Any) -> str:
+    """`get_checkpoint_name`."""
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
+    return name
+
+
+def load(order: dict[str, Any]) -> None:
+    """Build one target, and resume it from every checkpoint in turn; each time from other values."""
+    import core_model
+    from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+    from mcore_ckpt_ext.online.live_optimizer import live_parameters
+    from mcore_ckpt_ext.optimizer_reshard import OptimizerReshard
+
+    layout, tied = core_model.Layout(**order["layout"]), order["tied"]
+    core_model.start(layout)
+    job = core_model.build(layout, order["experts"], tied)
+    for number, (source, target) in enumerate(order["checkpoints"]):
+        for optimizer in job.optimizers:
+            allocate(optimizer)
+        core_model.fill_with_noise(job, tied, seed=100 + number)
+        checkpoint = open_checkpoint(source)
+        reshard = OptimizerReshard(checkpoint.folder, job.models, job.optimizer, job.arguments)
+        reshard.prepare()
+        load_weights(job, checkpoint, live_parameters(job.models))
+        reshard.prove()
+        reshard.fill()
+        core_model.dump(job, Path(target), tied)
+
+
+def load_weights(job: Any, checkpoint: Any, live: Any) -> None:
+    """As the framework loads them: its own reader for torch_dist; the package's for legacy files of another layout."""
+    import core_model
+    from megatron.core import dist_checkpointing
+
+    if checkpoint.format == "torch_dist":
+        wanted = core_model.sharded_models(job)
+        loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
+        for name, chunk in zip(wanted, job.models, strict=True):
+            chunk.load_state_dict(loaded[name])
+        return
+    for described in live.values():
+        parts = [checkpoint.tensor("weight", region.name).read(region).reshape(-1) for region in described.regions]
+        with torch.no_grad():
+            described.parameter.copy_(torch.cat(parts).view(described.parameter.shape))
+
+
+def main() -> int:
+    """Import once, fork, wait."""
+    die_with_parent()
+    prepare()
+    # A wheel calls itself by its release; in a checkout's folder the commit is appended.
+    sys.stdout.write(f"megatron-core {importlib.import_module('megatron.core').__version__}\n")
+    prepare_multiprocessing()
+    ranks = Ranks()
+    port = free_port()
+    for rank in range(ORDER["ranks"]):
+        ranks.fork(rank, partial(run_rank, rank, port))
+    return ranks.wait()
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except Exception:  # noqa: BLE001 - whatever it was, it is printed and is the end
+        traceback.print_exc()
+        sys.exit(1)

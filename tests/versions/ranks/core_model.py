@@ -1,0 +1,223 @@
+"""A real model and optimizer of any megatron-core on CPU ranks, from the wheel alone, without megatron.training.
+
+What `megatron/training/training.py` does between its arguments and the optimizer (`get_model`,
+`setup_model_and_optimizer`, core_v0.12.1 to 0.19.2), for a tiny GPT of the local layer spec.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+from megatron_on_cpu import dump_optimizer
+
+HIDDEN, HEADS, LAYERS, VOCABULARY, POSITIONS, EXPERTS = 32, 4, 4, 128, 32, 4
+_KINDS = ("fp32_param", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes of the parallel dimensions, and what else decides where a parameter lies."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual: int = 1
+    expert: int = 1
+    bucket_size: int | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A live model and its optimizer; `arguments` are those that Megatron's training would store."""
+
+    chunks: list[Any]
+    optimizer: Any
+    arguments: dict[str, Any]
+
+    @property
+    def models(self) -> list[Any]:
+        """The chunks without the wrappers."""
+        found = []
+        for chunk in self.chunks:
+            while hasattr(chunk, "module"):
+                chunk = chunk.module
+            found.append(chunk)
+        return found
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers of a chain."""
+        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+
+
+def start(layout: Layout) -> None:
+    """Divide the ranks anew."""
+    parallel_state.destroy_model_parallel()
+    virtual = layout.virtual if layout.virtual > 1 else None
+    parallel_state.initialize_model_parallel(
+        layout.tensor, layout.pipeline, virtual, expert_model_parallel_size=layout.expert
+    )
+    tensor_parallel.model_parallel_cuda_manual_seed(1234)
+
+
+def build(layout: Layout, experts: bool, tied: bool, distributed: bool = True) -> Job:
+    """The model of this rank, wrapped for training, with its optimizer."""
+    config = TransformerConfig(
+        num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=128,
+        bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, use_cpu_initialization=True,
+        sequence_parallel=experts and layout.tensor > 1,
+        tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
+        expert_model_parallel_size=layout.expert, num_moe_experts=EXPERTS if experts else None,
+        gradient_accumulation_fusion=False,
+        moe_token_dispatcher_type="alltoall", add_bias_linear=not experts, gated_linear_unit=experts,
+        activation_func=torch.nn.functional.silu if experts else torch.nn.functional.gelu,
+    )  # fmt: skip
+    wrapped = []
+    ddp = DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True, overlap_grad_reduce=layout.bucket_size is not None,
+        use_distributed_optimizer=distributed, bucket_size=layout.bucket_size,
+    )  # fmt: skip
+    for stage in range(layout.virtual):
+        model = _chunk(config, layout, stage, experts, tied)
+        for parameter in model.parameters():
+            tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+        module = Float16Module(config, model)
+        wrapped.append(DistributedDataParallel(config, ddp, module, disable_bucketing=stage > 0))
+    optimizer = get_megatron_optimizer(
+        OptimizerConfig(
+            optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.01, bf16=True, params_dtype=torch.bfloat16,
+            use_distributed_optimizer=distributed,
+        ),
+        wrapped,
+    )  # fmt: skip
+    return Job(wrapped, optimizer, _arguments(layout, experts, tied, distributed))
+
+
+def _chunk(config: Any, layout: Layout, stage: int, experts: bool, tied: bool) -> Any:
+    at = {"vp_stage": stage} if layout.virtual > 1 else {}
+    if layout.virtual > 1 and hasattr(parallel_state, "set_virtual_pipeline_model_parallel_rank"):
+        parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
+    first, last = (
+        function(**({"ignore_virtual": False} | at if "vp_stage" in inspect.signature(function).parameters else {}))
+        for function in (parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage)
+    )
+    spec = get_gpt_layer_local_spec(num_experts=EXPERTS if experts else None, moe_grouped_gemm=False)
+    here = at if "vp_stage" in inspect.signature(GPTModel.__init__).parameters else {}
+    return GPTModel(
+        config, spec, VOCABULARY, POSITIONS, pre_process=first, post_process=last,
+        share_embeddings_and_output_weights=tied, **here,
+    )  # fmt: skip
+
+
+def _arguments(layout: Layout, experts: bool, tied: bool, distributed: bool) -> dict[str, Any]:
+    """What `args` of a training job with this model would say, as far as it describes the layout."""
+    world = torch.distributed.get_world_size()
+    return {
+        "num_layers": LAYERS, "hidden_size": HIDDEN, "num_attention_heads": HEADS, "ffn_hidden_size": 128,
+        "padded_vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS, "bf16": True, "fp16": False,
+        "tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
+        "expert_model_parallel_size": layout.expert, "expert_tensor_parallel_size": layout.tensor,
+        "context_parallel_size": 1, "world_size": world,
+        "data_parallel_size": world // (layout.tensor * layout.pipeline),
+        "num_experts": EXPERTS if experts else None, "moe_grouped_gemm": False, "transformer_impl": "local",
+        "untie_embeddings_and_output_weights": not tied, "swiglu": experts, "add_bias_linear": not experts,
+        "accumulate_allreduce_grads_in_fp32": True, "use_distributed_optimizer": distributed,
+        "overlap_grad_reduce": layout.bucket_size is not None, "ddp_bucket_size": layout.bucket_size,
+        "dist_ckpt_strictness": "assume_ok_unexpected", "num_distributed_optimizer_instances": 1,
+    }  # fmt: skip
+
+
+def fill_with_noise(job: Job, tied: bool, seed: int) -> None:
+    """Give every master and moment values of its own, equal in all copies, and make the weights from the masters."""
+    names = _names(job, tied)
+    for outer in job.optimizers:
+        for parameter, master in _masters(outer):
+            partitioned = getattr(parameter, "tensor_model_parallel", False)
+            expert = not getattr(parameter, "allreduce", True)
+            rank = (
+                parallel_state.get_expert_tensor_parallel_rank()
+                if expert
+                else parallel_state.get_tensor_model_parallel_rank()
+            )
+            key = f"{names[id(parameter)]} {rank if partitioned else 0} {seed}"
+            generator = torch.Generator().manual_seed(zlib.crc32(key.encode()))
+            noise = torch.randn(3, parameter.numel(), generator=generator)
+            start = 0
+            if hasattr(outer, "gbuf_ranges"):
+                start = outer._get_model_param_range_map(parameter)["param"].start
+            parts = [part[start : start + master.numel()].view(master.shape) for part in noise]
+            with torch.no_grad():
+                master.copy_(0.02 * parts[0])
+            outer.optimizer.state[master].update({"exp_avg": parts[1].clone(), "exp_avg_sq": parts[2].abs().clone()})
+        for group in outer.optimizer.param_groups:
+            group["step"] = 4
+        outer._copy_main_params_to_model_params()
+    if hasattr(job.optimizers[0], "gbuf_ranges"):
+        for chunk in job.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
+def _masters(outer: Any) -> list[tuple[Any, Any]]:
+    if hasattr(outer, "gbuf_ranges"):
+        places = outer.model_param_group_index_map.items()
+        return [(parameter, outer.optimizer.param_groups[g]["params"][o]) for parameter, (g, o) in places]
+    groups = zip(outer.float16_groups, outer.fp32_from_float16_groups, strict=True)
+    return [pair for parameters, masters in groups for pair in zip(parameters, masters, strict=True)]
+
+
+def _names(job: Job, tied: bool) -> dict[int, str]:
+    names = {}
+    for chunk in job.models:
+        layers = dump_optimizer.names_of_layers(chunk)
+        for name, parameter in chunk.named_parameters():
+            names[id(parameter)] = dump_optimizer.name_in_model(name, layers, chunk.config, tied=tied)
+    return names
+
+
+def sharded_models(job: Job) -> dict[str, Any]:
+    """The models as `generate_state_dict` describes them."""
+    found = {}
+    for index, chunk in enumerate(job.models):
+        if len(job.models) > 1:
+            parallel_state.set_virtual_pipeline_model_parallel_rank(index)
+        found["model" if len(job.models) == 1 else f"model{index}"] = chunk.sharded_state_dict()
+    return found
+
+
+def dump(job: Job, folder: Path, tied: bool) -> None:
+    """This rank's part of what is alive, for `dump_optimizer.assemble`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    pieces = [
+        piece
+        for index, chunk in enumerate(job.chunks)
+        for piece in dump_optimizer.pieces_of_chunk(index, chunk, job.optimizers, tied=tied)
+    ]
+    content = {"world_size": torch.distributed.get_world_size(), "training": {}, "pieces": [vars(p) for p in pieces]}
+    torch.save(content, folder / f"rank_{torch.distributed.get_rank():05d}.pt")
+
+
+def common_state(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """What `save_checkpoint` stores beside the model and the optimizer."""
+    scheduler = {"max_lr": 1e-3, "min_lr": 1e-4, "num_steps": 32, "lr_decay_style": "linear"}
+    return {
+        "args": argparse.Namespace(**arguments),
+        "checkpoint_version": 3.0,
+        "iteration": 4,
+        "opt_param_scheduler": scheduler,
+        "num_floating_point_operations_so_far": 0,
+    }
