@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
@@ -33,8 +34,9 @@ def heading(text: str) -> None:
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: Sequence[int] = ()) -> None:
     """Write rows as columns, indented; the columns numbered in `right` end at the right."""
-    texts = [[printable(str(cell)) for cell in row] for row in ([header] if header else []) + list(rows)]  # type: ignore[list-item]  # a header is a row
-    widths = [max((len(row[column]) for row in texts), default=0) for column in range(max(map(len, texts), default=0))]
+    all_rows: list[Sequence[object]] = [*([header] if header else []), *rows]
+    texts = [[printable(str(cell)) for cell in row] for row in all_rows]
+    widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
     for row in texts:
         cells = [
             cell.rjust(width) if number in right else cell.ljust(width)
