@@ -2,8 +2,9 @@
 
     python benchmarks/inspect_metadata.py
 
-The metadata is that of a 70B model saved in `dp_reshardable` by TP4 x PP8 x VPP10 x DP100, written with torch's own classes
-as Megatron 0.16 writes it, plans of all ranks included. The tensors are holes in sparse files: nobody reads them.
+The metadata is that of a 70B model saved in `dp_reshardable` by TP4 x PP8 x VPP10 x DP100, written with torch's own
+classes as Megatron 0.16 writes it, plans of all ranks included. The tensors are holes in sparse files: nobody
+reads them.
 """
 
 from __future__ import annotations
@@ -73,9 +74,8 @@ class _Writer:
         entry.chunks.append(chunk)
         numel = chunk.sizes.numel()
         self._place(MetadataIndex(key, chunk.offsets), rank, numel * dtype.itemsize + ARCHIVE_OVERHEAD)
-        data = TensorWriteData(
-            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), TensorProperties(dtype=dtype), torch.Size(shape)
-        )
+        again = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        data = TensorWriteData(again, TensorProperties(dtype=dtype), torch.Size(shape))
         item = WriteItem(MetadataIndex(key, torch.Size(offsets)), WriteItemType.SHARD, tensor_data=data)
         self.plans.setdefault(rank, []).append(item)
 
@@ -156,7 +156,8 @@ def make_checkpoint(folder: Path) -> int:
         tensor, pipeline = group % TENSOR, group // TENSOR
         rank = tensor + TENSOR * DATA * pipeline
         writer.object(f"{prefix}.per_bucket_numel_unpadded/shard_0_1", numels[pipeline], rank)
-        writer.object(f"{prefix}.optimizer/shard_0_1", {"param_groups": [{"lr": 1e-4, "step": 4, "wd_mult": 1.0}]}, rank)
+        groups = [{"lr": 1e-4, "step": 4, "wd_mult": 1.0}]
+        writer.object(f"{prefix}.optimizer/shard_0_1", {"param_groups": groups}, rank)
     writer.finish(_common())
     return sum(len(entry.chunks) for entry in writer.entries.values() if isinstance(entry, TensorStorageMetadata))
 
@@ -184,7 +185,8 @@ def _common() -> dict[str, Any]:
         num_attention_heads=HEADS, ffn_hidden_size=FEED_FORWARD, padded_vocab_size=VOCABULARY, bf16=True,
         untie_embeddings_and_output_weights=True, swiglu=True, transformer_impl="transformer_engine",
         use_distributed_optimizer=True,
-        accumulate_allreduce_grads_in_fp32=True, linear_attention_freq=None, dist_ckpt_strictness="assume_ok_unexpected", iteration=1000,
+        accumulate_allreduce_grads_in_fp32=True, linear_attention_freq=None,
+        dist_ckpt_strictness="assume_ok_unexpected", iteration=1000,
     )  # fmt: skip
     metadata = {
         "distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False,
@@ -203,7 +205,8 @@ def main() -> int:
         folder = (options.keep or Path(temporary)) / "iter_0001000"
         chunks = make_checkpoint(folder)
         size = sum(path.stat().st_size for path in folder.iterdir())
-        print(f"{chunks:,} chunks, {size / 1e12:.2f} TB, .metadata {(folder / '.metadata').stat().st_size / 1e6:.0f} MB")
+        metadata = (folder / ".metadata").stat().st_size
+        print(f"{chunks:,} chunks, {size / 1e12:.2f} TB, .metadata {metadata / 1e6:.0f} MB")
         seconds = []
         for _ in range(options.rounds):
             begun = time.monotonic()

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=name.upper(), help="run folder, iteration folder, or canonical folder")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"compare only these: {', '.join(KINDS)}")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
-    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads (default %(default)s)")
+    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads")
     parser.epilog = "Equal means bit by bit: NaN with the same bits are equal, 0.0 and -0.0 are not."
 
 
@@ -55,8 +55,8 @@ def _show(found: Comparison) -> None:
 def _verdict(kind: KindComparison) -> str:
     if kind.equal:
         return "equal"
-    counts = ((len(kind.only_in_a), "only in A"), (len(kind.only_in_b), "only in B"), (len(kind.different), "different"))
-    return ", ".join(f"{count} {what}" for count, what in counts if count)
+    parts = ((kind.only_in_a, "only in A"), (kind.only_in_b, "only in B"), (kind.different, "different"))
+    return ", ".join(f"{len(names)} {what}" for names, what in parts if names)
 
 
 def _told(tensor: TensorDifference) -> Iterator[str]:
@@ -73,7 +73,8 @@ def _told(tensor: TensorDifference) -> Iterator[str]:
     elif tensor.different:
         yield f"{tensor.different:,} of {tensor.elements:,} elements differ"
     if tensor.different:
-        yield f"by at most {tensor.largest:g}"
+        if tensor.largest:
+            yield f"by at most {tensor.largest:g}"
         if tensor.signed_zeros:
             yield f"{tensor.signed_zeros:,} of them only in the sign of zero"
     if tensor.first is not None:

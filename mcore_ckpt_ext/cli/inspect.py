@@ -19,7 +19,7 @@ _RANKS_SHOWN = 16
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration folder, or canonical folder")
+    parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
     parser.add_argument("--json", action="store_true", help="everything, as JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write a page to look at, complete in itself")
 
@@ -39,13 +39,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _show(found: Inspection) -> None:
     line(found.path)
-    extra = [name for name in ("ETP", "CP") if found.layout[name] > 1 and name not in found.layout_text]
-    layout = " x ".join([found.layout_text, *(f"{name}{found.layout[name]}" for name in extra)])
     table(
         [
             ("format", found.format),
             ("optimizer", found.optimizer_format or "none"),
-            ("layout", f"{layout}, {found.layout['world']} ranks"),
+            ("layout", f"{found.layout_text}, {found.layout['world']:,} ranks"),
             ("iteration", found.iteration),
             ("written by", f"Megatron {found.writer.version}"),
             ("sidecar", "yes: the layout of the gradient buffers is recorded" if found.sidecar else "no"),

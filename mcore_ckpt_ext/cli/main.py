@@ -13,8 +13,8 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.output import message
 from mcore_ckpt_ext.errors import CheckpointError
 
-# Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`, imported when it is asked for:
-# whoever only wants help does not wait for torch.
+# Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`, imported when it is asked
+# for: whoever only wants help does not wait for torch.
 COMMANDS = {
     "inspect": "what is in a checkpoint: layout, format, version, bytes, files, who can resume it",
     "verify": "complete, readable, every element there once, checksums, the proof",

@@ -13,10 +13,10 @@ from mcore_ckpt_ext.offline.verification import verify
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration folder, or canonical folder")
+    parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
     parser.add_argument("--quick", action="store_true", help="look at metadata only")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
-    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads (default %(default)s)")
+    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -60,8 +60,8 @@ def _torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]:
             yield StoredPart(stored.file, OTHER, key, stored.length)
     if gathered and isinstance(checkpoint.optimizer, FlatBuffers):
         for (child, index), arrays in checkpoint.optimizer.arrays.items():
-            for (bucket, kind), array in arrays.items():
-                for piece in array.pieces:
+            for (bucket, kind), flat in arrays.items():
+                for piece in flat.pieces:
                     label = f"optimizer {child}, dp_group_idx_{index}.{bucket}"
                     size = ITEM_SIZE[piece.extent.dtype]
                     yield StoredPart(piece.extent.file, kind, label, (piece.stop - piece.start) * size)

@@ -169,7 +169,8 @@ class _Side:
     def tensor(self, kind: str, name: str) -> LogicalTensor:
         found = self.source.logical_tensor(kind, name)
         if found is None:
-            raise UnsupportedCheckpointError("a tensor has no elements", where=f"{kind} {name}, {self.checkpoint.folder}")
+            where = f"{kind} {name}, {self.checkpoint.folder}"
+            raise UnsupportedCheckpointError("a tensor has no elements", where=where)
         return found
 
     def nbytes(self, kind: str, name: str) -> int:
@@ -288,10 +289,6 @@ def _facts(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
 
 def _format(checkpoint: Checkpoint) -> str:
     return f"{checkpoint.format}, optimizer {checkpoint.optimizer_format or 'none'}"
-
-
-
-
 
 
 def _group_values(checkpoint: Checkpoint, key: str) -> str:

@@ -1,7 +1,7 @@
 """Is everything there: the files that a finished save leaves, and in them room for every record.
 
-The order in which Megatron writes tells how far a save came: `.distcp` files, `.metadata`, then `metadata.json`, then the
-tracker file; an asynchronous save does the latter two when it is finalised. Source: `save` in
+The order in which Megatron writes tells how far a save came: `.distcp` files, `.metadata`, then `metadata.json`, then
+the tracker file; an asynchronous save does the latter two when it is finalised. Source: `save` in
 megatron/core/dist_checkpointing/serialization.py and `save_checkpoint` in megatron/training/checkpointing.py,
 core_v0.7.0 to 0.19.2.
 """
@@ -67,9 +67,8 @@ def _tracked(path: Path, tracker: Path, iterations: Mapping[int, Path]) -> Locat
     newer = [entry.name for number, entry in sorted(iterations.items()) if text.isdigit() and number > int(text)]
     findings = []
     if newer:
-        findings.append(
-            warning(COMPLETE, str(tracker), f"it names {text}, but there is {some(newer)}: a save that was not finished")
-        )
+        what = f"it names {text}, but there is {some(newer)}: a save that was not finished"
+        findings.append(warning(COMPLETE, str(tracker), what))
     if not folder.is_dir():
         others = some([entry.name for entry in iterations.values()]) or "no other iteration"
         findings.append(error(COMPLETE, str(tracker), f"it names {folder.name}, which is not there; there is {others}"))
@@ -82,7 +81,8 @@ def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
     if match and tracker.is_file():
         text = tracker.read_text(errors="replace").strip()
         if text.isdigit() and int(text) < int(match[1]):
-            yield warning(COMPLETE, str(tracker), f"it names iteration {text}: this save was not finished, or not the last")
+            what = f"it names iteration {text}: this save was not finished, or not the last"
+            yield warning(COMPLETE, str(tracker), what)
 
 
 def _is_iteration(path: Path) -> bool:
@@ -140,7 +140,7 @@ def _check_file(path: Path, records: list[_Record]) -> Iterator[Finding]:
         yield error(COMPLETE, str(path), f"missing; it held {len(records)} records, of {some(keys)}")
         return
     size = path.stat().st_size
-    cut = [record for record in records if record.offset < 0 or record.length < 0 or record.offset + record.length > size]
+    cut = [r for r in records if r.offset < 0 or r.length < 0 or r.offset + r.length > size]
     if cut:
         keys = list(dict.fromkeys(record.key for record in cut))
         needed = max(record.offset + record.length for record in cut)
@@ -148,5 +148,6 @@ def _check_file(path: Path, records: list[_Record]) -> Iterator[Finding]:
     end, last = 0, ""
     for record in sorted(records, key=lambda record: record.offset):
         if record.offset < end:
-            yield error(COMPLETE, str(path), f"the records of {last} and {record.key} overlap at byte {record.offset:,}")
+            what = f"the records of {last} and {record.key} overlap at byte {record.offset:,}"
+            yield error(COMPLETE, str(path), what)
         end, last = max(end, record.offset + record.length), record.key

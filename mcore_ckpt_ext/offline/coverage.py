@@ -102,9 +102,9 @@ def check_groups(checkpoint: Checkpoint, optimizer: FlatBuffers) -> Iterator[Fin
         for rank in checkpoint.models.ranks_of(name):
             if rank not in present:
                 absent.setdefault(str(rank), []).append(name)
-    for rank, names in absent.items():
+    for place, names in absent.items():
         what = f"its optimizer state is not there; it had {len(names)} parameters, the first is {names[0]}"
-        yield error(COVERED, rank, what)
+        yield error(COVERED, place, what)
 
 
 def _check_kind(checkpoint: Checkpoint, kind: str) -> Iterator[Finding]:

@@ -185,8 +185,8 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
     names = {
         "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
         "attention heads": "num_attention_heads", "query groups": "num_query_groups", "experts": "num_experts",
-        "experts a token": "moe_router_topk", "sequence length": "seq_length", "vocabulary, padded": "padded_vocab_size",
-        "layer spec": "transformer_impl",
+        "experts a token": "moe_router_topk", "sequence length": "seq_length",
+        "vocabulary, padded": "padded_vocab_size", "layer spec": "transformer_impl",
     }  # fmt: skip
     arguments = checkpoint.args
     tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
@@ -210,7 +210,8 @@ def _training(checkpoint: Checkpoint) -> dict[str, Any]:
     for key in ("step", "lr"):
         values = sorted({float(group[key]) for group in groups if isinstance(group.get(key), (int, float))})
         if values:
-            found[key] = values[0] if len(values) == 1 else values
+            whole = [int(value) if value.is_integer() else value for value in values]
+            found[key] = whole[0] if len(whole) == 1 else whole
     for key in ("consumed_train_samples", "consumed_valid_samples"):
         if checkpoint.args.get(key) is not None:
             found[key] = int(checkpoint.args[key])

@@ -58,8 +58,9 @@ def check_archives(
 def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding]:
     """Compare the SHA-256 of every file with `integrity.json`, which `--verify-integrity` leaves since core_v0.18.0.
 
-    Source: `save_integrity_manifest` and `_verify_integrity_manifest_impl`, megatron/core/dist_checkpointing/validation.py,
-    core_v0.18.0 to 0.19.2: `{"algorithm": "sha256", "files": {name: hex digest}}`, of the files beside it.
+    Source: `save_integrity_manifest` and `_verify_integrity_manifest_impl`,
+    megatron/core/dist_checkpointing/validation.py, core_v0.18.0 to 0.19.2.
+    Its form: `{"algorithm": "sha256", "files": {name: hex digest}}`, of the files beside it.
     """
     path = folder / MANIFEST
     try:
@@ -79,7 +80,8 @@ def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding
         except OSError as problem:
             return error(MANIFEST, str(folder / name), f"missing or unreadable: {problem.strerror}")
         if found != expected:
-            return error(MANIFEST, str(folder / name), f"its SHA-256 is {found[:16]}..., recorded is {str(expected)[:16]}...")
+            what = f"its SHA-256 is {found[:16]}..., recorded is {str(expected)[:16]}..."
+            return error(MANIFEST, str(folder / name), what)
         return None
 
     return list(_in_threads(check, files.items(), workers))

@@ -13,9 +13,9 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 class RankGrid:
     """The order of ranks: tensor ranks run fastest, then context, data, pipeline.
 
-    With `--use-tp-pp-dp-mapping` (`pipeline_first`) pipeline ranks run before data ranks. Expert ranks divide the ranks of
-    a pipeline stage in a way of their own. Source: `RankGenerator` and its orders, megatron/core/parallel_state.py and
-    megatron/training/initialize.py, core_v0.7.0 to 0.19.2.
+    With `--use-tp-pp-dp-mapping` (`pipeline_first`) pipeline ranks run before data ranks. Expert ranks divide the ranks
+    of a pipeline stage in a way of their own. Source: `RankGenerator` and its orders, megatron/core/parallel_state.py
+    and megatron/training/initialize.py, core_v0.7.0 to 0.19.2.
     """
 
     layout: ParallelLayout
@@ -43,9 +43,8 @@ class RankGrid:
     def model_place(self, tensor: int, pipeline: int, expert: int) -> str:
         """The place of a model-parallel rank, in words."""
         layout = self.layout
-        sizes = (
-            (layout.tensor, "tensor", tensor), (layout.pipeline, "pipeline", pipeline), (layout.expert, "expert", expert),
-        )  # fmt: skip
+        dense = ((layout.tensor, "tensor", tensor), (layout.pipeline, "pipeline", pipeline))
+        sizes = (*dense, (layout.expert, "expert", expert))
         return ", ".join(f"{name} {number}" for size, name, number in sizes if size > 1) or "the only one"
 
 

@@ -21,7 +21,18 @@ from mcore_ckpt_ext.offline.completeness import check_folder, check_index, locat
 from mcore_ckpt_ext.offline.content import ContentCheck, ParameterReport
 from mcore_ckpt_ext.offline.coverage import check_arrays, check_groups, check_state, check_weights
 from mcore_ckpt_ext.offline.findings import (
-    CHECKSUMS, COMPLETE, COPIES, COVERED, MANIFEST, PROOF, VALUES, Check, Finding, Verification, error, warning,
+    CHECKSUMS,
+    COMPLETE,
+    COPIES,
+    COVERED,
+    MANIFEST,
+    PROOF,
+    VALUES,
+    Check,
+    Finding,
+    Verification,
+    error,
+    warning,
 )  # fmt: skip
 from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, manifest_bytes
 from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
@@ -141,15 +152,14 @@ class _Run:
         return False
 
     def _recover(self, optimizer: FlatBuffers, failed: set[str]) -> bool:
-        if failed & {piece.extent.file for arrays in optimizer.arrays.values() for a in arrays.values() for piece in a.pieces}:
+        arrays = [array for of_group in optimizer.arrays.values() for array in of_group.values()]
+        if failed & {piece.extent.file for array in arrays for piece in array.pieces}:
             self.checks.append(Check(PROOF, "files of the optimizer's state are missing or cut off", done=False))
             return False
         before = len(self.findings)
         for group in optimizer.groups.values():
-            try:
+            with _Noting(self, PROOF, str(group)):
                 optimizer.layout_of(group)
-            except CheckpointError as problem:
-                self.findings.append(error(PROOF, str(group), str(problem)))
         return len(self.findings) == before
 
     def _without_optimizer(self, checkpoint: Checkpoint) -> None:
@@ -198,14 +208,14 @@ class _Run:
 class _Noting:
     """Turns a refusal to read the optimizer into a finding."""
 
-    def __init__(self, run: _Run, check: str) -> None:
-        self._run, self._check = run, check
+    def __init__(self, run: _Run, check: str, where: str = "") -> None:
+        self._run, self._check, self._where = run, check, where or str(run.folder)
 
     def __enter__(self) -> None:
         """Nothing to do."""
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: object) -> bool:
         if isinstance(problem, CheckpointError):
-            self._run.findings.append(error(self._check, str(self._run.folder), str(problem)))
+            self._run.findings.append(error(self._check, self._where, str(problem)))
             return True
         return False

@@ -72,8 +72,8 @@ def writer_of(checkpoint: Checkpoint) -> Writer:
     """Recognise the writer; where bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
     recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
     if recorded:
-        evidence = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)
-        return Writer(recorded, (evidence,), _parsed(recorded))
+        only = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)
+        return Writer(recorded, (only,), _parsed(recorded))
     bounds = list(_bounds(checkpoint))
     first = max((low for _, low, _ in bounds if low), default=OLDEST)
     last = min((high for _, _, high in bounds if high), default=NEWEST)
