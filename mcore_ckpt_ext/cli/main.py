@@ -17,6 +17,7 @@ from mcore_ckpt_ext.errors import CheckpointError
 # for: whoever only wants help does not wait for torch.
 COMMANDS = {
     "inspect": "what is in a checkpoint: layout, format, version, bytes, files, who can resume it",
+    "convert": "write a checkpoint in another format or layout, optimizer included",
     "verify": "complete, readable, every element there once, checksums, the proof",
     "diff": "compare two checkpoints of any formats and layouts, bit by bit",
     "doctor": "environment, versions, hooks",

@@ -66,10 +66,10 @@ def check_arrays(optimizer: FlatBuffers) -> Iterator[Finding]:
     """The flat arrays themselves, whatever lies where in them."""
     for (child, index), arrays in optimizer.arrays.items():
         for (bucket, kind), array in arrays.items():
-            yield from _check_flat(f"{kind} of optimizer {child}, dp_group_idx_{index}.{bucket}", array)
+            yield from check_flat(f"{kind} of optimizer {child}, dp_group_idx_{index}.{bucket}", array)
 
 
-def _check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
+def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
     end, missing, twice = 0, 0, 0
     for start, stop in sorted((piece.start, piece.stop) for piece in array.pieces):
         missing += max(0, start - end)

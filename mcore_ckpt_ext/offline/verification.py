@@ -37,6 +37,7 @@ from mcore_ckpt_ext.offline.findings import (
 from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, manifest_bytes
 from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.paths import as_path
 
 Progress = Callable[[int, int], None]
 
@@ -60,8 +61,8 @@ def verify(
         UnreadableCheckpointError: there is no checkpoint at all at that path.
         UnsupportedCheckpointError: it is of a kind that is not read.
     """
-    located = locate(Path(path))
-    run = _Run(located.folder or Path(path), quick, workers, progress)
+    located = locate(as_path(path))
+    run = _Run(located.folder or as_path(path), quick, workers, progress)
     run.findings.extend(located.findings)
     if located.folder is not None:
         problems = check_folder(located.folder)
