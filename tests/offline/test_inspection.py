@@ -20,7 +20,8 @@ from tests.conftest import DATA, FIXTURES, Fixture, fixture_named
 # A page, a script or a colleague's program may rely on these: a change is a new number in `inspection.SCHEMA`.
 SCHEMA = {
     "schema", "path", "format", "iteration", "layout", "layout_text", "writer", "optimizer_format", "model", "training",
-    "bytes_on_disk", "bytes_by_kind", "files", "silent_ranks", "why_silent", "resumptions", "sidecar", "tensors", "buffers",
+    "bytes_on_disk", "bytes_by_kind", "files", "silent_ranks", "why_silent", "resumptions", "sidecar", "tensors",
+    "buffers",
 }  # fmt: skip
 FILE_SCHEMA = {
     "file", "rank", "writer", "place", "bytes_on_disk", "records", "bytes_by_kind", "tensors",
@@ -34,7 +35,9 @@ def any_fixture(request: pytest.FixtureRequest) -> Fixture:
 
 def test_the_writer_is_recognised(any_fixture: Fixture) -> None:
     found = inspect(any_fixture.run)
-    major, minor = any_fixture.job["megatron_version"].removeprefix("core_v").removeprefix("megatron-core ").split(".")[:2]
+    major, minor = (
+        any_fixture.job["megatron_version"].removeprefix("core_v").removeprefix("megatron-core ").split(".")[:2]
+    )
     assert found.writer.version == f"{major}.{minor}", found.writer.evidence
     assert found.iteration == any_fixture.job["iteration"]
     assert found.optimizer_format == any_fixture.job["sharding_type"]
@@ -109,7 +112,9 @@ def test_places_of_ranks_are_those_of_the_job(any_fixture: Fixture) -> None:
 
 
 def test_ranks_with_pipeline_before_data() -> None:
-    layout = ParallelLayout(tensor=2, pipeline=3, virtual_pipeline=1, expert=1, expert_tensor=2, context=1, data=2, world=12)
+    layout = ParallelLayout(
+        tensor=2, pipeline=3, virtual_pipeline=1, expert=1, expert_tensor=2, context=1, data=2, world=12
+    )
     assert RankGrid(layout).coordinates(4) == (0, 0, 0, 1)
     assert RankGrid(layout, pipeline_first=True).coordinates(4) == (0, 0, 0, 2)
 

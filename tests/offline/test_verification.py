@@ -157,7 +157,7 @@ def scribbled(name: str) -> Callable[[Fixture], None]:
         (missing(".metadata"), ".metadata: missing: without this index"),
         (missing("common.pt"), "lacks its common state"),
         (missing("__2_0.distcp"), "__2_0.distcp: missing; it held "),
-        (cut_short, "__4_0.distcp: 33,595 bytes, but its records need 67,190"),
+        (cut_short, "__4_0.distcp: 33,595 bytes, but its records need 67,191"),
         (scribbled(".metadata"), "damaged"),
         (scribbled("metadata.json"), "metadata.json is damaged"),
         (scribbled("common.pt"), "no torch archive"),
@@ -267,7 +267,11 @@ def test_a_file_that_nobody_knows_is_remarkable(damaged: Fixture) -> None:
     [
         ("mp_rank_01_001", COMPLETE, "does not have the rank folders of its own layout"),
         ("mp_rank_01_001/model_optim_rng.pt", COMPLETE, "mp_rank_01_001/model_optim_rng.pt"),
-        ("mp_rank_01_001/distrib_optim.pt", COVERED, "tensor rank 1, pipeline rank 1: its optimizer state is not there"),
+        (
+            "mp_rank_01_001/distrib_optim.pt",
+            COVERED,
+            "tensor rank 1, pipeline rank 1: its optimizer state is not there",
+        ),
     ],
 )
 def test_an_incomplete_legacy_checkpoint(tmp_path: Path, name: str, check: str, expected: str) -> None:
@@ -436,7 +440,8 @@ def test_a_checkpoint_without_optimizer(tmp_path: Path) -> None:
     torch.save(common, target.iteration / "common.pt")
     result = verify(target.run)
     assert result.sound
-    assert f"{3 * len({a.removeprefix('optimizer.state.').partition('.')[2] for a in source.index.arrays if a.startswith('optimizer')}):,} arrays" in findings(result, COVERED)[0]
+    arrays = sum(key.startswith("optimizer.state.") for key in source.index.arrays)
+    assert f"{arrays} arrays of an optimizer were not" in findings(result, COVERED)[0]
 
 
 def test_a_canonical_folder_is_verified(tmp_path: Path) -> None:
