@@ -70,6 +70,7 @@ def check_arrays(optimizer: FlatBuffers) -> Iterator[Finding]:
 
 
 def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
+    """The pieces of one flat array."""
     end, missing, twice = 0, 0, 0
     for start, stop in sorted((piece.start, piece.stop) for piece in array.pieces):
         missing += max(0, start - end)
