@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, Extent
+from mcore_ckpt_ext.storage.collector import collector_paused
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference, safe_loads
 
 METADATA_FILE = ".metadata"
@@ -53,12 +54,14 @@ class DcpIndex:
     """Everything that `.metadata` says: arrays by key, objects by key (with Megatron's `/shard_…` suffix).
 
     `natural_shapes` gives the shape of arrays that Megatron 0.8 to 0.15 stored reshaped (`mcore_data`,
-    dist_checkpointing/strategies/torch.py and resharding.py).
+    dist_checkpointing/strategies/torch.py and resharding.py). `has_plans`: the ranks' plans are kept with it, which
+    Megatron does since 0.11 (`all_local_plans`).
     """
 
     arrays: Mapping[str, StoredArray]
     objects: Mapping[str, StoredObject]
     natural_shapes: Mapping[str, tuple[int, ...]]
+    has_plans: bool
 
 
 def read_index(folder: Path) -> DcpIndex:
@@ -78,9 +81,9 @@ def read_index(folder: Path) -> DcpIndex:
             where=str(path),
             helps="the save was interrupted or the copy is incomplete: use another iteration",
         ) from error
-    metadata = safe_loads(data, str(path))
     try:
-        return _index(metadata)
+        with collector_paused():
+            return _index(safe_loads(data, str(path)))
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise UnreadableCheckpointError(
             "the checkpoint's index is damaged", found=f"{type(error).__name__}: {error}", where=str(path)
@@ -111,7 +114,7 @@ def _index(metadata: Any) -> DcpIndex:
         for key, data in (getattr(metadata, "mcore_data", None) or {}).items()
         if data.get("nd_reformulated_orig_global_shape") is not None
     }
-    return DcpIndex(arrays, objects, natural)
+    return DcpIndex(arrays, objects, natural, bool(getattr(metadata, "all_local_plans", None)))
 
 
 def _array(key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any]) -> StoredArray:

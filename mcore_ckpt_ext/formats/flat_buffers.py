@@ -17,7 +17,7 @@ from mcore_ckpt_ext.layout.discovery import irregularity
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.proposals import Proposal
-from mcore_ckpt_ext.layout.recover import RecoveredLayout, recover
+from mcore_ckpt_ext.layout.recover import RecoveredLayout, propose, recover
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
 from mcore_ckpt_ext.planning.plan import Extent, Source, StoredSlice
@@ -118,6 +118,37 @@ class FlatBuffers:
                     if array is not None and placement.name == name:
                         slices.extend(cut(placement, array))
         return slices
+
+    @property
+    def arrays(self) -> Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]:
+        """The stored flat arrays, by group, then by bucket and kind."""
+        return self._arrays
+
+    def copies(self, kind: str, name: str) -> list[list[list[StoredSlice]]]:
+        """For each part of a tensor that some rank held its copies, each of them as the slices that hold it.
+
+        Tensor-parallel ranks hold copies of what is not cut between them, pipeline ranks of a tied embedding.
+        """
+        parts: dict[tuple[Region, ...], list[list[StoredSlice]]] = {}
+        for group, key, placement in self._placed.get(name, ()):
+            array = self._arrays[group.child, group.index].get((key, kind))
+            parts.setdefault(placement.regions, []).append([] if array is None else cut(placement, array))
+        return list(parts.values())
+
+    @cached_property
+    def _placed(self) -> dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]]:
+        """Every placement of every group, by the parameter's name."""
+        placed: dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]] = {}
+        for group in self.groups.values():
+            for key, placements in self.layout_of(group).layout.items():
+                for placement in placements:
+                    placed.setdefault(placement.name, []).append((group, key, placement))
+        return placed
+
+    def proposed_layouts(self) -> dict[GroupKey, RecoveredLayout | None]:
+        """The first proposal for each group that sizes and chunk borders allow; nothing of the content is read."""
+        proposals = self._proposals()
+        return {key: propose(group, proposals) for key, group in self.groups.items()}
 
     def layout_of(self, group: OptimizerGroup) -> RecoveredLayout:
         """The layout of one group, recovered on first use.

@@ -69,6 +69,17 @@ class _RankState:
         return list(found) if isinstance(found, list) else [found]
 
 
+@dataclass(frozen=True)
+class RankFile:
+    """A file of a rank folder: the rank's numbers, and its unpickled content with tensors as references."""
+
+    file: str
+    tensor: int
+    pipeline: int
+    expert: int
+    content: Mapping[Any, Any]
+
+
 class LegacyCheckpoint(Checkpoint):
     """One iteration folder in the legacy format."""
 
@@ -97,6 +108,11 @@ class LegacyCheckpoint(Checkpoint):
         if self._buffer_files:
             return LEGACY
         return PER_PARAMETER if any(rank.optimizers for rank in self._ranks) else None
+
+    @property
+    def has_flat_buffers(self) -> bool:
+        """Whether a distributed optimizer wrote files of its own."""
+        return bool(self._buffer_files)
 
     @cached_property
     def optimizer(self) -> OptimizerState:
@@ -177,6 +193,13 @@ class LegacyCheckpoint(Checkpoint):
         """See the base class."""
         for file in (*(f"{rank.folder}/{MODEL_FILE}" for rank in self._ranks), *self._buffer_files):
             yield file, 0, self.reader.size(file)
+
+    def rank_files(self) -> Iterator[RankFile]:
+        """Every file of the checkpoint, its pickle read."""
+        for rank in self._ranks:
+            yield RankFile(f"{rank.folder}/{MODEL_FILE}", rank.tensor, rank.pipeline, rank.expert, rank.state)
+        for rank, place, entries in self._buffers:
+            yield RankFile(place.file, rank.tensor, rank.pipeline, rank.expert, dict(enumerate(entries)))
 
     @cached_property
     def _first_state(self) -> Mapping[str, Any]:

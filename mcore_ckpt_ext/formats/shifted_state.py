@@ -41,14 +41,15 @@ class _Shifted:
 class ShiftedState:
     """A `fully_reshardable` state whose shifted parameters are looked up where their elements really stand.
 
-    Elements that are in no slot are missing from `stored`, so that planning their tensor is refused.
+    Elements that are in no slot are missing from `stored`, so that planning their tensor is refused. `written` is the
+    state as its slots hold it.
     """
 
     def __init__(
         self, written: ModelSpaceState, models: LocalModels, shifted: Mapping[str, Sequence[_Shifted]]
     ) -> None:
         self.kinds = written.kinds
-        self._written = written
+        self.written = written
         self._models = models
         self._shifted = shifted
 
@@ -59,16 +60,16 @@ class ShiftedState:
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
         """See `planning.plan.Source`."""
-        return self._written.logical_tensor(kind, name)
+        return self.written.logical_tensor(kind, name)
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """See `planning.plan.Source`."""
         if name not in self._shifted:
-            return self._written.stored(kind, name)
+            return self.written.stored(kind, name)
         return [
             piece
             for found in self._shifted[name]
-            for piece in cut(found.placement, _joined(self._written, self._models, kind, found))
+            for piece in cut(found.placement, _joined(self.written, self._models, kind, found))
         ]
 
     def lost(self, kind: str, name: str) -> list[tuple[int, int]]:
@@ -91,7 +92,7 @@ class ShiftedState:
 
     def names(self) -> list[str]:
         """All parameters with optimizer state."""
-        return self._written.names()
+        return self.written.names()
 
     def witnesses(self) -> list[str]:
         """Where the layout is known from."""

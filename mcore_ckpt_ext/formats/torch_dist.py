@@ -27,7 +27,7 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 NAME = "torch_dist"
 COMMON_FILE = "common.pt"
 CONFIG_FILE = "metadata.json"
-_COMMON_OBJECT = "common_state/shard_0_1"
+COMMON_OBJECT = "common_state/shard_0_1"
 _OPTIMIZER_PREFIXES = ("optimizer.", "chained_")
 _STATE_OBJECTS = ".optimizer/shard_0_1"
 _RANDOM_STATE = "rng_state/shard_"
@@ -111,12 +111,12 @@ class TorchDistCheckpoint(Checkpoint):
         if (self.folder / COMMON_FILE).exists():
             archive = TorchArchive(self.reader, COMMON_FILE)
             common = archive.with_values(archive.load())
-        elif _COMMON_OBJECT in self._index.objects:
-            common = self._values(_COMMON_OBJECT)
+        elif COMMON_OBJECT in self._index.objects:
+            common = self._values(COMMON_OBJECT)
         else:
             raise UnreadableCheckpointError(
                 "the checkpoint lacks its common state",
-                expected=f"{COMMON_FILE}, or the object {_COMMON_OBJECT}",
+                expected=f"{COMMON_FILE}, or the object {COMMON_OBJECT}",
                 where=str(self.folder),
                 helps="the save was interrupted or the copy is incomplete: use another iteration",
             )

@@ -56,6 +56,15 @@ def recover(
     return RecoveredLayout("discovery by content", found, discovered=True)
 
 
+def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredLayout | None:
+    """The first proposal that the sizes and chunk borders of a group allow; not confirmed by its content."""
+    for proposal in proposals:
+        layout = proposal.layout_of(group)
+        if layout is not None and misfit(layout, group) is None:
+            return RecoveredLayout(proposal.label, layout)
+    return None
+
+
 def _sample(group: OptimizerGroup, layout: GroupLayout, read: Bytes) -> str | None:
     """Compare the first elements of every parameter with its weight; what differs, in words."""
     for key, placements in layout.items():

@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -23,10 +22,11 @@ from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, open_checkpoint
 from mcore_ckpt_ext.layout.proof import first_mismatch
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
+from mcore_ckpt_ext.offline.reading import Remembering
 from mcore_ckpt_ext.offline.targets import TargetOptions, installed_version, lay_out_target
 from mcore_ckpt_ext.offline.team import Alone, Team
 from mcore_ckpt_ext.planning.output import Block, Output, OutputFile, Placed, Record
-from mcore_ckpt_ext.planning.plan import Plan, StoredSlice, make_plan
+from mcore_ckpt_ext.planning.plan import Plan, make_plan
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.transfer import Transfer
 from mcore_ckpt_ext.writing import BLOCK_BYTES
@@ -167,7 +167,7 @@ class _Filler:
 
     def __init__(self, checkpoint: Checkpoint, accept_lost: bool) -> None:
         self.proven = 0
-        self._source = _Remembering(checkpoint)
+        self._source = Remembering(checkpoint)
         # The records are shared between threads already.
         self._transfer = Transfer(checkpoint.reader, workers=1)
         self._accept_lost = accept_lost
@@ -216,16 +216,6 @@ class _Filler:
         if weight is None:
             raise UnreadableCheckpointError("a parameter with optimizer state has no weight", where=name)
         return replace(weight, shape=master.shape)
-
-
-class _Remembering:
-    """A checkpoint as a source that answers the same question once."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.stored: Callable[[str, str], Sequence[StoredSlice]] = lru_cache(maxsize=None)(checkpoint.stored)
-        self.logical_tensor: Callable[[str, str], LogicalTensor | None] = lru_cache(maxsize=None)(
-            checkpoint.logical_tensor
-        )
 
 
 def _below(output: Output, folder: str) -> Output:

@@ -1,0 +1,1 @@
+"""The command line `mcore-ckpt`: results go to stdout, progress and messages to stderr."""

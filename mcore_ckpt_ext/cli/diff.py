@@ -1,0 +1,82 @@
+"""`mcore-ckpt diff`: two checkpoints of any formats and layouts, bit by bit."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+from mcore_ckpt_ext.cli.output import as_json, heading, line, table
+from mcore_ckpt_ext.cli.progress import Progress
+from mcore_ckpt_ext.offline.comparison import KINDS, Comparison, KindComparison, TensorDifference, compare
+from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
+
+_SHOWN = 40
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    for name in ("a", "b"):
+        parser.add_argument(name, metavar=name.upper(), help="run folder, iteration folder, or canonical folder")
+    parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"compare only these: {', '.join(KINDS)}")
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads")
+    parser.epilog = "Equal means bit by bit: NaN with the same bits are equal, 0.0 and -0.0 are not."
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, and say what differs."""
+    found = compare(arguments.a, arguments.b, kinds=arguments.kinds, workers=arguments.workers, progress=Progress())
+    if arguments.json:
+        as_json(found)
+    else:
+        _show(found)
+    return 0 if found.equal else 1
+
+
+def _show(found: Comparison) -> None:
+    table([("A", found.a), ("B", found.b)])
+    heading("beside the tensors")
+    table([(fact.what, fact.a, fact.b, "" if fact.a == fact.b else "differs") for fact in found.facts], ("", "A", "B"))
+    heading("tensors")
+    rows = [(kind.kind, kind.compared, f"{kind.elements:,}", _verdict(kind)) for kind in found.kinds]
+    table(rows, ("", "compared", "elements", ""), right=[1, 2])
+    for kind in found.kinds:
+        for name in (*kind.only_in_a[:_SHOWN], *kind.only_in_b[:_SHOWN]):
+            line(f"  only in {'A' if name in kind.only_in_a else 'B'}: {kind.kind} {name}")
+        for tensor in kind.different[:_SHOWN]:
+            line(f"  {tensor.kind} {tensor.name}: {'; '.join(_told(tensor))}")
+        more = sum(max(0, len(names) - _SHOWN) for names in (kind.only_in_a, kind.only_in_b, kind.different))
+        if more:
+            line(f"  and {more:,} more of {kind.kind}: --json lists them")
+    line()
+    line("equal in every bit" if found.equal else "DIFFERENT")
+
+
+def _verdict(kind: KindComparison) -> str:
+    if kind.equal:
+        return "equal"
+    parts = ((kind.only_in_a, "only in A"), (kind.only_in_b, "only in B"), (kind.different, "different"))
+    return ", ".join(f"{len(names)} {what}" for names, what in parts if names)
+
+
+def _told(tensor: TensorDifference) -> Iterator[str]:
+    if tensor.problem:
+        yield f"cannot be compared: {tensor.problem}"
+    if tensor.shapes[0] != tensor.shapes[1]:
+        yield f"shape {tensor.shapes[0]} against {tensor.shapes[1]}"
+    if tensor.dtypes[0] != tensor.dtypes[1]:
+        yield f"{tensor.dtypes[0]} against {tensor.dtypes[1]}"
+    if tensor.padding is not None:
+        zero = f"{tensor.padding.nonzero:,} elements not zero" if tensor.padding.nonzero else "all zero"
+        yield f"{tensor.padding.rows:,} rows more in {tensor.padding.only_in}, {zero}"
+        yield f"{tensor.different:,} of the {tensor.elements:,} elements that both have differ"
+    elif tensor.different:
+        yield f"{tensor.different:,} of {tensor.elements:,} elements differ"
+    if tensor.different:
+        if tensor.largest:
+            yield f"by at most {tensor.largest:g}"
+        if tensor.signed_zeros:
+            yield f"{tensor.signed_zeros:,} of them only in the sign of zero"
+    if tensor.first is not None:
+        index, a, b = tensor.first
+        yield f"the first at {index}: {a} against {b}"

@@ -1,0 +1,101 @@
+"""`mcore-ckpt inspect`: what is in a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.cli.output import as_json, heading, line, message, table
+from mcore_ckpt_ext.cli.page import page
+from mcore_ckpt_ext.cli.sizes import readable
+from mcore_ckpt_ext.offline.inspection import Inspection, StoredFile, inspect
+
+_FILES_SHOWN = 32
+_TENSORS_SHOWN = 3
+_RANKS_SHOWN = 16
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
+    parser.add_argument("--json", action="store_true", help="everything, as JSON")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="also write a page to look at, complete in itself")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Inspect, and say it."""
+    found = inspect(arguments.path, buffers=arguments.html is not None or arguments.json)
+    if arguments.html is not None:
+        arguments.html.write_text(page(found), encoding="utf-8")
+        message(f"wrote {arguments.html}")
+    if arguments.json:
+        as_json(found)
+    else:
+        _show(found)
+    return 0
+
+
+def _show(found: Inspection) -> None:
+    line(found.path)
+    table(
+        [
+            ("format", found.format),
+            ("optimizer", found.optimizer_format or "none"),
+            ("layout", f"{found.layout_text}, {found.layout['world']:,} ranks"),
+            ("iteration", found.iteration),
+            ("written by", f"Megatron {found.writer.version}"),
+            ("sidecar", "yes: the layout of the gradient buffers is recorded" if found.sidecar else "no"),
+        ]
+    )
+    heading("how the version is known")
+    table([(item.what, _bounds(item.first, item.last)) for item in found.writer.evidence])
+    heading("model")
+    table([(name, _number(value)) for name, value in found.model.items()])
+    if found.training:
+        heading("training")
+        table([(name, _number(value)) for name, value in found.training.items()])
+    heading("bytes")
+    _show_bytes(found.bytes_by_kind, found.bytes_on_disk)
+    heading("files: who wrote them, and what is in them")
+    _show_files(found)
+    heading("who can resume it, optimizer included")
+    table([(item.who, item.versions, item.layouts, item.note) for item in found.resumptions])
+
+
+def _show_bytes(by_kind: Mapping[str, int], on_disk: int) -> None:
+    rows = [(kind, readable(size)) for kind, size in by_kind.items()]
+    rows.append(("archives' overhead", readable(max(0, on_disk - sum(by_kind.values())))))
+    table([*rows, ("on disk", readable(on_disk))], right=[1])
+
+
+def _show_files(found: Inspection) -> None:
+    table((_file_row(file) for file in found.files[:_FILES_SHOWN]), right=[2])
+    if len(found.files) > _FILES_SHOWN:
+        line(f"  and {len(found.files) - _FILES_SHOWN:,} more: --json and --html list them")
+    if any(file.rank is not None for file in found.files):
+        line("  __x_y.distcp: x is the global rank that wrote it, y which of that rank's writers")
+    if found.silent_ranks:
+        shown = ", ".join(map(str, found.silent_ranks[:_RANKS_SHOWN]))
+        more = ", ..." if len(found.silent_ranks) > _RANKS_SHOWN else ""
+        line(f"  no file from {len(found.silent_ranks):,} ranks ({shown}{more}): {found.why_silent}")
+
+
+def _file_row(file: StoredFile) -> tuple[str, ...]:
+    who = "" if file.rank is None else f"rank {file.rank}, writer {file.writer}"
+    size = "MISSING" if file.bytes_on_disk is None else readable(file.bytes_on_disk)
+    more = len(file.tensors) - _TENSORS_SHOWN
+    tensors = ", ".join(file.tensors[:_TENSORS_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    place = f"{who} ({file.place})" if who else file.place
+    return file.file, place, size, f"{file.records} records: {tensors}"
+
+
+def _bounds(first: str, last: str) -> str:
+    if first and last:
+        return first if first == last else f"{first} to {last}"
+    return f"{first} or later" if first else f"{last} or earlier"
+
+
+def _number(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)

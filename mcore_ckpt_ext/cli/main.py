@@ -1,0 +1,69 @@
+"""The command line's entry: one table of commands, one place that turns errors into exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import import_module
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.output import message
+from mcore_ckpt_ext.errors import CheckpointError
+
+# Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`, imported when it is asked
+# for: whoever only wants help does not wait for torch.
+COMMANDS = {
+    "inspect": "what is in a checkpoint: layout, format, version, bytes, files, who can resume it",
+    "convert": "write a checkpoint in another format or layout, optimizer included",
+    "verify": "complete, readable, every element there once, checksums, the proof",
+    "diff": "compare two checkpoints of any formats and layouts, bit by bit",
+    "doctor": "environment, versions, hooks",
+}
+
+DONE, UNEQUAL, UNUSABLE = 0, 1, 2
+"""Exit codes: done or equal; verified unequal, incomplete or corrupt; wrong usage or unreadable input."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(words)
+    arguments = parser.parse_args(words)
+    try:
+        code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
+        sys.stdout.flush()
+    except CheckpointError as error:
+        message(f"error: {error}")
+        return UNUSABLE
+    except BrokenPipeError:
+        # Whoever read the output, `head` say, has seen enough; Python must not try to flush the rest.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except OSError as error:
+        message(f"error: {error.strerror}: {error.filename}" if error.filename else f"error: {error}")
+        return UNUSABLE
+    except KeyboardInterrupt:
+        message("interrupted")
+        return 130
+    except Exception:  # noqa: BLE001 - Python's own exit code, 1, would say "verified unequal" to a script
+        message(f"a defect of mcore_ckpt_ext, please report it:\n{traceback.format_exc()}")
+        return UNUSABLE
+    return code
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="mcore-ckpt",
+        description="Shows, verifies, compares and converts Megatron checkpoints, without Megatron and without a GPU.",
+        epilog="exit codes: 0 done or equal; 1 unequal, incomplete or corrupt; 2 wrong usage or unreadable input",
+    )
+    parser.add_argument("--version", action="version", version=f"mcore-ckpt {mcore_ckpt_ext.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, what in COMMANDS.items():
+        command = commands.add_parser(name, help=what, description=what)
+        if name in words[:1]:
+            import_module(f"mcore_ckpt_ext.cli.{name}").add_arguments(command)
+    return parser

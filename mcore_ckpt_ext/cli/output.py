@@ -1,0 +1,61 @@
+"""Writing for people: lines and tables to stdout, messages to stderr, JSON for programs.
+
+Names come from the checkpoints of strangers: what a terminal would obey is shown instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import zip_longest
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+
+def line(text: str = "") -> None:
+    """Write one line of the result."""
+    _write(sys.stdout, text)
+
+
+def message(text: str) -> None:
+    """Write a line that is no result."""
+    _write(sys.stderr, f"mcore-ckpt: {text}")
+
+
+def heading(text: str) -> None:
+    """Begin a part of the result."""
+    line()
+    line(text)
+
+
+def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: Sequence[int] = ()) -> None:
+    """Write rows as columns, indented; the columns numbered in `right` end at the right."""
+    all_rows: list[Sequence[object]] = [*([header] if header else []), *rows]
+    texts = [[printable(str(cell)) for cell in row] for row in all_rows]
+    widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
+    for row in texts:
+        cells = [
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=False))
+        ]
+        line(f"  {'  '.join(cells)}".rstrip())
+
+
+def as_json(result: DataclassInstance) -> None:
+    """Write a result as JSON, in one line."""
+    _write(sys.stdout, json.dumps(asdict(result)))
+
+
+def printable(text: str) -> str:
+    """The text with control characters, and what turns writing around, shown as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def _write(stream: TextIO, text: str) -> None:
+    shown = "\n".join(printable(part) for part in text.split("\n"))
+    encoding = stream.encoding or "utf-8"
+    stream.write(shown.encode(encoding, "backslashreplace").decode(encoding) + "\n")

@@ -1,0 +1,46 @@
+"""`mcore-ckpt verify`: is a checkpoint complete, undamaged, and proven."""
+
+from __future__ import annotations
+
+import argparse
+
+from mcore_ckpt_ext.cli.output import as_json, heading, line, table
+from mcore_ckpt_ext.cli.progress import Progress
+from mcore_ckpt_ext.offline.findings import Verification
+from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
+from mcore_ckpt_ext.offline.verification import verify
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's options."""
+    parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
+    parser.add_argument("--quick", action="store_true", help="look at metadata only")
+    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify, and say what was found."""
+    found = verify(arguments.path, quick=arguments.quick, workers=max(1, arguments.workers), progress=Progress())
+    if arguments.json:
+        as_json(found)
+    else:
+        _show(found)
+    return 0 if found.sound else 1
+
+
+def _show(found: Verification) -> None:
+    line(found.path)
+    failed = {finding.check for finding in found.findings if finding.severity == "error"}
+    table(
+        (check.name, "FAILED" if check.name in failed else "ok" if check.done else "not done", check.extent)
+        for check in found.checks
+    )
+    if found.findings:
+        heading("findings")
+        for finding in found.findings:
+            line(f"  {finding.severity}, {finding.check}: {finding.where}: {finding.what}")
+    errors = sum(finding.severity == "error" for finding in found.findings)
+    line()
+    depth = " as far as its metadata say" if found.quick else ""
+    line(f"sound{depth}" if found.sound else f"NOT SOUND: {errors} error{'s' if errors > 1 else ''}")

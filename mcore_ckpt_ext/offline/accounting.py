@@ -1,0 +1,102 @@
+"""What lies in which file: bytes by kind and tensor, from metadata alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.flat_buffers import KINDS, FlatBuffers
+from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+
+OTHER = "other"
+"""Everything that is no tensor of the model or its optimizer: random states, arguments, parameter groups."""
+
+_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.(?:state\.(?P<shaped>\w+?)\..+|distributed\..+\.(?P<flat>\w+))$")
+_GATHERED = ".param_state/shard_"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """`nbytes` of an array in a file; `tensor` is named as the file's own format names it."""
+
+    file: str
+    kind: str
+    tensor: str
+    nbytes: int
+
+
+def stored_parts(checkpoint: Checkpoint) -> Iterator[StoredPart]:
+    """Every stored part of every array and object; nothing but metadata is read."""
+    if isinstance(checkpoint, TorchDistCheckpoint):
+        return _torch_dist(checkpoint)
+    if isinstance(checkpoint, LegacyCheckpoint):
+        return _legacy(checkpoint)
+    return _by_name(checkpoint)
+
+
+def kind_of(key: str) -> str:
+    """The kind of the array stored under Megatron's sharded key."""
+    match = _STATE.match(key)
+    state = (match["shaped"] or match["flat"]) if match else WEIGHT
+    return KINDS.get(state, state)
+
+
+def _torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]:
+    for key, array in checkpoint.index.arrays.items():
+        kind, size = kind_of(key), ITEM_SIZE[array.dtype]
+        for chunk in array.chunks:
+            yield StoredPart(chunk.extent.file, kind, key, chunk.extent.numel * size)
+    gathered = [key for key in checkpoint.index.objects if _GATHERED in key]
+    for key, stored in checkpoint.index.objects.items():
+        if key not in gathered:
+            yield StoredPart(stored.file, OTHER, key, stored.length)
+    if gathered and isinstance(checkpoint.optimizer, FlatBuffers):
+        for (child, index), arrays in checkpoint.optimizer.arrays.items():
+            for (bucket, kind), flat in arrays.items():
+                for piece in flat.pieces:
+                    label = f"optimizer {child}, dp_group_idx_{index}.{bucket}"
+                    size = ITEM_SIZE[piece.extent.dtype]
+                    yield StoredPart(piece.extent.file, kind, label, (piece.stop - piece.start) * size)
+
+
+def _legacy(checkpoint: LegacyCheckpoint) -> Iterator[StoredPart]:
+    for file in checkpoint.rank_files():
+        for path, tensor in _tensors(file.content, ()):
+            kind = _legacy_kind(path)
+            yield StoredPart(file.file, kind, ".".join(path), prod(tensor.shape) * tensor.storage.dtype.itemsize)
+
+
+def _legacy_kind(path: tuple[str, ...]) -> str:
+    if re.fullmatch(r"model\d*", path[0]):
+        return WEIGHT
+    if "fp32_from_fp16_params" in path:
+        return FP32_PARAM
+    if path[0] == "optimizer" or path[0].isdigit():
+        return KINDS.get(path[-1], path[-1])
+    return OTHER
+
+
+def _tensors(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], TensorReference]]:
+    if isinstance(tree, TensorReference):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _tensors(value, (*path, str(key)))
+    elif isinstance(tree, (list, tuple)):
+        for number, value in enumerate(tree):
+            yield from _tensors(value, (*path, str(number)))
+
+
+def _by_name(checkpoint: Checkpoint) -> Iterator[StoredPart]:
+    for kind in checkpoint.kinds():
+        for name in checkpoint.names(kind):
+            for stored in checkpoint.stored(kind, name):
+                yield StoredPart(stored.extent.file, kind, name, stored.slice.numel * ITEM_SIZE[stored.extent.dtype])

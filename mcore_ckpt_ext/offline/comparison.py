@@ -1,0 +1,298 @@
+"""Comparing two checkpoints of any formats and layouts in model space, bit by bit."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.offline.content import bits_of, index_of
+from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS, BlockReader, Remembering, blocks
+
+SCHEMA = 1
+KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingRows:
+    """Rows that only one of the two has, beyond the other's end: how many, and how many elements are not zero."""
+
+    only_in: str
+    rows: int
+    nonzero: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """How one tensor differs.
+
+    Attributes:
+        kind: of both tensors.
+        name: of both tensors.
+        shapes: of A and of B; rows that both have are compared where only the first axis differs.
+        dtypes: of A and of B; where they differ, values are compared as float64.
+        elements: compared.
+        different: elements whose bits differ.
+        signed_zeros: of these, 0.0 against -0.0.
+        largest: the largest absolute difference between two finite numbers.
+        first: the index of the first element that differs, and both values as text (JSON has no NaN).
+        padding: rows that only one has.
+        problem: why it could not be compared.
+    """
+
+    kind: str
+    name: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str]
+    elements: int = 0
+    different: int = 0
+    signed_zeros: int = 0
+    largest: float = 0.0
+    first: tuple[tuple[int, ...], str, str] | None = None
+    padding: PaddingRows | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class KindComparison:
+    """All tensors of one kind."""
+
+    kind: str
+    compared: int
+    elements: int
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    different: tuple[TensorDifference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Same names, shapes, dtypes, and bits."""
+        return not (self.only_in_a or self.only_in_b or self.different)
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something beside the tensors, told and not judged."""
+
+    what: str
+    a: str
+    b: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result; `facts` do not count for equality."""
+
+    schema: int
+    a: str
+    b: str
+    equal: bool
+    kinds: tuple[KindComparison, ...]
+    facts: tuple[Fact, ...]
+
+
+def compare(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    kinds: Sequence[str] | None = None,
+    workers: int = DEFAULT_WORKERS,
+    progress: Progress = lambda done, total: None,
+) -> Comparison:
+    """Compare two checkpoints.
+
+    Equal means bit by bit: two NaN with the same bits are equal, 0.0 and -0.0 are not.
+
+    Args:
+        a: a path as `open_checkpoint` takes it.
+        b: another.
+        kinds: which kinds; by default all that one of the two has.
+        workers: threads.
+        progress: told the bytes compared so far and the bytes to compare.
+
+    Raises:
+        CheckpointError: one of them cannot be read, or has none of the asked kinds.
+    """
+    sides = (_Side(open_checkpoint(a)), _Side(open_checkpoint(b)))
+    known = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
+    if kinds is not None and (unknown := [kind for kind in kinds if kind not in known]):
+        raise UnsupportedCheckpointError(
+            "neither checkpoint has what is to be compared", found=", ".join(known), expected=", ".join(unknown)
+        )
+    chosen = [kind for kind in known if kinds is None or kind in kinds]
+    of_b = {kind: set(sides[1].names(kind)) for kind in chosen}
+    shared = [(kind, name) for kind in chosen for name in sides[0].names(kind) if name in of_b[kind]]
+    counter = _Counter(sum(sides[0].nbytes(kind, name) for kind, name in shared), progress)
+
+    def one(pair: tuple[str, str]) -> TensorDifference:
+        return _compare_tensor(sides, *pair, counter)
+
+    with ThreadPoolExecutor(max(1, workers)) as pool:
+        results = list(pool.map(one, shared))
+    compared = tuple(_kind_comparison(sides, kind, [r for r in results if r.kind == kind]) for kind in chosen)
+    return Comparison(
+        schema=SCHEMA,
+        a=str(sides[0].checkpoint.folder),
+        b=str(sides[1].checkpoint.folder),
+        equal=all(comparison.equal for comparison in compared),
+        kinds=compared,
+        facts=tuple(_facts(sides[0].checkpoint, sides[1].checkpoint)),
+    )
+
+
+class _Side:
+    """One of the two checkpoints."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
+        self.source = Remembering(checkpoint)
+        self.reader = BlockReader(checkpoint)
+        self.kinds = checkpoint.kinds()
+        self._names = {kind: checkpoint.names(kind) for kind in self.kinds}
+
+    def names(self, kind: str) -> list[str]:
+        return self._names.get(kind, [])
+
+    def tensor(self, kind: str, name: str) -> LogicalTensor:
+        found = self.source.logical_tensor(kind, name)
+        if found is None:
+            where = f"{kind} {name}, {self.checkpoint.folder}"
+            raise UnsupportedCheckpointError("a tensor has no elements", where=where)
+        return found
+
+    def nbytes(self, kind: str, name: str) -> int:
+        tensor = self.source.logical_tensor(kind, name)
+        return 0 if tensor is None else prod(tensor.shape) * int(getattr(torch, tensor.dtype).itemsize)
+
+    def read(self, kind: str, wanted: Slice) -> torch.Tensor:
+        return self.reader.read(self.source, kind, wanted)
+
+
+class _Counter:
+    """Adds up what the threads compared."""
+
+    def __init__(self, total: int, progress: Progress) -> None:
+        self._done, self._total, self._progress = 0, total, progress
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._progress(min(self._done, self._total), self._total)
+
+
+@dataclass
+class _Tally:
+    different: int = 0
+    signed_zeros: int = 0
+    largest: float = 0.0
+    first: tuple[int, str, str] | None = None
+
+
+def _compare_tensor(sides: tuple[_Side, _Side], kind: str, name: str, counter: _Counter) -> TensorDifference:
+    try:
+        tensors = (sides[0].tensor(kind, name), sides[1].tensor(kind, name))
+        return _compare_known(sides, kind, tensors, counter)
+    except CheckpointError as problem:
+        return TensorDifference(kind, name, ((), ()), ("", ""), problem=str(problem))
+
+
+def _compare_known(
+    sides: tuple[_Side, _Side], kind: str, tensors: tuple[LogicalTensor, LogicalTensor], counter: _Counter
+) -> TensorDifference:
+    a, b = tensors
+    shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+    if a.shape[1:] != b.shape[1:] or len(a.shape) != len(b.shape):
+        return TensorDifference(kind, a.name, shapes, dtypes)
+    row, common = prod(a.shape[1:]), min(prod(a.shape), prod(b.shape))
+    tally = _Tally()
+    for wanted in blocks((Region.whole(a.name, a.shape),), common):
+        of_a = sides[0].read(kind, wanted)
+        of_b = sides[1].read(kind, Slice((Region.whole(b.name, b.shape),), wanted.start, wanted.stop))
+        _count(of_a, of_b, wanted.start, tally)
+        counter.add(of_a.nbytes)
+    padding = None
+    if a.shape != b.shape:
+        longer, side, label = (a, sides[0], "A") if a.shape[0] > b.shape[0] else (b, sides[1], "B")
+        padding = _padding(longer, side, label, kind, common, row)
+    first = None if tally.first is None else (index_of(tally.first[0], a.shape), *tally.first[1:])
+    return TensorDifference(
+        kind, a.name, shapes, dtypes, common, tally.different, tally.signed_zeros, tally.largest, first, padding
+    )
+
+
+def _padding(tensor: LogicalTensor, side: _Side, label: str, kind: str, begin: int, row: int) -> PaddingRows:
+    rows = Region(
+        tensor.name,
+        (begin // max(row, 1), *(0 for _ in tensor.shape[1:])),
+        (tensor.shape[0] - begin // max(row, 1), *tensor.shape[1:]),
+    )
+    nonzero = sum(int((side.read(kind, wanted) != 0).sum()) for wanted in blocks((rows,)))
+    return PaddingRows(label, rows.sizes[0], nonzero)
+
+
+def _count(a: torch.Tensor, b: torch.Tensor, start: int, tally: _Tally) -> None:
+    if a.dtype != b.dtype:
+        a, b = a.double(), b.double()
+    different = bits_of(a) != bits_of(b)
+    positions = different.nonzero().flatten()
+    if not len(positions):
+        return
+    first, second = a[positions].double(), b[positions].double()
+    tally.different += len(positions)
+    tally.signed_zeros += int(((first == 0) & (second == 0)).sum())
+    distance = (first - second).abs()
+    finite = distance[torch.isfinite(distance)]
+    tally.largest = max(tally.largest, float(finite.max()) if len(finite) else 0.0)
+    if tally.first is None:
+        tally.first = (start + int(positions[0]), repr(float(first[0])), repr(float(second[0])))
+
+
+def _kind_comparison(sides: tuple[_Side, _Side], kind: str, results: list[TensorDifference]) -> KindComparison:
+    names = [sides[0].names(kind), sides[1].names(kind)]
+    sets = [set(of_side) for of_side in names]
+    return KindComparison(
+        kind=kind,
+        compared=len(results),
+        elements=sum(result.elements for result in results),
+        only_in_a=tuple(name for name in names[0] if name not in sets[1]),
+        only_in_b=tuple(name for name in names[1] if name not in sets[0]),
+        different=tuple(result for result in results if _differs(result)),
+    )
+
+
+def _differs(result: TensorDifference) -> bool:
+    same_form = result.shapes[0] == result.shapes[1] and result.dtypes[0] == result.dtypes[1]
+    return bool(result.different or result.problem or not same_form)
+
+
+def _facts(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
+    yield Fact("format", _format(a), _format(b))
+    yield Fact("layout", str(a.layout), str(b.layout))
+    yield Fact("iteration", str(a.iteration), str(b.iteration))
+    for key in ("step", "lr"):
+        yield Fact(key, _group_values(a, key), _group_values(b, key))
+
+
+def _format(checkpoint: Checkpoint) -> str:
+    return f"{checkpoint.format}, optimizer {checkpoint.optimizer_format or 'none'}"
+
+
+def _group_values(checkpoint: Checkpoint, key: str) -> str:
+    """The distinct values of a key of the parameter groups."""
+    groups: list[dict[str, Any]] = checkpoint.param_groups()
+    values = {float(group[key]) for group in groups if isinstance(group.get(key), (int, float))}
+    return ", ".join(f"{value:g}" if value == int(value) else repr(value) for value in sorted(values)) or "none"

@@ -1,0 +1,153 @@
+"""Is everything there: the files that a finished save leaves, and in them room for every record.
+
+The order in which Megatron writes tells how far a save came: `.distcp` files, `.metadata`, then `metadata.json`, then
+the tracker file; an asynchronous save does the latter two when it is finalised. Source: `save` in
+megatron/core/dist_checkpointing/serialization.py and `save_checkpoint` in megatron/training/checkpointing.py,
+core_v0.7.0 to 0.19.2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.formats.canonical import is_canonical
+from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE
+from mcore_ckpt_ext.formats.dcp_index import METADATA_FILE, DcpIndex
+from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
+from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, some, warning
+
+_ITERATION = re.compile(r"^iter_(\d{7,})$")
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The iteration folder to look at, None where there is none, and what its surroundings showed."""
+
+    folder: Path | None
+    findings: tuple[Finding, ...]
+
+
+def locate(path: Path) -> Located:
+    """The iteration folder that a path means.
+
+    Raises:
+        UnreadableCheckpointError: there is no checkpoint at all, not even a part of one.
+    """
+    if not path.is_dir():
+        raise UnreadableCheckpointError("there is no such folder, or it cannot be read", where=str(path))
+    iterations = {int(m[1]): entry for entry in path.iterdir() if (m := _ITERATION.match(entry.name))}
+    tracker = path / TRACKER_FILE
+    if tracker.exists():
+        return _tracked(path, tracker, iterations)
+    if _is_iteration(path):
+        return Located(path, tuple(_ahead_of_tracker(path)))
+    if not iterations:
+        raise UnreadableCheckpointError(
+            "this is no checkpoint: neither a run folder nor an iteration folder", where=str(path)
+        )
+    missing = error(
+        COMPLETE, str(tracker), "missing, though there are iterations: no save was finished, Megatron writes it last"
+    )
+    return Located(iterations[max(iterations)], (missing,))
+
+
+def _tracked(path: Path, tracker: Path, iterations: Mapping[int, Path]) -> Located:
+    text = tracker.read_text(errors="replace").strip()
+    if text == "release":
+        folder = path / text
+    elif text.isdigit():
+        folder = path / f"iter_{int(text):07d}"
+    else:
+        return Located(None, (error(COMPLETE, str(tracker), f"it names no iteration: {text[:40]!r}"),))
+    newer = [entry.name for number, entry in sorted(iterations.items()) if text.isdigit() and number > int(text)]
+    findings = []
+    if newer:
+        what = f"it names {text}, but there is {some(newer)}: a save that was not finished"
+        findings.append(warning(COMPLETE, str(tracker), what))
+    if not folder.is_dir():
+        others = some([entry.name for entry in iterations.values()]) or "no other iteration"
+        findings.append(error(COMPLETE, str(tracker), f"it names {folder.name}, which is not there; there is {others}"))
+        return Located(None, tuple(findings))
+    return Located(folder, tuple(findings))
+
+
+def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
+    match, tracker = _ITERATION.match(folder.name), folder.parent / TRACKER_FILE
+    if match and tracker.is_file():
+        text = tracker.read_text(errors="replace").strip()
+        if text.isdigit() and int(text) < int(match[1]):
+            what = f"it names iteration {text}: this save was not finished, or not the last"
+            yield warning(COMPLETE, str(tracker), what)
+
+
+def _is_iteration(path: Path) -> bool:
+    known = (CONFIG_FILE, METADATA_FILE, "common.pt")
+    files = any((path / name).exists() for name in known) or next(path.glob("__*.distcp"), None) is not None
+    return files or is_legacy(path) or is_canonical(path)
+
+
+def check_folder(folder: Path) -> list[Finding]:
+    """The files without which nothing else can be looked at."""
+    if is_canonical(folder) or is_legacy(folder):
+        return []
+    if not _is_iteration(folder):
+        return [error(COMPLETE, str(folder), "the folder holds no file of a checkpoint")]
+    findings = []
+    if not (folder / CONFIG_FILE).exists():
+        what = "missing: Megatron writes it last, so the save was interrupted, or is under way"
+        findings.append(error(COMPLETE, str(folder / CONFIG_FILE), what))
+    if not (folder / METADATA_FILE).exists():
+        what = "missing: without this index nobody knows what the .distcp files hold"
+        findings.append(error(COMPLETE, str(folder / METADATA_FILE), what))
+    return findings
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    offset: int
+    length: int
+    key: str
+
+
+def check_index(folder: Path, index: DcpIndex) -> tuple[list[Finding], set[str]]:
+    """Every record that the index names must lie in its file, and none in another; also the files that fail."""
+    by_file: dict[str, list[_Record]] = {}
+    for key, array in index.arrays.items():
+        for chunk in array.chunks:
+            record = _Record(chunk.extent.offset, chunk.extent.length, key)
+            by_file.setdefault(chunk.extent.file, []).append(record)
+    for key, stored in index.objects.items():
+        by_file.setdefault(stored.file, []).append(_Record(stored.offset, stored.length, key))
+    findings, failed = [], set()
+    for file, records in sorted(by_file.items()):
+        found = list(_check_file(folder / file, records))
+        findings += found
+        failed |= {file} if found else set()
+    unknown = sorted(path.name for path in folder.glob("*.distcp") if path.name not in by_file)
+    if unknown:
+        findings.append(warning(COMPLETE, str(folder), f"files that the index does not know: {some(unknown)}"))
+    return findings, failed
+
+
+def _check_file(path: Path, records: list[_Record]) -> Iterator[Finding]:
+    if not path.is_file():
+        keys = list(dict.fromkeys(record.key for record in records))
+        yield error(COMPLETE, str(path), f"missing; it held {len(records)} records, of {some(keys)}")
+        return
+    size = path.stat().st_size
+    cut = [r for r in records if r.offset < 0 or r.length < 0 or r.offset + r.length > size]
+    if cut:
+        keys = list(dict.fromkeys(record.key for record in cut))
+        needed = max(record.offset + record.length for record in cut)
+        yield error(COMPLETE, str(path), f"{size:,} bytes, but its records need {needed:,}; cut off: {some(keys)}")
+    end, last = 0, ""
+    for record in sorted(records, key=lambda record: record.offset):
+        if record.offset < end:
+            what = f"the records of {last} and {record.key} overlap at byte {record.offset:,}"
+            yield error(COMPLETE, str(path), what)
+        end, last = max(end, record.offset + record.length), record.key

@@ -1,0 +1,204 @@
+"""What the elements say: the proof, copies that must be equal, and values that no training leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.shifted_state import ShiftedState
+from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.offline.coverage import copies_of
+from mcore_ckpt_ext.offline.findings import COPIES, PROOF, VALUES, Finding, error, some, warning
+from mcore_ckpt_ext.offline.reading import BlockReader, OneCopy, Remembering, blocks
+from mcore_ckpt_ext.planning.plan import StoredSlice
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class ParameterReport:
+    """What was looked at for one name, and what was found; counts in elements, `bytes_read` of first copies."""
+
+    findings: list[Finding] = field(default_factory=list)
+    proven: int = 0
+    copied: int = 0
+    elements: int = 0
+    bytes_read: int = 0
+
+
+@dataclass
+class _Tally:
+    """Counts over the blocks of one tensor."""
+
+    nan: int = 0
+    infinite: int = 0
+    negative: int = 0
+    wrong: int = 0
+    first: tuple[int, float, float] | None = None
+
+
+class ContentCheck:
+    """Checks the elements of a checkpoint, one parameter at a time; to be called from several threads.
+
+    Args:
+        checkpoint: its layout, where it needs one, has been recovered.
+        unreadable: files that are known to be missing or cut; what they hold is left out.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, state: bool, unreadable: set[str]) -> None:
+        self._checkpoint = checkpoint
+        self._reader = BlockReader(checkpoint)
+        self._sources = {WEIGHT: Remembering(checkpoint.weights)}
+        self._unreadable = unreadable
+        optimizer = checkpoint.optimizer if state else None
+        self._shifted = optimizer if isinstance(optimizer, ShiftedState) else None
+        if optimizer is not None:
+            self._sources |= dict.fromkeys(optimizer.kinds, Remembering(optimizer))
+
+    def check(self, name: str) -> ParameterReport:
+        """Everything about one parameter.
+
+        Raises:
+            CheckpointError: something of it cannot be read.
+        """
+        report = ParameterReport()
+        tensors = {kind: source.logical_tensor(kind, name) for kind, source in self._sources.items()}
+        held = {kind: tensor for kind, tensor in tensors.items() if tensor is not None and self._readable(kind, name)}
+        if self._shifted is not None and name in self._shifted.shifted:
+            report.findings += self._check_shifted(name, held)
+            held = {kind: tensor for kind, tensor in held.items() if kind == WEIGHT}
+        shapes = {tensor.shape for tensor in held.values()}
+        if len(shapes) > 1:
+            shapes_of = {kind: tensor.shape for kind, tensor in held.items()}
+            report.findings.append(error(PROOF, name, f"its kinds differ in shape: {shapes_of}"))
+            return report
+        if held:
+            self._check_elements(name, held, report)
+        for kind in held:
+            self._check_copies(kind, name, held[kind], report)
+        return report
+
+    def _readable(self, kind: str, name: str) -> bool:
+        return not any(stored.extent.file in self._unreadable for stored in self._sources[kind].stored(kind, name))
+
+    def _check_elements(self, name: str, held: dict[str, LogicalTensor], report: ParameterReport) -> None:
+        region = Region.whole(name, next(iter(held.values())).shape)
+        tallies = {kind: _Tally() for kind in held}
+        for wanted in blocks((region,)):
+            values = {kind: self._reader.read(self._sources[kind], kind, wanted) for kind in held}
+            for kind, block in values.items():
+                _count_values(kind, block, tallies[kind])
+                report.elements += block.numel()
+                report.bytes_read += block.nbytes
+            if FP32_PARAM in values and WEIGHT in values:
+                _prove(values[FP32_PARAM], values[WEIGHT], wanted.start, tallies[FP32_PARAM])
+                report.proven += wanted.numel
+        for kind, tally in tallies.items():
+            report.findings += _judge(kind, name, region.sizes, tally)
+
+    def _check_copies(self, kind: str, name: str, tensor: LogicalTensor, report: ParameterReport) -> None:
+        for copies in copies_of(self._checkpoint, kind, name):
+            regions = _regions(copies[0])
+            for number, copy in enumerate(copies[1:], start=1):
+                different = sum(
+                    self._different(kind, tensor, wanted, copies[0], copy)
+                    for wanted in blocks(regions, sum(stored.slice.numel for stored in copies[0]))
+                )
+                report.copied += sum(stored.slice.numel for stored in copy)
+                if different:
+                    places = f"{_place(copies[0])} and {_place(copy)}"
+                    what = f"copy {number} differs from the first in {different:,} elements ({places})"
+                    report.findings.append(error(COPIES, f"{kind} {name}", what))
+
+    def _different(
+        self, kind: str, tensor: LogicalTensor, wanted: Slice, one: Sequence[StoredSlice], other: Sequence[StoredSlice]
+    ) -> int:
+        first = self._reader.read(OneCopy(tensor, one), kind, wanted)
+        return int((bits_of(first) != bits_of(self._reader.read(OneCopy(tensor, other), kind, wanted))).sum())
+
+    def _check_shifted(self, name: str, held: dict[str, LogicalTensor]) -> Iterator[Finding]:
+        """Compare the slot of a parameter, as Megatron wrote it, with where its elements really stand."""
+        if self._shifted is None:
+            return
+        shapes = {kind: tensor.shape for kind, tensor in held.items() if kind != WEIGHT}
+        wrong = {
+            kind: sum(self._wrong_in_slot(kind, wanted) for wanted in blocks((Region.whole(name, shape),)))
+            for kind, shape in shapes.items()
+        }
+        if any(wrong.values()):
+            lost = sum(last - first for kind in wrong for first, last in self._shifted.lost(kind, name)) // len(wrong)
+            counts = ", ".join(f"{count:,} of {kind}" for kind, count in wrong.items())
+            what = (
+                f"Megatron 0.15 to 0.19 wrote it shifted; elements that are not its own: {counts}; of each "
+                f"{prod(next(iter(shapes.values()))):,}, {lost:,} are lost, this package finds the others again"
+            )
+            yield error(PROOF, name, what)
+
+    def _wrong_in_slot(self, kind: str, wanted: Slice) -> int:
+        """Elements of a slot that are not those of its parameter; lost ones count as wrong."""
+        if self._shifted is None:
+            return 0
+        slot = bits_of(self._reader.read(self._shifted.written, kind, wanted))
+        found = bits_of(self._reader.read(self._sources[kind], kind, wanted, accept_lost=True))
+        different = slot != found
+        (region,) = wanted.regions
+        for first, last in self._shifted.lost(kind, region.name):
+            different[max(0, first - wanted.start) : max(0, last - wanted.start)] = True
+        return int(different.sum())
+
+
+def _count_values(kind: str, block: torch.Tensor, tally: _Tally) -> None:
+    if not block.is_floating_point():
+        return
+    values = block.float() if block.element_size() == 1 else block
+    if not bool(torch.isfinite(values).all()):
+        tally.nan += int(torch.isnan(values).sum())
+        tally.infinite += int(torch.isinf(values).sum())
+    if kind == EXP_AVG_SQ:
+        tally.negative += int((values < 0).sum())
+
+
+def _prove(masters: torch.Tensor, weights: torch.Tensor, start: int, tally: _Tally) -> None:
+    mismatch = first_mismatch(masters, weights)
+    if mismatch is not None:
+        tally.wrong += mismatch.count
+        tally.first = tally.first or (start + mismatch.position, mismatch.master, mismatch.weight)
+
+
+def _judge(kind: str, name: str, shape: tuple[int, ...], tally: _Tally) -> Iterator[Finding]:
+    where = f"{kind} {name}"
+    if tally.first is not None:
+        position, master, weight = tally.first
+        what = f"{tally.wrong:,} masters do not round to their weights; the first is {master!r} beside {weight!r}"
+        yield error(PROOF, where, f"{what}, at {index_of(position, shape)}")
+    odd = [(tally.nan, "NaN"), (tally.infinite, "infinite"), (tally.negative, "negative")]
+    if any(count for count, _ in odd):
+        yield warning(VALUES, where, some([f"{count:,} elements are {what}" for count, what in odd if count]))
+
+
+def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of an element of the row-major flattening."""
+    index: list[int] = []
+    for size in reversed(shape):
+        position, remainder = divmod(position, max(size, 1))
+        index.insert(0, remainder)
+    return tuple(index)
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of their size: equal exactly where all bits are."""
+    return values.view(_BITS[values.element_size()])
+
+
+def _regions(copy: Sequence[StoredSlice]) -> tuple[Region, ...]:
+    return tuple(dict.fromkeys(region for stored in copy for region in stored.slice.regions))
+
+
+def _place(copy: Sequence[StoredSlice]) -> str:
+    return some(list(dict.fromkeys(stored.extent.file for stored in copy)), 2)

@@ -1,0 +1,118 @@
+"""Is every element of every tensor there exactly once: interval arithmetic over the metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.flat_buffers import FlatArray, FlatBuffers
+from mcore_ckpt_ext.formats.legacy_weights import RankArrays
+from mcore_ckpt_ext.formats.shifted_state import ShiftedState
+from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.offline.findings import COVERED, Finding, error, warning
+from mcore_ckpt_ext.planning.overlap import Piece, overlap
+from mcore_ckpt_ext.planning.plan import StoredSlice
+
+Copies = list[list[list[StoredSlice]]]
+
+
+def copies_of(checkpoint: Checkpoint, kind: str, name: str) -> Copies:
+    """The parts of a tensor, of each part its copies, of each copy the slices that hold it."""
+    source = checkpoint.weights if kind == WEIGHT else checkpoint.optimizer
+    if isinstance(source, RankArrays):
+        return [[[copy] for copy in copies] for copies in source.copies(kind, name)]
+    if isinstance(source, FlatBuffers):
+        return source.copies(kind, name)
+    if isinstance(source, ShiftedState):
+        return [[list(source.written.stored(kind, name))]]
+    return [[list(source.stored(kind, name))]]
+
+
+def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Finding]:
+    """Each copy whole, and the first copies of all parts together the tensor, without a gap or an overlap."""
+    where = f"{kind} {tensor.name}"
+    for slices in (copy for copies in parts for copy in copies):
+        for stored in slices:
+            if not all(_inside(region, tensor.shape) for region in stored.slice.regions):
+                yield error(COVERED, where, f"a part lies outside of its shape {tensor.shape}: {stored.slice.regions}")
+                return
+    first = [stored for copies in parts for stored in copies[0]]
+    numels = [[sum(stored.slice.numel for stored in copy) for copy in copies] for copies in parts]
+    if any(len(set(of_part)) > 1 for of_part in numels):
+        yield error(COVERED, where, f"its copies hold different numbers of elements: {numels}")
+    pieces = [Piece(region, low, high, 0) for stored in first for region, low, high, _ in stored.slice.pieces()]
+    whole = Region.whole(tensor.name, tensor.shape)
+    missing = overlap(tensor.shape, Piece(whole, 0, whole.numel, 0), pieces).missing
+    absent = sum(high - low for low, high in missing)
+    if absent:
+        yield error(COVERED, where, f"{absent:,} of {whole.numel:,} elements are nowhere, the first is {missing[0][0]}")
+    twice = sum(stored.slice.numel for stored in first) + absent - whole.numel
+    if twice:
+        yield error(COVERED, where, f"{twice:,} elements are stored more than once")
+
+
+def _inside(region: Region, shape: tuple[int, ...]) -> bool:
+    limits = zip(region.offsets, region.sizes, shape, strict=False)
+    return len(region.sizes) == len(shape) and all(low >= 0 and low + size <= end for low, size, end in limits)
+
+
+def check_weights(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """All weights."""
+    yield from _check_kind(checkpoint, WEIGHT)
+
+
+def check_arrays(optimizer: FlatBuffers) -> Iterator[Finding]:
+    """The flat arrays themselves, whatever lies where in them."""
+    for (child, index), arrays in optimizer.arrays.items():
+        for (bucket, kind), array in arrays.items():
+            yield from check_flat(f"{kind} of optimizer {child}, dp_group_idx_{index}.{bucket}", array)
+
+
+def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
+    """The pieces of one flat array."""
+    end, missing, twice = 0, 0, 0
+    for start, stop in sorted((piece.start, piece.stop) for piece in array.pieces):
+        missing += max(0, start - end)
+        twice += max(0, min(end, stop) - start)
+        end = max(end, stop)
+    missing += max(0, array.numel - end)
+    if missing:
+        yield error(COVERED, where, f"{missing:,} of {array.numel:,} elements are nowhere")
+    if twice:
+        yield error(COVERED, where, f"{twice:,} elements are stored more than once")
+
+
+def check_state(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """The optimizer's state by name; its layout must be known."""
+    optimizer = checkpoint.optimizer
+    for kind in optimizer.kinds:
+        yield from _check_kind(checkpoint, kind)
+    if isinstance(optimizer, FlatBuffers):
+        yield from check_groups(checkpoint, optimizer)
+    without = sorted(set(checkpoint.models.weights) - set(optimizer.names()))
+    for name in without:
+        yield warning(COVERED, name, "it has a weight and no optimizer state: it was frozen, or its state is missing")
+
+
+def check_groups(checkpoint: Checkpoint, optimizer: FlatBuffers) -> Iterator[Finding]:
+    """Each rank that held a parameter must have stored a group."""
+    present = {group.rank for group in optimizer.groups.values()}
+    absent: dict[str, list[str]] = {}
+    for name in checkpoint.models.weights:
+        for rank in checkpoint.models.ranks_of(name):
+            if rank not in present:
+                absent.setdefault(str(rank), []).append(name)
+    for place, names in absent.items():
+        what = f"its optimizer state is not there; it had {len(names)} parameters, the first is {names[0]}"
+        yield error(COVERED, place, what)
+
+
+def _check_kind(checkpoint: Checkpoint, kind: str) -> Iterator[Finding]:
+    names: Sequence[str] = checkpoint.names(kind)
+    for name in names:
+        tensor = checkpoint.logical_tensor(kind, name)
+        if tensor is None:
+            yield error(COVERED, f"{kind} {name}", "it is nowhere")
+        else:
+            yield from check_tensor(tensor, kind, copies_of(checkpoint, kind, name))

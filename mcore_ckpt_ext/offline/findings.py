@@ -1,0 +1,67 @@
+"""What verification found: data for the command line, and for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning"]
+
+COMPLETE = "complete"
+COVERED = "every element once"
+MANIFEST = "integrity.json"
+CHECKSUMS = "checksums"
+PROOF = "proof"
+COPIES = "copies"
+VALUES = "values"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that is wrong (`error`) or remarkable (`warning`): which check saw it, where, and what."""
+
+    severity: Severity
+    check: str
+    where: str
+    what: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A check that was made, and on how much; `done` is False where it could not be, for the reason in `extent`."""
+
+    name: str
+    extent: str
+    done: bool = True
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result: sound means that no finding is an error."""
+
+    path: str
+    quick: bool
+    checks: tuple[Check, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def sound(self) -> bool:
+        """Whether nothing is wrong."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+
+def error(check: str, where: str, what: str) -> Finding:
+    """Something is wrong."""
+    return Finding("error", check, where, what)
+
+
+def warning(check: str, where: str, what: str) -> Finding:
+    """Something is remarkable."""
+    return Finding("warning", check, where, what)
+
+
+def some(names: Sequence[str], shown: int = 4) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more:,} more" if more > 0 else "")

@@ -1,0 +1,244 @@
+"""What is in a checkpoint, from metadata alone: layout, writer, model, bytes, files, and who can resume it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.flat_buffers import FlatBuffers
+from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
+from mcore_ckpt_ext.model_space.slices import numel_of
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.offline.accounting import stored_parts
+from mcore_ckpt_ext.offline.ranks import RankGrid, why_silent
+from mcore_ckpt_ext.offline.versions import Resumption, Writer, resumptions, writer_of
+from mcore_ckpt_ext.storage.collector import collector_paused
+
+SCHEMA = 1
+_DISTCP = re.compile(r"^__(\d+)_(\d+)\.distcp$")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """An array of model space; shape in elements."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class StoredFile:
+    """A file, explained.
+
+    Attributes:
+        rank: the global rank that wrote it; None where the name does not say.
+        writer: which of that rank's writers.
+        place: the rank's place in the layout, in words.
+        bytes_on_disk: None when the file is missing.
+        bytes_by_kind: payload of the arrays in it.
+        tensors: the arrays of which it holds a part, as its format names them.
+    """
+
+    file: str
+    rank: int | None
+    writer: int | None
+    place: str
+    bytes_on_disk: int | None
+    records: int = 0
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
+    tensors: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class BufferMap:
+    """Which parameter lies where in one flat array of `numel` elements: (name, first, one past the last).
+
+    `witness` proposed it, and sizes and chunk borders agree; empty where no proposal fits.
+    """
+
+    group: str
+    buffer: str
+    numel: int
+    witness: str
+    parameters: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Everything that `inspect` tells; sizes in bytes."""
+
+    schema: int
+    path: str
+    format: str
+    iteration: int
+    layout: Mapping[str, int]
+    layout_text: str
+    writer: Writer
+    optimizer_format: str | None
+    model: Mapping[str, Any]
+    training: Mapping[str, Any]
+    bytes_on_disk: int
+    bytes_by_kind: Mapping[str, int]
+    files: tuple[StoredFile, ...]
+    silent_ranks: tuple[int, ...]
+    why_silent: str
+    resumptions: tuple[Resumption, ...]
+    sidecar: bool
+    tensors: tuple[StoredTensor, ...]
+    buffers: tuple[BufferMap, ...]
+
+
+def inspect(path: str | os.PathLike[str], *, buffers: bool = False) -> Inspection:
+    """Inspect a checkpoint; nothing but metadata is read.
+
+    Args:
+        path: a run folder (its newest iteration), an iteration folder, or a canonical folder.
+        buffers: also propose the maps of flat gradient buffers.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with collector_paused():
+        return _inspection(open_checkpoint(path), buffers)
+
+
+def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
+    layout = checkpoint.layout
+    grid = RankGrid(layout, bool(checkpoint.args.get("use_tp_pp_dp_mapping")))
+    files = _files(checkpoint, grid)
+    ranks = {file.rank for file in files if file.rank is not None}
+    silent = tuple(rank for rank in range(layout.world) if rank not in ranks) if ranks else ()
+    by_kind: dict[str, int] = {}
+    for file in files:
+        for kind, size in file.bytes_by_kind.items():
+            by_kind[kind] = by_kind.get(kind, 0) + size
+    writer = writer_of(checkpoint)
+    return Inspection(
+        schema=SCHEMA,
+        path=str(checkpoint.folder),
+        format=checkpoint.format,
+        iteration=checkpoint.iteration,
+        layout={
+            "TP": layout.tensor, "PP": layout.pipeline, "VPP": layout.virtual_pipeline, "EP": layout.expert,
+            "ETP": layout.expert_tensor, "CP": layout.context, "DP": layout.data, "world": layout.world,
+        },
+        layout_text=str(layout),
+        writer=writer,
+        optimizer_format=checkpoint.optimizer_format,
+        model=_model(checkpoint),
+        training=_training(checkpoint),
+        bytes_on_disk=sum(file.bytes_on_disk or 0 for file in files) + _other_bytes(checkpoint.folder, files),
+        bytes_by_kind=by_kind,
+        files=tuple(files),
+        silent_ranks=silent,
+        why_silent=why_silent(silent, grid, checkpoint.args),
+        resumptions=tuple(resumptions(checkpoint, writer)),
+        sidecar=checkpoint.sidecar is not None,
+        tensors=_tensors(checkpoint),
+        buffers=_buffers(checkpoint) if buffers else (),
+    )  # fmt: skip
+
+
+def _files(checkpoint: Checkpoint, grid: RankGrid) -> list[StoredFile]:
+    files: dict[str, StoredFile] = {}
+    for part in stored_parts(checkpoint):
+        file = files.get(part.file)
+        if file is None:
+            file = files[part.file] = _explained(checkpoint, part.file, grid)
+        file.records += 1
+        file.bytes_by_kind[part.kind] = file.bytes_by_kind.get(part.kind, 0) + part.nbytes
+        if not file.tensors or file.tensors[-1] != part.tensor:
+            file.tensors.append(part.tensor)
+    for file in files.values():
+        file.tensors = list(dict.fromkeys(file.tensors))
+    return sorted(files.values(), key=lambda file: (file.rank is None, file.rank or 0, file.writer or 0, file.file))
+
+
+def _explained(checkpoint: Checkpoint, name: str, grid: RankGrid) -> StoredFile:
+    path = checkpoint.folder / name
+    size = path.stat().st_size if path.is_file() else None
+    if match := _DISTCP.match(name):
+        rank = int(match[1])
+        return StoredFile(name, rank, int(match[2]), grid.place(rank), size)
+    if isinstance(checkpoint, LegacyCheckpoint):
+        (found,) = (file for file in checkpoint.rank_files() if file.file == name)
+        return StoredFile(name, None, None, grid.model_place(found.tensor, found.pipeline, found.expert), size)
+    return StoredFile(name, None, None, "", size)
+
+
+def _other_bytes(folder: Path, files: list[StoredFile]) -> int:
+    known = {file.file for file in files}
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name not in known)
+
+
+def _model(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The model in numbers; what the arguments do not say is left out."""
+    names = {
+        "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
+        "attention heads": "num_attention_heads", "query groups": "num_query_groups", "experts": "num_experts",
+        "experts a token": "moe_router_topk", "sequence length": "seq_length",
+        "vocabulary, padded": "padded_vocab_size", "layer spec": "transformer_impl",
+    }  # fmt: skip
+    arguments = checkpoint.args
+    tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
+    shapes = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None]
+    experts = {"experts", "experts a token"} if not arguments.get("num_experts") else set()
+    found: dict[str, Any] = {"parameters": sum(prod(shape) for shape, _ in shapes)}
+    for label, name in names.items():
+        if arguments.get(name) is not None and label not in experts:
+            found[label] = arguments[name]
+    if not arguments.get("group_query_attention"):
+        found.pop("query groups", None)
+    found["embeddings"] = "untied" if arguments.get("untie_embeddings_and_output_weights") else "tied"
+    found["weights"] = ", ".join(sorted({dtype for _, dtype in shapes}))
+    return {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in found.items()}
+
+
+def _training(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Learning rate, step and counters, as the parameter groups and arguments say."""
+    groups = checkpoint.param_groups()
+    found: dict[str, Any] = {}
+    for key in ("step", "lr"):
+        values = sorted({float(group[key]) for group in groups if isinstance(group.get(key), (int, float))})
+        if values:
+            whole = [int(value) if value.is_integer() else value for value in values]
+            found[key] = whole[0] if len(whole) == 1 else whole
+    for key in ("consumed_train_samples", "consumed_valid_samples"):
+        if checkpoint.args.get(key) is not None:
+            found[key] = int(checkpoint.args[key])
+    return found
+
+
+def _tensors(checkpoint: Checkpoint) -> tuple[StoredTensor, ...]:
+    """All weights; optimizer state too where the format names it without a layout."""
+    kinds = [WEIGHT]
+    flat_or_read = checkpoint.optimizer_format is None or isinstance(checkpoint, LegacyCheckpoint)
+    if not flat_or_read and not isinstance(checkpoint.optimizer, FlatBuffers):
+        kinds = list(checkpoint.kinds())
+    tensors = [(kind, checkpoint.logical_tensor(kind, name)) for kind in kinds for name in checkpoint.names(kind)]
+    return tuple(StoredTensor(kind, t.name, t.shape, t.dtype) for kind, t in tensors if t is not None)
+
+
+def _buffers(checkpoint: Checkpoint) -> tuple[BufferMap, ...]:
+    per_parameter = isinstance(checkpoint, LegacyCheckpoint) and not checkpoint.has_flat_buffers
+    if checkpoint.optimizer_format is None or per_parameter or not isinstance(checkpoint.optimizer, FlatBuffers):
+        return ()
+    optimizer = checkpoint.optimizer
+    maps = []
+    for key, proposal in optimizer.proposed_layouts().items():
+        group = optimizer.groups[key]
+        for bucket, stored in sorted(group.buckets.items()):
+            placements = proposal.layout[bucket] if proposal else ()
+            parameters = tuple((p.name, p.start, p.start + numel_of(p.regions)) for p in placements)
+            witness = proposal.witness if proposal else ""
+            maps.append(BufferMap(str(group), str(bucket), stored.numel_unpadded, witness, parameters))
+    return tuple(maps)

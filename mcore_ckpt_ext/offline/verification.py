@@ -1,0 +1,222 @@
+"""Verifying a checkpoint: from what the folder shows, through what the metadata say, to every element."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from pathlib import Path
+
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.flat_buffers import FlatBuffers
+from mcore_ckpt_ext.formats.legacy_masters import NAME as PER_PARAMETER
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.offline.accounting import kind_of
+from mcore_ckpt_ext.offline.completeness import check_folder, check_index, locate
+from mcore_ckpt_ext.offline.content import ContentCheck, ParameterReport
+from mcore_ckpt_ext.offline.coverage import check_arrays, check_groups, check_state, check_weights
+from mcore_ckpt_ext.offline.findings import (
+    CHECKSUMS,
+    COMPLETE,
+    COPIES,
+    COVERED,
+    MANIFEST,
+    PROOF,
+    VALUES,
+    Check,
+    Finding,
+    Verification,
+    error,
+    warning,
+)  # fmt: skip
+from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, manifest_bytes
+from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.paths import as_path
+
+Progress = Callable[[int, int], None]
+
+
+def verify(
+    path: str | os.PathLike[str],
+    *,
+    quick: bool = False,
+    workers: int = DEFAULT_WORKERS,
+    progress: Progress = lambda done, total: None,
+) -> Verification:
+    """Verify a checkpoint.
+
+    Args:
+        path: a run folder (its newest iteration), an iteration folder, or a canonical folder.
+        quick: look at metadata only.
+        workers: threads.
+        progress: told the bytes read so far and the bytes to read, about.
+
+    Raises:
+        UnreadableCheckpointError: there is no checkpoint at all at that path.
+        UnsupportedCheckpointError: it is of a kind that is not read.
+    """
+    located = locate(as_path(path))
+    run = _Run(located.folder or as_path(path), quick, workers, progress)
+    run.findings.extend(located.findings)
+    if located.folder is not None:
+        problems = check_folder(located.folder)
+        run.findings.extend(problems)
+        if not problems:
+            run.verify()
+    return Verification(str(run.folder), quick, tuple(run.checks), tuple(run.findings))
+
+
+class _Run:
+    """One verification, step by step; each step adds its findings and says what it looked at."""
+
+    def __init__(self, folder: Path, quick: bool, workers: int, progress: Progress) -> None:
+        self.folder = folder
+        self.findings: list[Finding] = []
+        self.checks: list[Check] = []
+        self._quick, self._workers, self._progress = quick, workers, progress
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+
+    def verify(self) -> None:
+        """All steps."""
+        try:
+            checkpoint = open_checkpoint(self.folder)
+            names = checkpoint.names(WEIGHT)
+            _ = checkpoint.common, checkpoint.layout, checkpoint.iteration
+        except (UnreadableCheckpointError, UnsafePickleError) as problem:
+            self.findings.append(error(COMPLETE, str(self.folder), str(problem)))
+            return
+        failed = self._check_files(checkpoint)
+        self.findings.extend(check_weights(checkpoint))
+        self.checks.append(Check(COVERED, f"{len(names):,} weights"))
+        if self._quick:
+            self._check_arrays(checkpoint)
+            return
+        self._total = self._bytes_to_read(checkpoint, failed)
+        self._check_bytes(checkpoint, failed)
+        state = self._check_state(checkpoint, failed)
+        self._check_content(checkpoint, state, failed)
+
+    def _check_files(self, checkpoint: Checkpoint) -> set[str]:
+        if not isinstance(checkpoint, TorchDistCheckpoint):
+            self.checks.append(Check(COMPLETE, "the files of all ranks"))
+            return set()
+        findings, failed = check_index(self.folder, checkpoint.index)
+        self.findings.extend(findings)
+        files = len({file for file, *_ in checkpoint.archives()})
+        self.checks.append(Check(COMPLETE, f"{files:,} files"))
+        return failed
+
+    def _check_arrays(self, checkpoint: Checkpoint) -> None:
+        """Optimizer state by metadata alone; which parameter lies where in flat buffers takes a look at elements."""
+        with _Noting(self, COVERED):
+            if checkpoint.optimizer_format in (None, PER_PARAMETER):
+                return
+            optimizer = checkpoint.optimizer
+            if isinstance(optimizer, FlatBuffers):
+                self.findings.extend([*check_arrays(optimizer), *check_groups(checkpoint, optimizer)])
+                self.checks.append(Check(COVERED, f"{len(optimizer.groups):,} groups of flat optimizer arrays"))
+            else:
+                self.findings.extend(check_state(checkpoint))
+                self.checks.append(Check(COVERED, f"optimizer state of {len(optimizer.names()):,} parameters"))
+
+    def _check_bytes(self, checkpoint: Checkpoint, failed: set[str]) -> None:
+        manifest = manifest_bytes(self.folder)
+        if manifest:
+            self.findings.extend(check_manifest(self.folder, self._workers, self._advance))
+            self.checks.append(Check(MANIFEST, f"SHA-256 of {manifest:,} bytes"))
+        archives = [archive for archive in checkpoint.archives() if archive[0] not in failed]
+        self.findings.extend(check_archives(checkpoint, archives, self._workers, self._advance))
+        if archives:
+            self.checks.append(Check(CHECKSUMS, f"CRC-32 of {sum(length for *_, length in archives):,} bytes"))
+
+    def _check_state(self, checkpoint: Checkpoint, failed: set[str]) -> bool:
+        """Recover the layout where there is one to recover; whether the optimizer's state can be looked at."""
+        if checkpoint.optimizer_format is None:
+            self._without_optimizer(checkpoint)
+            return False
+        with _Noting(self, PROOF):
+            optimizer = checkpoint.optimizer
+            if isinstance(optimizer, FlatBuffers):
+                self.findings.extend([*check_arrays(optimizer), *check_groups(checkpoint, optimizer)])
+                if not self._recover(optimizer, failed):
+                    return False
+            self.findings.extend(check_state(checkpoint))
+            self.checks.append(Check(COVERED, f"optimizer state of {len(optimizer.names()):,} parameters"))
+            return True
+        return False
+
+    def _recover(self, optimizer: FlatBuffers, failed: set[str]) -> bool:
+        arrays = [array for of_group in optimizer.arrays.values() for array in of_group.values()]
+        if failed & {piece.extent.file for array in arrays for piece in array.pieces}:
+            self.checks.append(Check(PROOF, "files of the optimizer's state are missing or cut off", done=False))
+            return False
+        before = len(self.findings)
+        for group in optimizer.groups.values():
+            with _Noting(self, PROOF, str(group)):
+                optimizer.layout_of(group)
+        return len(self.findings) == before
+
+    def _without_optimizer(self, checkpoint: Checkpoint) -> None:
+        what = "it holds no optimizer state that this package reads: only its weights were looked at"
+        if isinstance(checkpoint, TorchDistCheckpoint):
+            others = [key for key in checkpoint.index.arrays if kind_of(key) != WEIGHT]
+            what += f"; {len(others):,} arrays of an optimizer were not" if others else ""
+        self.findings.append(warning(COVERED, str(self.folder), what))
+
+    def _check_content(self, checkpoint: Checkpoint, state: bool, failed: set[str]) -> None:
+        content = ContentCheck(checkpoint, state, failed)
+
+        def check(name: str) -> ParameterReport:
+            try:
+                report = content.check(name)
+            except CheckpointError as problem:
+                report = ParameterReport([error(PROOF, name, str(problem))])
+            self._advance(report.bytes_read)
+            return report
+
+        names = dict.fromkeys([*checkpoint.names(WEIGHT), *(checkpoint.optimizer.names() if state else ())])
+        with ThreadPoolExecutor(self._workers) as pool:
+            reports = list(pool.map(check, names))
+        self.findings.extend(finding for report in reports for finding in report.findings)
+        self._progress(self._total, self._total)
+        proven = sum(report.proven for report in reports)
+        self.checks.append(Check(PROOF, f"{proven:,} masters beside their weights", done=proven > 0))
+        if copied := sum(report.copied for report in reports):
+            self.checks.append(Check(COPIES, f"{copied:,} elements of tied or replicated copies"))
+        self.checks.append(Check(VALUES, f"{sum(report.elements for report in reports):,} elements"))
+
+    def _bytes_to_read(self, checkpoint: Checkpoint, failed: set[str]) -> int:
+        archives = sum(length for file, _, length in checkpoint.archives() if file not in failed)
+        tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
+        weights = sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in tensors if tensor is not None)
+        numel = sum(prod(tensor.shape) for tensor in tensors if tensor is not None)
+        state = numel * 12 if checkpoint.optimizer_format else 0
+        return archives + manifest_bytes(self.folder) + weights + state
+
+    def _advance(self, count: int) -> None:
+        with self._lock:
+            self._done += count
+            self._progress(min(self._done, self._total), self._total)
+
+
+class _Noting:
+    """Turns a refusal to read the optimizer into a finding."""
+
+    def __init__(self, run: _Run, check: str, where: str = "") -> None:
+        self._run, self._check, self._where = run, check, where or str(run.folder)
+
+    def __enter__(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: object) -> bool:
+        if isinstance(problem, CheckpointError):
+            self._run.findings.append(error(self._check, self._where, str(problem)))
+            return True
+        return False

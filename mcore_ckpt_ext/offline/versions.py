@@ -1,0 +1,193 @@
+"""Which Megatron wrote a checkpoint, by what evidence, and which Megatron can resume it.
+
+Megatron does not record its version. Every statement here is a bound that some file or key implies; together they
+leave a range. Sources: megatron/core/dist_checkpointing and megatron/training/checkpointing.py, core_v0.7.0 to
+0.19.2; the arguments were compared in megatron/training/arguments.py of every release.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.bucket_formats import BUCKET_SPACE, DP_RESHARDABLE
+from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
+from mcore_ckpt_ext.formats.legacy_masters import NAME as PER_PARAMETER
+from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE, MODEL_SPACE
+from mcore_ckpt_ext.formats.optimizer_encodings import FORMATS, stock_can_load
+from mcore_ckpt_ext.formats.torch_dist import COMMON_FILE, COMMON_OBJECT, TorchDistCheckpoint
+
+Version = tuple[int, int]
+OLDEST, NEWEST = (0, 7), (0, 19)
+VERSIONS: tuple[Version, ...] = tuple((0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1))
+
+# An argument that appeared in a release and is in every later one; forks may have taken it over earlier.
+_ARGUMENT_SINCE = {
+    (0, 8): "tiktoken_pattern",
+    (0, 9): "decoder_first_pipeline_num_layers",
+    (0, 10): "num_distributed_optimizer_instances",
+    (0, 11): "use_precision_aware_optimizer",
+    (0, 12): "ddp_num_buckets",
+    (0, 13): "pipeline_model_parallel_layout",
+    (0, 14): "use_megatron_fsdp",
+    (0, 15): "quick_geglu",
+    (0, 16): "linear_attention_freq",
+    (0, 17): "dist_ckpt_workers",
+    (0, 18): "cuda_graph_modules",
+    (0, 19): "ckpt_load_validate_sharding_integrity",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was seen, and between which releases it puts the writer, both included."""
+
+    what: str
+    first: str
+    last: str
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Who wrote a checkpoint: a version or a range of them, the evidence, and the earliest release that it leaves."""
+
+    version: str
+    evidence: tuple[Evidence, ...]
+    first: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Who resumes a checkpoint with its optimizer, under which layouts, and what to know."""
+
+    who: str
+    versions: str
+    layouts: str
+    note: str = ""
+
+
+def writer_of(checkpoint: Checkpoint) -> Writer:
+    """Recognise the writer; where bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
+    recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
+    if recorded:
+        only = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)
+        return Writer(recorded, (only,), _parsed(recorded))
+    bounds = list(_bounds(checkpoint))
+    first = max((low for _, low, _ in bounds if low), default=OLDEST)
+    last = min((high for _, _, high in bounds if high), default=NEWEST)
+    evidence = tuple(
+        Evidence(what, _text(low) if low else "", _text(high) if high else "") for what, low, high in bounds
+    )
+    if first > last:
+        return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
+    return Writer(_span([version for version in VERSIONS if first <= version <= last]), evidence, first)
+
+
+def _parsed(version: str) -> Version:
+    """Major and minor number of a recorded version; the oldest known where it is none."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else OLDEST
+
+
+_Bound = tuple[str, Version | None, Version | None]
+
+
+def _bounds(checkpoint: Checkpoint) -> Iterator[_Bound]:
+    if isinstance(checkpoint, TorchDistCheckpoint):
+        yield from _bounds_of_files(checkpoint)
+        yield from _bounds_of_metadata(checkpoint)
+    arguments = checkpoint.args
+    known = [version for version, name in _ARGUMENT_SINCE.items() if name in arguments]
+    unknown = [version for version, name in _ARGUMENT_SINCE.items() if name not in arguments]
+    if arguments and known:
+        newest = max(known)
+        yield f"its arguments have {_ARGUMENT_SINCE[newest]}", newest, None
+    following = [version for version in unknown if not known or version > max(known)]
+    if arguments and following:
+        oldest = min(following)
+        yield f"its arguments lack {_ARGUMENT_SINCE[oldest]}", None, (0, oldest[1] - 1)
+
+
+def _bounds_of_files(checkpoint: TorchDistCheckpoint) -> Iterator[_Bound]:
+    if COMMON_OBJECT in checkpoint.index.objects:
+        yield "the common state is an object of the checkpoint (common_state)", (0, 19), None
+    if (checkpoint.folder / COMMON_FILE).exists():
+        yield "the common state is a file of its own (common.pt)", None, (0, 18)
+    if checkpoint.index.natural_shapes:
+        yield ".metadata records natural shapes (mcore_data)", (0, 8), (0, 15)
+    if checkpoint.index.has_plans:
+        yield ".metadata keeps the plans of all ranks", (0, 11), None
+    else:
+        yield ".metadata keeps no plans of the ranks", None, (0, 10)
+
+
+def _bounds_of_metadata(checkpoint: TorchDistCheckpoint) -> Iterator[_Bound]:
+    content = checkpoint.common.get("content_metadata")
+    if not isinstance(content, dict):
+        yield "no content metadata", None, (0, 12)
+        return
+    if checkpoint.optimizer_format in (DP_RESHARDABLE, FULLY_RESHARDABLE):
+        yield f"content metadata name the optimizer format {checkpoint.optimizer_format}", (0, 15), None
+    elif "singleton_local_shards" in content:
+        yield "content metadata have singleton_local_shards", (0, 14), None
+    else:
+        yield "content metadata without singleton_local_shards", (0, 13), (0, 13)
+
+
+def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
+    """Who resumes the checkpoint with its optimizer: stock Megatron, and Megatron with this package.
+
+    Nothing is promised of releases that are older than the writer.
+    """
+    if checkpoint.format not in (TorchDistCheckpoint.format, LegacyCheckpoint.format):
+        return [Resumption("nobody as it is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")]
+    readable = [version for version in VERSIONS if version >= min(writer.first, NEWEST)]
+    own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
+    same = [v for v in readable if _stock(checkpoint, False, v)]
+    other = [v for v in readable if _stock(checkpoint, True, v)]
+    found = []
+    if other:
+        found.append(Resumption("stock Megatron", _span(other), "any", _stock_note(checkpoint)))
+    if rest := [v for v in same if v not in other]:
+        found.append(Resumption("stock Megatron", _span(rest), own, _stock_note(checkpoint)))
+    if not found:
+        found.append(Resumption("stock Megatron", "none", "none", _stock_note(checkpoint)))
+    if checkpoint.optimizer_format is None or checkpoint.optimizer_format in _PLUGIN_FORMATS:
+        note = "tested with 0.16.1, 0.19.0 and 0.19.2"
+        found.append(Resumption("Megatron with mcore_ckpt_ext", _span(readable), "any", note))
+    return found
+
+
+_PLUGIN_FORMATS = (*FORMATS, PER_PARAMETER)
+
+
+def _stock(checkpoint: Checkpoint, placement_changed: bool, version: Version) -> bool:
+    # Rank folders are found by the running layout (`get_checkpoint_name`), whatever lies in them.
+    legacy = isinstance(checkpoint, LegacyCheckpoint)
+    return not (legacy and placement_changed) and stock_can_load(
+        checkpoint.optimizer_format, placement_changed, version
+    )
+
+
+def _stock_note(checkpoint: Checkpoint) -> str:
+    notes: dict[str | None, str] = {
+        None: "it holds no distributed optimizer",
+        FULLY_RESHARDABLE: "0.15 to 0.19 may have written it shifted: `mcore-ckpt verify` tells",
+        MODEL_SPACE: "0.8 to 0.13 load it, too, but exchange weight decay between groups when PP > 1",
+        DP_RESHARDABLE: "another TP, PP, VPP or EP is refused or fails",
+        BUCKET_SPACE: "left the loader in 0.13",
+    }
+    return notes.get(checkpoint.optimizer_format, "")
+
+
+def _span(versions: Sequence[Version]) -> str:
+    """`0.8 to 0.15`, or one version; the versions follow each other."""
+    if not versions:
+        return "none"
+    return _text(versions[0]) if len(versions) == 1 else f"{_text(versions[0])} to {_text(versions[-1])}"
+
+
+def _text(version: Version) -> str:
+    return f"{version[0]}.{version[1]}"

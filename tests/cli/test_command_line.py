@@ -1,0 +1,176 @@
+"""The command line as a user has it: real processes, in an environment in which Megatron cannot be imported."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import COMMANDS, main
+from mcore_ckpt_ext.cli.output import line, printable
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from tests.conftest import Fixture, fixture_named
+from tests.test_damage import MATRIX, flip, payload_position
+
+REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
+
+
+@pytest.fixture
+def without_frameworks(tmp_path: Path) -> dict[str, str]:
+    """An environment whose every import of a framework fails."""
+    for name in ("megatron", "colossalai", "transformer_engine"):
+        (tmp_path / "blocked" / name).mkdir(parents=True)
+        (tmp_path / "blocked" / name / "__init__.py").write_text("raise ImportError('it is not here')\n")
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "blocked"), str(REPOSITORY)])}
+
+
+def command(environment: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
+    finished = subprocess.run(
+        [sys.executable, "-m", "mcore_ckpt_ext", *map(str, words)],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert "Traceback" not in finished.stderr
+    return finished
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command in this process."""
+    code = main([str(word) for word in words])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+def test_inspect(without_frameworks: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = command(without_frameworks, "inspect", fixture_named("p01").run)
+    assert (found.returncode, found.stderr) == (0, "")
+    for text in (
+        "dp_reshardable",
+        "TP1 x PP4 x DP2, 8 ranks",
+        "Megatron 0.16",
+        "rank 3, writer 1 (pipeline 1, data 1)",
+    ):
+        assert text in found.stdout
+    code, document, _ = said(capsys, "inspect", fixture_named("p01").run, "--json")
+    assert (code, json.loads(document)["layout"]["PP"]) == (0, 4)
+
+
+def test_verify_and_its_exit_codes(
+    without_frameworks: dict[str, str], damaged: Fixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = said(capsys, "verify", damaged.run)
+    assert (code, out.splitlines()[-1]) == (0, "sound")
+    path, position = payload_position(open_checkpoint(damaged.run), "weight", MATRIX, 700)
+    flip(path, position)
+    unsound = command(without_frameworks, "verify", damaged.run)
+    assert (unsound.returncode, unsound.stdout.splitlines()[-1]) == (1, "NOT SOUND: 2 errors")
+    assert MATRIX in unsound.stdout
+    code, out, err = said(capsys, "verify", damaged.run / "nothing")
+    assert (code, out) == (2, "")
+    assert "no such folder" in err
+
+
+def test_diff_and_its_exit_codes(without_frameworks: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    p01, p08b, p10 = (fixture_named(name).run for name in ("p01", "p08b", "p10"))
+    code, out, _ = said(capsys, "diff", p01, p08b)
+    assert (code, out.splitlines()[-1]) == (0, "equal in every bit")
+    other = command(without_frameworks, "diff", p01, p10, "--kinds", "weight")
+    assert (other.returncode, other.stdout.splitlines()[-1]) == (1, "DIFFERENT")
+    assert "2,279 of 4,096 elements differ; by at most 0.00492859; the first at (0, 0)" in other.stdout
+    assert "and 12 more of weight: --json lists them" in other.stdout
+
+
+def test_doctor_without_megatron(without_frameworks: dict[str, str]) -> None:
+    found = command({**without_frameworks, "MCORE_CKPT_EXT_VERIFY": "full"}, "doctor", "--json")
+    lines = {item["what"]: item for item in json.loads(found.stdout)["lines"]}
+    assert lines["MCORE_CKPT_EXT_VERIFY"]["found"].startswith("'full'")
+    seam = lines["megatron.training.checkpointing.load_checkpoint"]
+    assert "it is not here" in seam["found"]
+    # megatron-core is installed here, as its distribution says, and cannot be imported: that is a failure to tell.
+    assert seam["state"] == "FAILED"
+    assert found.returncode == 1
+
+
+def test_doctor_with_megatron(tmp_path: Path) -> None:
+    """The genuine one, imported; each seam patched, in its version."""
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    found = command(environment, "doctor", "--save", tmp_path, "--json")
+    report = json.loads(found.stdout)
+    lines = {item["what"]: item["found"] for item in report["lines"]}
+    assert lines["megatron.training.checkpointing.load_checkpoint"] == "patched of " + lines["megatron-core"]
+    assert lines[f"writing in {tmp_path}"] == "the sidecar can be written"
+    assert (found.returncode, report["healthy"]) == (0, True)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_doctor_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--save", str(tmp_path / "nothing")]) == 1
+    assert "the sidecar would be missing" in capsys.readouterr().out
+
+
+def test_doctor_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("MCORE_CKPT_EXT", "0")
+    assert main(["doctor"]) == 0
+    assert "switched off: MCORE_CKPT_EXT=0" in capsys.readouterr().out
+
+
+def test_help_does_not_wait_for_torch(without_frameworks: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "blocked" / "torch").mkdir()
+    (tmp_path / "blocked" / "torch" / "__init__.py").write_text("raise ImportError('help imports torch')\n")
+    found = command(without_frameworks, "--help")
+    assert found.returncode == 0
+    assert all(name in found.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([name, "--help"])
+    assert stopped.value.code == 0
+    assert "usage: mcore-ckpt" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["inspekt"], ["inspect"], ["diff", "a"], ["inspect", "a", "--frobnicate"]])
+def test_wrong_usage_is_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert "usage: mcore-ckpt" in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough(without_frameworks: dict[str, str]) -> None:
+    """`mcore-ckpt inspect ... | head -1`."""
+    writer = subprocess.Popen(
+        [sys.executable, "-m", "mcore_ckpt_ext", "inspect", str(fixture_named("p01").run), "--json"],
+        env=without_frameworks, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert writer.stdout is not None
+    assert writer.stderr is not None
+    writer.stdout.close()
+    assert (writer.stderr.read(), writer.wait(timeout=60)) == ("", 0)
+
+
+def test_a_defect_of_ours_does_not_pass_for_a_verdict(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("mcore_ckpt_ext.cli.inspect.inspect", lambda *_, **__: 1 // 0)
+    assert main(["inspect", "x"]) == 2
+    assert "please report it" in capsys.readouterr().err
+
+
+def test_names_of_strangers_do_not_command_the_terminal() -> None:
+    hostile = "\x1b[2Jname\r\x07‮evil\ud800"
+    assert printable(hostile) == r"\x1b[2Jname\r\x07\u202eevil\ud800"
+
+
+def test_results_can_be_read_where_the_terminal_knows_only_ascii(monkeypatch: pytest.MonkeyPatch) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    line("grün")
+    sys.stdout.flush()
+    assert written.getvalue() == rb"gr\xfcn" + b"\n"
