@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from megatron_on_cpu import dump_optimizer, toy_jobs
 from megatron_on_cpu import launch as launcher
+from megatron_on_cpu import record_losses
 
 TIME_LIMIT = 240
 
@@ -49,6 +51,12 @@ def launch(
     return _run(ranks, arguments, folder, "load")
 
 
+def losses(folder: Path) -> dict[int, float]:
+    """The loss of each iteration of the job that ran in `folder`."""
+    record = json.loads((folder / "losses.json").read_text())
+    return {int(iteration): values["lm loss"] for iteration, values in record.items()}
+
+
 def assemble(dump: Path) -> dict[str, torch.Tensor]:
     """Model space as the live ranks held it."""
     return dump_optimizer.assemble(dump)
@@ -59,6 +67,7 @@ def _run(ranks: int, arguments: Sequence[str], folder: Path, moments: str) -> la
     environment = {
         dump_optimizer.FOLDER_VARIABLE: str(folder / "dump"),
         dump_optimizer.MOMENTS_VARIABLE: moments,
+        record_losses.FILE_VARIABLE: str(folder / "losses.json"),
     }
     return launcher.run(
         ranks, launcher.TRAIN_GPT, arguments, timeout=TIME_LIMIT, environment=environment, log_file=folder / "log"

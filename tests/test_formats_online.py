@@ -1,7 +1,8 @@
-"""Old checkpoints in the genuine Megatron-LM 0.19.2: written by 0.7 to 0.16, in every torch_dist format, they load.
+"""Old checkpoints in the genuine Megatron-LM 0.19.2: written by 0.7 to 0.16, in every torch_dist format, they train on.
 
 The live optimizer of every rank, dumped right after `load_checkpoint` by code that never reads a checkpoint, equals
-what the job that wrote the checkpoint held. Most of these Megatron 0.19.2 refuses, some under any layout.
+what the job that wrote the checkpoint held. Most of these Megatron 0.19.2 refuses, some under any layout. Every format
+under several layouts, without training on: `online/test_formats.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.conftest import Fixture, fixture_named
-from tests.megatron import assemble, launch
+from tests.megatron import assemble, launch, losses
 
 LLAMA = ["--swiglu", "--normalization", "RMSNorm", "--position-embedding-type", "rope", "--no-rope-fusion"]
 LLAMA += ["--untie-embeddings-and-output-weights", "--disable-bias-linear"]
@@ -41,9 +42,8 @@ def experts(parallel: int, *more: str) -> list[str]:
 
 
 CASES = [
-    *(Case(name, *layout) for name in ("p05", "p06") for layout in ((8, 2, 2), (2, 1, 1), (4, 4, 1))),
-    *(Case("p07", *layout, ["--max-position-embeddings", "35"]) for layout in ((2, 1, 1), (2, 2, 1))),
-    *(Case("p04", *layout) for layout in ((8, 2, 2), (2, 1, 1))),
+    *(Case(name, 8, 2, 2) for name in ("p04", "p05", "p06")),
+    Case("p07", 2, 2, 1, ["--max-position-embeddings", "35"]),
     Case("p12", 2, 2, 1, ["--num-layers", "2"]),
     # Written by the Transformer Engine spec, resumed by the local one: even under the same layout the buffers differ.
     Case("p21", 4, 2, 1, ENGINE),
@@ -66,6 +66,10 @@ def test_the_live_optimizer_equals_that_of_the_job_that_wrote(case: Case, tmp_pa
     assert_equal(fixture, assemble(tmp_path / "dump" / "after_load"))
     resumed = [line for line in run.output.splitlines() if "[mcore_ckpt_ext] optimizer resumed" in line]
     assert len(resumed) == (0 if case.fixture == "p04" else 1)  # p04 is intact: stock Megatron loads it, proven
+    if "lm loss" in fixture.job["losses"][4]["loss"] and not case.fixture.startswith("p21"):
+        # Versions compute the loss differently in the third digit; p21 was written without a forward pass.
+        written = fixture.job["losses"][4]["loss"]["lm loss"]
+        assert losses(tmp_path) == {5: pytest.approx(written, abs=0.02)}
 
 
 def assert_equal(fixture: Fixture, live: dict[str, torch.Tensor]) -> None:
