@@ -11,9 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
-from megatron_on_cpu import dump_optimizer, toy_jobs
+from megatron_on_cpu import dump_optimizer, record_losses, toy_jobs
 from megatron_on_cpu import launch as launcher
-from megatron_on_cpu import record_losses
 
 TIME_LIMIT = 240
 

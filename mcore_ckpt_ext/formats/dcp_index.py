@@ -53,12 +53,14 @@ class DcpIndex:
     """Everything that `.metadata` says: arrays by key, objects by key (with Megatron's `/shard_…` suffix).
 
     `natural_shapes` gives the shape of arrays that Megatron 0.8 to 0.15 stored reshaped (`mcore_data`,
-    dist_checkpointing/strategies/torch.py and resharding.py).
+    dist_checkpointing/strategies/torch.py and resharding.py). `chunks_show_parameters`: the chunks of a flat gradient
+    buffer begin and end where its parameters do, as they do in torch's format, which has one a saved piece.
     """
 
     arrays: Mapping[str, StoredArray]
     objects: Mapping[str, StoredObject]
     natural_shapes: Mapping[str, tuple[int, ...]]
+    chunks_show_parameters: bool = True
 
 
 def read_index(folder: Path) -> DcpIndex:

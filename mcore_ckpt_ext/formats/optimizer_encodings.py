@@ -72,9 +72,9 @@ def open_optimizer(checkpoint: Checkpoint, index: DcpIndex, read_object: Callabl
         orders = checkpoint.orders()
         return repaired(written, checkpoint.models, orders, checkpoint.weights, checkpoint.transfer)
     if name == DP_ZERO:
-        return flat_optimizer(checkpoint, name, dp_zero_state(index.objects, checkpoint.reader))
+        return flat_optimizer(checkpoint, name, dp_zero_state(index.objects, read_object))
     if name in (DP_RESHARDABLE, BUCKET_SPACE):
-        return flat_optimizer(checkpoint, name, bucket_state(index.arrays, read_object))
+        return flat_optimizer(checkpoint, name, bucket_state(index, read_object))
     raise UnsupportedCheckpointError(
         "the optimizer state is in a format that this version does not read",
         found=name,

@@ -25,7 +25,8 @@ class Extent:
     """One stored array of `numel` elements, in the torch archive of `length` bytes at `offset` of `file`.
 
     `record` names the archive's record that holds it; empty where the archive is that one tensor. The payload's own
-    position inside of the archive is looked up when it is read, not when the plan is made.
+    position inside of the archive is looked up when it is read, not when the plan is made. `is_raw`: there is no
+    archive around the elements, they begin at `offset` themselves.
     """
 
     file: str
@@ -34,6 +35,7 @@ class Extent:
     dtype: str
     numel: int
     record: str = ""
+    is_raw: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from tests.online.jobs import Layout, differing
 LAYOUTS = [Layout(2, 2, 4), Layout(1, 1, 2), Layout(4, 1, 4), Layout(1, 4, 4)]
 LEGACY = {"ckpt_format": "torch"}
 TWO_LAYERS = {"num_layers": 2}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+GATED = {"swiglu": True, "ffn_hidden_size": 64}
 # Fixture: arguments of the model beyond the tiny GPT's, arguments to load with.
 FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "p01": ({}, {}),  # dp_reshardable, 0.16
@@ -31,14 +33,18 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "p08_": ({"padded_vocab_size": 256}, LEGACY),  # legacy with distributed optimizer, TP2 x PP2
     "p08b": ({}, LEGACY),  # the same, PP4
     "p08c": (TWO_LAYERS, LEGACY),  # legacy without distributed optimizer
+    "p31": (TWO_LAYERS | UNTIED | GATED, {}),  # zarr, fully_sharded_bucket_space
+    "p32": (TWO_LAYERS | UNTIED, {}),  # zarr, dp_zero_gather_scatter
+    "p33": (TWO_LAYERS | GATED, {}),  # zarr, fully_sharded_model_space
 }
 
 
 def fits(name: str, layout: Layout) -> bool:
-    """Whether a layout can hold the model, and is another one than that which wrote it."""
+    """Whether a layout can hold the model, and stock Megatron refuses it: another one than was saved, or zarr."""
     job = fixture_named(name).job
     written = (job["layout"]["tp"], job["layout"]["pp"])
-    return written != (layout.tensor, layout.pipeline) and job["args"]["num_layers"] % layout.pipeline == 0
+    refused = written != (layout.tensor, layout.pipeline) or name.startswith("p3")
+    return refused and job["args"]["num_layers"] % layout.pipeline == 0
 
 
 CASES = [(layout, name) for layout in LAYOUTS for name in FORMATS if fits(name, layout)]
