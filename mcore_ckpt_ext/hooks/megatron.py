@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext import __version__
+from mcore_ckpt_ext.formats.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE
@@ -30,7 +31,7 @@ from mcore_ckpt_ext.hooks.legacy_feed import changes_of, fed, folder_to_feed, lo
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.sidecar import RecordedGroup
 from mcore_ckpt_ext.online.agreement import agreed, gather
-from mcore_ckpt_ext.online.live_optimizer import distributed_optimizers
+from mcore_ckpt_ext.online.live_optimizer import distributed_optimizers, stock_stumbles
 from mcore_ckpt_ext.online.record import merged, recorded_groups, write_sidecar
 from mcore_ckpt_ext.optimizer_reshard import OptimizerReshard, unproven_names
 
@@ -161,7 +162,9 @@ def _look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> _Look | None:
     if written.get("no_save_optim") or optimizer_format not in FORMATS:
         return None
     changes = placement_changes(written, vars(arguments))
-    stock_loads = stock_can_load(optimizer_format, bool(changes), _megatron_version())
+    stock_loads = stock_can_load(optimizer_format, bool(changes), _megatron_version()) and not stock_stumbles(
+        distributed_optimizers(call["optimizer"]) or [], optimizer_format == DP_RESHARDABLE
+    )
     return _Look(Path(name), optimizer_format, tuple(changes), stock_loads)
 
 

@@ -78,6 +78,31 @@ def check_supported(optimizers: Sequence[Any]) -> None:
             )
 
 
+def stock_stumbles(optimizers: Sequence[Any], resumes_in_place: bool) -> bool:
+    """Whether stock Megatron dies while it loads an intact torch_dist checkpoint, whatever the layout.
+
+    Sources in megatron/core/optimizer/distrib_optimizer.py: with torch's own Adam (neither Apex nor Transformer Engine
+    is installed) `state_dict` asserts that there is one step before there is any (core_v0.10.0 to 0.19.2); and
+    `load_parameter_state_from_dp_reshardable`, which lacks `no_grad`, cannot copy into masters that are views of fp32
+    parameters (core_v0.15.0 to 0.19.2).
+
+    Args:
+        optimizers: the live DistributedOptimizers.
+        resumes_in_place: it is `load_parameter_state_from_dp_reshardable` that stock would use.
+    """
+    try:
+        check_supported(optimizers)
+    except UnsupportedCheckpointError:
+        return False
+    for optimizer in optimizers:
+        inner = optimizer.optimizer
+        if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and not inner.state:
+            return True
+        if resumes_in_place and any(p.dtype == torch.float32 for p in optimizer.model_param_group_index_map):
+            return True
+    return False
+
+
 def state_keys(optimizers: Sequence[Any]) -> tuple[str, ...]:
     """What the optimizers keep for each element besides the master: both moments of Adam, one of Lion.
 

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_on_cpu.dump_optimizer import assemble
+from megatron_on_cpu.dump_optimizer import assemble, parameter_settings
 
 from tests.conftest import fixture_named
 from tests.online.cases import Case, Outcomes, load_all
 from tests.online.jobs import Layout, differing
 
 LAYOUTS = [Layout(2, 2, 4), Layout(1, 1, 2), Layout(4, 1, 4), Layout(1, 4, 4)]
+LAST_LEARNING_RATE = 0.0009816326530612245  # of the fourth step, the same in all
 LEGACY = {"ckpt_format": "torch"}
 TWO_LAYERS = {"num_layers": 2}
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -75,6 +76,19 @@ def test_the_live_optimizer_equals_that_of_the_job_that_wrote(
     assert differing(fixture_named(name).truth, assemble(folder / name)) == []
     # p04 is intact: stock Megatron loads it, and the masters are proven afterwards.
     assert [rank["resumes"] for rank in outcomes[name]] == [0 if name == "p04" else 1] * layout.ranks
+
+
+@pytest.mark.parametrize(("layout", "name"), CASES, ids=lambda value: str(value).replace(" ", ""))
+def test_settings_are_those_of_the_parameter(
+    layout: Layout, name: str, loaded: dict[Layout, tuple[Path, Outcomes]]
+) -> None:
+    """Up to 0.13 Megatron takes groups by position: weight decay then changes hands on later pipeline stages."""
+    folder, _ = loaded[layout]
+    truth = fixture_named(name).truth
+    for parameter, settings in parameter_settings(folder / name).items():
+        decays = truth[f"weight.{parameter}"].dim() > 1
+        expected = {"wd_mult": float(decays), "weight_decay": 0.01 * decays, "step": 4, "lr": LAST_LEARNING_RATE}
+        assert {key: settings[key] for key in expected} == pytest.approx(expected), parameter
 
 
 def test_every_format_is_resumed_under_three_other_layouts() -> None:
