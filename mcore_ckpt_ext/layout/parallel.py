@@ -113,6 +113,7 @@ _PLACING_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets", "ddp_pad_buckets_for_high_nccl_busbw",
     "overlap_param_gather_with_optimizer_step", "accumulate_allreduce_grads_in_fp32",
+    "fp8_param_gather", "fp4_param_gather",
     "transformer_impl", "moe_grouped_gemm", "untie_embeddings_and_output_weights", "padded_vocab_size",
 )  # fmt: skip
 

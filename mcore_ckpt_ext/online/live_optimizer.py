@@ -68,7 +68,8 @@ def check_supported(optimizers: Sequence[Any]) -> None:
             found = "--use-precision-aware-optimizer: the masters live inside of the fused optimizer"
         elif hasattr(optimizer.optimizer, "sub_optimizers"):
             found = "--optimizer-cpu-offload: the state is split between devices"
-        elif any(not p.dtype.is_floating_point or p.dtype.itemsize < 2 for p in optimizer.model_param_group_index_map):
+        elif any(dtypes[0] == torch.uint8 for ranges in optimizer.gbuf_ranges for dtypes in ranges):
+            # Transformer Engine's quantised tensors show a high-precision dtype; their buffers do not.
             found = "fp8 or fp4 primary weights: no weight is the plain rounding of its master"
         if found:
             raise UnsupportedCheckpointError(
