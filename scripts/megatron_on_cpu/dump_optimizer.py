@@ -33,7 +33,8 @@ MOMENTS_VARIABLE = "MEGATRON_ON_CPU_DUMP_AT"
 """Environment variable with the moments to dump at."""
 
 _STATE_NAMES = ("fp32_param", "exp_avg", "exp_avg_sq")
-_LAYER = re.compile(r"decoder\.layers\.\d+")
+# Of multi-token prediction, too, whose layers checkpoints call otherwise.
+_LAYER = re.compile(r"decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)")
 
 
@@ -151,10 +152,16 @@ def _pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: boo
 def _names_of_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, dict[str, str]]]:
     """For each layer of this chunk: its name in the whole model, and how checkpoints name the modules in it."""
     return {
-        name: (f"decoder.layers.{module.layer_number - 1}", module.submodules_config.sharded_state_dict_keys_map)
+        name: (_layer_in_model(name, module), module.submodules_config.sharded_state_dict_keys_map)
         for name, module in chunk.named_modules()
         if _LAYER.fullmatch(name)
     }
+
+
+def _layer_in_model(name: str, module: Any) -> str:
+    if name.startswith("mtp."):
+        return name.replace("mtp_model_layer", "transformer_layer")
+    return f"decoder.layers.{module.layer_number - 1}"
 
 
 def _name_in_model(

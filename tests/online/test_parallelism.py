@@ -79,6 +79,9 @@ CASES = {
     "whole experts, to cut by tensor parallelism": Case(
         EXPERTS, Layout(4, 2, 1, expert_sizes(2, 1)), [Layout(4, 2, 1, expert_sizes(2, 2))]
     ),
+    "multi-token prediction": Case(
+        [*GATED, "--mtp-num-layers", "1"], Layout(4, 1, 2), [Layout(4, 2, 2), Layout(2, 1, 1)]
+    ),
     "frozen parameters": Case([], Layout(4, 1, 2), [Layout(4, 2, 2), Layout(2, 1, 1)], ("freeze.py",)),
 }  # fmt: skip
 
