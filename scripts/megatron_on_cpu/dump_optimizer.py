@@ -47,7 +47,7 @@ class Piece:
         copy: which copy of the parameter: pipeline rank, model chunk and, for experts, expert-parallel rank.
         tensor_rank: rank among the tensor-parallel ranks.
         partition_dim: dimension that tensor parallelism cuts, or None.
-        gated: whether the rows are a gate and an up projection, which are merged one by one.
+        sections: rows of the parts that are merged one by one (a gate and an up projection); empty without parts.
         weight: the live parameter, as long as this rank has it.
         start: where this rank's part of the optimizer's state starts in the flattened parameter.
         state: flat parts of the main parameter and its moments; empty where this rank has none.
@@ -58,7 +58,7 @@ class Piece:
     copy: tuple[int, ...]
     tensor_rank: int
     partition_dim: int | None
-    gated: bool
+    sections: tuple[int, ...]
     weight: torch.Tensor
     start: int = 0
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -141,12 +141,18 @@ def _pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: boo
             copy=tuple(copy),
             tensor_rank=tensor_rank,
             partition_dim=parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
-            gated=chunk.config.gated_linear_unit and ".linear_fc1." in local_name,
+            sections=_sections(local_name, parameter, chunk.config),
             weight=parameter.detach().clone(),
             start=start,
             state=state,
             settings=settings,
         )
+
+
+def _sections(local_name: str, parameter: torch.nn.Parameter, config: Any) -> tuple[int, ...]:
+    if config.gated_linear_unit and ".linear_fc1." in local_name:
+        return (parameter.shape[0] // 2,) * 2
+    return tuple(getattr(parameter, "partition_sizes", ()))  # a Mamba mixer's
 
 
 def _names_of_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, dict[str, str]]]:
@@ -292,16 +298,16 @@ def _merge(what: str, kind: str, pieces: list[Piece]) -> torch.Tensor:
         if pieces[0].partition_dim is None:
             wholes += parts
         else:
-            wholes.append(_concatenate(parts, pieces[0].partition_dim, gated=pieces[0].gated))
+            wholes.append(_concatenate(parts, pieces[0].partition_dim, pieces[0].sections))
     for whole in wholes[1:]:
         _require_same_bits(what, wholes[0], whole)
     return wholes[0]
 
 
-def _concatenate(parts: list[torch.Tensor], dim: int, *, gated: bool) -> torch.Tensor:
-    if gated:
-        gates, ups = zip(*(part.chunk(2, dim) for part in parts), strict=True)
-        parts = [*gates, *ups]
+def _concatenate(parts: list[torch.Tensor], dim: int, sections: tuple[int, ...]) -> torch.Tensor:
+    if sections:
+        by_section = zip(*(part.split(sections, dim) for part in parts), strict=True)
+        parts = [part for section in by_section for part in section]
     return torch.cat(parts, dim)
 
 
