@@ -100,8 +100,8 @@ class Transfer:
         return known
 
     def _look_up(self, extent: Extent) -> Payload:
-        if extent.plain:
-            return Payload(extent.file, extent.offset, getattr(torch, extent.dtype), (extent.numel,))
+        if extent.is_raw:
+            return self._raw(extent)
         archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
         dtype = getattr(torch, extent.dtype)
         if extent.record:
@@ -123,6 +123,18 @@ class Transfer:
                 helps="the metadata belongs to another checkpoint: restore the folder as it was written",
             )
         return payload
+
+    def _raw(self, extent: Extent) -> Payload:
+        size = self._reader.size(extent.file)
+        if size < extent.offset + extent.length:
+            raise UnreadableCheckpointError(
+                "a file of the checkpoint is shorter than its metadata says",
+                found=f"{size} bytes",
+                expected=f"at least {extent.offset + extent.length} bytes",
+                where=str(self._reader.folder / extent.file),
+                helps="the save was interrupted or the copy is incomplete: use another iteration",
+            )
+        return Payload(extent.file, extent.offset, getattr(torch, extent.dtype), (extent.numel,))
 
     def _copy_all(self, copies: Sequence[Copy], destinations: Sequence[torch.Tensor]) -> None:
         for copy in copies:

@@ -13,10 +13,8 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM
 from mcore_ckpt_ext.planning.plan import StoredSlice
-from mcore_ckpt_ext.transfer import read_slice
 from tests.conftest import Fixture, fixture_named, part_of
 
 FORMATS = ["p01", "p02", "p04", "p05", "p06", "p07"]
@@ -99,30 +97,3 @@ def test_moments_of_another_state_are_outside_of_the_proof(copied: Fixture) -> N
     checkpoint = open_checkpoint(copied.run)
     name = f"{LAYER}.1.mlp.linear_fc1.weight"
     assert torch.equal(checkpoint.tensor(EXP_AVG, name).read(), copied.truth[f"{EXP_AVG}.{name}"] + 1)
-
-
-def test_reading_a_large_gathered_object_stays_lazy(tmp_path: Path) -> None:
-    """A `dp_zero_gather_scatter` object of 2 GB: reading a slice of it reads little more than the slice."""
-    from mcore_ckpt_ext.formats.dcp_index import StoredObject
-    from mcore_ckpt_ext.formats.dp_zero import buffer_arrays
-    from mcore_ckpt_ext.layout.buckets import BucketKey
-    from mcore_ckpt_ext.model_space.slices import Region
-    from mcore_ckpt_ext.storage.files import FolderReader
-    from mcore_ckpt_ext.storage.torch_archive import TorchArchive
-    from mcore_ckpt_ext.transfer import Transfer
-
-    numel = 180_000_000
-    ramp = torch.arange(numel, dtype=torch.float32)
-    dtypes = (torch.bfloat16, torch.float32)
-    states = {"param": ramp, "exp_avg": ramp + 0, "exp_avg_sq": ramp + 0, "numel_unpadded": numel}
-    torch.save([{"buckets_coalesced": True, 0: {dtypes: states}}], tmp_path / "object")
-    del ramp, states
-    place = StoredObject("object", 0, (tmp_path / "object").stat().st_size)
-    assert place.length > 2e9
-    reader = FolderReader(tmp_path)
-    (content,) = TorchArchive(reader, *(place.file, place.offset, place.length)).load()
-    array = buffer_arrays(content, place, "object")[BucketKey(0, str(dtypes), 0), EXP_AVG]
-    whole = Region.whole("x", (numel,))
-    values = read_slice(array, Transfer(reader), EXP_AVG, Slice((whole,), numel - 1000, numel))
-    assert values.tolist() == torch.arange(numel - 1000, numel, dtype=torch.float32).tolist()
-    assert reader.bytes_read < 1_000_000

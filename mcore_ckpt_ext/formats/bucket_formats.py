@@ -8,10 +8,10 @@ pieces, and for what lies between them. The older format stores the padding at b
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from mcore_ckpt_ext.formats.dcp_index import StoredArray
+from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredArray
 from mcore_ckpt_ext.formats.flat_buffers import KINDS, FlatArray, FlatPiece, FlatState, GroupKey
 from mcore_ckpt_ext.layout.buckets import BucketKey
 
@@ -26,16 +26,16 @@ _GROUP = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_
 _UNPADDED = "per_bucket_numel_unpadded/shard_0_1"
 
 
-def bucket_state(arrays: Mapping[str, StoredArray], read_object: Callable[[str], Any]) -> FlatState:
+def bucket_state(index: DcpIndex, read_object: Callable[[str], Any]) -> FlatState:
     """The flat arrays of a checkpoint.
 
     Args:
-        arrays: all arrays of the checkpoint by key.
+        index: the arrays of the checkpoint.
         read_object: reads a pickled object of the checkpoint by key.
     """
     state: dict[GroupKey, dict[tuple[BucketKey, str], FlatArray]] = {}
     unpadded: dict[str, Any] = {}
-    for name, array in arrays.items():
+    for name, array in index.arrays.items():
         match = _KEY.match(name)
         if match is None:
             continue
@@ -47,7 +47,7 @@ def bucket_state(arrays: Mapping[str, StoredArray], read_object: Callable[[str],
         group = (int(match["child"] or 0), int(match["group"]))
         kind = KINDS.get(match["state"], match["state"])
         state.setdefault(group, {})[key, kind] = _flat(array, numel)
-    return FlatState(state, joined=False, chunked=True)
+    return FlatState(state, joined=False, chunked=index.chunks_show_parameters)
 
 
 def _numel(per_buffer: Any, key: BucketKey) -> int:

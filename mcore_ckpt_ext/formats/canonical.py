@@ -257,7 +257,7 @@ def _read_header(reader: FolderReader, file: str) -> Iterator[tuple[str, tuple[i
             dtype = _DTYPE_NAMES[entry["dtype"]]
             if min(shape, default=0) < 0 or high - low != prod(shape) * ITEM_SIZE[dtype] or low < 8 or high > size:
                 raise ValueError(f"{key} would lie at {low}:{high} of {size} bytes")
-            yield key, shape, Extent(file, low, high - low, dtype, prod(shape), plain=True)
+            yield key, shape, Extent(file, low, high - low, dtype, prod(shape), is_raw=True)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnreadableCheckpointError("a safetensors file is damaged", found=str(error), where=where) from error
 

@@ -6,17 +6,21 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint, TensorHandle
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint, sharded_backend
+from mcore_ckpt_ext.formats.zarr import NAME as ZARR
+from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.storage.paths import as_path
 
 __all__ = ["Checkpoint", "TensorHandle", "iteration_folder", "open_checkpoint"]
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_BACKENDS = {TORCH_DIST: TorchDistCheckpoint, ZARR: ZarrCheckpoint}
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, witnesses: Sequence[ParameterOrder] = ()) -> Checkpoint:
@@ -34,8 +38,17 @@ def open_checkpoint(path: str | os.PathLike[str], *, witnesses: Sequence[Paramet
     folder = iteration_folder(as_path(path))
     if is_canonical(folder):
         return CanonicalCheckpoint(folder, witnesses)
-    kind = LegacyCheckpoint if is_legacy(folder) else TorchDistCheckpoint
-    return kind(folder, witnesses)
+    if is_legacy(folder):
+        return LegacyCheckpoint(folder, witnesses)
+    backend = sharded_backend(folder)
+    if backend not in _BACKENDS:
+        raise UnsupportedCheckpointError(
+            "the checkpoint's backend is not read by this version",
+            found=backend,
+            expected=" or ".join(_BACKENDS),
+            where=str(folder),
+        )
+    return _BACKENDS[backend](folder, witnesses)
 
 
 def iteration_folder(path: Path) -> Path:

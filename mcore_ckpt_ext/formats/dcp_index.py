@@ -55,13 +55,15 @@ class DcpIndex:
 
     `natural_shapes` gives the shape of arrays that Megatron 0.8 to 0.15 stored reshaped (`mcore_data`,
     dist_checkpointing/strategies/torch.py and resharding.py). `has_plans`: the ranks' plans are kept with it, which
-    Megatron does since 0.11 (`all_local_plans`).
+    Megatron does since 0.11 (`all_local_plans`). `chunks_show_parameters`: the chunks of a flat gradient buffer begin
+    and end where its parameters do, as they do in torch's format, which has one a saved piece.
     """
 
     arrays: Mapping[str, StoredArray]
     objects: Mapping[str, StoredObject]
     natural_shapes: Mapping[str, tuple[int, ...]]
-    has_plans: bool
+    has_plans: bool = False
+    chunks_show_parameters: bool = True
 
 
 def read_index(folder: Path) -> DcpIndex:

@@ -8,16 +8,14 @@ the tensors stay on disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.dcp_index import StoredObject, extent_of
 from mcore_ckpt_ext.formats.flat_buffers import KINDS, FlatArray, FlatPiece, FlatState, GroupKey
 from mcore_ckpt_ext.layout.buckets import BucketKey
-from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference
-from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "dp_zero_gather_scatter"
 LEGACY = "legacy_torch"
@@ -26,8 +24,12 @@ LEGACY = "legacy_torch"
 _KEY = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.param_state/shard_0_1$")
 
 
-def dp_zero_state(objects: Mapping[str, StoredObject], reader: FolderReader) -> FlatState:
+def dp_zero_state(objects: Mapping[str, StoredObject], read_object: Callable[[str], Any]) -> FlatState:
     """The flat arrays of a checkpoint.
+
+    Args:
+        objects: all objects of the checkpoint by key.
+        read_object: reads one of them by key; its tensors stay on disk.
 
     Raises:
         UnsupportedCheckpointError: the object is of a version before core_v0.7.0.
@@ -35,9 +37,7 @@ def dp_zero_state(objects: Mapping[str, StoredObject], reader: FolderReader) -> 
     state: dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]] = {}
     for key, place in objects.items():
         if match := _KEY.match(key):
-            archive = TorchArchive(reader, place.file, place.offset, place.length)
-            (content,) = archive.load()
-            state[int(match[1] or 0), int(match[2])] = buffer_arrays(content, place, key)
+            state[int(match[1] or 0), int(match[2])] = buffer_arrays(read_object(key), place, key)
     return FlatState(state, joined=True, chunked=False)
 
 

@@ -115,7 +115,7 @@ class FlatBuffers:
             for key, placements in self.layout_of(group).layout.items():
                 array = self._arrays[group.child, group.index].get((key, kind))
                 for placement in placements:
-                    if array is not None and placement.name == name:
+                    if array is not None and any(region.name == name for region in placement.regions):
                         slices.extend(cut(placement, array))
         return slices
 
@@ -185,10 +185,11 @@ class FlatBuffers:
     def names(self) -> list[str]:
         """All parameters with optimizer state."""
         found = {
-            placement.name: None
+            region.name: None
             for group in self.groups.values()
             for placements in self.layout_of(group).layout.values()
             for placement in placements
+            for region in placement.regions
         }
         return list(found)
 

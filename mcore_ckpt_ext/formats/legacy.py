@@ -18,13 +18,13 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint, OptimizerState
-from mcore_ckpt_ext.formats.dcp_index import StoredObject
+from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredObject
 from mcore_ckpt_ext.formats.dp_zero import LEGACY, buffer_arrays
 from mcore_ckpt_ext.formats.flat_buffers import FlatArray, FlatState, GroupKey
 from mcore_ckpt_ext.formats.legacy_masters import NAME as PER_PARAMETER
 from mcore_ckpt_ext.formats.legacy_masters import LegacyMasters, rank_optimizers
 from mcore_ckpt_ext.formats.legacy_weights import LegacyWeights, RankModel
-from mcore_ckpt_ext.formats.optimizer_encodings import flat_optimizer
+from mcore_ckpt_ext.formats.optimizer_encodings import check_provable, flat_optimizer
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.local_parameters import layers_of
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder
@@ -117,6 +117,7 @@ class LegacyCheckpoint(Checkpoint):
     @cached_property
     def optimizer(self) -> OptimizerState:
         """See the base class."""
+        check_provable(self, DcpIndex({}, {}, {}))
         if self.optimizer_format == LEGACY:
             return flat_optimizer(self, LEGACY, FlatState(self._flat_arrays(), joined=True, chunked=False))
         if self.optimizer_format is None or self.args.get("use_distributed_optimizer"):

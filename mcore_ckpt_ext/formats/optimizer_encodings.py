@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,6 +27,9 @@ _RULES: Mapping[str, Sequence[PackingRule]] = {
     DP_ZERO: _ALL_RULES,
     LEGACY: _ALL_RULES,
 }
+_QUANTISED = "torch.uint8"
+_QUANTISING = ("fp8_param_gather", "fp4_param_gather")
+_MODEL_SPACE_MASTER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|param)\.")
 FORMATS = (*_RULES, FULLY_RESHARDABLE, MODEL_SPACE)
 
 
@@ -65,6 +69,7 @@ def open_optimizer(checkpoint: Checkpoint, index: DcpIndex, read_object: Callabl
         UnsupportedCheckpointError: there is none, or in a format that is not read.
     """
     name = checkpoint.optimizer_format
+    check_provable(checkpoint, index)
     if name == MODEL_SPACE:
         return ModelSpaceState(index)
     if name == FULLY_RESHARDABLE:
@@ -72,15 +77,47 @@ def open_optimizer(checkpoint: Checkpoint, index: DcpIndex, read_object: Callabl
         orders = checkpoint.orders()
         return repaired(written, checkpoint.models, orders, checkpoint.weights, checkpoint.transfer)
     if name == DP_ZERO:
-        return flat_optimizer(checkpoint, name, dp_zero_state(index.objects, checkpoint.reader))
+        return flat_optimizer(checkpoint, name, dp_zero_state(index.objects, read_object))
     if name in (DP_RESHARDABLE, BUCKET_SPACE):
-        return flat_optimizer(checkpoint, name, bucket_state(index.arrays, read_object))
+        return flat_optimizer(checkpoint, name, bucket_state(index, read_object))
     raise UnsupportedCheckpointError(
         "the optimizer state is in a format that this version does not read",
         found=name,
         expected=", ".join(FORMATS),
         where=str(checkpoint.folder),
     )
+
+
+def check_provable(checkpoint: Checkpoint, index: DcpIndex) -> None:
+    """Refuse optimizer state that no weight can prove.
+
+    With `--fp8-param-gather` (or fp4) the stored weights are dequantised ones, and a buffer's parameter dtype is uint8
+    (param_and_grad_buffer.py, core_v0.9.0 to 0.19.2). A precision-aware optimizer stores fp32 masters, except for
+    `store_param_remainders`: the low 16 bits alone, as int16 (distrib_optimizer.py, core_v0.13.0 to 0.19.2).
+
+    Raises:
+        UnsupportedCheckpointError: it is of such a kind.
+    """
+    found = None
+    masters = [array for key, array in index.arrays.items() if is_master(key)]
+    if narrow := next((array for array in masters if array.dtype != "float32"), None):
+        found = f"masters of {narrow.dtype}: a precision-aware optimizer with remainders in place of whole masters"
+    elif any(f"({_QUANTISED}," in key for key in (*index.arrays, *index.objects)):
+        found = f"gradient buffers for parameters of {_QUANTISED}: fp8 or fp4 primary weights"
+    elif chosen := [name for name in _QUANTISING if checkpoint.args.get(name)]:
+        found = f"{' and '.join(chosen)} in the arguments of the job that wrote it: fp8 or fp4 primary weights"
+    if found:
+        raise UnsupportedCheckpointError(
+            "the optimizer state cannot be proven: no weight is the plain rounding of an fp32 master",
+            found=found,
+            where=str(checkpoint.folder),
+            helps="under the layout that wrote it, resume without that option and save; or resume with --no-load-optim",
+        )
+
+
+def is_master(key: str) -> bool:
+    """Whether the array of a sharded key holds masters, in any torch_dist format."""
+    return key.endswith(".param") if ".gbuf_idx_" in key else bool(_MODEL_SPACE_MASTER.match(key))
 
 
 def flat_optimizer(checkpoint: Checkpoint, name: str, state: FlatState) -> FlatBuffers:

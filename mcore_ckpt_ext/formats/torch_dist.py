@@ -13,7 +13,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint, OptimizerState
 from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject, read_index
 from mcore_ckpt_ext.formats.optimizer_encodings import has_experts_apart, open_optimizer
@@ -95,9 +95,11 @@ class TorchDistCheckpoint(Checkpoint):
     format = NAME
 
     def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
-        _check_backend(folder)
         super().__init__(folder, witnesses)
-        self._index: DcpIndex = read_index(folder)
+        self._index = self._read_index()
+
+    def _read_index(self) -> DcpIndex:
+        return read_index(self.folder)
 
     @cached_property
     def weights(self) -> StackedWeights:
@@ -149,7 +151,7 @@ class TorchDistCheckpoint(Checkpoint):
         return self._index
 
     def object(self, key: str) -> Any:
-        """A pickled object by its key; Megatron wraps each in a list of one (strategies/torch.py).
+        """A pickled object by its key.
 
         Raises:
             UnreadableCheckpointError: it is damaged.
@@ -216,8 +218,8 @@ class TorchDistCheckpoint(Checkpoint):
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """Every archive of the checkpoint: (file, offset, length)."""
         for array in self._index.arrays.values():
-            for chunk in array.chunks:
-                yield chunk.extent.file, chunk.extent.offset, chunk.extent.length
+            for extent in (chunk.extent for chunk in array.chunks if not chunk.extent.is_raw):
+                yield extent.file, extent.offset, extent.length
         for stored in self._index.objects.values():
             yield stored.file, stored.offset, stored.length
 
@@ -231,11 +233,14 @@ class TorchDistCheckpoint(Checkpoint):
 
     def _archived(self, place: StoredObject, key: str) -> Any:
         archive = TorchArchive(self.reader, place.file, place.offset, place.length)
-        loaded = archive.load()
+        return self._unwrapped(archive.load(), f"{key}, {archive.where}")
+
+    def _unwrapped(self, loaded: Any, where: str) -> Any:
+        """The object itself: Megatron wraps each in a list of one (strategies/torch.py)."""
         if not isinstance(loaded, list) or len(loaded) != 1:
             raise UnreadableCheckpointError(
                 "a pickled object is not as Megatron writes it: damaged, or its metadata belongs to other files",
-                where=f"{key}, {archive.where}",
+                where=where,
             )
         return loaded[0]
 
@@ -254,10 +259,15 @@ def sharding_type(common: Mapping[str, Any]) -> str | None:
     return str(found) if found else None
 
 
-def _check_backend(folder: Path) -> None:
+def sharded_backend(folder: Path) -> str:
+    """Megatron's name of the format that the arrays of an iteration folder are in.
+
+    Raises:
+        UnreadableCheckpointError: the folder holds no finished checkpoint.
+    """
     path = folder / CONFIG_FILE
     try:
-        backend = json.loads(path.read_text())["sharded_backend"]
+        return str(json.loads(path.read_text())["sharded_backend"])
     except OSError as error:
         raise UnreadableCheckpointError(
             "this is no finished torch_dist checkpoint: Megatron writes metadata.json last",
@@ -267,7 +277,3 @@ def _check_backend(folder: Path) -> None:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise UnreadableCheckpointError("metadata.json is damaged", found=str(error), where=str(path)) from error
-    if backend != NAME:
-        raise UnsupportedCheckpointError(
-            "the checkpoint's backend is not read by this version", found=backend, expected=NAME, where=str(folder)
-        )

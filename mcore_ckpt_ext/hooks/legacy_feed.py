@@ -1,9 +1,12 @@
-"""Feeds `load_checkpoint` with this rank's part of a legacy checkpoint that was written under another layout.
+"""Feeds `load_checkpoint` with this rank's part of a checkpoint whose files stock Megatron cannot load by itself.
 
-Stock Megatron opens the rank folder that its own layout names (`_load_base_checkpoint`, checkpointing.py, core_v0.7.0
-to 0.19.2): it refuses with `--ckpt-format torch`, and otherwise fails or, since 0.16, silently loads half a model.
-Within the scope that this module opens, that function returns what it would have read had the checkpoint been
-written under the running layout. Everything after it is stock.
+These are legacy checkpoints that were written under another layout, and zarr ones where Megatron has no reader.
+
+Stock Megatron opens the rank folder of a legacy checkpoint that its own layout names (`_load_base_checkpoint`,
+checkpointing.py, core_v0.7.0 to 0.19.2): it refuses with `--ckpt-format torch`, and otherwise fails or, since 0.16,
+silently loads half a model. Of a zarr checkpoint, Megatron from 0.16 on says that there is no strategy for it.
+Within the scope that this module opens, that function returns what it would have read from a legacy checkpoint of the
+running layout. Everything after it is stock.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +24,8 @@ import torch
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
 from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, Checkpoint, iteration_folder, open_checkpoint
 from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.zarr import NAME as ZARR
+from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.model_space.slices import Slice
@@ -36,8 +43,8 @@ _FOLLOWS_LAYOUT = (
 )  # fmt: skip
 
 
-def legacy_folder(directory: str | None, arguments: Any) -> Path | None:
-    """The iteration folder that Megatron would load from a run folder, if it is a legacy one."""
+def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
+    """The iteration folder that Megatron would load from a run folder, if it is of a kind that may have to be fed."""
     if not directory or getattr(arguments, "non_persistent_ckpt_type", None):
         return None
     run, step = Path(directory), getattr(arguments, "ckpt_step", None)
@@ -47,17 +54,27 @@ def legacy_folder(directory: str | None, arguments: Any) -> Path | None:
         folder = run / f"iter_{int(step):07d}" if step else iteration_folder(run)
     except CheckpointError:  # whatever it is, it is stock Megatron's to tell
         return None
-    return folder if is_legacy(folder) else None
+    return folder if is_legacy(folder) or (is_zarr(folder) and not _reads_zarr()) else None
+
+
+def _reads_zarr() -> bool:
+    """Whether the running Megatron has its zarr strategy (until core_v0.16.0, commit faa6037b) and the library."""
+    strategies = import_module("megatron.core.dist_checkpointing.strategies")
+    return find_spec(f"{strategies.__name__}.zarr") is not None and find_spec("zarr") is not None
 
 
 def changes_of(folder: Path, arguments: Any) -> list[str]:
-    """Arguments in which a legacy checkpoint differs from what the running layout would have written.
+    """What keeps stock Megatron from loading a checkpoint of such a folder; empty where nothing does.
+
+    For a legacy one it is the arguments in which it differs from what the running layout would have written.
 
     Raises:
         CheckpointError: it cannot be read.
     """
     checkpoint = open_checkpoint(folder)
     try:
+        if checkpoint.format == ZARR:
+            return ["the format zarr"]
         changes = placement_changes(checkpoint.args, vars(arguments))
         # Without it the optimizer's state is in no file that the distributed optimizer would open.
         written = checkpoint.args.get(_DISTRIBUTED)
@@ -69,7 +86,7 @@ def changes_of(folder: Path, arguments: Any) -> list[str]:
 def load_weights_alone(
     scope: Mapping[str, Any], directory: str | None, chunks: Sequence[Any], stock: Callable[[], Any]
 ) -> Any:
-    """A load that leaves the optimizer out: stock's own, but fed where the checkpoint is legacy and was cut otherwise.
+    """A load that leaves the optimizer out: stock's own, but fed where stock could not load it by itself.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
@@ -83,7 +100,7 @@ def load_weights_alone(
     arguments = scope["get_args"]()
 
     def look() -> Path | None:
-        folder = legacy_folder(directory, arguments)
+        folder = folder_to_feed(directory, arguments)
         return folder if folder is not None and changes_of(folder, arguments) else None
 
     folder = agreed("looking at the checkpoint", look)[0]
@@ -91,7 +108,8 @@ def load_weights_alone(
         return stock()
     with fed(scope, folder, chunks):
         result = stock()
-    announce(f"weights of the legacy checkpoint {folder} cut for the running layout; random state starts anew")
+    kind = "legacy" if is_legacy(folder) else ZARR
+    announce(f"weights of the {kind} checkpoint {folder} cut for the running layout; random state starts anew")
     return result
 
 

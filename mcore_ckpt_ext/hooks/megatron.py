@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext import __version__
+from mcore_ckpt_ext.formats.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE
@@ -26,11 +27,11 @@ from mcore_ckpt_ext.formats.optimizer_encodings import FORMATS, stock_can_load
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import sharding_type
 from mcore_ckpt_ext.hooks.announce import announce
-from mcore_ckpt_ext.hooks.legacy_feed import changes_of, fed, legacy_folder, load_weights_alone
+from mcore_ckpt_ext.hooks.legacy_feed import changes_of, fed, folder_to_feed, load_weights_alone
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.sidecar import RecordedGroup
 from mcore_ckpt_ext.online.agreement import agreed, gather
-from mcore_ckpt_ext.online.live_optimizer import distributed_optimizers
+from mcore_ckpt_ext.online.live_optimizer import distributed_optimizers, stock_stumbles
 from mcore_ckpt_ext.online.record import merged, recorded_groups, write_sidecar
 from mcore_ckpt_ext.optimizer_reshard import OptimizerReshard, unproven_names
 
@@ -72,7 +73,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
         reshard = OptimizerReshard(look.folder, chunks, optimizer, vars(arguments))
         reshard.prepare(verify_all=os.environ.get(VERIFY_VARIABLE) == "full", accept_lost=_accepts_lost())
         fresh = reshard.random_state_grid != _random_state_grid(arguments)
-        feed = fed(scope, look.folder, chunks) if look.is_legacy else nullcontext()
+        feed = fed(scope, look.folder, chunks) if look.is_fed else nullcontext()
         with _overridden(arguments, no_load_optim=True, no_load_rng=fresh or arguments.no_load_rng), feed:
             result = original(ddp_model, None, None, *positional, **keywords)
         reshard.prove()
@@ -128,7 +129,7 @@ class _Look:
     optimizer_format: str | None
     changes: tuple[str, ...]
     stock_loads: bool
-    is_legacy: bool = False
+    is_fed: bool = False
 
 
 def _look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> _Look | None:
@@ -139,11 +140,11 @@ def _look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> _Look | None:
     """
     arguments = scope["get_args"]()
     directory = getattr(arguments, call["load_arg"])
-    if folder := legacy_folder(directory, arguments):
+    if folder := folder_to_feed(directory, arguments):
         if folder.name == "release":
             return None
         moved = tuple(changes_of(folder, arguments))
-        return _Look(folder, None, moved, stock_loads=not moved, is_legacy=True)
+        return _Look(folder, None, moved, stock_loads=not moved, is_fed=True)
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
         return None
     context = {key: call[key] for key in ("checkpointing_context",) if key in call}
@@ -161,7 +162,9 @@ def _look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> _Look | None:
     if written.get("no_save_optim") or optimizer_format not in FORMATS:
         return None
     changes = placement_changes(written, vars(arguments))
-    stock_loads = stock_can_load(optimizer_format, bool(changes), _megatron_version())
+    stock_loads = stock_can_load(optimizer_format, bool(changes), _megatron_version()) and not stock_stumbles(
+        distributed_optimizers(call["optimizer"]) or [], optimizer_format == DP_RESHARDABLE
+    )
     return _Look(Path(name), optimizer_format, tuple(changes), stock_loads)
 
 

@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk
 from mcore_ckpt_ext.layout.parameter_order import WORD_EMBEDDINGS, split_layer
+from mcore_ckpt_ext.layout.split_parameters import split_parameters
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 
@@ -68,6 +70,9 @@ class LocalModels:
         self.layout = layout
         self.experts_apart = experts_apart
         self._layers = layers
+        self._parts = split_parameters(self.weights)
+        # Split parameters go by their first part; these are the others.
+        self._first_of = {name: first for first, names in self._parts.items() for name in names[1:]}
         self._expert_of = {name: int(match[1]) for name in self.weights if (match := _EXPERT.search(name))}
 
     @property
@@ -91,7 +96,7 @@ class LocalModels:
         if layers is None:
             return None
         by_layer: dict[int | None, list[str]] = {}
-        for name in self.weights:
+        for name in self._parameters():
             by_layer.setdefault(split_layer(name)[0], []).append(name)
         outside = by_layer.get(None, [])
         if any(name.startswith("mtp.") for name in outside):
@@ -116,6 +121,9 @@ class LocalModels:
             [name for name in chunk if self._expert_rank(name) == rank.expert] for chunk in self.chunks[rank.pipeline]
         ]
 
+    def _parameters(self) -> list[str]:
+        return [name for name in self.weights if name not in self._first_of]
+
     def ranks_of(self, name: str) -> list[ModelRank]:
         """The ranks that can hold a parameter, the one to prefer first; replicas are left out."""
         expert = self._expert_rank(name)
@@ -124,7 +132,9 @@ class LocalModels:
         return [ModelRank(stage, part, expert) for stage in self._pipeline_ranks(name) for part in tensor_ranks]
 
     def _pipeline_ranks(self, name: str) -> Iterable[int]:
-        return self._stages.get(name, []) if self.chunks is not None else range(self.layout.pipeline)
+        if self.chunks is None:
+            return range(self.layout.pipeline)
+        return self._stages.get(self._first_of.get(name, name), [])
 
     @cached_property
     def _stages(self) -> dict[str, list[int]]:
@@ -146,6 +156,18 @@ class LocalModels:
 
     def regions(self, name: str, tensor_rank: int) -> tuple[Region, ...] | None:
         """What one tensor-parallel rank (for experts: expert-tensor-parallel) holds, in the order of its memory.
+
+        All parts, where a parameter is stored in parts and `name` is that of the first one.
+
+        Returns:
+            None where the stored chunks follow another pattern.
+        """
+        parts = [self._part_regions(part, tensor_rank) for part in self._parts.get(name, [name])]
+        known = [part for part in parts if part is not None]
+        return tuple(chain.from_iterable(known)) if len(known) == len(parts) else None
+
+    def _part_regions(self, name: str, tensor_rank: int) -> tuple[Region, ...] | None:
+        """The regions of one stored array.
 
         One chunk a rank is a plain shard. Two chunks a rank, on the first axis, are a gated `linear_fc1`: the rank
         holds its rows of the gate, then its rows of the up projection (`apply_swiglu_sharded_factory`,
@@ -170,7 +192,7 @@ class LocalModels:
 
     def candidates(self, rank: ModelRank) -> Iterable[tuple[str, tuple[Region, ...]]]:
         """All parameters that a rank can hold, with its regions."""
-        for name in self.weights:
+        for name in self._parameters():
             regions = self.regions(name, rank.tensor)
             if regions is None or self._expert_rank(name) != rank.expert:
                 continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 
@@ -68,6 +69,10 @@ def layers_by_chunk(arguments: Mapping[str, Any], layout: ParallelLayout) -> lis
         return None
     counts = _layers_per_stage(arguments, layout.pipeline)
     virtual = layout.virtual_pipeline
+    if (segments := _hybrid_segments(arguments)) and len(segments) == layout.pipeline * virtual:
+        ends = [0, *accumulate(segments)]
+        spans = [range(*span) for span in zip(ends, ends[1:], strict=False)]
+        return [spans[rank :: layout.pipeline] for rank in range(layout.pipeline)]
     if counts is None or any(count % virtual for count in counts):
         return None
     chunks: list[list[range]] = [[] for _ in counts]
@@ -82,6 +87,17 @@ def layers_by_chunk(arguments: Mapping[str, Any], layout: ParallelLayout) -> lis
             chunks[rank].append(range(following, following + built))
             following += built
     return chunks if following == arguments.get("num_layers") else None
+
+
+def _hybrid_segments(arguments: Mapping[str, Any]) -> list[int]:
+    """Layers of each pipeline segment of a hybrid model whose pattern names the segments: `M*M-|M*M-`; else empty.
+
+    Source: megatron/core/models/hybrid/hybrid_layer_allocation.py (core_v0.17.0 to 0.19.2); what stands behind a slash
+    belongs to multi-token prediction.
+    """
+    pattern = arguments.get("hybrid_layer_pattern")
+    segments = pattern.partition("/")[0].split("|") if isinstance(pattern, str) else []
+    return [len(segment) for segment in segments] if len(segments) > 1 else []
 
 
 def _layers_per_stage(arguments: Mapping[str, Any], pipeline: int) -> list[int] | None:
@@ -113,6 +129,7 @@ _PLACING_ARGUMENTS = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "overlap_grad_reduce", "ddp_bucket_size", "ddp_num_buckets", "ddp_pad_buckets_for_high_nccl_busbw",
     "overlap_param_gather_with_optimizer_step", "accumulate_allreduce_grads_in_fp32",
+    "fp8_param_gather", "fp4_param_gather",
     "transformer_impl", "moe_grouped_gemm", "untie_embeddings_and_output_weights", "padded_vocab_size",
 )  # fmt: skip
 

@@ -18,7 +18,8 @@ _EXPERT = re.compile(r"^mlp\.experts\.experts\.(\d+)\.(.+)$")
 
 _BEFORE_LAYERS = (WORD_EMBEDDINGS, "embedding.position_embeddings.weight", "embedding.tokentype_embeddings.weight")
 _AFTER_LAYERS = (
-    "decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "output_layer.weight", "output_layer.bias",
+    "decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight",  # GPT, hybrid models
+    "output_layer.weight", "output_layer.bias",
 )  # fmt: skip
 
 

@@ -69,7 +69,8 @@ def check_supported(optimizers: Sequence[Any]) -> None:
             found = "--use-precision-aware-optimizer: the masters live inside of the fused optimizer"
         elif hasattr(optimizer.optimizer, "sub_optimizers"):
             found = "--optimizer-cpu-offload: the state is split between devices"
-        elif any(not p.dtype.is_floating_point or p.dtype.itemsize < 2 for p in optimizer.model_param_group_index_map):
+        elif any(dtypes[0] == torch.uint8 for ranges in optimizer.gbuf_ranges for dtypes in ranges):
+            # Transformer Engine's quantised tensors show a high-precision dtype; their buffers do not.
             found = "fp8 or fp4 primary weights: no weight is the plain rounding of its master"
         if found:
             raise UnsupportedCheckpointError(
@@ -77,6 +78,31 @@ def check_supported(optimizers: Sequence[Any]) -> None:
                 found=found,
                 helps="resume once without that option, save, and switch it on again; or resume under the old layout",
             )
+
+
+def stock_stumbles(optimizers: Sequence[Any], resumes_in_place: bool) -> bool:
+    """Whether stock Megatron dies while it loads an intact torch_dist checkpoint, whatever the layout.
+
+    Sources in megatron/core/optimizer/distrib_optimizer.py: with torch's own Adam (neither Apex nor Transformer Engine
+    is installed) `state_dict` asserts that there is one step before there is any (core_v0.10.0 to 0.19.2); and
+    `load_parameter_state_from_dp_reshardable`, which lacks `no_grad`, cannot copy into masters that are views of fp32
+    parameters (core_v0.15.0 to 0.19.2).
+
+    Args:
+        optimizers: the live DistributedOptimizers.
+        resumes_in_place: it is `load_parameter_state_from_dp_reshardable` that stock would use.
+    """
+    try:
+        check_supported(optimizers)
+    except UnsupportedCheckpointError:
+        return False
+    for optimizer in optimizers:
+        inner = optimizer.optimizer
+        if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and not inner.state:
+            return True
+        if resumes_in_place and any(p.dtype == torch.float32 for p in optimizer.model_param_group_index_map):
+            return True
+    return False
 
 
 def state_keys(optimizers: Sequence[Any]) -> tuple[str, ...]:

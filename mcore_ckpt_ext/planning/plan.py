@@ -25,8 +25,8 @@ class Extent:
     """One stored array of `numel` elements, in the torch archive of `length` bytes at `offset` of `file`.
 
     `record` names the archive's record that holds it; empty where the archive is that one tensor. The payload's own
-    position inside of the archive is looked up when it is read, not when the plan is made. `plain`: there is no
-    archive, the elements themselves are those bytes.
+    position inside of the archive is looked up when it is read, not when the plan is made. `is_raw`: there is no
+    archive around the elements, they begin at `offset` themselves.
     """
 
     file: str
@@ -35,7 +35,7 @@ class Extent:
     dtype: str
     numel: int
     record: str = ""
-    plain: bool = False
+    is_raw: bool = False
 
 
 @dataclass(frozen=True, slots=True)

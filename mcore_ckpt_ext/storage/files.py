@@ -9,19 +9,35 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import OrderedDict
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 
+# A zarr array has a file a chunk, and a process may by default open 1024 files.
+_OPEN_FILES = 256
+
+
+class _Descriptor:
+    """An open file; closed when nobody holds it any more, so that a reader in another thread may finish."""
+
+    def __init__(self, path: Path) -> None:
+        self.number = -1
+        self.number = os.open(path, os.O_RDONLY)
+
+    def __del__(self) -> None:
+        if self.number >= 0:
+            os.close(self.number)
+
 
 class FolderReader:
-    """Reads byte ranges of the files below one folder; files are opened once; safe to use from several threads."""
+    """Reads byte ranges of the files below one folder; the latest files stay open; safe to use from several threads."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.bytes_read = 0
-        self._descriptors: dict[str, int] = {}
+        self._descriptors: OrderedDict[str, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
 
     def __enter__(self) -> FolderReader:
@@ -35,8 +51,7 @@ class FolderReader:
     def close(self) -> None:
         """Close all files."""
         with self._lock:
-            while self._descriptors:
-                os.close(self._descriptors.popitem()[1])
+            self._descriptors.clear()
 
     def size(self, file: str) -> int:
         """Size of a file in bytes.
@@ -44,7 +59,7 @@ class FolderReader:
         Raises:
             UnreadableCheckpointError: it is missing or cannot be opened.
         """
-        return os.fstat(self._descriptor(file)).st_size
+        return os.fstat(self._descriptor(file).number).st_size
 
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         """Fill `buffer` (bytes) from `offset` of `file`.
@@ -56,7 +71,7 @@ class FolderReader:
         done = 0
         while done < len(buffer):
             try:
-                count = os.preadv(descriptor, [buffer[done:]], offset + done)
+                count = os.preadv(descriptor.number, [buffer[done:]], offset + done)
             except OSError as error:
                 raise UnreadableCheckpointError(
                     "a file of the checkpoint cannot be read", found=error.strerror, where=str(self.folder / file)
@@ -79,16 +94,19 @@ class FolderReader:
         self.read_into(file, offset, memoryview(buffer))
         return bytes(buffer)
 
-    def _descriptor(self, file: str) -> int:
+    def _descriptor(self, file: str) -> _Descriptor:
         with self._lock:
             if file not in self._descriptors:
                 self._descriptors[file] = self._open(file)
+                if len(self._descriptors) > _OPEN_FILES:
+                    self._descriptors.popitem(last=False)
+            self._descriptors.move_to_end(file)
             return self._descriptors[file]
 
-    def _open(self, file: str) -> int:
+    def _open(self, file: str) -> _Descriptor:
         path = checked_name(file, self.folder)
         try:
-            return os.open(self.folder / path, os.O_RDONLY)
+            return _Descriptor(self.folder / path)
         except OSError as error:
             raise UnreadableCheckpointError(
                 "a file of the checkpoint cannot be opened",

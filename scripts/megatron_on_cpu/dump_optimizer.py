@@ -33,7 +33,8 @@ MOMENTS_VARIABLE = "MEGATRON_ON_CPU_DUMP_AT"
 """Environment variable with the moments to dump at."""
 
 _STATE_NAMES = ("fp32_param", "exp_avg", "exp_avg_sq")
-_LAYER = re.compile(r"decoder\.layers\.\d+")
+# Of multi-token prediction, too, whose layers checkpoints call otherwise.
+_LAYER = re.compile(r"decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)")
 
 
@@ -46,7 +47,7 @@ class Piece:
         copy: which copy of the parameter: pipeline rank, model chunk and, for experts, expert-parallel rank.
         tensor_rank: rank among the tensor-parallel ranks.
         partition_dim: dimension that tensor parallelism cuts, or None.
-        gated: whether the rows are a gate and an up projection, which are merged one by one.
+        sections: rows of the parts that are merged one by one (a gate and an up projection); empty without parts.
         weight: the live parameter, as long as this rank has it.
         start: where this rank's part of the optimizer's state starts in the flattened parameter.
         state: flat parts of the main parameter and its moments; empty where this rank has none.
@@ -57,7 +58,7 @@ class Piece:
     copy: tuple[int, ...]
     tensor_rank: int
     partition_dim: int | None
-    gated: bool
+    sections: tuple[int, ...]
     weight: torch.Tensor
     start: int = 0
     state: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -122,6 +123,7 @@ def dump(folder: Path, iteration: int, model: list[torch.nn.Module], optimizer: 
 
 
 def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool) -> Iterator[Piece]:
+    """This rank's part of every parameter of a model chunk."""
     parallel_state = importlib.import_module("megatron.core.parallel_state")
     while hasattr(chunk, "module"):
         chunk = chunk.module
@@ -140,7 +142,7 @@ def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool
             copy=tuple(copy),
             tensor_rank=tensor_rank,
             partition_dim=parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
-            gated=chunk.config.gated_linear_unit and ".linear_fc1." in local_name,
+            sections=_sections(local_name, parameter, chunk.config),
             weight=parameter.detach().clone(),
             start=start,
             state=state,
@@ -148,13 +150,25 @@ def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool
         )
 
 
+def _sections(local_name: str, parameter: torch.nn.Parameter, config: Any) -> tuple[int, ...]:
+    if config.gated_linear_unit and ".linear_fc1." in local_name:
+        return (parameter.shape[0] // 2,) * 2
+    return tuple(getattr(parameter, "partition_sizes", ()))  # a Mamba mixer's
+
+
 def names_of_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, dict[str, str]]]:
     """For each layer of this chunk: its name in the whole model, and how checkpoints name the modules in it."""
     return {
-        name: (f"decoder.layers.{module.layer_number - 1}", module.submodules_config.sharded_state_dict_keys_map)
+        name: (_layer_in_model(name, module), module.submodules_config.sharded_state_dict_keys_map)
         for name, module in chunk.named_modules()
         if _LAYER.fullmatch(name)
     }
+
+
+def _layer_in_model(name: str, module: Any) -> str:
+    if name.startswith("mtp."):
+        return name.replace("mtp_model_layer", "transformer_layer")
+    return f"decoder.layers.{module.layer_number - 1}"
 
 
 def name_in_model(
@@ -285,16 +299,16 @@ def _merge(what: str, kind: str, pieces: list[Piece]) -> torch.Tensor:
         if pieces[0].partition_dim is None:
             wholes += parts
         else:
-            wholes.append(_concatenate(parts, pieces[0].partition_dim, gated=pieces[0].gated))
+            wholes.append(_concatenate(parts, pieces[0].partition_dim, pieces[0].sections))
     for whole in wholes[1:]:
         _require_same_bits(what, wholes[0], whole)
     return wholes[0]
 
 
-def _concatenate(parts: list[torch.Tensor], dim: int, *, gated: bool) -> torch.Tensor:
-    if gated:
-        gates, ups = zip(*(part.chunk(2, dim) for part in parts), strict=True)
-        parts = [*gates, *ups]
+def _concatenate(parts: list[torch.Tensor], dim: int, sections: tuple[int, ...]) -> torch.Tensor:
+    if sections:
+        by_section = zip(*(part.split(sections, dim) for part in parts), strict=True)
+        parts = [part for section in by_section for part in section]
     return torch.cat(parts, dim)
 
 

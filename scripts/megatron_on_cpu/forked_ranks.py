@@ -97,6 +97,7 @@ def prepare_multiprocessing() -> None:
 
 
 def free_port() -> int:
+    """A port of this machine that nobody uses now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

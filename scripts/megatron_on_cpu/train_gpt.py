@@ -2,7 +2,7 @@
 
 The PyPI package of Megatron-LM comes without ``pretrain_gpt.py``.  This script stands in for it: it takes the same
 arguments, has Megatron build the model from them, and sees the same samples, so it has the same losses.  Context
-parallelism is not supported.
+parallelism needs an attention that knows it: the local spec's does not.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.utils import get_attr_wrapped_model
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
@@ -58,6 +59,8 @@ def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tens
     batch: dict[str, Any] = {}
     if is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
         batch = next(data_iterator)
+    if batch and get_args().context_parallel_size > 1:
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=get_context_parallel_group())
     loss_mask = batch.get("loss_mask")
     output = model(
         batch.get("tokens"),

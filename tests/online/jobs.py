@@ -168,7 +168,8 @@ def finished(folder: Path, layout: Layout, result: launch.RunResult) -> Job:
 def train_and_save(folder: Path, layout: Layout, **options: Any) -> Job:
     """Train from the start; the checkpoint of iteration 4 is the newest, whatever came after it."""
     (folder / "buffers").mkdir(parents=True)
-    recorder, environment = [RANK_SCRIPTS / "record_buffers.py"], {"TEST_BUFFERS": str(folder / "buffers")}
+    recorder, more = [RANK_SCRIPTS / "record_buffers.py"], options.pop("environment", {})
+    environment = {"TEST_BUFFERS": str(folder / "buffers"), **more}
     result = run_job(folder, layout, saves=True, plugins=recorder, environment=environment, **options)
     job = finished(folder, layout, result)
     (job.run / "latest_checkpointed_iteration.txt").write_text(str(SAVED))

@@ -22,12 +22,12 @@ import torch
 
 import mcore_ckpt_ext
 
-ROOT = Path(__file__).parents[2]
-RANKS_FOLDER = Path(__file__).parent / "ranks"
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 from megatron_on_cpu import dump_optimizer
 
+ROOT = Path(__file__).parents[2]
+RANKS_FOLDER = Path(__file__).parent / "ranks"
 RANKS = 4
 TIME_LIMIT = 240
 INSTALLED = "0.19.2"

@@ -21,7 +21,11 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training import get_args
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.initialize import initialize_megatron
 from names import names_of
@@ -98,7 +102,8 @@ def built() -> Live:
     """Megatron's own model and optimizer for the arguments of now; nothing is loaded."""
     with changed(vars(get_args()), {"load": None}):
         arguments = get_args()
-        config = pretrain_cfg_container_from_args(arguments, gpt_config_from_args(arguments))
+        model_config = hybrid_config_from_args if arguments.hybrid_layer_pattern else gpt_config_from_args
+        config = pretrain_cfg_container_from_args(arguments, model_config(arguments))
         groups = ProcessGroupCollection.use_mpu_process_groups()
         kind = ModelType.encoder_or_decoder
         model, optimizer, _ = training.setup_model_and_optimizer(kind, cfg_container=config, pg_collection=groups)

@@ -18,8 +18,8 @@ from typing import Any
 import numpy
 import torch
 from megatron_on_cpu import compat, redirect
-from megatron_on_cpu.fused_adam import FusedAdam
 from megatron_on_cpu.forked_ranks import Ranks, free_port, prepare_multiprocessing
+from megatron_on_cpu.fused_adam import FusedAdam
 from megatron_on_cpu.process import die_with_parent
 
 ORDER = json.loads(Path(sys.argv[1]).read_text())
@@ -141,6 +141,7 @@ def rank_name(parallel_state: Any) -> str:
 def load(order: dict[str, Any]) -> None:
     """Build one target, and resume it from every checkpoint in turn; each time from other values."""
     import core_model
+
     from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
     from mcore_ckpt_ext.online.live_optimizer import live_parameters
     from mcore_ckpt_ext.optimizer_reshard import OptimizerReshard
@@ -195,6 +196,6 @@ def main() -> int:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except Exception:  # noqa: BLE001 - whatever it was, it is printed and is the end
+    except Exception:
         traceback.print_exc()
         sys.exit(1)

@@ -1,0 +1,70 @@
+"""A layer specification of Megatron's hybrid model (Mamba, attention, MLP) out of Megatron's own local modules.
+
+Megatron's own one needs Transformer Engine, and the Mamba mixer the `mamba_ssm` kernels, which run on GPUs only: a
+model of these modules can be built, optimized and saved here, but not run. The mixer's gated norm belongs to the
+kernels and is left out.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from megatron.core.extensions.transformer_engine import TENorm
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.hybrid import hybrid_block
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.ssm import mamba_mixer
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.ssm.mlp_layer import MLPLayer
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+
+# Only running the mixer needs the kernels.
+mamba_mixer.HAVE_MAMBA_SSM = True
+assert hybrid_block.TENorm is TENorm
+hybrid_block.TENorm = WrappedTorchNorm
+
+_MIXER = ModuleSpec(
+    module=mamba_mixer.MambaMixer,
+    params={"rmsnorm": False},
+    submodules=mamba_mixer.MambaMixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear),
+)
+_ATTENTION = ModuleSpec(
+    module=SelfAttention,
+    params={"attn_mask_type": AttnMaskType.causal},
+    submodules=SelfAttentionSubmodules(
+        linear_qkv=ColumnParallelLinear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+    ),
+)
+_MLP = partial(
+    MLP.as_mlp_submodule,
+    submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+)
+
+hybrid_stack = ModuleSpec(
+    module=HybridStack,
+    submodules=HybridStackSubmodules(
+        mamba_layer=ModuleSpec(
+            module=MambaLayer,
+            submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=_MIXER, mamba_bda=get_bias_dropout_add),
+        ),
+        attention_layer=ModuleSpec(
+            module=TransformerLayer,
+            submodules=TransformerLayerSubmodules(
+                input_layernorm=WrappedTorchNorm, self_attention=_ATTENTION, self_attn_bda=get_bias_dropout_add
+            ),
+        ),
+        mlp_layer=ModuleSpec(
+            module=MLPLayer,
+            submodules=TransformerLayerSubmodules(
+                pre_mlp_layernorm=WrappedTorchNorm, mlp=_MLP, mlp_bda=get_bias_dropout_add
+            ),
+        ),
+    ),
+)

@@ -1,0 +1,48 @@
+"""Intact checkpoints that stock Megatron-LM 0.19.2 cannot resume under the very layout that it wrote them with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from megatron_on_cpu.compat import ADAM_VARIABLE
+
+from tests.online.jobs import (
+    SAVED,
+    Layout,
+    assert_same_optimizer,
+    assert_same_training_state,
+    resume,
+    run_job,
+    train_and_save,
+)
+
+LAYOUT = Layout(1, 2, 4)
+OFF = {"MCORE_CKPT_EXT": "0"}
+
+
+@pytest.mark.parametrize(
+    ("precision", "environment", "stock_says"),
+    [
+        ((), {}, "a view of a leaf Variable that requires grad is being used in an in-place operation"),
+        (("--bf16",), {ADAM_VARIABLE: "torch"}, "assert len(steps) == 1"),
+    ],
+    ids=["fp32 training", "torch's Adam"],
+)
+def test_the_plugin_resumes_under_the_same_layout(
+    precision: Sequence[str], environment: dict[str, str], stock_says: str, tmp_path: Path
+) -> None:
+    saved = train_and_save(
+        tmp_path / "saved", LAYOUT, precision=precision, environment=environment, until=SAVED + 1
+    )
+    stock = run_job(
+        tmp_path / "stock", LAYOUT, load=saved.run, precision=precision, environment={**environment, **OFF}
+    )
+    assert stock.returncode != 0
+    assert stock_says in stock.output
+    resumed = resume(tmp_path / "resumed", LAYOUT, saved.run, precision=precision, environment=environment)
+    assert_same_optimizer(saved.at_save, resumed.at_load)
+    assert_same_training_state(saved.at_save, resumed.at_load)
+    assert (resumed.summary["source"], resumed.summary["target"]) == (str(LAYOUT), str(LAYOUT))
+    assert resumed.losses[SAVED + 1] == pytest.approx(saved.losses[SAVED + 1], rel=1e-6)
