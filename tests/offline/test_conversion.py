@@ -57,7 +57,8 @@ def test_torch_dist_for_every_version(version: str, checkpoint_fixture: Fixture,
 def legacy_cases() -> Iterator[tuple[str, tuple[int, int, int | None, int | None]]]:
     for name, layout in itertools.product(INTACT, LAYOUTS):
         tensor, pipeline, virtual, expert = layout
-        experts, layers = "moe" in name, 2 if "torchadam" in name or "plain" in name else 4
+        arguments = mcore_ckpt_ext.open_checkpoint(Fixture(DATA / name).run).args
+        experts, layers = bool(arguments.get("num_experts")), arguments["num_layers"]
         if (expert and not experts) or layers % (pipeline * (virtual or 1)):
             continue
         yield name, layout
