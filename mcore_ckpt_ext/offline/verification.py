@@ -40,6 +40,7 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.paths import as_path
 
 Progress = Callable[[int, int], None]
+_FILES_GONE = "files of the optimizer's state are missing or cut off"
 
 
 def verify(
@@ -81,6 +82,7 @@ class _Run:
         self.checks: list[Check] = []
         self._quick, self._workers, self._progress = quick, workers, progress
         self._lock = threading.Lock()
+        self.failed: set[str] = set()
         self._done = self._total = 0
 
     def verify(self) -> None:
@@ -92,7 +94,7 @@ class _Run:
         except (UnreadableCheckpointError, UnsafePickleError) as problem:
             self.findings.append(error(COMPLETE, str(self.folder), str(problem)))
             return
-        failed = self._check_files(checkpoint)
+        failed = self.failed = self._check_files(checkpoint)
         self.findings.extend(check_weights(checkpoint))
         self.checks.append(Check(COVERED, f"{len(names):,} weights"))
         if self._quick:
@@ -155,7 +157,7 @@ class _Run:
     def _recover(self, optimizer: FlatBuffers, failed: set[str]) -> bool:
         arrays = [array for of_group in optimizer.arrays.values() for array in of_group.values()]
         if failed & {piece.extent.file for array in arrays for piece in array.pieces}:
-            self.checks.append(Check(PROOF, "files of the optimizer's state are missing or cut off", done=False))
+            self.checks.append(Check(PROOF, _FILES_GONE, done=False))
             return False
         before = len(self.findings)
         for group in optimizer.groups.values():
@@ -216,6 +218,10 @@ class _Noting:
         """Nothing to do."""
 
     def __exit__(self, kind: type[BaseException] | None, problem: BaseException | None, trace: object) -> bool:
+        if isinstance(problem, CheckpointError) and any(file in str(problem) for file in self._run.failed):
+            # The file has its finding already.
+            self._run.checks.append(Check(self._check, _FILES_GONE, done=False))
+            return True
         if isinstance(problem, CheckpointError):
             self._run.findings.append(error(self._check, self._where, str(problem)))
             return True

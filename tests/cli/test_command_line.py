@@ -98,11 +98,12 @@ def test_doctor_without_megatron(without_frameworks: dict[str, str]) -> None:
 
 def test_doctor_with_megatron(tmp_path: Path) -> None:
     """The genuine one, imported; each seam patched, in its version."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     found = command(environment, "doctor", "--save", tmp_path, "--json")
     report = json.loads(found.stdout)
     lines = {item["what"]: item["found"] for item in report["lines"]}
     assert lines["megatron.training.checkpointing.load_checkpoint"] == "patched of " + lines["megatron-core"]
+    assert lines["torch loads the hooks"].startswith("no: TORCH_DEVICE_BACKEND_AUTOLOAD=0")
     assert lines[f"writing in {tmp_path}"] == "the sidecar can be written"
     assert (found.returncode, report["healthy"]) == (0, True)
     assert list(tmp_path.iterdir()) == []
@@ -110,7 +111,9 @@ def test_doctor_with_megatron(tmp_path: Path) -> None:
 
 def test_doctor_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--save", str(tmp_path / "nothing")]) == 1
-    assert "the sidecar would be missing" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "the sidecar would be missing" in told
+    assert "yes, at the end of `import torch`" in told
 
 
 def test_doctor_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,11 +92,11 @@ def test_one_bit_is_one_difference(damaged: Fixture, kind: str) -> None:
 def test_blocks_count_alike(damaged: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """A difference far into a tensor that is read in many blocks."""
     monkeypatch.setattr(reading, "BLOCK_ELEMENTS", 100)
-    path, position = payload_position(open_checkpoint(damaged.run), EXP_AVG, MATRIX, 1)
+    path, position = payload_position(open_checkpoint(damaged.run), EXP_AVG, MATRIX, 150)
     flip(path, position, bit=1)
-    flip(path, position + 4 * 650, bit=1)
+    flip(path, position + 4 * 500, bit=1)
     found = only_difference(compare(damaged.run, fixture_named("p04").run))
-    assert (found.different, found.first and found.first[0]) == (2, (0, 1))
+    assert (found.different, found.first and found.first[0]) == (2, (4, 22))
 
 
 def test_nan_of_the_same_bits_is_equal_and_the_sign_of_zero_is_told(damaged: Fixture, tmp_path: Path) -> None:
@@ -110,6 +110,16 @@ def test_nan_of_the_same_bits_is_equal_and_the_sign_of_zero_is_told(damaged: Fix
     found = only_difference(compare(damaged.run, other.run))
     assert (found.different, found.signed_zeros, found.largest) == (1, 1, 0.0)
     assert found.first == ((1, 19), "0.0", "-0.0")
+
+
+def test_infinity_is_no_largest_difference(damaged: Fixture) -> None:
+    path, position = payload_position(open_checkpoint(damaged.run), EXP_AVG, MATRIX, 50)
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(struct.pack("<f", float("inf")))
+    found = only_difference(compare(damaged.run, fixture_named("p01").run))
+    assert (found.different, found.largest, found.first and found.first[1]) == (1, 0.0, "inf")
+    json.loads(json.dumps(asdict(found), allow_nan=False))
 
 
 def test_other_bits_of_nan_differ(damaged: Fixture, tmp_path: Path) -> None:

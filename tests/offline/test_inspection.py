@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.offline import versions
 from mcore_ckpt_ext.offline.inspection import Inspection, inspect
 from mcore_ckpt_ext.offline.ranks import RankGrid
 from tests.conftest import DATA, FIXTURES, Fixture, fixture_named
@@ -127,13 +129,37 @@ def resumed(found: Inspection) -> dict[tuple[str, str], str]:
     ("name", "own", "other"),
     [("p01", "0.16 to 0.19", None), ("p04", None, "0.16 to 0.19"), ("p05", None, "0.14 to 0.15"),
      ("p06", "0.8 to 0.19", None), ("p07", "0.7 to 0.12", None), ("p08b", "0.16 to 0.19", None),
-     ("p10", "0.19", None)],
+     ("p08c", "0.16 to 0.19", None), ("p10", "0.19", None)],
 )  # fmt: skip
 def test_who_can_resume_it(name: str, own: str | None, other: str | None) -> None:
     found = resumed(inspect(fixture_named(name).run))
     assert found.get(("stock", "its own")) == own
     assert found.get(("stock", "any")) == other
     assert found["Megatron", "any"].endswith("0.19")
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("p01", "0.15 to 0.18"), ("p04", "0.15 to 0.18"), ("p05", "0.11 to 0.12"), ("p06", "0.7 to 0.10"),
+     ("p07", "0.7 to 0.10"), ("p10", "0.19"), ("p21", "0.19")],
+)  # fmt: skip
+def test_files_alone_narrow_the_version(name: str, expected: str) -> None:
+    """Without the arguments, which a launcher may rewrite."""
+    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run)
+    checkpoint.common["args"].__dict__.clear()
+    writer = versions.writer_of(checkpoint)
+    assert writer.version == expected
+    without = "content metadata" in {item.what.removeprefix("no ") for item in writer.evidence}
+    assert without == (name in ("p05", "p06", "p07"))
+
+
+def test_a_map_that_the_chunks_contradict_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The local spec first, for a checkpoint of Transformer Engine's: its borders are not those of the chunks."""
+    run = fixture_named("p21").run
+    orders = mcore_ckpt_ext.open_checkpoint(run).orders()
+    monkeypatch.setattr(TorchDistCheckpoint, "orders", lambda self: orders[::-1])
+    found = inspect(run, buffers=True)
+    assert all(item.witness.startswith("the Transformer Engine layer spec") for item in found.buffers)
 
 
 def test_a_sidecar_tells_the_version_exactly(damaged: Fixture) -> None:
@@ -144,8 +170,6 @@ def test_a_sidecar_tells_the_version_exactly(damaged: Fixture) -> None:
 
 def test_contradicting_evidence_is_not_explained_away(damaged: Fixture) -> None:
     """The common state of 0.19 beside files of 0.16."""
-    from mcore_ckpt_ext.offline import versions
-
     found = mcore_ckpt_ext.open_checkpoint(damaged.run)
     found.common["args"].__dict__.pop("tiktoken_pattern")
     assert versions.writer_of(found).version == "0.16", "one argument that a fork took out decides nothing"

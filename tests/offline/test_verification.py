@@ -128,6 +128,14 @@ def test_a_damaged_sample_leaves_no_layout_and_the_rank_is_named(damaged: Fixtur
     assert MATRIX in proof
 
 
+def test_every_rank_whose_layout_is_gone_is_named(damaged: Fixture) -> None:
+    checkpoint = open_checkpoint(damaged.run)
+    for name in (MATRIX, MATRIX.replace("layers.1", "layers.3")):
+        flip(*payload_position(checkpoint, WEIGHT, name, 0))
+    told = findings(verify(damaged.run), PROOF)
+    assert ["pipeline rank 1" in told[0], "pipeline rank 3" in told[1]] == [True, True]
+
+
 def missing(name: str) -> Callable[[Fixture], None]:
     return lambda fixture: (fixture.iteration / name).unlink()
 
@@ -186,6 +194,11 @@ def test_a_missing_file_says_what_was_in_it_and_the_rest_is_still_checked(damage
         "files of the optimizer's state are missing or cut off",
         "0 masters beside their weights",
     ]
+
+
+def test_a_missing_file_is_one_finding_and_not_one_a_tensor(damaged: Fixture) -> None:
+    (damaged.iteration / "__2_0.distcp").unlink()
+    assert len(findings(verify(damaged.run))) == 1
 
 
 def test_exchanged_files_are_seen(damaged: Fixture) -> None:
