@@ -40,7 +40,7 @@ _NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine")
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class Chunk:
     """A stored part of an array: its place there, and the slice of model space in it."""
 
     offsets: tuple[int, ...]
@@ -49,11 +49,13 @@ class _Chunk:
 
 
 @dataclass(frozen=True)
-class _Array:
+class Array:
+    """An array under its sharded key; `natural_shape` where it is stored reshaped."""
+
     key: str
     shape: tuple[int, ...]
     dtype: str
-    chunks: tuple[_Chunk, ...]
+    chunks: tuple[Chunk, ...]
     natural_shape: tuple[int, ...] | None = None
 
 
@@ -80,7 +82,7 @@ class TorchDistTarget:
 
     def output(self) -> Output:
         """All files of the folder, and where each tensor goes."""
-        writer = _DistcpFiles()
+        writer = DistcpFiles()
         objects = dict(self._objects())
         common = self._common(objects)
         small: list[OutputFile] = []
@@ -90,7 +92,7 @@ class TorchDistTarget:
             archive = archive_layout(common)
             small.append(OutputFile("common.pt", archive.length, archive.literals))
         for key, value in objects.items():
-            writer.add_object(key, [value])
+            writer.add_object(key, value)
         for array in self._arrays():
             writer.add_array(array)
         files, records, metadata = writer.finish(with_shapes=self._version < (0, 16))
@@ -105,7 +107,7 @@ class TorchDistTarget:
             config |= {"common_backend": "torch", "common_backend_version": 1}
         return json.dumps(config).encode()
 
-    def _arrays(self) -> Iterator[_Array]:
+    def _arrays(self) -> Iterator[Array]:
         source = self._checkpoint
         yield from self._arrays_of(WEIGHT, source.weights.names(), "")
         if source.optimizer_format is None:
@@ -114,7 +116,7 @@ class TorchDistTarget:
             state = "param" if kind == FP32_PARAM and self._version >= (0, 15) else kind
             yield from self._arrays_of(kind, source.optimizer.names(), f"optimizer.state.{state}.")
 
-    def _arrays_of(self, kind: str, names: Sequence[str], prefix: str) -> Iterator[_Array]:
+    def _arrays_of(self, kind: str, names: Sequence[str], prefix: str) -> Iterator[Array]:
         """The arrays of one kind: tensors with the same key, stacked."""
         stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         for name in names:
@@ -126,16 +128,16 @@ class TorchDistTarget:
             shape, dtype = tensors[0].shape, tensors[0].dtype
             whole = counts + shape
             reshaped = kind != WEIGHT and self._reshapes(whole)
-            chunks: list[_Chunk] = []
+            chunks: list[Chunk] = []
             for (index, _), tensor in zip(members, tensors, strict=True):
                 cut = _flat_chunk if reshaped else _chunks
                 chunks.extend(cut(kind, index, tensor))
             name = self._child_prefix(kind, key) + prefix + key
             if reshaped:
                 stored = counts + (1,) * len(shape) + (prod(shape),)
-                yield _Array(name, stored, dtype, tuple(chunks), whole)
+                yield Array(name, stored, dtype, tuple(chunks), whole)
             else:
-                yield _Array(name, whole, dtype, tuple(chunks))
+                yield Array(name, whole, dtype, tuple(chunks))
 
     def _reshapes(self, shape: tuple[int, ...]) -> bool:
         """Whether that version stores optimizer arrays of a natural shape reshaped; of one axis only since 0.11."""
@@ -215,7 +217,7 @@ class TorchDistTarget:
         return dict(enumerate(children)) if len(children) > 1 else children[0]
 
 
-def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[_Chunk]:
+def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[Chunk]:
     """A tensor in chunks of bounded size, cut along its first axis."""
     shape = tensor.shape
     rows = shape[0] if shape else 1
@@ -226,22 +228,23 @@ def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterato
         offsets = (first, *(0 for _ in shape[1:])) if shape else ()
         region = Region(tensor.name, offsets, sizes)
         wanted = WantedSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
-        yield _Chunk(index + offsets, (1,) * len(index) + sizes, wanted)
+        yield Chunk(index + offsets, (1,) * len(index) + sizes, wanted)
 
 
-def _flat_chunk(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[_Chunk]:
+def _flat_chunk(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[Chunk]:
     """A tensor as one shard of the reshaped array."""
     region = Region.whole(tensor.name, tensor.shape)
     wanted = WantedSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
     axes = len(index) + len(tensor.shape)
     offsets = index + (0,) * (len(tensor.shape) + 1)
-    yield _Chunk(offsets, (1,) * axes + (region.numel,), wanted)
+    yield Chunk(offsets, (1,) * axes + (region.numel,), wanted)
 
 
-class _DistcpFiles:
+class DistcpFiles:
     """Archives one after the other in `.distcp` files of bounded size, and the index of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, file_bytes: int = FILE_BYTES) -> None:
+        self._file_bytes = file_bytes
         self._files: list[OutputFile] = []
         self._literals: list[tuple[int, bytes]] = []
         self._position = 0
@@ -251,11 +254,13 @@ class _DistcpFiles:
         self._shapes: dict[str, Any] = {}
 
     def add_object(self, key: str, value: Any) -> None:
-        layout = archive_layout(value)
+        """File a pickled object: Megatron wraps each in a list of one."""
+        layout = archive_layout([value])
         self._entries[key] = named_object(_METADATA, "BytesStorageMetadata", {})
         self._file_away(layout, key, None)
 
-    def add_array(self, array: _Array) -> None:
+    def add_array(self, array: Array) -> None:
+        """File the chunks of an array."""
         chunks = []
         dtype = getattr(torch, array.dtype)
         for chunk in array.chunks:
@@ -289,7 +294,7 @@ class _DistcpFiles:
         return self._files, self._records, dumps(named_object(_METADATA, "Metadata", state))[0]
 
     def _file_away(self, layout: ArchiveLayout, key: str, offsets: tuple[int, ...] | None) -> str:
-        if self._position and self._position + layout.length > FILE_BYTES:
+        if self._position and self._position + layout.length > self._file_bytes:
             self._close()
         name = self._name
         index = {"fqn": key, "index": None} | ({} if offsets is None else {"offset": torch.Size(offsets)})

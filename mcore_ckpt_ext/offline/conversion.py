@@ -191,7 +191,7 @@ class _Filler:
         wanted = placed.wanted
         tensors = {name: self._weight(name, tensor) for name, tensor in wanted.tensors.items()}
         dtype = next(iter(tensors.values())).dtype
-        weights = torch.zeros(masters.numel(), dtype=getattr(torch, dtype))
+        weights = torch.empty(masters.numel(), dtype=getattr(torch, dtype))
         beside = make_plan([replace(wanted, kind=WEIGHT, tensors=tensors)], self._source)
         self._transfer.execute(beside, [weights])
         for fill in plan.fills:

@@ -1,0 +1,178 @@
+"""A realistic checkpoint without Megatron: Llama-like, TP1 x PP4 x DP2, `dp_reshardable`, several ranks' files.
+
+Masters and moments are noise by name and element, weights the rounded masters: it can be proven like a real one.
+
+    python benchmarks/synthetic.py FOLDER --layers 12 --hidden 1536
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.formats.torch_dist_target import Array, Chunk, DistcpFiles
+from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.parameter_order import LOCAL
+from mcore_ckpt_ext.layout.grad_buffer import PackingRule
+from mcore_ckpt_ext.layout.proposals import packed_buffers
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
+from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.writing import RecordWriter, lay_out
+
+_DTYPES = (torch.bfloat16, torch.float32)
+_STATES = {"param": FP32_PARAM, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
+_NOISE = 1 << 22
+
+
+def llama_shapes(layers: int, hidden: int, feed_forward: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a Llama-like model's parameters by model-space name."""
+    shapes = {"embedding.word_embeddings.weight": (vocabulary, hidden)}
+    for layer in range(layers):
+        shapes |= {
+            f"decoder.layers.{layer}.{name}": shape
+            for name, shape in {
+                "self_attention.linear_qkv.layer_norm_weight": (hidden,),
+                "self_attention.linear_proj.weight": (hidden, hidden),
+                "self_attention.linear_qkv.weight": (3 * hidden, hidden),
+                "mlp.linear_fc1.layer_norm_weight": (hidden,),
+                "mlp.linear_fc1.weight": (2 * feed_forward, hidden),
+                "mlp.linear_fc2.weight": (hidden, feed_forward),
+            }.items()
+        }
+    return shapes | {"decoder.final_layernorm.weight": (hidden,), "output_layer.weight": (vocabulary, hidden)}
+
+
+def arguments_of(layers: int, hidden: int, feed_forward: int, vocabulary: int, **layout: int) -> dict[str, Any]:
+    """What Megatron's arguments would say."""
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1} | layout
+    world = sizes["tensor_model_parallel_size"] * sizes["pipeline_model_parallel_size"] * sizes["data_parallel_size"]
+    return {
+        "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": feed_forward, "num_attention_heads": 16,
+        "padded_vocab_size": vocabulary, "swiglu": True, "bf16": True, "transformer_impl": "local",
+        "untie_embeddings_and_output_weights": True, "accumulate_allreduce_grads_in_fp32": True,
+        "use_distributed_optimizer": True, "dist_ckpt_strictness": "assume_ok_unexpected",
+        "expert_tensor_parallel_size": sizes["tensor_model_parallel_size"], "world_size": world, **sizes,
+    }  # fmt: skip
+
+
+def local_models(shapes: dict[str, tuple[int, ...]], arguments: dict[str, Any]) -> LocalModels:
+    """The writing job's ranks; without tensor parallelism every weight is whole."""
+    weights = {
+        name: StoredWeight(LogicalTensor(name, shape, "bfloat16"), tuple((0,) for _ in shape))
+        for name, shape in shapes.items()
+    }
+    return LocalModels(weights, arguments, ParallelLayout.from_arguments(arguments), experts_apart=False)
+
+
+def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabulary: int, file_bytes: int) -> int:
+    """Write the run folder; returns its size in bytes."""
+    arguments = arguments_of(
+        layers, hidden, feed_forward, vocabulary, pipeline_model_parallel_size=4, data_parallel_size=2
+    )
+    files, records, metadata = describe(arguments, file_bytes)
+    iteration = folder / "iter_0001000"
+    config = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode()
+    small = [(iteration / ".metadata", metadata), (iteration / "metadata.json", config)]
+    iteration.mkdir(parents=True)
+    lay_out(files, iteration)
+    writer = RecordWriter(iteration, _noise_filler(), workers=2)
+    writer.write(list(enumerate(records)), lambda number, crc: None, lambda count: None)
+    for path, content in [*small, (folder / "latest_checkpointed_iteration.txt", b"1000")]:
+        path.write_bytes(content)
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFile], list[Record], bytes]:
+    """The files of a checkpoint, its records and its `.metadata`."""
+    shapes = llama_shapes(*(arguments[n] for n in ("num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size")))
+    models = local_models(shapes, arguments)
+    writer = DistcpFiles(file_bytes)
+    groups = [{"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "step": 1000}]
+    writer.add_object(
+        "common_state/shard_0_1",
+        {
+            "args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 1000,
+            "optimizer": {"param_state_sharding_type": "dp_reshardable"},
+            "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"},
+        },
+    )  # fmt: skip
+    for name, shape in shapes.items():
+        writer.add_array(_weight(name, shape))
+    for rank in range(arguments["pipeline_model_parallel_size"]):
+        prefix = f"optimizer.distributed.dp_group_idx_{rank}."
+        writer.add_object(f"{prefix}optimizer/shard_0_1", {"param_groups": groups})
+        sizes = []
+        for array, numel in _buckets(models, rank, prefix, arguments["data_parallel_size"]):
+            writer.add_array(array)
+            if array.key.endswith(".param"):
+                sizes.append(numel)
+        writer.add_object(f"{prefix}per_bucket_numel_unpadded/shard_0_1", [{_DTYPES: sizes}])
+    return writer.finish(with_shapes=False)
+
+
+def _weight(name: str, shape: tuple[int, ...]) -> Array:
+    part = Slice.whole((Region.whole(name, shape),))
+    wanted = WantedSlice(WEIGHT, part, {name: LogicalTensor(name, shape, "bfloat16")})
+    return Array(name, shape, "bfloat16", (Chunk((0,) * len(shape), shape, wanted),))
+
+
+def _buckets(models: LocalModels, rank: int, prefix: str, data_parallel: int) -> Iterator[tuple[Array, int]]:
+    """The arrays of one pipeline rank: a chunk for each parameter and data-parallel rank."""
+    (buffer,) = packed_buffers(models, LOCAL, PackingRule.SINCE_0_13, ModelRank(rank, 0), [0]) or []
+    for number, bucket in enumerate(buffer.buckets):
+        share = (bucket.stop - bucket.start) // data_parallel
+        for state, kind in _STATES.items():
+            chunks = []
+            for index, start, stop in sorted(bucket.placements, key=lambda placed: placed[1]):
+                name = buffer.names[index]
+                borders = sorted({start, stop, *(b for b in range(share, bucket.stop, share) if start < b < stop)})
+                for low, high in zip(borders, borders[1:], strict=False):
+                    part = Slice(buffer.regions[index], low - start, high - start)
+                    tensor = LogicalTensor(name, models.weights[name].tensor.shape, "float32")
+                    chunks.append(Chunk((low,), (high - low,), WantedSlice(kind, part, {name: tensor})))
+            key = f"{prefix}gbuf_idx_0.dtype_{buffer.dtypes}.bucket_idx_{number}.{state}"
+            yield Array(key, (bucket.numel_unpadded,), "float32", tuple(chunks)), bucket.numel_unpadded
+
+
+def _noise_filler() -> Any:
+    noise = torch.randn(_NOISE, generator=torch.Generator().manual_seed(1))
+
+    def fill(record: Record, block: Block, elements: torch.Tensor) -> None:
+        for placed in block.content:
+            wanted = placed.wanted
+            kind = FP32_PARAM if wanted.kind == WEIGHT else wanted.kind
+            at = zlib.crc32(f"{kind} {wanted.slice.regions[0].name}".encode()) % _NOISE + wanted.slice.start
+            room = elements[placed.start : placed.stop]
+            done = 0
+            while done < room.numel():
+                first = (at + done) % _NOISE
+                count = min(_NOISE - first, room.numel() - done)
+                room[done : done + count] = noise[first : first + count]
+                done += count
+            if wanted.kind == EXP_AVG_SQ:
+                room.abs_()
+
+    return fill
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    for name, default in (("layers", 12), ("hidden", 1536), ("feed-forward", 4096), ("vocabulary", 32000)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = vars(parser.parse_args())
+    print(f"{make(options.pop('folder'), **options, file_bytes=1 << 29):,} bytes")
+
+
+if __name__ == "__main__":
+    main()
