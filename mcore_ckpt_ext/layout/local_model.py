@@ -127,7 +127,9 @@ class LocalModels:
         return [ModelRank(stage, part, expert) for stage in self._pipeline_ranks(name) for part in tensor_ranks]
 
     def _pipeline_ranks(self, name: str) -> Iterable[int]:
-        return self._stages.get(self._first_of.get(name, name), []) if self.chunks is not None else range(self.layout.pipeline)
+        if self.chunks is None:
+            return range(self.layout.pipeline)
+        return self._stages.get(self._first_of.get(name, name), [])
 
     @cached_property
     def _stages(self) -> dict[str, list[int]]:
