@@ -72,7 +72,9 @@ class ModelSpaceState:
                 start = chunk.offsets[-1]
             # A chunk of several layers or experts holds one after the other.
             spans = [range(first, first + size) for first, size in zip(offsets, sizes[:stacked], strict=False)]
-            regions = tuple(Region(name_at(key, stack), offsets[stacked:], sizes[stacked:]) for stack in product(*spans))
+            regions = tuple(
+                Region(name_at(key, stack), offsets[stacked:], sizes[stacked:]) for stack in product(*spans)
+            )
             stored = StoredSlice(Slice(regions, start, start + chunk.extent.numel), chunk.extent, 0)
             for region in regions:
                 self._slices.setdefault((kind, region.name), []).append(stored)
