@@ -49,6 +49,7 @@ def launch(
     padded_vocabulary: int = 128,
     more: Sequence[str] = (),
     plugins: Sequence[Path] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> launcher.RunResult:
     """Resume a run folder of a toy job and train one more iteration; dumps go to `folder / "dump"`.
 
@@ -59,7 +60,7 @@ def launch(
     arguments = toy_jobs.tiny_gpt(
         tensor, pipeline, iterations=8, load=load, more=[*vocabulary, *more, "--exit-interval", "5"]
     )
-    return _run(ranks, arguments, folder, "load", plugins)
+    return _run(ranks, arguments, folder, "load", plugins, environment)
 
 
 def losses(folder: Path) -> dict[int, float]:

@@ -114,3 +114,12 @@ def test_arguments_of_quantised_weights_in_legacy_files() -> None:
     checkpoint = open_checkpoint(fixture_named("p08b").run)
     checkpoint.common["args"].fp8_param_gather = True
     refused(checkpoint, "fp8_param_gather in the arguments")
+
+
+@pytest.mark.parametrize("implementation", [{"moe_use_legacy_grouped_gemm": True}, {"transformer_impl": "local"}])
+def test_transposed_experts(implementation: dict[str, Any]) -> None:
+    """GroupedMLP: weights are stored as anybody's, the flat optimizer state is transposed."""
+    checkpoint = open_checkpoint(fixture_named("p09").run)
+    arguments = {"moe_grouped_gemm": True, "moe_use_legacy_grouped_gemm": False, **implementation}
+    vars(checkpoint.common["args"]).update(arguments)
+    refused(checkpoint, "transposed, and the weights are not.*--dist-ckpt-optim-fully-reshardable")

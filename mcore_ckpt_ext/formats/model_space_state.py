@@ -70,10 +70,12 @@ class ModelSpaceState:
                 sizes = tuple(size // shards for size, shards in zip(natural, array.shape[:-1], strict=True))
                 offsets = tuple(index * size for index, size in zip(chunk.offsets[:-1], sizes, strict=True))
                 start = chunk.offsets[-1]
-            name = name_at(key, offsets[:stacked])
-            region = Region(name, offsets[stacked:], sizes[stacked:])
-            numel = chunk.extent.numel
-            self._slices.setdefault((kind, name), []).append(
-                StoredSlice(Slice((region,), start, start + numel), chunk.extent, 0)
+            # A chunk of several layers or experts holds one after the other.
+            spans = [range(first, first + size) for first, size in zip(offsets, sizes[:stacked], strict=False)]
+            regions = tuple(
+                Region(name_at(key, stack), offsets[stacked:], sizes[stacked:]) for stack in product(*spans)
             )
+            stored = StoredSlice(Slice(regions, start, start + chunk.extent.numel), chunk.extent, 0)
+            for region in regions:
+                self._slices.setdefault((kind, region.name), []).append(stored)
 

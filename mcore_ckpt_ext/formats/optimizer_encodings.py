@@ -98,14 +98,7 @@ def check_provable(checkpoint: Checkpoint, index: DcpIndex) -> None:
     Raises:
         UnsupportedCheckpointError: it is of such a kind.
     """
-    found = None
-    masters = [array for key, array in index.arrays.items() if is_master(key)]
-    if narrow := next((array for array in masters if array.dtype != "float32"), None):
-        found = f"masters of {narrow.dtype}: a precision-aware optimizer with remainders in place of whole masters"
-    elif any(f"({_QUANTISED}," in key for key in (*index.arrays, *index.objects)):
-        found = f"gradient buffers for parameters of {_QUANTISED}: fp8 or fp4 primary weights"
-    elif chosen := [name for name in _QUANTISING if checkpoint.args.get(name)]:
-        found = f"{' and '.join(chosen)} in the arguments of the job that wrote it: fp8 or fp4 primary weights"
+    found = _quantised(checkpoint, index)
     if found:
         raise UnsupportedCheckpointError(
             "the optimizer state cannot be proven: no weight is the plain rounding of an fp32 master",
@@ -113,6 +106,38 @@ def check_provable(checkpoint: Checkpoint, index: DcpIndex) -> None:
             where=str(checkpoint.folder),
             helps="under the layout that wrote it, resume without that option and save; or resume with --no-load-optim",
         )
+    if checkpoint.optimizer_format != FULLY_RESHARDABLE and _transposes_experts(checkpoint.args):
+        raise UnsupportedCheckpointError(
+            "the optimizer state of the experts cannot be placed: it is transposed, and the weights are not",
+            found="GroupedMLP: --moe-grouped-gemm without Transformer Engine's grouped linear layers",
+            where=str(checkpoint.folder),
+            helps="under the layout that wrote it, save once with --dist-ckpt-optim-fully-reshardable (0.15, 0.16); "
+            "or resume with --no-load-optim",
+        )
+
+
+def _quantised(checkpoint: Checkpoint, index: DcpIndex) -> str | None:
+    masters = [array for key, array in index.arrays.items() if is_master(key)]
+    if narrow := next((array for array in masters if array.dtype != "float32"), None):
+        return f"masters of {narrow.dtype}: a precision-aware optimizer with remainders in place of whole masters"
+    if any(f"({_QUANTISED}," in key for key in (*index.arrays, *index.objects)):
+        return f"gradient buffers for parameters of {_QUANTISED}: fp8 or fp4 primary weights"
+    if chosen := [name for name in _QUANTISING if checkpoint.args.get(name)]:
+        return f"{' and '.join(chosen)} in the arguments of the job that wrote it: fp8 or fp4 primary weights"
+    return None
+
+
+def _transposes_experts(arguments: Mapping[str, Any]) -> bool:
+    """Whether the job's experts were `GroupedMLP` (megatron/core/transformer/moe/experts.py, core_v0.7.0 to 0.16.1).
+
+    It keeps one matrix for all experts of a rank, transposed; `sharded_state_dict` turns its weights, not the flat
+    optimizer state. Who chooses it: megatron/core/models/gpt/moe_module_specs.py (core_v0.11.0 to 0.16.1); what an
+    older version chose, its arguments do not tell, and the proof decides.
+    """
+    chosen = arguments.get("moe_use_legacy_grouped_gemm")
+    return bool(arguments.get("moe_grouped_gemm")) and bool(
+        chosen or (chosen is not None and arguments.get("transformer_impl") == "local")
+    )
 
 
 def is_master(key: str) -> bool:

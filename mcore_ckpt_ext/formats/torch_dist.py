@@ -179,11 +179,7 @@ class TorchDistCheckpoint(Checkpoint):
 
     def _common_optimizers(self) -> list[dict[Any, Any]]:
         """The optimizer's entries in the common state: one, or one for each chained optimizer."""
-        state = self.common.get("optimizer")
-        if not isinstance(state, dict):
-            return []
-        children = [child for key, child in state.items() if isinstance(key, int) and isinstance(child, dict)]
-        return children or [state]
+        return common_optimizers(self.common)
 
     def random_state_grid(self) -> tuple[int, ...] | None:
         """The grid of ranks that stored their random state: (PP, TP), in 0.16 with experts (PP, TP, DP)."""
@@ -243,6 +239,15 @@ class TorchDistCheckpoint(Checkpoint):
                 where=where,
             )
         return loaded[0]
+
+
+def common_optimizers(common: Mapping[str, Any]) -> list[dict[Any, Any]]:
+    """The optimizer's entries in the common state: one, or one for each chained optimizer."""
+    state = common.get("optimizer")
+    if not isinstance(state, dict):
+        return []
+    children = [child for key, child in state.items() if isinstance(key, int) and isinstance(child, dict)]
+    return children or [state]
 
 
 def sharding_type(common: Mapping[str, Any]) -> str | None:

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE
 from mcore_ckpt_ext.formats.optimizer_encodings import FORMATS, stock_can_load
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
-from mcore_ckpt_ext.formats.torch_dist import sharding_type
+from mcore_ckpt_ext.formats.torch_dist import common_optimizers, sharding_type
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, fed, folder_to_feed, load_weights_alone
 from mcore_ckpt_ext.layout.parallel import placement_changes
@@ -162,9 +162,8 @@ def _look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> _Look | None:
     if written.get("no_save_optim") or optimizer_format not in FORMATS:
         return None
     changes = placement_changes(written, vars(arguments))
-    stock_loads = stock_can_load(optimizer_format, bool(changes), _megatron_version()) and not stock_stumbles(
-        distributed_optimizers(call["optimizer"]) or [], optimizer_format == DP_RESHARDABLE
-    )
+    stumbles = stock_stumbles(call["optimizer"], len(common_optimizers(common)), optimizer_format == DP_RESHARDABLE)
+    stock_loads = stock_can_load(optimizer_format, bool(changes), _megatron_version()) and not stumbles
     return _Look(Path(name), optimizer_format, tuple(changes), stock_loads)
 
 

@@ -80,27 +80,33 @@ def check_supported(optimizers: Sequence[Any]) -> None:
             )
 
 
-def stock_stumbles(optimizers: Sequence[Any], resumes_in_place: bool) -> bool:
+def stock_stumbles(optimizer: Any, stored: int, resumes_in_place: bool) -> bool:
     """Whether stock Megatron dies while it loads an intact torch_dist checkpoint, whatever the layout.
 
-    Sources in megatron/core/optimizer/distrib_optimizer.py: with torch's own Adam (neither Apex nor Transformer Engine
-    is installed) `state_dict` asserts that there is one step before there is any (core_v0.10.0 to 0.19.2); and
-    `load_parameter_state_from_dp_reshardable`, which lacks `no_grad`, cannot copy into masters that are views of fp32
-    parameters (core_v0.15.0 to 0.19.2).
+    Chained optimizers load only as many as were saved; experts have one of their own as soon as there is more than one
+    expert-parallel rank (`ChainedOptimizer.load_state_dict`, megatron/core/optimizer/optimizer.py, core_v0.7.0 to
+    0.19.2). Sources in megatron/core/optimizer/distrib_optimizer.py: with torch's own Adam (neither Apex nor
+    Transformer Engine is installed) `state_dict` asserts that there is one step before there is any (core_v0.10.0 to
+    0.19.2); and `load_parameter_state_from_dp_reshardable`, which lacks `no_grad`, cannot copy into masters that are
+    views of fp32 parameters (core_v0.15.0 to 0.19.2).
 
     Args:
-        optimizers: the live DistributedOptimizers.
+        optimizer: the live (chained) optimizer.
+        stored: how many chained optimizers the checkpoint's common state tells of; 0 where it tells of none.
         resumes_in_place: it is `load_parameter_state_from_dp_reshardable` that stock would use.
     """
+    optimizers = distributed_optimizers(optimizer) or []
     try:
         check_supported(optimizers)
     except UnsupportedCheckpointError:
         return False
-    for optimizer in optimizers:
-        inner = optimizer.optimizer
+    if stored and stored != len(getattr(optimizer, "chained_optimizers", [optimizer])):
+        return True
+    for child in optimizers:
+        inner = child.optimizer
         if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and not inner.state:
             return True
-        if resumes_in_place and any(p.dtype == torch.float32 for p in optimizer.model_param_group_index_map):
+        if resumes_in_place and any(p.dtype == torch.float32 for p in child.model_param_group_index_map):
             return True
     return False
 

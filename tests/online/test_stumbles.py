@@ -8,15 +8,18 @@ from pathlib import Path
 import pytest
 from megatron_on_cpu.compat import ADAM_VARIABLE
 
+from tests.megatron import assemble, launch, losses, train
 from tests.online.jobs import (
     SAVED,
     Layout,
     assert_same_optimizer,
     assert_same_training_state,
+    differing,
     resume,
     run_job,
     train_and_save,
 )
+from tests.test_models_online import EXPERTS
 
 LAYOUT = Layout(1, 2, 4)
 OFF = {"MCORE_CKPT_EXT": "0"}
@@ -46,3 +49,23 @@ def test_the_plugin_resumes_under_the_same_layout(
     assert_same_training_state(saved.at_save, resumed.at_load)
     assert (resumed.summary["source"], resumed.summary["target"]) == (str(LAYOUT), str(LAYOUT))
     assert resumed.losses[SAVED + 1] == pytest.approx(saved.losses[SAVED + 1], rel=1e-6)
+
+
+@pytest.mark.parametrize("expert", [(2, 1), (1, 2)], ids=["EP2 to EP1", "EP1 to EP2"])
+def test_a_fully_reshardable_state_follows_experts_into_another_optimizer(
+    expert: tuple[int, int], tmp_path: Path
+) -> None:
+    """Experts have an optimizer of their own, or share one; stock Megatron loads only as many as were saved."""
+    before, after = ([*EXPERTS, "--expert-model-parallel-size", str(size)] for size in expert)
+    save = [*before, "--dist-ckpt-optim-fully-reshardable"]
+    saved = train(2, 1, 1, folder=tmp_path / "saved", more=save, environment=OFF)
+    assert saved.returncode == 0, saved.output[-6000:]
+    run = tmp_path / "saved" / "checkpoints"
+    stock = launch(2, run, 1, 1, folder=tmp_path / "stock", more=after, environment=OFF)
+    assert stock.returncode != 0
+    resumed = launch(2, run, 1, 1, folder=tmp_path / "resumed", more=after)
+    assert resumed.returncode == 0, resumed.output[-6000:]
+    assert "[mcore_ckpt_ext] optimizer resumed" in resumed.output
+    truth = assemble(tmp_path / "saved" / "dump" / "after_save_0000004")
+    assert differing(truth, assemble(tmp_path / "resumed" / "dump" / "after_load")) == []
+    assert losses(tmp_path / "resumed")[5] == pytest.approx(losses(tmp_path / "saved")[5], rel=1e-4)
