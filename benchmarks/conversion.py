@@ -2,9 +2,9 @@
 
     python benchmarks/conversion.py FOLDER [--runs 5] [--layers 12 --hidden 1536]
 
-Makes a checkpoint of about 6 GB below FOLDER. Every run ends when the bytes are on the disk: a conversion flushes before
-it publishes, and the copy is followed by a flush of what it wrote. Peak memory is the growth of a process of its own, after
-its imports.
+Makes a checkpoint of about 6 GB below FOLDER. Every run ends when the bytes are on the disk: a conversion flushes
+before it publishes, and the copy is followed by a flush of what it wrote. Peak memory is the growth of a process of
+its own, after its imports.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def main() -> None:
             shutil.rmtree(folder / "out")
             shutil.rmtree(folder / "copy")
         ours, theirs = statistics.median(seconds), statistics.median(copies)
-        print(f"| {what} | {ours:.1f} s | {theirs:.1f} s | {ours / theirs:.2f} x | {memory / 2**20:.0f} MiB |", flush=True)
+        cells = f"{ours:.1f} s | {theirs:.1f} s | {ours / theirs:.2f} x | {memory / 2**20:.0f} MiB"
+        print(f"| {what} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.formats.torch_dist_target import Array, Chunk, DistcpFiles
+from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import LOCAL
-from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.proposals import packed_buffers
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
@@ -93,7 +93,8 @@ def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabular
 
 def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFile], list[Record], bytes]:
     """The files of a checkpoint, its records and its `.metadata`."""
-    shapes = llama_shapes(*(arguments[n] for n in ("num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size")))
+    sizes_of = ("num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size")
+    shapes = llama_shapes(*(arguments[name] for name in sizes_of))
     models = local_models(shapes, arguments)
     writer = DistcpFiles(file_bytes)
     groups = [{"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "step": 1000}]

@@ -1,0 +1,85 @@
+"""`mcore-ckpt convert` as a program: what it says, its exit codes, and several processes that share the work."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import fixture_named
+
+TIME_LIMIT = 120
+
+
+def convert(*words: object, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m"]
+    if processes > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        command += ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port), "-m"]
+    command += ["mcore_ckpt_ext", "convert", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_it_says_what_it_did(tmp_path: Path) -> None:
+    result = convert(fixture_named("p01").run, tmp_path / "out", "--to", "legacy", "--tensor-model-parallel-size", 2)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith(f"wrote {tmp_path / 'out'}: 17 files")
+    assert "masters round to their weights" in result.stdout
+    assert "note: the state of the random generators belongs to other ranks: resume with --no-load-rng" in result.stdout
+    assert result.stderr == ""
+
+
+def test_a_dry_run_estimates(tmp_path: Path) -> None:
+    result = convert(fixture_named("p01").run, tmp_path / "out", "--to", "torch_dist", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert [line.split()[:2] for line in result.stdout.splitlines()[:2]] == [["would", "write"], ["would", "read"]]
+    assert "/s that this disk just wrote" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--to", "torch_dist", "--megatron-version", "0.7"], "0.8 or later"),
+        (["--to", "legacy", "--tensor-model-parallel-size", "3"], "divide"),
+        (["--to", "legacy", "--memory-limit", "much"], "is no size"),
+        (["--to", "hdf5"], "invalid choice"),
+        ([], "--to"),
+    ],
+)
+def test_wrong_usage_ends_with_two_and_without_a_traceback(words: list[str], message: str, tmp_path: Path) -> None:
+    result = convert(fixture_named("p01").run, tmp_path / "out", *words)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_four_processes_write_the_identical_folder(tmp_path: Path) -> None:
+    source = fixture_named("p09").run
+    assert convert(source, tmp_path / "one", "--to", "torch_dist").returncode == 0
+    result = convert(source, tmp_path / "four", "--to", "torch_dist", processes=4)
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert files(tmp_path / "one") == files(tmp_path / "four")
+    # The first process speaks for all, and counts what all have proven.
+    assert result.stdout.count("wrote ") == 1
+    assert "proven: 123,680 masters" in result.stdout
+
+
+def test_the_failure_of_one_process_is_that_of_all(tmp_path: Path) -> None:
+    """The first process finds the destination taken; the others wait for it in no collective."""
+    (tmp_path / "out").mkdir()
+    result = convert(fixture_named("p02").run, tmp_path / "out", "--to", "torch_dist", processes=4)
+    assert result.returncode != 0
+    assert "the destination exists already" in result.stderr
+    assert "process 0 failed, so all stop" in result.stderr
+    assert not list((tmp_path / "out").iterdir())
