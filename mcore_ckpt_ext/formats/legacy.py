@@ -109,11 +109,6 @@ class LegacyCheckpoint(Checkpoint):
             return LEGACY
         return PER_PARAMETER if any(rank.optimizers for rank in self._ranks) else None
 
-    @property
-    def has_flat_buffers(self) -> bool:
-        """Whether a distributed optimizer wrote files of its own."""
-        return bool(self._buffer_files)
-
     @cached_property
     def optimizer(self) -> OptimizerState:
         """See the base class."""

@@ -30,7 +30,8 @@ _RULES: Mapping[str, Sequence[PackingRule]] = {
 _QUANTISED = "torch.uint8"
 _QUANTISING = ("fp8_param_gather", "fp4_param_gather")
 _MODEL_SPACE_MASTER = re.compile(r"^(?:chained_\d+\.)?optimizer\.state\.(?:fp32_param|param)\.")
-FORMATS = (*_RULES, FULLY_RESHARDABLE, MODEL_SPACE)
+FLAT_FORMATS = tuple(_RULES)
+FORMATS = (*FLAT_FORMATS, FULLY_RESHARDABLE, MODEL_SPACE)
 
 
 def stock_can_load(name: str | None, placement_changed: bool, version: tuple[int, int]) -> bool:

@@ -19,6 +19,7 @@ from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE
 from mcore_ckpt_ext.formats.dcp_index import METADATA_FILE, DcpIndex
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
+from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, some, warning
 
 _ITERATION = re.compile(r"^iter_(\d{7,})$")
@@ -101,7 +102,7 @@ def check_folder(folder: Path) -> list[Finding]:
     if not (folder / CONFIG_FILE).exists():
         what = "missing: Megatron writes it last, so the save was interrupted, or is under way"
         findings.append(error(COMPLETE, str(folder / CONFIG_FILE), what))
-    if not (folder / METADATA_FILE).exists():
+    if not (folder / METADATA_FILE).exists() and not is_zarr(folder):
         what = "missing: without this index nobody knows what the .distcp files hold"
         findings.append(error(COMPLETE, str(folder / METADATA_FILE), what))
     return findings

@@ -14,6 +14,8 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.flat_buffers import FlatBuffers
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
+from mcore_ckpt_ext.formats.legacy_masters import NAME as PER_PARAMETER
+from mcore_ckpt_ext.formats.optimizer_encodings import FLAT_FORMATS
 from mcore_ckpt_ext.model_space.slices import numel_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.accounting import stored_parts
@@ -22,6 +24,8 @@ from mcore_ckpt_ext.offline.versions import Resumption, Writer, resumptions, wri
 from mcore_ckpt_ext.storage.collector import collector_paused
 
 SCHEMA = 1
+# Formats that name a parameter's state only through a layout, or a look at elements.
+_UNNAMED = (None, *FLAT_FORMATS, PER_PARAMETER)
 _DISTCP = re.compile(r"^__(\d+)_(\d+)\.distcp$")
 
 
@@ -176,8 +180,9 @@ def _explained(checkpoint: Checkpoint, name: str, grid: RankGrid) -> StoredFile:
 
 
 def _other_bytes(folder: Path, files: list[StoredFile]) -> int:
-    known = {file.file for file in files}
-    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name not in known)
+    known = {folder / file.file for file in files}
+    others = (path for path in folder.rglob("*") if path not in known and path.is_file())
+    return sum(path.stat().st_size for path in others)
 
 
 def _model(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -220,17 +225,13 @@ def _training(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _tensors(checkpoint: Checkpoint) -> tuple[StoredTensor, ...]:
     """All weights; optimizer state too where the format names it without a layout."""
-    kinds = [WEIGHT]
-    flat_or_read = checkpoint.optimizer_format is None or isinstance(checkpoint, LegacyCheckpoint)
-    if not flat_or_read and not isinstance(checkpoint.optimizer, FlatBuffers):
-        kinds = list(checkpoint.kinds())
+    kinds = [WEIGHT] if checkpoint.optimizer_format in _UNNAMED else checkpoint.kinds()
     tensors = [(kind, checkpoint.logical_tensor(kind, name)) for kind in kinds for name in checkpoint.names(kind)]
     return tuple(StoredTensor(kind, t.name, t.shape, t.dtype) for kind, t in tensors if t is not None)
 
 
 def _buffers(checkpoint: Checkpoint) -> tuple[BufferMap, ...]:
-    per_parameter = isinstance(checkpoint, LegacyCheckpoint) and not checkpoint.has_flat_buffers
-    if checkpoint.optimizer_format is None or per_parameter or not isinstance(checkpoint.optimizer, FlatBuffers):
+    if checkpoint.optimizer_format not in FLAT_FORMATS or not isinstance(checkpoint.optimizer, FlatBuffers):
         return ()
     optimizer = checkpoint.optimizer
     maps = []

@@ -34,7 +34,7 @@ from mcore_ckpt_ext.offline.findings import (
     error,
     warning,
 )  # fmt: skip
-from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, manifest_bytes
+from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, labels, manifest_bytes
 from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.paths import as_path
@@ -111,7 +111,7 @@ class _Run:
             return set()
         findings, failed = check_index(self.folder, checkpoint.index)
         self.findings.extend(findings)
-        files = len({file for file, *_ in checkpoint.archives()})
+        files = len({file for file, _ in labels(checkpoint)})
         self.checks.append(Check(COMPLETE, f"{files:,} files"))
         return failed
 

@@ -18,6 +18,7 @@ from mcore_ckpt_ext.formats.legacy_masters import NAME as PER_PARAMETER
 from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE, MODEL_SPACE
 from mcore_ckpt_ext.formats.optimizer_encodings import FORMATS, stock_can_load
 from mcore_ckpt_ext.formats.torch_dist import COMMON_FILE, COMMON_OBJECT, TorchDistCheckpoint
+from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 
 Version = tuple[int, int]
 OLDEST, NEWEST = (0, 7), (0, 19)
@@ -115,6 +116,9 @@ def _bounds_of_files(checkpoint: TorchDistCheckpoint) -> Iterator[_Bound]:
         yield "the common state is an object of the checkpoint (common_state)", (0, 19), None
     if (checkpoint.folder / COMMON_FILE).exists():
         yield "the common state is a file of its own (common.pt)", None, (0, 18)
+    if isinstance(checkpoint, ZarrCheckpoint):
+        yield "its arrays are in the format zarr, which megatron.training wrote up to 0.11", None, (0, 11)
+        return
     if checkpoint.index.natural_shapes:
         yield ".metadata records natural shapes (mcore_data)", (0, 8), (0, 15)
     if checkpoint.index.has_plans:
@@ -141,9 +145,11 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
 
     Nothing is promised of releases that are older than the writer.
     """
-    if checkpoint.format not in (TorchDistCheckpoint.format, LegacyCheckpoint.format):
+    if not isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         return [Resumption("nobody as it is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")]
-    readable = [version for version in VERSIONS if version >= min(writer.first, NEWEST)]
+    # The format zarr left the loader in 0.16 (commit faa6037b).
+    last = (0, 15) if isinstance(checkpoint, ZarrCheckpoint) else NEWEST
+    readable = [version for version in VERSIONS if min(writer.first, NEWEST) <= version <= last]
     own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
     same = [v for v in readable if _stock(checkpoint, False, v)]
     other = [v for v in readable if _stock(checkpoint, True, v)]

@@ -260,8 +260,8 @@ def test_what_is_no_checkpoint_is_unreadable_and_not_unsound(tmp_path: Path) -> 
 
 
 def test_an_unread_backend_is_unsupported(damaged: Fixture) -> None:
-    (damaged.iteration / "metadata.json").write_text('{"sharded_backend": "zarr"}')
-    with pytest.raises(UnsupportedCheckpointError, match="zarr"):
+    (damaged.iteration / "metadata.json").write_text('{"sharded_backend": "tensorstore"}')
+    with pytest.raises(UnsupportedCheckpointError, match="tensorstore"):
         verify(damaged.run)
 
 
@@ -294,6 +294,15 @@ def test_an_incomplete_legacy_checkpoint(tmp_path: Path, name: str, check: str, 
     result = verify(fixture.run)
     assert not result.sound
     assert any(expected in finding for finding in findings(result, check)), findings(result)
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_zarr_chunk_that_is_gone_or_cut_short(tmp_path: Path, cut: bool) -> None:
+    fixture = fixture_named("p31").copy_to(tmp_path / "p31")
+    path = fixture.iteration / "embedding.word_embeddings.weight" / "0.0"
+    os.truncate(path, 10) if cut else path.unlink()
+    (finding,) = findings(verify(fixture.run), COMPLETE)
+    assert "embedding.word_embeddings.weight" in finding
 
 
 def test_a_legacy_file_cut_short(tmp_path: Path) -> None:
