@@ -112,7 +112,8 @@ def _hooks() -> Iterator[Line]:
     problems = {module: _import_problem(module) for module in modules}
     for seam in mcore_ckpt_ext.status():
         problem = problems.get(seam.seam.rpartition(".")[0])
-        version = f" of {seam.version}" if seam.version else ""
+        # Megatron appends the commit of whatever repository its folder lies in (megatron/core/__init__.py).
+        version = f" of {seam.version.partition('+')[0]}" if seam.version else ""
         if seam.state == "patched":
             yield Line(seam.seam, "ok", f"patched{version}" + (f"; {seam.reason}" if seam.reason else ""))
         elif problem is not None and _installed("megatron-core") is None:
