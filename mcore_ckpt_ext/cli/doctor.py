@@ -112,7 +112,7 @@ def _hooks() -> Iterator[Line]:
     problems = {module: _import_problem(module) for module in modules}
     for seam in mcore_ckpt_ext.status():
         problem = problems.get(seam.seam.rpartition(".")[0])
-        # Megatron appends the commit of whatever repository its folder lies in (megatron/core/__init__.py).
+        # Megatron appends the commit of whatever repository its folder lies in (megatron/core/package_info.py).
         version = f" of {seam.version.partition('+')[0]}" if seam.version else ""
         if seam.state == "patched":
             yield Line(seam.seam, "ok", f"patched{version}" + (f"; {seam.reason}" if seam.reason else ""))
