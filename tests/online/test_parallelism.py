@@ -15,7 +15,7 @@ import pytest
 import torch
 from megatron_on_cpu.dump_optimizer import parameter_settings
 
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from tests.megatron import assemble, launch, losses, train
 from tests.online.jobs import RANK_SCRIPTS, differing
 from tests.test_models_online import EXPERTS, GATED, Layout
@@ -50,6 +50,7 @@ class Case:
     source: Layout
     targets: list[Layout]
     plugins: tuple[str, ...] = ()
+    discovered: bool = False  # no rule knows the layout: it is found by content
 
 
 CASES = {
@@ -68,8 +69,11 @@ CASES = {
     "a pipeline layout": Case(
         [], Layout(2, 1, 2, stages("Et|tttL")),
         [Layout(3, 1, 3, ACCOUNTED), Layout(4, 1, 4, stages("E|tt|tt|L")), Layout(2, 1, 2, stages("E|tt|t|tL"))],
+        discovered=True,
     ),
-    "an interleaved pipeline layout": Case([], Layout(2, 1, 2, stages("E|tt|t|tL")), [Layout(2, 2, 1)]),
+    "an interleaved pipeline layout": Case(
+        [], Layout(2, 1, 2, stages("E|tt|t|tL")), [Layout(2, 2, 1)], discovered=True
+    ),
     "embedding and loss accounted as layers": Case(
         [], Layout(3, 1, 3, ACCOUNTED), [Layout(2, 1, 2, stages("Et|tttL"))]
     ),
@@ -80,9 +84,9 @@ CASES = {
         EXPERTS, Layout(4, 2, 1, expert_sizes(2, 1)), [Layout(4, 2, 1, expert_sizes(2, 2))]
     ),
     "multi-token prediction": Case(
-        [*GATED, "--mtp-num-layers", "1"], Layout(4, 1, 2), [Layout(4, 2, 2), Layout(2, 1, 1)]
+        [*GATED, "--mtp-num-layers", "1"], Layout(4, 1, 2), [Layout(4, 2, 2), Layout(2, 1, 1)], discovered=True
     ),
-    "frozen parameters": Case([], Layout(4, 1, 2), [Layout(4, 2, 2), Layout(2, 1, 1)], ("freeze.py",)),
+    "frozen parameters": Case([], Layout(4, 1, 2), [Layout(4, 2, 2), Layout(2, 1, 1)], ("freeze.py",), True),
 }  # fmt: skip
 
 
@@ -98,7 +102,9 @@ def test_the_live_optimizer_equals_the_one_that_was_saved(name: str, tmp_path: P
     assert saved.returncode == 0, saved.output[-6000:]
     dump, run = folder / "dump" / "after_save_0000004", folder / "checkpoints"
     truth = assemble(dump)
-    assert differing(truth, offline(run)) == []
+    checkpoint = open_checkpoint(run)
+    assert differing(truth, offline(checkpoint)) == []
+    assert ("discovery by content" in checkpoint.optimizer.witnesses()) == case.discovered
     for number, target in enumerate(case.targets):
         resumed = launch(
             target.ranks, run, target.tensor, target.pipeline,
@@ -112,9 +118,8 @@ def test_the_live_optimizer_equals_the_one_that_was_saved(name: str, tmp_path: P
         assert losses(tmp_path / str(number))[5] == pytest.approx(losses(folder)[5], rel=1e-4), target
 
 
-def offline(run: Path) -> dict[str, torch.Tensor]:
+def offline(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     """All that the checkpoint holds, read without Megatron."""
-    checkpoint = open_checkpoint(run)
     return {
         f"{kind}.{name}": checkpoint.tensor(kind, name).read().view(checkpoint.tensor(kind, name).shape)
         for kind in checkpoint.kinds()
