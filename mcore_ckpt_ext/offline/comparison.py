@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -18,12 +17,11 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.content import bits_of, index_of
+from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS, BlockReader, Remembering, blocks
 
 SCHEMA = 1
 KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +133,7 @@ def compare(
     chosen = [kind for kind in known if kinds is None or kind in kinds]
     of_b = {kind: set(sides[1].names(kind)) for kind in chosen}
     shared = [(kind, name) for kind in chosen for name in sides[0].names(kind) if name in of_b[kind]]
-    counter = _Counter(sum(sides[0].nbytes(kind, name) for kind, name in shared), progress)
+    counter = ByteCounter(sum(sides[0].nbytes(kind, name) for kind, name in shared), progress)
 
     def one(pair: tuple[str, str]) -> TensorDifference:
         return _compare_tensor(sides, *pair, counter)
@@ -181,19 +179,6 @@ class _Side:
         return self.reader.read(self.source, kind, wanted)
 
 
-class _Counter:
-    """Adds up what the threads compared."""
-
-    def __init__(self, total: int, progress: Progress) -> None:
-        self._done, self._total, self._progress = 0, total, progress
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            self._progress(min(self._done, self._total), self._total)
-
-
 @dataclass
 class _Tally:
     different: int = 0
@@ -202,7 +187,7 @@ class _Tally:
     first: tuple[int, str, str] | None = None
 
 
-def _compare_tensor(sides: tuple[_Side, _Side], kind: str, name: str, counter: _Counter) -> TensorDifference:
+def _compare_tensor(sides: tuple[_Side, _Side], kind: str, name: str, counter: ByteCounter) -> TensorDifference:
     try:
         tensors = (sides[0].tensor(kind, name), sides[1].tensor(kind, name))
         return _compare_known(sides, kind, tensors, counter)
@@ -211,7 +196,7 @@ def _compare_tensor(sides: tuple[_Side, _Side], kind: str, name: str, counter: _
 
 
 def _compare_known(
-    sides: tuple[_Side, _Side], kind: str, tensors: tuple[LogicalTensor, LogicalTensor], counter: _Counter
+    sides: tuple[_Side, _Side], kind: str, tensors: tuple[LogicalTensor, LogicalTensor], counter: ByteCounter
 ) -> TensorDifference:
     a, b = tensors
     shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)

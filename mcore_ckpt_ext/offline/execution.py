@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.team import Team
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Record
 from mcore_ckpt_ext.storage.publish import Publication
 from mcore_ckpt_ext.storage.remote import Upload
 from mcore_ckpt_ext.writing import FillBlock, RecordWriter, lay_out
-
-Progress = Callable[[int, int], None]
 
 
 class LocalOutput:
@@ -56,7 +54,7 @@ class LocalOutput:
             for number, record in mine
             if number not in done or not writer.confirm(record, done[number])
         ]
-        counter = _Counter(mine, left, progress)
+        counter = _counter(mine, left, progress)
         writer.write(left, self._publication.note, counter.add)
 
 
@@ -83,7 +81,7 @@ class RemoteOutput:
             done = self._upload.done()
             mine = ordinary[team.rank :: team.size]
             left = [file for file in mine if done.get(file.name) != file.length]
-            counter = _Counter(_records(mine, records), _records(left, records), progress)
+            counter = _counter(_records(mine, records), _records(left, records), progress)
             for file in left:
                 self._make(file, records.get(file.name, []), fill, counter)
 
@@ -96,7 +94,7 @@ class RemoteOutput:
         team.first(self._upload.publish)
 
     def _make(
-        self, file: OutputFile, records: Sequence[tuple[int, Record]], fill: FillBlock, counter: _Counter | None
+        self, file: OutputFile, records: Sequence[tuple[int, Record]], fill: FillBlock, counter: ByteCounter | None
     ) -> None:
         with TemporaryDirectory(prefix="mcore_ckpt_ext_") as staging:
             lay_out([file], Path(staging))
@@ -112,19 +110,9 @@ def _records(
     return [numbered for file in files for numbered in records.get(file.name, [])]
 
 
-class _Counter:
-    """Adds up what the workers wrote, in bytes, for the progress of this process's share."""
-
-    def __init__(
-        self, share: Sequence[tuple[int, Record]], left: Sequence[tuple[int, Record]], progress: Progress
-    ) -> None:
-        self._total = sum(record.nbytes for _, record in share)
-        self._done = self._total - sum(record.nbytes for _, record in left)
-        self._progress = progress
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        """Take note of bytes that were written."""
-        with self._lock:
-            self._done += count
-            self._progress(self._done, self._total)
+def _counter(
+    share: Sequence[tuple[int, Record]], left: Sequence[tuple[int, Record]], progress: Progress
+) -> ByteCounter:
+    """Counts what is written of this process's share, of which a part may be there already."""
+    total = sum(record.nbytes for _, record in share)
+    return ByteCounter(total, progress, done=total - sum(record.nbytes for _, record in left))

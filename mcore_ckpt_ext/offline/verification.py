@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
@@ -35,11 +33,11 @@ from mcore_ckpt_ext.offline.findings import (
     warning,
 )  # fmt: skip
 from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, labels, manifest_bytes
+from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.paths import as_path
 
-Progress = Callable[[int, int], None]
 _FILES_GONE = "files of the optimizer's state are missing or cut off"
 
 
@@ -81,9 +79,8 @@ class _Run:
         self.findings: list[Finding] = []
         self.checks: list[Check] = []
         self._quick, self._workers, self._progress = quick, workers, progress
-        self._lock = threading.Lock()
         self.failed: set[str] = set()
-        self._done = self._total = 0
+        self._counter = ByteCounter(0, progress)
 
     def verify(self) -> None:
         """All steps."""
@@ -100,7 +97,7 @@ class _Run:
         if self._quick:
             self._check_arrays(checkpoint)
             return
-        self._total = self._bytes_to_read(checkpoint, failed)
+        self._counter = ByteCounter(self._bytes_to_read(checkpoint, failed), self._progress)
         self._check_bytes(checkpoint, failed)
         state = self._check_state(checkpoint, failed)
         self._check_content(checkpoint, state, failed)
@@ -131,10 +128,10 @@ class _Run:
     def _check_bytes(self, checkpoint: Checkpoint, failed: set[str]) -> None:
         manifest = manifest_bytes(self.folder)
         if manifest:
-            self.findings.extend(check_manifest(self.folder, self._workers, self._advance))
+            self.findings.extend(check_manifest(self.folder, self._workers, self._counter.add))
             self.checks.append(Check(MANIFEST, f"SHA-256 of {manifest:,} bytes"))
         archives = [archive for archive in checkpoint.archives() if archive[0] not in failed]
-        self.findings.extend(check_archives(checkpoint, archives, self._workers, self._advance))
+        self.findings.extend(check_archives(checkpoint, archives, self._workers, self._counter.add))
         if archives:
             self.checks.append(Check(CHECKSUMS, f"CRC-32 of {sum(length for *_, length in archives):,} bytes"))
 
@@ -180,14 +177,14 @@ class _Run:
                 report = content.check(name)
             except CheckpointError as problem:
                 report = ParameterReport([error(PROOF, name, str(problem))])
-            self._advance(report.bytes_read)
+            self._counter.add(report.bytes_read)
             return report
 
         names = dict.fromkeys([*checkpoint.names(WEIGHT), *(checkpoint.optimizer.names() if state else ())])
         with ThreadPoolExecutor(self._workers) as pool:
             reports = list(pool.map(check, names))
         self.findings.extend(finding for report in reports for finding in report.findings)
-        self._progress(self._total, self._total)
+        self._counter.finish()
         proven = sum(report.proven for report in reports)
         self.checks.append(Check(PROOF, f"{proven:,} masters beside their weights", done=proven > 0))
         if copied := sum(report.copied for report in reports):
@@ -201,11 +198,6 @@ class _Run:
         numel = sum(prod(tensor.shape) for tensor in tensors if tensor is not None)
         state = numel * 12 if checkpoint.optimizer_format else 0
         return archives + manifest_bytes(self.folder) + weights + state
-
-    def _advance(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            self._progress(min(self._done, self._total), self._total)
 
 
 class _Noting:

@@ -1,0 +1,26 @@
+"""Progress of work that several threads share, in bytes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+Progress = Callable[[int, int], None]
+
+
+class ByteCounter:
+    """Adds up what the threads did and tells it on: bytes so far, and bytes in all (`total` may be an estimate)."""
+
+    def __init__(self, total: int, progress: Progress, done: int = 0) -> None:
+        self._done, self._total, self._progress = done, total, progress
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        """Take note of bytes that are done."""
+        with self._lock:
+            self._done += count
+            self._progress(min(self._done, self._total), self._total)
+
+    def finish(self) -> None:
+        """All is done, whatever was estimated."""
+        self._progress(self._total, self._total)
