@@ -59,7 +59,7 @@ class Layout:
 class Source:
     """A job that saves.
 
-    `targets`: how many of the model's targets are filled from it. `may_be_shifted`: releases 0.15 to 0.19 write its
+    `targets`: how many of the model's targets are filled from it; all by default. `may_be_shifted`: releases 0.15 to 0.19 write its
     fully_reshardable state wrong, because a bucket before the last has padding at its end (that of the tied embedding,
     or one of several); no target is filled from that.
     """
@@ -91,17 +91,14 @@ SOURCES = [
 ]
 TARGETS = {
     DENSE: [
-        Layout(4, tensor=4), Layout(4), Layout(4, pipeline=4), Layout(4, pipeline=2, virtual=2),
-        Layout(4, tensor=2, bucket_size=6000), Layout(2, tensor=2), Layout(6, pipeline=2),
+        Layout(4, tensor=4), Layout(4, pipeline=4), Layout(4, tensor=2, bucket_size=6000), Layout(2, tensor=2),
+        Layout(4, pipeline=2, virtual=2), Layout(6, pipeline=2),
     ],
-    TIED: [
-        Layout(4, tensor=2, pipeline=2), Layout(4, tensor=4), Layout(4, pipeline=4), Layout(2),
-        Layout(4, pipeline=2, virtual=2), Layout(4, tensor=2, bucket_size=6000),
-    ],
+    TIED: [Layout(4, tensor=2, pipeline=2), Layout(4, pipeline=4), Layout(2), Layout(4, pipeline=2, virtual=2)],
     EXPERTS: [
         Layout(4, tensor=2, expert=2), Layout(4, expert=4), Layout(4, pipeline=2),
         Layout(4, pipeline=2, expert=2, bucket_size=6000), Layout(8, tensor=2, pipeline=2, expert=2),
-        Layout(4, tensor=2, expert=2, expert_tensor=1), Layout(2),
+        Layout(4, tensor=2, expert=2, expert_tensor=1),
     ],
 }  # fmt: skip
 

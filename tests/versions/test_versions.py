@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tests.versions.jobs import (
     FORMATS,
     FULLY_RESHARDABLE,
     ROOT,
+    SOURCES,
     WHEELS,
     Source,
     checkpoint_of,
@@ -40,7 +42,22 @@ from megatron_on_cpu import dump_optimizer
 # The last run's record, in pytest's cache.
 RECORD = "versions/shown"
 SETTINGS = ("lr", "weight_decay", "wd_mult", "step", "betas", "eps")
-Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Dump:
+    """What was alive on all ranks of a job: the tensors, and what the optimizer applies to each parameter."""
+
+    folder: Path
+
+    @cached_property
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return dump_optimizer.assemble(self.folder)
+
+    @cached_property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        groups = dump_optimizer.parameter_settings(self.folder)
+        return {name: {key: group[key] for key in SETTINGS} for name, group in groups.items()}
 
 
 @pytest.fixture(scope="module")
@@ -57,48 +74,37 @@ def test_every_format_is_read_back_equal_offline_and_live(
     assert result.returncode == 0, (result.stdout + result.stderr)[-6000:]
     assert f"megatron-core {version}\n" in result.stdout
     found = {name: Shown() for name in FORMATS[version]}
+    truths = {source: Dump(truth_of(tmp_path, source)) for source in SOURCES}
     for source, name in checkpoints_of(version):
-        what = f"{version} {source} {name}"
-        truth = truth_of(tmp_path, source)
-        if assert_equal_offline(checkpoint_of(tmp_path, source, name), source, name, dump_optimizer.assemble(truth)):
+        truth = truths[source]
+        if is_equal_offline(checkpoint_of(tmp_path, source, name), source, name, truth):
             found[name].offline.add(str(source))
         for target in targets_of(source, name):
-            assert_equal_live(dump_of(tmp_path, source, name, target), truth, f"{what} as {target}")
+            live = Dump(dump_of(tmp_path, source, name, target))
+            assert live.tensors.keys() == truth.tensors.keys(), live
+            assert [key for key in truth.tensors if not torch.equal(live.tensors[key], truth.tensors[key])] == [], live
+            assert live.settings == truth.settings, live
             found[name].add(source, target)
     shown[version] = {name: one.as_json() for name, one in found.items()}
     few = {name: one.targets for name, one in found.items() if len(one.targets) < 6}
     assert not few
 
 
-def assert_equal_offline(folder: Path, source: Source, name: str, truth: Tensors) -> bool:
+def is_equal_offline(folder: Path, source: Source, name: str, truth: Dump) -> bool:
     """Every tensor without Megatron, bit for bit; False where Megatron itself lost elements, which are refused."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(folder)
     assert checkpoint.optimizer_format == name
-    assert {f"{kind}.{key}" for kind in checkpoint.kinds() for key in checkpoint.names(kind)} == truth.keys()
-    lost = []
-    for key, expected in truth.items():
+    assert {f"{kind}.{key}" for kind in checkpoint.kinds() for key in checkpoint.names(kind)} == truth.tensors.keys()
+    refused = set()
+    for key, expected in truth.tensors.items():
         kind, _, parameter = key.partition(".")
         try:
             assert torch.equal(checkpoint.tensor(kind, parameter).read(), expected), (folder, key)
         except ModelMismatchError:
-            lost.append(parameter)
-    assert set(lost) == set(checkpoint.optimizer.lost_elements())
-    assert not lost or (source.may_be_shifted and name == FULLY_RESHARDABLE)
-    return not lost
-
-
-def assert_equal_live(dump: Path, truth: Path, what: str) -> None:
-    """The live optimizers, bit for bit, and what they apply to every parameter."""
-    live, expected = dump_optimizer.assemble(dump), dump_optimizer.assemble(truth)
-    assert live.keys() == expected.keys(), what
-    assert [key for key, value in expected.items() if not torch.equal(live[key], value)] == [], what
-    assert settings(dump) == settings(truth), what
-
-
-def settings(dump: Path) -> dict[str, dict[str, Any]]:
-    return {
-        name: {key: group[key] for key in SETTINGS} for name, group in dump_optimizer.parameter_settings(dump).items()
-    }
+            refused.add(parameter)
+    assert refused == set(checkpoint.optimizer.lost_elements())
+    assert not refused or (source.may_be_shifted and name == FULLY_RESHARDABLE)
+    return not refused
 
 
 def test_the_readme_says_what_was_shown(shown: dict[str, dict[str, Any]], pytestconfig: pytest.Config) -> None:

@@ -124,7 +124,8 @@ def save_strategy(parallel: bool) -> Any:
         strategy = torch_dist.TorchDistSaveShardedStrategy()
     if not parallel:
         return strategy
-    return FullyParallelSaveStrategyWrapper(strategy, parallel_state.get_data_parallel_group(with_context_parallel=True))
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return FullyParallelSaveStrategyWrapper(strategy, group)
 
 
 def save_legacy(job: Any, folder: Path, name: str) -> None:
@@ -169,14 +170,23 @@ def load(order: dict[str, Any]) -> None:
     layout, tied = core_model.Layout(**order["layout"]), order["tied"]
     core_model.start(layout)
     job = core_model.build(layout, order["experts"], tied)
+    # A source has the same weights in all formats: from the first they are loaded, for the others kept.
+    weights: dict[Path, list[torch.Tensor]] = {}
+    parameters = [parameter for chunk in job.models for parameter in chunk.parameters()]
     for number, (source, target) in enumerate(order["checkpoints"]):
         for optimizer in job.optimizers:
             allocate(optimizer)
         core_model.fill_with_noise(job, tied, seed=100 + number)
-        checkpoint = open_checkpoint(source)
-        reshard = OptimizerReshard(checkpoint.folder, job.models, job.optimizer, job.arguments)
+        folder = Path(source)
+        reshard = OptimizerReshard(folder, job.models, job.optimizer, job.arguments)
         reshard.prepare()
-        load_weights(job, checkpoint, live_parameters(job.models))
+        writer = folder.parents[1]
+        if writer in weights:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, weights[writer])
+        else:
+            load_weights(job, open_checkpoint(folder), live_parameters(job.models))
+            weights[writer] = [parameter.detach().clone() for parameter in parameters]
         reshard.prove()
         reshard.fill()
         core_model.dump(job, Path(target), tied)
