@@ -59,9 +59,9 @@ class Layout:
 class Source:
     """A job that saves.
 
-    `targets`: how many of the model's targets are filled from it; all by default. `may_be_shifted`: releases 0.15 to 0.19 write its
-    fully_reshardable state wrong, because a bucket before the last has padding at its end (that of the tied embedding,
-    or one of several); no target is filled from that.
+    `targets`: how many of the model's targets are filled from it; all by default.
+    `may_be_shifted`: releases 0.15 to 0.19 write its fully_reshardable state wrong, because a bucket before the last
+    has padding at its end (that of the tied embedding, or one of several); no target is filled from that.
     """
 
     layout: Layout
