@@ -24,7 +24,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron_on_cpu import dump_optimizer
 
-HIDDEN, HEADS, LAYERS, VOCABULARY, POSITIONS, EXPERTS = 32, 4, 4, 128, 32, 4
+# With 48 positions the tied embedding begins at no multiple of three: see `SOURCES` in jobs.py.
+HIDDEN, HEADS, LAYERS, VOCABULARY, POSITIONS, EXPERTS = 32, 4, 4, 128, 48, 4
 _KINDS = ("fp32_param", "exp_avg", "exp_avg_sq")
 
 
