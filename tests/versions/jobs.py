@@ -60,15 +60,15 @@ class Source:
     """A job that saves.
 
     `targets`: how many of the model's targets are filled from it; all by default.
-    `may_be_shifted`: releases 0.15 to 0.19 write its fully_reshardable state wrong, because a bucket before the last
-    has padding at its end (that of the tied embedding, or one of several); no target is filled from that.
+    `is_shifted`: releases 0.15 to 0.19 write its fully_reshardable state wrong, because a bucket before the last has
+    padding at its end; elements are lost, so it is refused and no target is filled from it.
     """
 
     layout: Layout
     model: tuple[bool, bool] = DENSE
     distributed: bool = True
     targets: int = 99
-    may_be_shifted: bool = False
+    is_shifted: bool = False
 
     def __str__(self) -> str:
         return f"{_MODEL_NAMES[self.model]}-{self.layout}{'' if self.distributed else '-plain'}"
@@ -80,12 +80,13 @@ class Source:
 SOURCES = [
     Source(Layout(8, tensor=2, pipeline=2)),
     Source(Layout(4, pipeline=2, virtual=2), targets=2),
-    Source(Layout(4, tensor=2, bucket_size=6000), targets=2, may_be_shifted=True),
+    Source(Layout(4, tensor=2, bucket_size=6000), targets=2),
     # Three data-parallel ranks are where the packing rules of 0.12 and 0.13 differ.
-    Source(Layout(6, pipeline=2), TIED, may_be_shifted=True),
+    Source(Layout(6, pipeline=2), TIED, is_shifted=True),
+    Source(Layout(2), TIED, targets=2),
     Source(Layout(4, pipeline=2, expert=2), EXPERTS),
     Source(Layout(8, tensor=2, pipeline=2, expert=2), EXPERTS, targets=2),
-    Source(Layout(4, expert=2, bucket_size=6000), EXPERTS, targets=2, may_be_shifted=True),
+    Source(Layout(4, expert=2, bucket_size=6000), EXPERTS, targets=2),
     Source(Layout(4, tensor=2, pipeline=2), distributed=False),
     Source(Layout(4, pipeline=2, expert=2), EXPERTS, distributed=False, targets=2),
 ]
@@ -105,7 +106,7 @@ TARGETS = {
 
 def targets_of(source: Source, name: str) -> list[Layout]:
     """The layouts that are filled from one checkpoint."""
-    if name == FULLY_RESHARDABLE and source.may_be_shifted:
+    if name == FULLY_RESHARDABLE and source.is_shifted:
         return []
     return TARGETS[source.model][: source.targets]
 

@@ -105,7 +105,7 @@ def is_equal_offline(folder: Path, source: Source, name: str, truth: Dump) -> bo
     # By the packing rule of that version: the search by content would hide a wrong one.
     assert "discovery by content" not in checkpoint.optimizer.witnesses(), folder
     assert refused == set(checkpoint.optimizer.lost_elements())
-    assert not refused or (source.may_be_shifted and name == FULLY_RESHARDABLE)
+    assert bool(refused) == (source.is_shifted and name == FULLY_RESHARDABLE), folder
     return not refused
 
 
