@@ -8,7 +8,6 @@ objects are what the caller hands over.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -124,9 +123,9 @@ def state_keys(optimizers: Sequence[Any]) -> tuple[str, ...]:
 def live_parameters(chunks: Sequence[Any]) -> dict[int, LiveParameter]:
     """All parameters and buffers of the model chunks by `id`, described by the model's own sharded state dict."""
     found: dict[int, LiveParameter] = {}
-    for chunk, described in zip(chunks, _sharded_state_dicts(chunks), strict=True):
+    for chunk in chunks:
         held = {id(tensor) for tensor in (*chunk.parameters(), *chunk.buffers())}
-        for entry in _entries(described):
+        for entry in _entries(chunk.sharded_state_dict()):
             if id(getattr(entry, "data", None)) in held:
                 found[id(entry.data)] = _described(entry)
     return found
@@ -135,8 +134,8 @@ def live_parameters(chunks: Sequence[Any]) -> dict[int, LiveParameter]:
 def live_names(chunks: Sequence[Any]) -> list[str]:
     """Model-space names of every tensor, parameters and buffers, that the model chunks would store."""
     names: dict[str, None] = {}
-    for described in _sharded_state_dicts(chunks):
-        for entry in _entries(described):
+    for chunk in chunks:
+        for entry in _entries(chunk.sharded_state_dict()):
             if isinstance(getattr(entry, "data", None), torch.Tensor):
                 names.update(dict.fromkeys(_described(entry).tensors))
     return list(names)
@@ -177,26 +176,6 @@ def _checked_main(main: torch.Tensor, local: Slice) -> torch.Tensor:
             where=local.regions[0].name,
         )
     return main.detach().view(-1)
-
-
-def _sharded_state_dicts(chunks: Sequence[Any]) -> list[Any]:
-    """The sharded state dict of each model chunk.
-
-    Up to core_v0.12 the layers of a chunk are counted from the virtual pipeline rank that is set at that moment
-    (`generate_state_dict`, megatron/training/checkpointing.py); since 0.13 chunks know their own, `vp_stage`.
-    """
-    state: Any = sys.modules.get("megatron.core.parallel_state")
-    if len(chunks) == 1 or state is None or getattr(chunks[0], "vp_stage", None) is not None:
-        return [chunk.sharded_state_dict() for chunk in chunks]
-    before = state.get_virtual_pipeline_model_parallel_rank()
-    found = []
-    try:
-        for stage, chunk in enumerate(chunks):
-            state.set_virtual_pipeline_model_parallel_rank(stage)
-            found.append(chunk.sharded_state_dict())
-    finally:
-        state.set_virtual_pipeline_model_parallel_rank(before)
-    return found
 
 
 def _entries(tree: Any) -> Iterator[Any]:

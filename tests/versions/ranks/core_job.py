@@ -1,6 +1,6 @@
 """Saves and resumes with the genuine DistributedOptimizer of the megatron-core that is first on the path.
 
-argv: a JSON file with what to do (see `Order` in test_versions.py). Forks the ranks after one import.
+argv: a JSON file with what to do (see `jobs.py`). Imports once, then forks the ranks of each step.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ def prepare() -> None:
     importlib.import_module("core_model")
 
 
-def run_rank(rank: int, port: int) -> None:
-    """All of the order, in one rank."""
+def run_rank(rank: int, port: int, step: dict[str, Any]) -> None:
+    """All of a step, in one rank."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=ORDER["ranks"])
-    for saving in ORDER["save"]:
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=step["ranks"])
+    for saving in step.get("save", ()):
         save(saving)
-    for loading in ORDER["load"]:
+    for loading in step.get("load", ()):
         load(loading)
     torch.distributed.barrier()
 
@@ -74,9 +74,9 @@ def save(order: dict[str, Any]) -> None:
     for optimizer in job.optimizers:
         allocate(optimizer)
     core_model.fill_with_noise(job, tied, seed=7)
-    core_model.dump(job, Path(order["folder"]) / "truth", tied)
-    for name in order["formats"]:
-        folder = Path(order["folder"]) / name / "iter_0000004"
+    core_model.dump(job, Path(order["truth"]), tied)
+    for name, place in order["checkpoints"].items():
+        folder = Path(place)
         folder.mkdir(parents=True, exist_ok=True)
         torch.distributed.barrier()
         (save_legacy if name in (LEGACY, PLAIN) else save_torch_dist)(job, folder, name)
@@ -96,18 +96,36 @@ def save_torch_dist(job: Any, folder: Path, name: str) -> None:
     import core_model
     from megatron.core import dist_checkpointing
 
-    metadata = {"distrib_optim_sharding_type": name}
-    by_keyword = "metadata" not in inspect.signature(type(job.optimizers[0]).sharded_state_dict).parameters
+    metadata: dict[str, Any] = {"distrib_optim_sharding_type": name}
+    if name == "fully_reshardable":
+        metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     if ORDER["version"] >= [0, 14]:
         metadata |= {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    parallel = {"ckpt_fully_parallel_save": name == "fully_sharded_model_space"}  # up to 0.12 this is all that tells
-    state = core_model.common_state(job.arguments | parallel | {"ckpt_format": "torch_dist"})
-    state |= core_model.sharded_models(job)
-    weights = {key: value for key, value in state.items() if key.startswith("model")}
+    by_keyword = ORDER["version"] < [0, 13]  # there the arguments are all that tells a reader
+    parallel = name != "dp_zero_gather_scatter"  # --ckpt-fully-parallel-save
+    state = core_model.common_state(job.arguments | {"ckpt_fully_parallel_save": parallel, "ckpt_format": "torch_dist"})
+    weights = core_model.sharded_models(job, {} if by_keyword else {"metadata": metadata})
     kind = {"sharding_type": name} if by_keyword else {"metadata": metadata}
-    state["optimizer"] = job.optimizer.sharded_state_dict(weights, **kind)
-    more = {} if ORDER["version"] < [0, 13] else {"content_metadata": metadata}
-    dist_checkpointing.save(state, str(folder), ("torch_dist", 1), **more)
+    state |= {**weights, "optimizer": job.optimizer.sharded_state_dict(weights, **kind)}
+    more = {} if by_keyword else {"content_metadata": metadata}
+    dist_checkpointing.save(state, str(folder), save_strategy(parallel), **more)
+
+
+def save_strategy(parallel: bool) -> Any:
+    """As `save_checkpoint` makes it: replicas are spread over the data-parallel ranks, or not."""
+    from megatron.core import parallel_state
+    from megatron.core.dist_checkpointing import serialization
+    from megatron.core.dist_checkpointing.strategies import torch as torch_dist
+    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+
+    if hasattr(serialization, "get_default_save_sharded_strategy"):
+        strategy = serialization.get_default_save_sharded_strategy("torch_dist")
+    else:
+        strategy = torch_dist.TorchDistSaveShardedStrategy()
+    if not parallel:
+        return strategy
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return FullyParallelSaveStrategyWrapper(strategy, group)
 
 
 def save_legacy(job: Any, folder: Path, name: str) -> None:
@@ -120,7 +138,10 @@ def save_legacy(job: Any, folder: Path, name: str) -> None:
     torch.distributed.barrier()
     if name == LEGACY:
         job.optimizer.save_parameter_state(str(rank_folder / "distrib_optim.pt"))
-    if parallel_state.get_expert_data_parallel_rank() == 0:
+    writes = parallel_state.get_expert_data_parallel_rank() == 0
+    if ORDER["version"] >= [0, 18]:
+        writes |= parallel_state.get_data_parallel_rank() == 0
+    if writes:
         state = core_model.common_state(job.arguments | {"ckpt_format": "torch"})
         for index, chunk in enumerate(job.chunks):
             state["model" if len(job.chunks) == 1 else f"model{index}"] = chunk.state_dict_for_save_checkpoint()
@@ -149,14 +170,23 @@ def load(order: dict[str, Any]) -> None:
     layout, tied = core_model.Layout(**order["layout"]), order["tied"]
     core_model.start(layout)
     job = core_model.build(layout, order["experts"], tied)
+    # A source has the same weights in all formats: from the first they are loaded, for the others kept.
+    weights: dict[Path, list[torch.Tensor]] = {}
+    parameters = [parameter for chunk in job.models for parameter in chunk.parameters()]
     for number, (source, target) in enumerate(order["checkpoints"]):
         for optimizer in job.optimizers:
             allocate(optimizer)
         core_model.fill_with_noise(job, tied, seed=100 + number)
-        checkpoint = open_checkpoint(source)
-        reshard = OptimizerReshard(checkpoint.folder, job.models, job.optimizer, job.arguments)
+        folder = Path(source)
+        reshard = OptimizerReshard(folder, job.models, job.optimizer, job.arguments)
         reshard.prepare()
-        load_weights(job, checkpoint, live_parameters(job.models))
+        writer = folder.parents[1]
+        if writer in weights:
+            with torch.no_grad():
+                torch._foreach_copy_(parameters, weights[writer])
+        else:
+            load_weights(job, open_checkpoint(folder), live_parameters(job.models))
+            weights[writer] = [parameter.detach().clone() for parameter in parameters]
         reshard.prove()
         reshard.fill()
         core_model.dump(job, Path(target), tied)
@@ -168,7 +198,7 @@ def load_weights(job: Any, checkpoint: Any, live: Any) -> None:
     from megatron.core import dist_checkpointing
 
     if checkpoint.format == "torch_dist":
-        wanted = core_model.sharded_models(job)
+        wanted = core_model.sharded_models(job, {})
         loaded = dist_checkpointing.load(wanted, str(checkpoint.folder))
         for name, chunk in zip(wanted, job.models, strict=True):
             chunk.load_state_dict(loaded[name])
@@ -186,11 +216,14 @@ def main() -> int:
     # A wheel calls itself by its release; in a checkout's folder the commit is appended.
     sys.stdout.write(f"megatron-core {importlib.import_module('megatron.core').__version__}\n")
     prepare_multiprocessing()
-    ranks = Ranks()
-    port = free_port()
-    for rank in range(ORDER["ranks"]):
-        ranks.fork(rank, partial(run_rank, rank, port))
-    return ranks.wait()
+    for step in ORDER["steps"]:
+        ranks = Ranks()
+        port = free_port()
+        for rank in range(step["ranks"]):
+            ranks.fork(rank, partial(run_rank, rank, port, step))
+        if failed := ranks.wait():
+            return failed
+    return 0
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron_on_cpu import dump_optimizer
 
-HIDDEN, HEADS, LAYERS, VOCABULARY, POSITIONS, EXPERTS = 32, 4, 4, 128, 32, 4
+# With 48 positions the tied embedding begins at no multiple of three: see `SOURCES` in jobs.py.
+HIDDEN, HEADS, LAYERS, VOCABULARY, POSITIONS, EXPERTS = 32, 4, 4, 128, 48, 4
 _KINDS = ("fp32_param", "exp_avg", "exp_avg_sq")
 
 
@@ -36,6 +37,7 @@ class Layout:
     pipeline: int = 1
     virtual: int = 1
     expert: int = 1
+    expert_tensor: int | None = None
     bucket_size: int | None = None
 
 
@@ -68,8 +70,9 @@ def start(layout: Layout) -> None:
     parallel_state.destroy_model_parallel()
     virtual = layout.virtual if layout.virtual > 1 else None
     parallel_state.initialize_model_parallel(
-        layout.tensor, layout.pipeline, virtual, expert_model_parallel_size=layout.expert
-    )
+        layout.tensor, layout.pipeline, virtual,
+        expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=layout.expert_tensor,
+    )  # fmt: skip
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
@@ -81,7 +84,8 @@ def build(layout: Layout, experts: bool, tied: bool, distributed: bool = True) -
         sequence_parallel=experts and layout.tensor > 1,
         tensor_model_parallel_size=layout.tensor, pipeline_model_parallel_size=layout.pipeline,
         virtual_pipeline_model_parallel_size=layout.virtual if layout.virtual > 1 else None,
-        expert_model_parallel_size=layout.expert, num_moe_experts=EXPERTS if experts else None,
+        expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=layout.expert_tensor or layout.tensor,
+        num_moe_experts=EXPERTS if experts else None,
         gradient_accumulation_fusion=False,
         moe_token_dispatcher_type="alltoall", add_bias_linear=not experts, gated_linear_unit=experts,
         activation_func=torch.nn.functional.silu if experts else torch.nn.functional.gelu,
@@ -97,6 +101,7 @@ def build(layout: Layout, experts: bool, tied: bool, distributed: bool = True) -
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         module = Float16Module(config, model)
         wrapped.append(DistributedDataParallel(config, ddp, module, disable_bucketing=stage > 0))
+        _check_buckets(wrapped[-1], layout, stage)
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam", lr=1e-3, min_lr=1e-4, weight_decay=0.01, bf16=True, params_dtype=torch.bfloat16,
@@ -105,6 +110,14 @@ def build(layout: Layout, experts: bool, tied: bool, distributed: bool = True) -
         wrapped,
     )  # fmt: skip
     return Job(wrapped, optimizer, _arguments(layout, experts, tied, distributed))
+
+
+def _check_buckets(chunk: Any, layout: Layout, stage: int) -> None:
+    """Every buffer of the first chunk of the first stage must be cut, where that is wanted."""
+    first = stage == 0 and parallel_state.get_pipeline_model_parallel_rank() == 0
+    counts = [len(buffer.buckets) for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    if layout.bucket_size and first and min(counts) < 2:
+        raise RuntimeError(f"several buckets wanted, found {counts}")
 
 
 def _chunk(config: Any, layout: Layout, stage: int, experts: bool, tied: bool) -> Any:
@@ -131,8 +144,8 @@ def _arguments(layout: Layout, experts: bool, tied: bool, distributed: bool) -> 
         "padded_vocab_size": VOCABULARY, "max_position_embeddings": POSITIONS, "bf16": True, "fp16": False,
         "tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline,
         "virtual_pipeline_model_parallel_size": layout.virtual if layout.virtual > 1 else None,
-        "expert_model_parallel_size": layout.expert, "expert_tensor_parallel_size": layout.tensor,
-        "context_parallel_size": 1, "world_size": world,
+        "expert_model_parallel_size": layout.expert, "context_parallel_size": 1, "world_size": world,
+        "expert_tensor_parallel_size": layout.expert_tensor or layout.tensor,
         "data_parallel_size": world // (layout.tensor * layout.pipeline),
         "num_experts": EXPERTS if experts else None, "moe_grouped_gemm": False, "transformer_impl": "local",
         "untie_embeddings_and_output_weights": not tied, "swiglu": experts, "add_bias_linear": not experts,
@@ -143,7 +156,10 @@ def _arguments(layout: Layout, experts: bool, tied: bool, distributed: bool) -> 
 
 
 def fill_with_noise(job: Job, tied: bool, seed: int) -> None:
-    """Give every master and moment values of its own, equal in all copies, and make the weights from the masters."""
+    """Give every master and moment values of its own, equal in all copies, and make the weights from the masters.
+
+    Groups get a step, a learning rate and a weight decay of their own, too.
+    """
     names = _names(job, tied)
     for outer in job.optimizers:
         for parameter, master in _masters(outer):
@@ -165,7 +181,8 @@ def fill_with_noise(job: Job, tied: bool, seed: int) -> None:
                 master.copy_(0.02 * parts[0])
             outer.optimizer.state[master].update({"exp_avg": parts[1].clone(), "exp_avg_sq": parts[2].abs().clone()})
         for group in outer.optimizer.param_groups:
-            group["step"] = 4
+            group |= {"step": seed, "lr": 1e-6 * seed * (1 + group["wd_mult"])}
+            group["weight_decay"] = 1e-5 * seed * group["wd_mult"]
         outer._copy_main_params_to_model_params()
     if hasattr(job.optimizers[0], "gbuf_ranges"):
         for chunk in job.chunks:
@@ -189,13 +206,13 @@ def _names(job: Job, tied: bool) -> dict[int, str]:
     return names
 
 
-def sharded_models(job: Job) -> dict[str, Any]:
-    """The models as `generate_state_dict` describes them."""
+def sharded_models(job: Job, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """The models as `generate_state_dict` describes them, with its `model_sd_kwargs`."""
     found = {}
     for index, chunk in enumerate(job.models):
         if len(job.models) > 1:
             parallel_state.set_virtual_pipeline_model_parallel_rank(index)
-        found["model" if len(job.models) == 1 else f"model{index}"] = chunk.sharded_state_dict()
+        found["model" if len(job.models) == 1 else f"model{index}"] = chunk.sharded_state_dict(**keywords)
     return found
 
 
