@@ -53,7 +53,8 @@ RULES = {
 
 
 # A job without distributed optimizer aligns nothing.
-@pytest.mark.parametrize("name", [name for name in FIXTURES if "plain" not in name])
+# Without distributed optimizer there are no such buffers, and the jobs that wrote zarr did not report theirs.
+@pytest.mark.parametrize("name", [name for name in FIXTURES if "plain" not in name and "zarr" not in name])
 def test_equals_the_buffers_of_real_jobs(name: str) -> None:
     """Every gradient buffer that the job's ranks reported, laid out anew from its parameters' sizes alone."""
     job = Fixture(DATA / name).job

@@ -63,7 +63,7 @@ def garbage(array: Path) -> None:
     ("damage", "error", "says"),
     [
         (lacking("1.2.0"), UnreadableCheckpointError, "lacks chunks; found: 7 of them; expected: 8"),
-        (shortened, UnreadableCheckpointError, r"not as long as its metadata says; found: 100 bytes.*0\.1\.0"),
+        (shortened, UnreadableCheckpointError, r"shorter than its metadata says; found: 100 bytes.*0\.1\.0"),
         (garbage, UnreadableCheckpointError, "description of an array is damaged"),
         (described(shape=[10**9, 10**9, 32]), UnreadableCheckpointError, "lacks chunks"),
         (described(chunks=[1, 0, 32]), UnsupportedCheckpointError, "not stored as Megatron stores it"),
