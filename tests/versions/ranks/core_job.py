@@ -214,7 +214,8 @@ def main() -> int:
     die_with_parent()
     prepare()
     # A wheel calls itself by its release; in a checkout's folder the commit is appended.
-    sys.stdout.write(f"megatron-core {importlib.import_module('megatron.core').__version__}\n")
+    version = str(importlib.import_module("megatron.core").__version__).partition("+")[0]
+    sys.stdout.write(f"megatron-core {version}\n")
     prepare_multiprocessing()
     for step in ORDER["steps"]:
         ranks = Ranks()
