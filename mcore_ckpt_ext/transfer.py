@@ -81,7 +81,7 @@ class Transfer:
                 for column in range(0, length, limit):
                     width = min(limit, length - column)
                     first = source + row * source_stride + column
-                    elements = self._read_rows(payload, first, width, rows, source_stride)
+                    elements = self._read_rows(payload, first, width, rows, source_stride, copy.extent.turned_columns)
                     yield Block(elements, target + row * target_stride + column, width, rows, target_stride)
 
     def locate(self, extent: Extent) -> Payload:
@@ -140,7 +140,8 @@ class Transfer:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)
-            if destination.device.type == "cpu" and destination.dtype == payload.dtype:
+            straight = destination.device.type == "cpu" and destination.dtype == payload.dtype
+            if straight and not copy.extent.turned_columns:
                 self._read_in_place(payload, copy, destination)
                 continue
             for block in self.blocks(copy):
@@ -154,13 +155,28 @@ class Transfer:
                 offset = payload.offset + (source + row * source_stride) * size
                 self._reader.read_into(payload.file, offset, memory[begin : begin + length * size])
 
-    def _read_rows(self, payload: Payload, first: int, length: int, count: int, stride: int) -> torch.Tensor:
+    def _read_rows(
+        self, payload: Payload, first: int, length: int, count: int, stride: int, turned_columns: int = 0
+    ) -> torch.Tensor:
+        if turned_columns:
+            return self._read_turned(payload, first, length, count, stride, turned_columns)
         elements = torch.empty(count * length, dtype=payload.dtype, device="cpu")
         memory, size = _bytes_of(elements), payload.dtype.itemsize
         for row in range(count):
             offset = payload.offset + (first + row * stride) * size
             self._reader.read_into(payload.file, offset, memory[row * length * size : (row + 1) * length * size])
         return elements
+
+    def _read_turned(
+        self, payload: Payload, first: int, length: int, count: int, stride: int, columns: int
+    ) -> torch.Tensor:
+        """As `_read_rows`, of the transpose of the stored matrix: the columns that hold the elements are read whole."""
+        height = payload.numel // columns
+        last = first + (count - 1) * stride + length
+        left, right = first // height, -(-last // height)
+        stored = self._read_rows(payload, left, right - left, height, columns)
+        turned = stored.view(height, right - left).t().reshape(-1)
+        return turned.as_strided((count, length), (stride, 1), first - left * height).reshape(-1)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -8,6 +8,9 @@ import sys
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_size, readable
 from mcore_ckpt_ext.cli.together import the_team
+from mcore_ckpt_ext.formats.huggingface import LOCAL, TRANSFORMER_ENGINE
+from mcore_ckpt_ext.formats.huggingface_target import DTYPES, SHARD_BYTES
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, DEFAULT_WORKERS, Report, convert
 from mcore_ckpt_ext.offline.estimate import disk_rate
 from mcore_ckpt_ext.offline.targets import FORMATS
@@ -18,7 +21,7 @@ HELP = "write a checkpoint in another format or layout, optimizer included"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options; layouts are spelt as Megatron spells them."""
-    parser.add_argument("source", metavar="SRC", help="run folder, iteration folder, or canonical folder")
+    parser.add_argument("source", metavar="SRC", help="run folder, iteration folder, Hugging Face or canonical folder")
     parser.add_argument("destination", metavar="DST", help="the folder to make")
     parser.add_argument("--to", required=True, choices=FORMATS, help="the format to write")
     parser.add_argument("--megatron-version", help="the version that will read it (default: the installed)")
@@ -29,7 +32,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ("expert-model-parallel-size", "expert-parallel ranks"),
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} of the job that will read (legacy)")
-    parser.add_argument("--vocab-size", type=int, metavar="N", help="the tokenizer's size, to pad as Megatron pads")
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="the tokenizer's size, to pad as Megatron pads, or to remove it (hf)"
+    )
+    parser.add_argument(
+        "--transformer-impl", choices=(TRANSFORMER_ENGINE, LOCAL), default=TRANSFORMER_ENGINE,
+        help="of the job that will read what comes from Hugging Face",
+    )  # fmt: skip
+    parser.add_argument("--family", metavar="NAME", help="of the model, where it is not recognised; or path.py:Name")
+    parser.add_argument("--tokenizer", metavar="PATH", help="folder of a tokenizer whose files are copied (hf)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of all floating-point tensors (hf; default: as stored)")
+    parser.add_argument(
+        "--from", dest="kind", choices=(WEIGHT, FP32_PARAM), default=WEIGHT, help="what to export (hf)"
+    )
+    parser.add_argument(
+        "--max-shard-size", type=parse_size, default=SHARD_BYTES, metavar="SIZE", help="of a file (hf; default 5GB)"
+    )
+    parser.add_argument("--bin", action="store_true", help="pytorch_model.bin instead of safetensors (hf)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
     parser.add_argument("--force", action="store_true", help="replace DST")
@@ -59,6 +78,13 @@ def _converted(arguments: argparse.Namespace, team: Team) -> Report:
         virtual_pipeline_model_parallel_size=arguments.virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=arguments.expert_model_parallel_size,
         vocab_size=arguments.vocab_size,
+        transformer_impl=arguments.transformer_impl,
+        family=arguments.family,
+        tokenizer=arguments.tokenizer,
+        dtype=arguments.dtype,
+        kind=arguments.kind,
+        max_shard_size=arguments.max_shard_size,
+        pickled=arguments.bin,
         workers=arguments.workers,
         memory_limit=arguments.memory_limit,
         force=arguments.force,

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from mcore_ckpt_ext.errors import ProofError
+from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.stacking import ShardedKey, sharded_key, stacks_layers
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
@@ -134,6 +135,24 @@ class Checkpoint(ABC):
     def iteration(self) -> int:
         """The training iteration."""
         return int(self.common.get("iteration", 0))
+
+    @property
+    def released(self) -> bool:
+        """Whether it is a model to begin with, of no iteration of a job (Megatron's `release` folder)."""
+        return self.folder.name == "release"
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Tokens of the vocabulary without padding, where the format itself says."""
+        return None
+
+    def notices(self) -> list[str]:
+        """What whoever converts it should know."""
+        return []
+
+    def companions(self) -> dict[str, bytes]:
+        """Small files that belong to the model, its tokenizer for example, by name."""
+        return companions(self.folder / TOKENIZER_FOLDER)
 
     @cached_property
     def models(self) -> LocalModels:

@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.base import Checkpoint, TensorHandle
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
+from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint, sharded_backend
@@ -23,13 +26,21 @@ TRACKER_FILE = "latest_checkpointed_iteration.txt"
 _BACKENDS = {TORCH_DIST: TorchDistCheckpoint, ZARR: ZarrCheckpoint}
 
 
-def open_checkpoint(path: str | os.PathLike[str], *, witnesses: Sequence[ParameterOrder] = ()) -> Checkpoint:
+def open_checkpoint(
+    path: str | os.PathLike[str],
+    *,
+    witnesses: Sequence[ParameterOrder] = (),
+    family: Family | None = None,
+    transformer_impl: str = TRANSFORMER_ENGINE,
+) -> Checkpoint:
     """Open a checkpoint; nothing but metadata is read.
 
     Args:
         path: a run folder (its newest iteration is taken), an `iter_XXXXXXX` or `release` folder,
-            or a folder in `canonical`.
+            a folder in `canonical`, or one of Hugging Face's.
         witnesses: parameter orders to try when the layout of the gradient buffers is recovered.
+        family: of a Hugging Face folder, where its `config.json` names none that is known.
+        transformer_impl: the layer spec under whose names a Hugging Face folder is seen.
 
     Raises:
         UnreadableCheckpointError: there is no finished checkpoint.
@@ -40,6 +51,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, witnesses: Sequence[Paramet
         return CanonicalCheckpoint(folder, witnesses)
     if is_legacy(folder):
         return LegacyCheckpoint(folder, witnesses)
+    if is_huggingface(folder):
+        return HuggingFaceCheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl)
     backend = sharded_backend(folder)
     if backend not in _BACKENDS:
         raise UnsupportedCheckpointError(

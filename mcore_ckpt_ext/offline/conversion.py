@@ -17,16 +17,21 @@ from pathlib import Path
 import torch
 
 from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckpointError
+from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, open_checkpoint
+from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE
+from mcore_ckpt_ext.formats.huggingface_folder import companions
+from mcore_ckpt_ext.formats.huggingface_target import SHARD_BYTES, HuggingFaceOptions
 from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
 from mcore_ckpt_ext.offline.reading import Remembering
-from mcore_ckpt_ext.offline.targets import TargetOptions, installed_version, lay_out_target
+from mcore_ckpt_ext.offline.targets import Target, TargetOptions, installed_version, lay_out_target
 from mcore_ckpt_ext.offline.team import Alone, Team
 from mcore_ckpt_ext.planning.output import Block, Output, OutputFile, Placed, Record
-from mcore_ckpt_ext.planning.plan import Plan, make_plan
+from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.transfer import Transfer
 from mcore_ckpt_ext.writing import BLOCK_BYTES
@@ -64,6 +69,13 @@ def convert(
     virtual_pipeline_model_parallel_size: int | None = None,
     expert_model_parallel_size: int | None = None,
     vocab_size: int | None = None,
+    transformer_impl: str = TRANSFORMER_ENGINE,
+    family: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    dtype: str | None = None,
+    kind: str = WEIGHT,
+    max_shard_size: int = SHARD_BYTES,
+    pickled: bool = False,
     workers: int = DEFAULT_WORKERS,
     memory_limit: int = DEFAULT_MEMORY,
     force: bool = False,
@@ -76,16 +88,23 @@ def convert(
     """Convert a checkpoint, optimizer included.
 
     Args:
-        source: a run folder (its newest iteration), an iteration folder, or a canonical folder.
-        destination: the run folder to make (for `canonical` the folder itself).
-        to: `torch_dist`, `legacy` or `canonical`.
+        source: a run folder (its newest iteration), an iteration folder, a Hugging Face or a canonical folder.
+        destination: the run folder to make (for `hf` and `canonical` the folder itself).
+        to: `torch_dist`, `legacy`, `hf` or `canonical`.
         megatron_version: the version that will read it; by default the installed one, else the newest known.
         tensor_model_parallel_size: of the job that will read it (`legacy`); by default that of the source.
         pipeline_model_parallel_size: likewise.
         virtual_pipeline_model_parallel_size: model chunks a pipeline rank, likewise.
         expert_model_parallel_size: likewise; for `torch_dist` it only says whether experts have an optimizer of
             their own.
-        vocab_size: the tokenizer's size, to pad the vocabulary as Megatron pads it.
+        vocab_size: the tokenizer's size, to pad the vocabulary as Megatron pads it, or to remove its padding (`hf`).
+        transformer_impl: layer spec of the job that will read what comes from a Hugging Face folder: its names differ.
+        family: of the model, where it is not recognised: a name, or `path.py:Class`, which is executed.
+        tokenizer: for `hf`, the folder of a tokenizer or model whose small files are copied.
+        dtype: for `hf`, of all floating-point tensors; by default as stored.
+        kind: for `hf`, what to export: `weight`, or `fp32_param` for the masters.
+        max_shard_size: for `hf`, the most bytes that a file of weights holds.
+        pickled: for `hf`, write `pytorch_model.bin` instead of safetensors.
         workers: records that are written at the same time.
         memory_limit: bytes that blocks of all workers may take together.
         force: replace the destination.
@@ -102,7 +121,8 @@ def convert(
     """
     begun = time.monotonic()
     team = team or Alone()
-    checkpoint = open_checkpoint(source)
+    of_family = family_named(family) if family else None
+    checkpoint = open_checkpoint(source, family=of_family, transformer_impl=transformer_impl)
     before = _state_of(checkpoint.folder)
     options = TargetOptions(
         megatron_version=megatron_version or installed_version(),
@@ -111,6 +131,15 @@ def convert(
         virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
         expert_model_parallel_size=expert_model_parallel_size,
         vocab_size=vocab_size,
+        hugging_face=HuggingFaceOptions(
+            family=of_family,
+            vocab_size=vocab_size,
+            dtype=dtype,
+            kind=kind,
+            shard_bytes=max_shard_size,
+            pickled=pickled,
+            tokenizer=_tokenizer(tokenizer),
+        ),
     )
     target = lay_out_target(checkpoint, to, options)
     output = _below(target.output, target.folder)
@@ -128,7 +157,7 @@ def convert(
 
         def check() -> None:
             _check_unchanged(checkpoint.folder, before)
-            _check_readable(written.folder, checkpoint, to)
+            _check_readable(written.folder, checkpoint, target)
 
         written.write(output, filler.fill, check, progress, force=force, resume=resume)
     return Report(
@@ -180,15 +209,39 @@ class _Filler:
             ProofError: a master does not round to its weight.
             CheckpointError: the source is damaged or incomplete.
         """
-        plan = make_plan([placed.wanted for placed in block.content], self._source, self._accept_lost)
-        rooms = [elements[placed.start : placed.stop] for placed in block.content]
-        self._transfer.execute(plan, rooms)
-        for index, (placed, room) in enumerate(zip(block.content, rooms, strict=True)):
-            if placed.wanted.kind == FP32_PARAM:
-                self._prove(placed, room, plan, index)
+        rooms = [(placed, elements[placed.start : placed.stop]) for placed in block.content]
+        self._read([(placed.wanted, room) for placed, room in rooms if not placed.turned_rows])
+        for placed, room in rooms:
+            if placed.turned_rows:
+                self._read_turned(placed, room)
 
-    def _prove(self, placed: Placed, masters: torch.Tensor, plan: Plan, index: int) -> None:
-        wanted = placed.wanted
+    def _read(self, parts: Sequence[tuple[WantedSlice, torch.Tensor]]) -> None:
+        """Read slices, and prove the masters among them before any rounding."""
+        exact = [
+            torch.empty(room.numel()) if wanted.kind == FP32_PARAM and room.dtype != torch.float32 else room
+            for wanted, room in parts
+        ]
+        plan = make_plan([wanted for wanted, _ in parts], self._source, self._accept_lost)
+        self._transfer.execute(plan, exact)
+        for index, ((wanted, room), values) in enumerate(zip(parts, exact, strict=True)):
+            if wanted.kind == FP32_PARAM:
+                self._prove(wanted, values, plan, index)
+            if values is not room:
+                room.copy_(values)
+
+    def _read_turned(self, placed: Placed, room: torch.Tensor) -> None:
+        """Read the columns that hold a part of a transpose."""
+        height, part = placed.turned_rows, placed.wanted.slice
+        left, right = part.start // height, -(-part.stop // height)
+        regions = tuple(
+            Region(region.name, (region.offsets[0], left), (region.sizes[0], right - left)) for region in part.regions
+        )
+        columns = torch.empty(height * (right - left), dtype=room.dtype)
+        self._read([(replace(placed.wanted, slice=Slice.whole(regions)), columns)])
+        turned = columns.view(height, right - left).t().reshape(-1)
+        room.copy_(turned[part.start - left * height : part.stop - left * height])
+
+    def _prove(self, wanted: WantedSlice, masters: torch.Tensor, plan: Plan, index: int) -> None:
         tensors = {name: self._weight(name, tensor) for name, tensor in wanted.tensors.items()}
         dtype = next(iter(tensors.values())).dtype
         weights = torch.empty(masters.numel(), dtype=getattr(torch, dtype))
@@ -263,14 +316,29 @@ def _check_unchanged(folder: Path, before: list[tuple[str, int, int]]) -> None:
         )
 
 
-def _check_readable(folder: Path, source: Checkpoint, to: str) -> None:
+def _tokenizer(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
+    """The small files of the folder that the user names.
+
+    Raises:
+        UnreadableCheckpointError: it has none.
+    """
+    if path is None:
+        return {}
+    found = companions(as_path(path))
+    if not found:
+        raise UnreadableCheckpointError("the folder holds no tokenizer", where=str(path), helps="--tokenizer PATH")
+    return found
+
+
+def _check_readable(folder: Path, source: Checkpoint, target: Target) -> None:
     """Open what was written, as a reader will, and compare what it says of itself with the source."""
-    written = open_checkpoint(folder)
-    for kind in source.kinds():
-        if sorted(written.names(kind)) != sorted(source.names(kind)):
+    written = target.reads_back(folder)
+    for kind in target.kinds:
+        expected = sorted(set(source.names(kind)) - set(target.left_out))
+        if sorted(written.names(kind)) != expected:
             raise DestinationError(
-                f"what was written as {to} does not read back as the source; nothing was published",
+                "what was written does not read back as the source; nothing was published",
                 found=f"{len(written.names(kind))} tensors of {kind}",
-                expected=f"{len(source.names(kind))}",
+                expected=f"{len(expected)}",
                 where=str(folder),
             )

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.canonical import canonical_output
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER
+from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceOptions, HuggingFaceTarget
 from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
 from mcore_ckpt_ext.formats.torch_dist_target import TorchDistTarget
-from mcore_ckpt_ext.planning.output import Output
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.planning.output import Output, OutputFile
 
 NEWEST = "0.19"
-FORMATS = ("torch_dist", "legacy", "canonical")
+HUGGING_FACE = "hf"
+FORMATS = ("torch_dist", "legacy", HUGGING_FACE, "canonical")
 
 
 def installed_version() -> str:
@@ -36,6 +42,7 @@ class TargetOptions:
     virtual_pipeline_model_parallel_size: int | None = None
     expert_model_parallel_size: int | None = None
     vocab_size: int | None = None
+    hugging_face: HuggingFaceOptions = field(default_factory=HuggingFaceOptions)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -54,11 +61,17 @@ class TargetOptions:
 
 @dataclass(frozen=True)
 class Target:
-    """What is to be written: the files, the iteration folder they belong into (none: the destination itself)."""
+    """What is to be written: the files, the iteration folder they belong into (none: the destination itself).
+
+    `reads_back` opens what was written; of the source's tensors it may lack `left_out`, and other `kinds`.
+    """
 
     output: Output
     folder: str
     notes: Sequence[str]
+    kinds: Sequence[str]
+    left_out: Sequence[str] = ()
+    reads_back: Callable[[Path], Checkpoint] = open_checkpoint
 
 
 # Arguments that say how layers are spread over pipeline ranks, and mean nothing for another number of ranks.
@@ -73,6 +86,7 @@ def reader_arguments(checkpoint: Checkpoint, options: TargetOptions) -> dict[str
     """Megatron's arguments of the job that will read: the writer's, with another layout."""
     arguments, source = dict(checkpoint.args), checkpoint.layout
     tensor = options.tensor_model_parallel_size or source.tensor
+    vocabulary = options.vocab_size or checkpoint.vocabulary
     pipeline = options.pipeline_model_parallel_size or source.pipeline
     expert = options.expert_model_parallel_size or source.expert
     virtual = options.virtual_pipeline_model_parallel_size
@@ -91,7 +105,7 @@ def reader_arguments(checkpoint: Checkpoint, options: TargetOptions) -> dict[str
         "expert_tensor_parallel_size": tensor,
         "data_parallel_size": data,
         "world_size": ranks * data,
-        "padded_vocab_size": _padded_vocabulary(arguments, tensor, options.vocab_size),
+        "padded_vocab_size": _padded_vocabulary(arguments, tensor, vocabulary),
         "ckpt_format": "torch",
         "use_dist_ckpt": False,
         "use_distributed_optimizer": True,
@@ -118,15 +132,39 @@ def lay_out_target(checkpoint: Checkpoint, to: str, options: TargetOptions) -> T
     Raises:
         UnsupportedCheckpointError: the format cannot hold this checkpoint.
     """
-    folder = "release" if checkpoint.folder.name == "release" else f"iter_{checkpoint.iteration:07d}"
+    if to == HUGGING_FACE:
+        return _hugging_face(checkpoint, options.hugging_face)
+    folder = "release" if checkpoint.released else f"iter_{checkpoint.iteration:07d}"
+    kinds = checkpoint.kinds()
+    notes = checkpoint.notices()
     if to == "torch_dist":
         expert = options.expert_model_parallel_size
         experts_apart = checkpoint.experts_apart if expert is None else expert > 1
         target = TorchDistTarget(checkpoint, options.version, experts_apart)
-        return Target(target.output(), folder, target.notes)
+        return Target(_with_companions(target.output(), checkpoint), folder, [*target.notes, *notes], kinds)
     if to == "canonical":
-        return Target(canonical_output(checkpoint), "", [])
+        return Target(canonical_output(checkpoint), "", notes, kinds)
     if to == "legacy":
         legacy = LegacyTarget(checkpoint, reader_arguments(checkpoint, options), options.version)
-        return Target(legacy.output(), folder, legacy.notes)
+        return Target(_with_companions(legacy.output(), checkpoint), folder, [*legacy.notes, *notes], kinds)
     raise UnsupportedCheckpointError("unknown format", found=to, expected=", ".join(FORMATS))
+
+
+def _hugging_face(checkpoint: Checkpoint, options: HuggingFaceOptions) -> Target:
+    target = HuggingFaceTarget(checkpoint, options)
+    spec = target.fit.arguments["transformer_impl"]
+
+    def reads_back(folder: Path) -> Checkpoint:
+        return open_checkpoint(folder, family=target.fit.family, transformer_impl=spec)
+
+    output = target.output()
+    return Target(output, "", target.notes, (WEIGHT,), target.left_out, reads_back)
+
+
+def _with_companions(output: Output, checkpoint: Checkpoint) -> Output:
+    """The same, and the model's small files where Megatron keeps its tokenizer."""
+    small = [
+        OutputFile(f"{TOKENIZER_FOLDER}/{name}", len(content), ((0, content),))
+        for name, content in checkpoint.companions().items()
+    ]
+    return Output([*small, *output.files], output.records)

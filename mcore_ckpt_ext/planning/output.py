@@ -15,10 +15,15 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """A wanted slice whose first element is element `start` of its record."""
+    """A wanted slice whose first element is element `start` of its record.
+
+    `turned_rows`: the slice's regions are whole rows of one matrix with so many rows, and the record holds the
+    transpose; the slice's `start` and `stop` then count in the transpose. 0 for everything else.
+    """
 
     start: int
     wanted: WantedSlice
+    turned_rows: int = 0
 
     @property
     def stop(self) -> int:
@@ -74,7 +79,7 @@ def _parts(content: Sequence[Placed], first: int, start: int, stop: int) -> Iter
         low, high = max(start, placed.start), min(stop, placed.stop)
         begin = placed.wanted.slice.start + low - placed.start
         part = Slice(placed.wanted.slice.regions, begin, begin + high - low)
-        yield Placed(low - start, replace(placed.wanted, slice=part))
+        yield Placed(low - start, replace(placed.wanted, slice=part), placed.turned_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,8 @@ class Extent:
 
     `record` names the archive's record that holds it; empty where the archive is that one tensor. The payload's own
     position inside of the archive is looked up when it is read, not when the plan is made. `is_raw`: there is no
-    archive around the elements, they begin at `offset` themselves.
+    archive around the elements, they begin at `offset` themselves. `turned_columns`: what is stored is a matrix with so
+    many columns the other way round, and elements are counted in the order of its transpose; 0 for everything else.
     """
 
     file: str
@@ -36,6 +37,7 @@ class Extent:
     numel: int
     record: str = ""
     is_raw: bool = False
+    turned_columns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

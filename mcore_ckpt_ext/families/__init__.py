@@ -1,0 +1,1 @@
+"""Model families of Hugging Face: names and rows of their tensors, and their configuration. Pure and declarative."""

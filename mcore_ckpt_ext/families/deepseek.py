@@ -1,0 +1,140 @@
+"""What DeepSeek-V2 and V3 share: latent attention, shared experts beside the routed ones, dense first layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import Arguments, has_experts
+from mcore_ckpt_ext.families.family import Rule
+from mcore_ckpt_ext.families.settings import (
+    NO_WINDOW,
+    RMS_NORM,
+    SILU,
+    SIZES,
+    TRAINING,
+    Both,
+    Config,
+    Fixed,
+    Needs,
+    Same,
+    Setting,
+    rope_parameters,
+    tied,
+    unrepresentable,
+)  # fmt: skip
+
+_OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
+# YaRN: Hugging Face's key, Megatron's argument, and what a missing key means (modeling_rope_utils.py).
+_YARN = (
+    ("factor", "rotary_scaling_factor", 1.0), ("mscale", "mscale", 1.0), ("mscale_all_dim", "mscale_all_dim", 0.0),
+    ("beta_fast", "beta_fast", 32), ("beta_slow", "beta_slow", 1),
+    ("original_max_position_embeddings", "original_max_position_embeddings", 4096),
+)  # fmt: skip
+
+
+def compressed_queries(arguments: Arguments, layer: int) -> bool:
+    """Whether queries are projected down first."""
+    return bool(arguments["q_lora_rank"])
+
+
+def plain_queries(arguments: Arguments, layer: int) -> bool:
+    """Whether they are not (V2-Lite)."""
+    return not compressed_queries(arguments, layer)
+
+
+LATENT_ATTENTION = (
+    Rule(f"{_THEIRS}.q_proj.weight", f"{_OURS}.linear_q_proj.weight", where=plain_queries),
+    Rule(f"{_THEIRS}.q_a_proj.weight", f"{_OURS}.linear_q_down_proj.weight", where=compressed_queries),
+    Rule(f"{_THEIRS}.q_a_layernorm.weight", f"{_OURS}.linear_q_up_proj.layer_norm_weight", where=compressed_queries),
+    Rule(f"{_THEIRS}.q_b_proj.weight", f"{_OURS}.linear_q_up_proj.weight", where=compressed_queries),
+    Rule(f"{_THEIRS}.kv_a_proj_with_mqa.weight", f"{_OURS}.linear_kv_down_proj.weight"),
+    Rule(f"{_THEIRS}.kv_a_layernorm.weight", f"{_OURS}.linear_kv_up_proj.layer_norm_weight"),
+    Rule(f"{_THEIRS}.kv_b_proj.weight", f"{_OURS}.linear_kv_up_proj.weight"),
+    parts.ATTENTION_OUTPUT,
+)
+RULES = (
+    parts.EMBEDDING, *LATENT_ATTENTION, *parts.MLP, *parts.experts(), *parts.shared_experts("shared_experts"),
+    parts.LATENT_ATTENTION_NORM, *parts.MLP_NORM, *parts.OUTPUT,
+)  # fmt: skip
+
+
+def _rope() -> Setting:
+    def to_config(arguments: Arguments) -> dict[str, Any]:
+        scaling = None
+        if arguments["rope_type"] != "rope":
+            scaling = {"rope_type": "yarn", "type": "yarn", **{key: arguments[ours] for key, ours, _ in _YARN}}
+        return {"rope_theta": float(arguments["rotary_base"]), "rope_scaling": scaling}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        found = rope_parameters(config)
+        arguments: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": int(found["rope_theta"])}
+        if found["rope_type"] == "default":
+            return arguments | {"rope_type": "rope"}
+        if found["rope_type"] != "yarn":
+            raise unrepresentable("rope_scaling", found, "default or yarn")
+        return arguments | {"rope_type": "yarn"} | {ours: found.get(key, absent) for key, ours, absent in _YARN}
+
+    return Both(("rope_parameters", "rope_theta", "rope_scaling"), to_config, to_arguments)
+
+
+def _layers() -> Setting:
+    def to_config(arguments: Arguments) -> dict[str, Any]:
+        pattern = [has_experts(arguments, layer) for layer in range(arguments["num_layers"])]
+        return {"first_k_dense_replace": pattern.index(True) if any(pattern) else len(pattern), "moe_layer_freq": 1}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        first, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
+        layers = range(config["num_hidden_layers"])
+        pattern = [int(layer >= first and layer % step == 0) for layer in layers]
+        return {"moe_layer_freq": 1 if all(pattern) else pattern}
+
+    def why_not(arguments: Arguments) -> list[str]:
+        pattern = [has_experts(arguments, layer) for layer in range(arguments["num_layers"])]
+        return [] if any(pattern) and pattern == sorted(pattern) else ["no experts from some layer on"]
+
+    return Both(("first_k_dense_replace", "moe_layer_freq"), to_config, to_arguments, why_not)
+
+
+def _shared() -> Setting:
+    """All shared experts together are one in Megatron."""
+
+    def to_config(arguments: Arguments) -> dict[str, Any]:
+        return {"n_shared_experts": arguments["moe_shared_expert_intermediate_size"] // arguments["moe_ffn_hidden_size"]}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        return {"moe_shared_expert_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"]}
+
+    def why_not(arguments: Arguments) -> list[str]:
+        size = arguments["moe_shared_expert_intermediate_size"]
+        return [] if size and size % arguments["moe_ffn_hidden_size"] == 0 else ["no whole number of shared experts"]
+
+    return Both(("n_shared_experts",), to_config, to_arguments, why_not)
+
+
+SETTINGS: tuple[Setting, ...] = (
+    *SIZES, tied(by_default=False), *TRAINING, SILU, RMS_NORM, NO_WINDOW, _rope(), _layers(), _shared(),
+    Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+    Both(
+        ("num_key_value_heads",),
+        lambda arguments: {"num_key_value_heads": arguments["num_attention_heads"]},
+        lambda config: {},
+    ),
+    # Megatron's own width of a head, which latent attention does not use.
+    Both(("head_dim", "qk_head_dim"), lambda arguments: {}, lambda config: {}),
+    Both(
+        ("q_lora_rank",),
+        lambda arguments: {"q_lora_rank": arguments["q_lora_rank"]},
+        lambda config: {"q_lora_rank": config.get("q_lora_rank", 1536)},
+    ),
+    Same("kv_lora_rank", "kv_lora_rank", 512), Same("qk_nope_head_dim", "qk_head_dim", 128),
+    Same("qk_rope_head_dim", "qk_pos_emb_head_dim", 64), Same("v_head_dim", "v_head_dim", 128),
+    Same("n_routed_experts", "num_experts"), Same("num_experts_per_tok", "moe_router_topk"),
+    Same("moe_intermediate_size", "moe_ffn_hidden_size"),
+    Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+    Needs({
+        "multi_latent_attention": True, "qk_layernorm": True, "moe_shared_expert_gate": False,
+        "attention_output_gate": False, "rotary_interleaved": False, "no_rope_freq": None, "softmax_type": "vanilla",
+        "apply_residual_connection_post_layernorm": False, "squared_relu": False, "quick_geglu": False,
+    }),
+)  # fmt: skip

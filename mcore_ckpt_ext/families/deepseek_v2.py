@@ -1,0 +1,59 @@
+"""DeepSeek-V2 and V2-Lite."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, unrepresentable
+
+
+def _groups(arguments: Arguments) -> dict[str, Any]:
+    groups, chosen = arguments["moe_router_num_groups"], arguments["moe_router_group_topk"]
+    method = "group_limited_greedy" if groups else "greedy"
+    return {"topk_method": method, "n_group": groups or 1, "topk_group": chosen or 1}
+
+
+def _limits(config: Config) -> dict[str, Any]:
+    method = config.get("topk_method", "greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise unrepresentable("topk_method", method, "greedy or group_limited_greedy")
+    limited = method == "group_limited_greedy"
+    return {
+        "moe_router_num_groups": config["n_group"] if limited else None,
+        "moe_router_group_topk": config["topk_group"] if limited else None,
+    }
+
+
+class DeepSeekV2(Family):
+    """Experts are chosen after softmax, and not normalised among themselves."""
+
+    model_type = "deepseek_v2"
+    architecture = "DeepseekV2ForCausalLM"
+    rules = RULES
+    also_read = parts.STACKED_EXPERTS
+    settings = (
+        *SETTINGS,
+        Both(("topk_method", "n_group", "topk_group"), _groups, _limits),
+        Both(
+            ("routed_scaling_factor",),
+            lambda arguments: {"routed_scaling_factor": float(arguments["moe_router_topk_scaling_factor"] or 1.0)},
+            lambda config: {"moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0)},
+        ),
+        Same("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
+        Fixed("norm_topk_prob", False, {"moe_router_pre_softmax": True}),
+        Fixed("mlp_bias", False, {}),
+        Needs({"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}),
+    )
+
+    def notices(self, arguments: Arguments) -> list[str]:
+        """See `Family`."""
+        if not arguments["moe_router_num_groups"]:
+            return []
+        return [
+            "groups of experts: Hugging Face ranks a group by its best expert, Megatron by the sum of its best "
+            "(group_limited_topk, moe_utils.py), so they may choose differently"
+        ]

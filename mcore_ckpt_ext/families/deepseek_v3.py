@@ -1,0 +1,56 @@
+"""DeepSeek-V3 and R1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS
+from mcore_ckpt_ext.families.family import Family, Rule, with_experts
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Same
+
+_EXPERT_BIAS = Rule(
+    "model.layers.{layer}.mlp.gate.e_score_correction_bias", "decoder.layers.{layer}.mlp.router.expert_bias",
+    where=with_experts, keeps_dtype=True,
+)  # fmt: skip
+
+
+def _groups(arguments: Arguments) -> dict[str, Any]:
+    return {
+        "n_group": arguments["moe_router_num_groups"] or 1,
+        "topk_group": arguments["moe_router_group_topk"] or 1,
+    }
+
+
+def _limits(config: Config) -> dict[str, Any]:
+    groups = config.get("n_group") or 1
+    return {
+        "moe_router_num_groups": groups if groups > 1 else None,
+        "moe_router_group_topk": config.get("topk_group") if groups > 1 else None,
+    }
+
+
+class DeepSeekV3(Family):
+    """Experts are chosen by a sigmoid and a bias that training moves, and normalised among themselves."""
+
+    model_type = "deepseek_v3"
+    architecture = "DeepseekV3ForCausalLM"
+    rules = (*RULES, _EXPERT_BIAS)
+    also_read = parts.STACKED_EXPERTS
+    settings = (
+        *SETTINGS,
+        Both(("n_group", "topk_group"), _groups, _limits),
+        Both(
+            ("routed_scaling_factor",),
+            lambda arguments: {"routed_scaling_factor": float(arguments["moe_router_topk_scaling_factor"] or 1.0)},
+            lambda config: {"moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 2.5)},
+        ),
+        Same("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
+        Fixed("norm_topk_prob", True, {"moe_router_pre_softmax": False}),
+        Fixed("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
+        Fixed("topk_method", "noaux_tc", {"moe_router_enable_expert_bias": True}),
+        Fixed("rope_interleave", True, {}),
+        # Layers that predict further tokens: transformers has none, and `left_out` names them.
+        Both(("num_nextn_predict_layers",), lambda arguments: {"num_nextn_predict_layers": 0}, lambda config: {}),
+    )

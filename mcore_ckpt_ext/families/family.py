@@ -1,0 +1,202 @@
+"""What a model family is: how Hugging Face's tensors are made of Megatron's rows, and how the two configurations match.
+
+A Hugging Face tensor, read row by row, is some regions of Megatron's parameters one after the other. This one sentence
+serves both directions: as what a file to be written wants, and as what a file that is there holds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.arguments import Arguments, complete, has_experts, parameter_shape, spec_name
+from mcore_ckpt_ext.families.rows import WHOLE, Rows
+from mcore_ckpt_ext.families.settings import Config, Setting
+from mcore_ckpt_ext.model_space.slices import Region
+
+Condition = Callable[[Arguments, int], bool]
+"""Told a job's arguments and the decoder layer (0 outside of the layers), whether a rule holds there."""
+
+
+def always(arguments: Arguments, layer: int) -> bool:
+    """In every model and layer."""
+    return True
+
+
+def dense(arguments: Arguments, layer: int) -> bool:
+    """In layers without experts."""
+    return not has_experts(arguments, layer)
+
+
+def with_experts(arguments: Arguments, layer: int) -> bool:
+    """In layers with experts."""
+    return has_experts(arguments, layer)
+
+
+def untied(arguments: Arguments, layer: int) -> bool:
+    """In models whose output layer is not the word embedding."""
+    return bool(arguments["untie_embeddings_and_output_weights"])
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where a tensor of Hugging Face's comes from.
+
+    Attributes:
+        hugging_face: its name; `{layer}` and `{expert}` stand for every layer and expert.
+        megatron: the parameter's name in model space, as the Transformer Engine spec stores it. With `{expert}` only
+            here, the tensor is a stack of all experts.
+        rows: which of the parameter's rows; by default all.
+        where: in which models and layers.
+        keeps_dtype: `--dtype` leaves it as it is.
+    """
+
+    hugging_face: str
+    megatron: str
+    rows: Rows = WHOLE
+    where: Condition = always
+    keeps_dtype: bool = False
+
+
+@dataclass(frozen=True)
+class HuggingFaceTensor:
+    """A tensor of Hugging Face's: its name, its shape, and the regions that it is, one after the other.
+
+    `transposed`: the regions are rows of one matrix, and the tensor is that matrix the other way round.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    regions: tuple[Region, ...]
+    transposed: bool = False
+    keeps_dtype: bool = False
+
+
+class Family:
+    """One model family. A new one states the attributes; methods are for what they cannot say.
+
+    Attributes:
+        model_type: as in `config.json`.
+        architecture: the class of transformers.
+        rules: of all tensors, in the order of transformers' `state_dict`.
+        also_read: other layouts of the same tensors that folders in the wild have; never written.
+        settings: of everything that both configurations say.
+        left_out: patterns of Hugging Face tensors that have no place in Megatron, told and not converted.
+        optional_prefix: what names in folders in the wild may lack at their beginning.
+    """
+
+    model_type: ClassVar[str]
+    architecture: ClassVar[str]
+    rules: ClassVar[Sequence[Rule]]
+    settings: ClassVar[Sequence[Setting]]
+    also_read: ClassVar[Sequence[Rule]] = ()
+    left_out: ClassVar[Sequence[str]] = (r"\.rotary_emb\.inv_freq$",)
+    optional_prefix: ClassVar[str] = ""
+
+    @property
+    def name(self) -> str:
+        """For messages and `--family`."""
+        return type(self).__name__
+
+    # Megatron's parameters that a Hugging Face folder has no place for.
+    megatron_left_out: ClassVar[Sequence[str]] = (r"^mtp\.", r"\.local_tokens_per_expert$")
+
+    def config(self, arguments: Arguments) -> dict[str, Any]:
+        """`config.json` for a job's arguments, completed and with the true `vocab_size`."""
+        found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
+        for setting in self.settings:
+            found |= setting.config(arguments)
+        return found
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """A job's arguments for a `config.json`.
+
+        Raises:
+            UnsupportedCheckpointError: a key is missing, or says what Megatron cannot do.
+        """
+        found: dict[str, Any] = {}
+        try:
+            for setting in self.settings:
+                found |= setting.arguments(config)
+            return complete(found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise UnsupportedCheckpointError(
+                "config.json lacks a key, or one has a value that it cannot have", found=str(error), where="config.json"
+            ) from error
+
+    def misfits(self, arguments: Arguments) -> list[str]:
+        """Why a job with these arguments does not train this family; empty where it does."""
+        return [reason for setting in self.settings for reason in setting.misfits(arguments)]
+
+    def notices(self, arguments: Arguments) -> list[str]:
+        """What a user should know of models with these arguments."""
+        return []
+
+    def shape(self, name: str, arguments: Arguments) -> tuple[int, ...]:
+        """The shape of one of Megatron's parameters, the vocabulary not padded; `name` as in the rules."""
+        return parameter_shape(name, arguments)
+
+    def tensors(self, arguments: Arguments, present: Collection[str] | None = None) -> list[HuggingFaceTensor]:
+        """All tensors of a model.
+
+        Args:
+            arguments: of the job, completed, with the true `vocab_size`.
+            present: names in the folder that is read, which decide between `rules` and `also_read`.
+        """
+        found = []
+        for rule in self._rules_for(present or ()):
+            for layer in range(int(arguments["num_layers"])) if "{layer}" in rule.hugging_face else (0,):
+                if rule.where(arguments, layer):
+                    found += list(self._tensors_of(rule, layer, arguments))
+        return found
+
+    def _rules_for(self, present: Collection[str]) -> list[Rule]:
+        first = [rule for rule in self.also_read if any(_pattern(rule.hugging_face).fullmatch(name) for name in present)]
+        replaced = {rule.megatron for rule in first}
+        return [rule for rule in self.rules if rule.megatron not in replaced] + first
+
+    def _tensors_of(self, rule: Rule, layer: int, arguments: Arguments) -> Iterator[HuggingFaceTensor]:
+        experts = range(int(arguments["num_experts"])) if "{expert}" in rule.megatron else range(1)
+        parts = [self._tensor(rule, layer, expert, arguments) for expert in experts]
+        if "{expert}" in rule.hugging_face or "{expert}" not in rule.megatron:
+            yield from parts
+        else:
+            regions = tuple(region for part in parts for region in part.regions)
+            yield HuggingFaceTensor(parts[0].name, (len(parts), *parts[0].shape), regions)
+
+    def _tensor(self, rule: Rule, layer: int, expert: int, arguments: Arguments) -> HuggingFaceTensor:
+        generic = rule.megatron.format(layer=layer, expert=expert)
+        shape = self.shape(generic, arguments)
+        name = spec_name(generic, arguments)
+        spans = rule.rows.spans(shape[0], arguments)
+        inner = shape[1:]
+        regions = tuple(Region(name, (start, *(0 for _ in inner)), (count, *inner)) for start, count in spans)
+        rows = sum(count for _, count in spans)
+        turned = rule.rows.transposed
+        return HuggingFaceTensor(
+            rule.hugging_face.format(layer=layer, expert=expert),
+            (*inner, rows) if turned else (rows, *inner), regions, turned, rule.keeps_dtype,
+        )  # fmt: skip
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(re.escape(template).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+"))
+
+
+def matching(names: Collection[str], patterns: Sequence[str]) -> list[str]:
+    """The names that one of the patterns is found in."""
+    return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
+
+
+def parameter_shapes(tensors: Sequence[HuggingFaceTensor]) -> Mapping[str, tuple[int, ...]]:
+    """Megatron's parameters that tensors are made of, and their shapes; the regions cover each."""
+    rows: dict[str, int] = {}
+    inner: dict[str, tuple[int, ...]] = {}
+    for tensor in tensors:
+        for region in tensor.regions:
+            rows[region.name] = max(rows.get(region.name, 0), region.offsets[0] + region.sizes[0])
+            inner[region.name] = region.sizes[1:]
+    return {name: (count, *inner[name]) for name, count in rows.items()}

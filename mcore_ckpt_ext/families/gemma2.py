@@ -1,0 +1,91 @@
+"""Gemma 2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.settings import (
+    DENSE,
+    QUERY_KEY_VALUE,
+    SIZES,
+    TRAINING,
+    Both,
+    Config,
+    Fixed,
+    Needs,
+    Same,
+    head_size,
+    query_groups,
+    rope,
+    unrepresentable,
+    window,
+    window_of,
+)
+
+_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+
+
+def _windows(config: Config) -> dict[str, Any]:
+    """Every second layer sees a window, the first one does."""
+    kinds = config.get("layer_types")
+    expected = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])]
+    if kinds is not None and kinds != expected:
+        raise unrepresentable("layer_types", kinds, "sliding_attention and full_attention in turn")
+    return {**window(config.get("sliding_window", 4096)), "window_attn_skip_freq": 2}
+
+
+def _why_not(arguments: Arguments) -> list[str]:
+    return [] if arguments["window_size"] and arguments["window_attn_skip_freq"] == 2 else ["no window in turn"]
+
+
+def _scale(config: Config) -> dict[str, Any]:
+    return {"softmax_scale": config.get("query_pre_attn_scalar", 256) ** -0.5}
+
+
+def _scalar(arguments: Arguments) -> dict[str, Any]:
+    scale = arguments["softmax_scale"] or arguments["kv_channels"] ** -0.5
+    return {"query_pre_attn_scalar": round(scale**-2, 6)}
+
+
+class Gemma2(Family):
+    """Norms on both sides of attention and MLP, logits capped, embeddings scaled, tied.
+
+    `GPTModel` of Megatron Core builds none of the first three: names are those of Megatron-Bridge's provider, whose
+    norms after a block are part of the linear before them (`TERowParallelLinearLayerNorm`, gemma/gemma2_provider.py).
+    """
+
+    model_type = "gemma2"
+    architecture = "Gemma2ForCausalLM"
+    rules = (
+        parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, parts.ATTENTION_NORM,
+        Rule(f"{_THEIRS}.post_attention_layernorm.weight",
+             f"{_OURS}.self_attention.linear_proj.post_layernorm.weight"),
+        Rule(f"{_THEIRS}.pre_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight"),
+        Rule(f"{_THEIRS}.post_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc2.post_layernorm.weight"),
+        Rule("model.norm.weight", "decoder.final_layernorm.weight"),
+    )  # fmt: skip
+    settings = (
+        *SIZES, query_groups(), head_size(always=True), rope(), *TRAINING, DENSE, QUERY_KEY_VALUE,
+        Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        # The norms multiply by one more than their weight.
+        Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "qk_layernorm": False}),
+        Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Fixed("hidden_activation", "gelu_pytorch_tanh", {"gated_linear_unit": True, "swiglu": False}),
+        Both(("sliding_window", "layer_types"), lambda arguments: {"sliding_window": window_of(arguments)}, _windows,
+             _why_not),
+        Both(("query_pre_attn_scalar",), _scalar, _scale),
+        Both(("attn_logit_softcapping",), lambda arguments: {"attn_logit_softcapping": arguments["attention_softcap"]},
+             lambda config: {"attention_softcap": config.get("attn_logit_softcapping", 50.0)}),
+        Both(("final_logit_softcapping",),
+             lambda arguments: {"final_logit_softcapping": arguments["final_logit_softcap"]},
+             lambda config: {"final_logit_softcap": config.get("final_logit_softcapping", 30.0)}),
+        Needs({"scaled_embeddings": True}),
+    )  # fmt: skip
+
+    def notices(self, arguments: Arguments) -> list[str]:
+        """See `Family`."""
+        return ["Megatron Core's GPTModel has no Gemma 2; names are those of Megatron-Bridge's"]

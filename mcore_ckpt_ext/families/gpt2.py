@@ -1,0 +1,93 @@
+"""GPT-2."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, joined, transposed
+from mcore_ckpt_ext.families.settings import (
+    DENSE,
+    NO_WINDOW,
+    PLAIN,
+    QUERY_KEY_VALUE,
+    Both,
+    Config,
+    Fixed,
+    Needs,
+    Same,
+    unrepresentable,
+)
+
+_OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
+_QKV = joined(QUERY, KEY, VALUE)
+
+
+def _why_not(arguments: Arguments) -> list[str]:
+    """Hugging Face's GPT-2 knows no grouped queries, no heads of another size, and no output layer of its own."""
+    heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
+    grouped = arguments["num_query_groups"] != heads or arguments["kv_channels"] * heads != hidden
+    return ["grouped queries, or heads of a size of their own"] if grouped else []
+
+
+def _inner_size(config: Config) -> dict[str, Any]:
+    return {"ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"]}
+
+
+def _activation(arguments: Arguments) -> dict[str, Any]:
+    # With the fusion, Megatron approximates by tanh (fusions/fused_bias_gelu.py); without, it does not (mlp.py).
+    approximated = arguments["bias_gelu_fusion"] or arguments["openai_gelu"]
+    return {"activation_function": "gelu_new" if approximated else "gelu"}
+
+
+def _fusion(config: Config) -> dict[str, Any]:
+    activation = config.get("activation_function", "gelu_new")
+    if activation not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+        raise unrepresentable("activation_function", activation, "gelu or gelu_new")
+    return {"swiglu": False, "bias_gelu_fusion": activation != "gelu"}
+
+
+class GPT2(Family):
+    """Layer norms, learned positions, biases everywhere, tied; its matrices lie the other way round (Conv1D)."""
+
+    model_type = "gpt2"
+    architecture = "GPT2LMHeadModel"
+    optional_prefix = "transformer."
+    left_out = (r"\.attn\.(bias|masked_bias)$",)
+    rules = (
+        Rule("transformer.wte.weight", "embedding.word_embeddings.weight"),
+        Rule("transformer.wpe.weight", "embedding.position_embeddings.weight"),
+        *(
+            rule
+            for leaf in ("weight", "bias")
+            for turned in (transposed if leaf == "weight" else (lambda rows: rows),)
+            for rule in (
+                Rule(f"{_THEIRS}.ln_1.{leaf}", f"{_OURS}.self_attention.linear_qkv.layer_norm_{leaf}"),
+                Rule(f"{_THEIRS}.attn.c_attn.{leaf}", f"{_OURS}.self_attention.linear_qkv.{leaf}", turned(_QKV)),
+                Rule(f"{_THEIRS}.attn.c_proj.{leaf}", f"{_OURS}.self_attention.linear_proj.{leaf}", turned(WHOLE)),
+                Rule(f"{_THEIRS}.ln_2.{leaf}", f"{_OURS}.mlp.linear_fc1.layer_norm_{leaf}"),
+                Rule(f"{_THEIRS}.mlp.c_fc.{leaf}", f"{_OURS}.mlp.linear_fc1.{leaf}", turned(WHOLE)),
+                Rule(f"{_THEIRS}.mlp.c_proj.{leaf}", f"{_OURS}.mlp.linear_fc2.{leaf}", turned(WHOLE)),
+            )
+        ),
+        Rule("transformer.ln_f.weight", "decoder.final_layernorm.weight"),
+        Rule("transformer.ln_f.bias", "decoder.final_layernorm.bias"),
+    )
+    settings = (
+        Same("n_layer", "num_layers"), Same("n_embd", "hidden_size"), Same("n_head", "num_attention_heads"),
+        Same("n_positions", "max_position_embeddings", 1024), Same("vocab_size", "vocab_size", 50257),
+        Same("layer_norm_epsilon", "layernorm_epsilon", 1e-5), Same("initializer_range", "init_method_std", 0.02),
+        Same("attn_pdrop", "attention_dropout", 0.1), Same("resid_pdrop", "hidden_dropout", 0.1),
+        Both(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments["hidden_dropout"]}, lambda config: {}),
+        Both(("n_inner",), lambda arguments: {"n_inner": arguments["ffn_hidden_size"]}, _inner_size, _why_not),
+        Both(("activation_function",), _activation, _fusion),
+        Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
+        Fixed("scale_attn_weights", True, {}), Fixed("scale_attn_by_inverse_layer_idx", False, {}),
+        Fixed("add_cross_attention", False, {}),
+        Needs({
+            "normalization": "LayerNorm", "layernorm_zero_centered_gamma": False, "add_bias_linear": True,
+            "position_embedding_type": "learned_absolute", "qk_layernorm": False, "swiglu": False,
+        }),
+        PLAIN, DENSE, QUERY_KEY_VALUE, NO_WINDOW,
+    )  # fmt: skip

@@ -1,0 +1,41 @@
+"""Llama 2, 3, 3.1, 3.2, 3.3, and every other model with its config."""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.settings import (
+    DENSE,
+    NO_WINDOW,
+    PLAIN,
+    QUERY_KEY_VALUE,
+    RMS_NORM,
+    SILU,
+    SIZES,
+    TRAINING,
+    Fixed,
+    Needs,
+    Same,
+    head_size,
+    query_groups,
+    rope,
+    tied,
+)  # fmt: skip
+
+
+class Llama(Family):
+    """RMS norms, rotary positions (scaled or not), grouped queries, SwiGLU, no biases; tied or untied."""
+
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    rules = (
+        parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, parts.ATTENTION_NORM,
+        *parts.MLP_NORM, *parts.OUTPUT,
+    )  # fmt: skip
+    settings = (
+        *SIZES, query_groups(), head_size(always=True), rope(), tied(by_default=False), *TRAINING, SILU, RMS_NORM,
+        Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Fixed("mlp_bias", False, {}),
+        Needs({"qk_layernorm": False}), PLAIN, DENSE, QUERY_KEY_VALUE, NO_WINDOW,
+    )  # fmt: skip

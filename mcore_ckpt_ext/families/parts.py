@@ -1,0 +1,76 @@
+"""Rules that many families share."""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.families.family import Rule, dense, untied, with_experts
+from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
+
+_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+
+EMBEDDING = Rule("model.embed_tokens.weight", "embedding.word_embeddings.weight")
+OUTPUT = (
+    Rule("model.norm.weight", "decoder.final_layernorm.weight"),
+    Rule("lm_head.weight", "output_layer.weight", where=untied),
+)
+
+
+def attention(leaf: str = "weight") -> tuple[Rule, ...]:
+    """Queries, keys and values, of their weights or their biases."""
+    qkv = f"{_OURS}.self_attention.linear_qkv.{leaf}"
+    return (
+        Rule(f"{_THEIRS}.self_attn.q_proj.{leaf}", qkv, QUERY),
+        Rule(f"{_THEIRS}.self_attn.k_proj.{leaf}", qkv, KEY),
+        Rule(f"{_THEIRS}.self_attn.v_proj.{leaf}", qkv, VALUE),
+    )
+
+
+ATTENTION_OUTPUT = Rule(f"{_THEIRS}.self_attn.o_proj.weight", f"{_OURS}.self_attention.linear_proj.weight")
+QUERY_KEY_NORMS = (
+    Rule(f"{_THEIRS}.self_attn.q_norm.weight", f"{_OURS}.self_attention.q_layernorm.weight"),
+    Rule(f"{_THEIRS}.self_attn.k_norm.weight", f"{_OURS}.self_attention.k_layernorm.weight"),
+)
+ATTENTION_NORM = Rule(
+    f"{_THEIRS}.input_layernorm.weight", f"{_OURS}.self_attention.linear_qkv.layer_norm_weight"
+)
+LATENT_ATTENTION_NORM = Rule(f"{_THEIRS}.input_layernorm.weight", f"{_OURS}.input_layernorm.weight")
+MLP_NORM = (
+    Rule(f"{_THEIRS}.post_attention_layernorm.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight", where=dense),
+    Rule(f"{_THEIRS}.post_attention_layernorm.weight", f"{_OURS}.pre_mlp_layernorm.weight", where=with_experts),
+)
+MLP = (
+    Rule(f"{_THEIRS}.mlp.gate_proj.weight", f"{_OURS}.mlp.linear_fc1.weight", GATE, dense),
+    Rule(f"{_THEIRS}.mlp.up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight", UP, dense),
+    Rule(f"{_THEIRS}.mlp.down_proj.weight", f"{_OURS}.mlp.linear_fc2.weight", where=dense),
+)
+_EXPERT = f"{_OURS}.mlp.experts.experts.{{expert}}"
+
+
+def experts(
+    module: str = "mlp", router: str = "gate", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Rule, ...]:
+    """Router and experts under Hugging Face's names of them."""
+    theirs = f"{_THEIRS}.{module}"
+    each = f"{theirs}.experts.{{expert}}"
+    return (
+        Rule(f"{theirs}.{router}.weight", f"{_OURS}.mlp.router.weight", where=with_experts),
+        Rule(f"{each}.{gate}.weight", f"{_EXPERT}.linear_fc1.weight", GATE, with_experts),
+        Rule(f"{each}.{up}.weight", f"{_EXPERT}.linear_fc1.weight", UP, with_experts),
+        Rule(f"{each}.{down}.weight", f"{_EXPERT}.linear_fc2.weight", where=with_experts),
+    )
+
+
+# As the models of transformers 5 hold them, and `save_pretrained(save_original_format=False)` writes them.
+STACKED_EXPERTS = (
+    Rule(f"{_THEIRS}.mlp.experts.gate_up_proj", f"{_EXPERT}.linear_fc1.weight", where=with_experts),
+    Rule(f"{_THEIRS}.mlp.experts.down_proj", f"{_EXPERT}.linear_fc2.weight", where=with_experts),
+)
+
+
+def shared_experts(module: str) -> tuple[Rule, ...]:
+    """The shared expert under Hugging Face's name of it."""
+    ours, theirs = f"{_OURS}.mlp.shared_experts", f"{_THEIRS}.mlp.{module}"
+    return (
+        Rule(f"{theirs}.gate_proj.weight", f"{ours}.linear_fc1.weight", GATE, with_experts),
+        Rule(f"{theirs}.up_proj.weight", f"{ours}.linear_fc1.weight", UP, with_experts),
+        Rule(f"{theirs}.down_proj.weight", f"{ours}.linear_fc2.weight", where=with_experts),
+    )

@@ -1,0 +1,54 @@
+"""What the Qwen families with experts share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families.arguments import Arguments, has_experts
+from mcore_ckpt_ext.families.settings import Both, Config, Needs, Setting
+
+
+def expert_layers() -> Setting:
+    """Which layers have experts: every `decoder_sparse_step`-th but `mlp_only_layers`, against a frequency or list."""
+
+    def to_config(arguments: Arguments) -> dict[str, Any]:
+        layers = range(arguments["num_layers"])
+        return {
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [layer for layer in layers if not has_experts(arguments, layer)],
+        }
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        step, plain = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+        layers = range(config["num_hidden_layers"])
+        pattern = [int((layer + 1) % step == 0 and layer not in plain) for layer in layers]
+        return {"moe_layer_freq": 1 if all(pattern) else pattern}
+
+    def why_not(arguments: Arguments) -> list[str]:
+        return [] if arguments["num_experts"] else ["no experts"]
+
+    return Both(("decoder_sparse_step", "mlp_only_layers"), to_config, to_arguments, why_not)
+
+
+def expert_count(default: int) -> Setting:
+    """The number of experts; transformers 5 writes it for some classes as `num_local_experts`."""
+    return Both(
+        ("num_experts", "num_local_experts"),
+        lambda arguments: {"num_experts": arguments["num_experts"]},
+        lambda config: {"num_experts": config.get("num_experts") or config.get("num_local_experts") or default},
+    )
+
+
+def normalised_choice(by_default: bool = False) -> Setting:
+    """Whether the chosen experts' probabilities are normalised among themselves: Megatron then chooses before softmax."""
+    return Both(
+        ("norm_topk_prob",),
+        lambda arguments: {"norm_topk_prob": not arguments["moe_router_pre_softmax"]},
+        lambda config: {"moe_router_pre_softmax": not config.get("norm_topk_prob", by_default)},
+    )
+
+
+ROUTING = Needs({
+    "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False, "moe_router_num_groups": None,
+    "moe_router_topk_scaling_factor": None,
+})  # fmt: skip

@@ -1,0 +1,142 @@
+"""Which family a checkpoint is of: from its arguments and names, from `config.json`, or from the user."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
+from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3
+from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
+from mcore_ckpt_ext.families.gemma2 import Gemma2
+from mcore_ckpt_ext.families.gpt2 import GPT2
+from mcore_ckpt_ext.families.llama import Llama
+from mcore_ckpt_ext.families.mistral import Mistral
+from mcore_ckpt_ext.families.mixtral import Mixtral
+from mcore_ckpt_ext.families.qwen2 import Qwen2
+from mcore_ckpt_ext.families.qwen2_moe import Qwen2MoE
+from mcore_ckpt_ext.families.qwen3 import Qwen3
+from mcore_ckpt_ext.families.qwen3_moe import Qwen3MoE
+
+FAMILIES: tuple[Family, ...] = (
+    GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(), Gemma2(),
+)  # fmt: skip
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class Fit:
+    """A family, and why a checkpoint is not of it; no reason where it is."""
+
+    family: Family
+    arguments: dict[str, Any]
+    reasons: Sequence[str]
+
+
+def family_named(name: str) -> Family:
+    """The family that the user names: a name or `model_type` of one here, or `path.py:Class`.
+
+    Raises:
+        UnsupportedCheckpointError: there is none.
+    """
+    if ".py:" in name:
+        return _from_file(*name.rsplit(":", 1))
+    for family in FAMILIES:
+        if name.lower() in (family.name.lower(), family.model_type):
+            return family
+    raise UnsupportedCheckpointError(
+        "there is no such family", found=name, expected=", ".join(family.name for family in FAMILIES),
+        helps="or name a class of your own: --family path.py:Name (CONTRIBUTING.md shows how to write one)",
+    )  # fmt: skip
+
+
+def _from_file(path: str, name: str) -> Family:
+    """The user's own code, which they ask to run."""
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise UnsupportedCheckpointError("there is no such file", where=path, helps="--family path.py:Name")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UnsupportedCheckpointError("the family's file fails", found=repr(error), where=path) from error
+    found = getattr(module, name, None)
+    if not (isinstance(found, type) and issubclass(found, Family)):
+        raise UnsupportedCheckpointError(
+            "the file has no such family", found=name, expected="a class derived from families.family.Family",
+            where=path,
+        )  # fmt: skip
+    return found()
+
+
+def family_of_config(config: Mapping[str, Any], where: str) -> Family:
+    """The family that `config.json` names.
+
+    Raises:
+        UnsupportedCheckpointError: none here.
+    """
+    for family in FAMILIES:
+        if config.get("model_type") == family.model_type:
+            return family
+    raise UnsupportedCheckpointError(
+        "the model is of no family that is known here",
+        found=f"model_type {config.get('model_type')}",
+        expected=", ".join(family.model_type for family in FAMILIES),
+        where=where,
+        helps="write its family (CONTRIBUTING.md shows how) and name it: --family path.py:Name",
+    )
+
+
+def family_of_megatron(arguments: Arguments, names: Collection[str], wanted: Family | None = None) -> Fit:
+    """The one family that a Megatron checkpoint fits, with the arguments under which it does.
+
+    Args:
+        arguments: completed, with the true `vocab_size`.
+        names: of its weights, in model space.
+        wanted: what the user says that it is.
+
+    Raises:
+        UnsupportedCheckpointError: none fits, or several do.
+    """
+    fits = [fit(family, arguments, names) for family in ((wanted,) if wanted else FAMILIES)]
+    fitting = [found for found in fits if not found.reasons]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        raise UnsupportedCheckpointError(
+            "the checkpoint fits several families", found=", ".join(found.family.name for found in fitting),
+            helps=f"name the one it is: --family {fitting[0].family.name}",
+        )  # fmt: skip
+    fits.sort(key=lambda found: len(found.reasons))
+    raise UnsupportedCheckpointError(
+        "the checkpoint is of no family that is known here" if wanted is None else
+        f"the checkpoint is not of the family {wanted.name}",
+        found="; ".join(
+            f"not {found.family.name}: {', '.join(found.reasons[:_SHOWN])}" for found in fits[: 1 if wanted else 3]
+        ),
+        expected=f"one of {', '.join(family.name for family in FAMILIES)}",
+        helps="name it, --family NAME, or write its family (CONTRIBUTING.md shows how): --family path.py:Name",
+    )  # fmt: skip
+
+
+def fit(family: Family, arguments: Arguments, names: Collection[str]) -> Fit:
+    """How a Megatron checkpoint fits a family, under whichever layer spec its names are of."""
+    misfits = family.misfits(arguments)
+    left_out = set(matching(names, family.megatron_left_out))
+    found: list[Fit] = []
+    for spec in dict.fromkeys((arguments["transformer_impl"], "transformer_engine", "local")):
+        under = {**arguments, "transformer_impl": spec}
+        try:
+            expected = set(parameter_shapes(family.tensors(under)))
+        except UnsupportedCheckpointError as error:
+            found.append(Fit(family, under, [*misfits, str(error)]))
+            continue
+        differing = [f"no {name}" for name in sorted(expected - set(names))]
+        differing += [f"a {name}" for name in sorted(set(names) - expected - left_out)]
+        found.append(Fit(family, under, [*misfits, *differing]))
+    return min(found, key=lambda one: len(one.reasons))

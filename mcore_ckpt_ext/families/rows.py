@@ -1,0 +1,60 @@
+"""Which rows of one of Megatron's parameters make up a tensor of Hugging Face's, and in which order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.families.arguments import Arguments
+
+Span = tuple[int, int]
+"""First row and number of rows."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Spans of rows, one after the other; `transposed`: Hugging Face stores the matrix the other way round.
+
+    `spans` is told the number of rows and the job's arguments.
+    """
+
+    spans: Callable[[int, Arguments], Sequence[Span]]
+    transposed: bool = False
+
+
+def _whole(rows: int, arguments: Arguments) -> Sequence[Span]:
+    return [(0, rows)]
+
+
+def _of_groups(which: str) -> Callable[[int, Arguments], Sequence[Span]]:
+    """`linear_qkv` holds, one query group after the other, its queries, its key and its value (attention.py)."""
+
+    def spans(rows: int, arguments: Arguments) -> Iterator[Span]:
+        head = int(arguments["kv_channels"])
+        groups = int(arguments["num_query_groups"])
+        queries = int(arguments["num_attention_heads"]) // groups
+        first, count = {"query": (0, queries), "key": (queries, 1), "value": (queries + 1, 1)}[which]
+        for group in range(groups):
+            yield (group * (queries + 2) + first) * head, count * head
+
+    return lambda rows, arguments: list(spans(rows, arguments))
+
+
+def _half(which: int) -> Callable[[int, Arguments], Sequence[Span]]:
+    """A gated `linear_fc1` holds the gate, then the up projection (mlp.py)."""
+    return lambda rows, arguments: [(which * (rows // 2), rows // 2)]
+
+
+WHOLE = Rows(_whole)
+QUERY, KEY, VALUE = (Rows(_of_groups(which)) for which in ("query", "key", "value"))
+GATE, UP = Rows(_half(0)), Rows(_half(1))
+
+
+def joined(*parts: Rows) -> Rows:
+    """One after the other."""
+    return Rows(lambda rows, arguments: [span for part in parts for span in part.spans(rows, arguments)])
+
+
+def transposed(rows: Rows) -> Rows:
+    """The same, where Hugging Face stores the matrix the other way round (GPT-2's Conv1D)."""
+    return Rows(rows.spans, transposed=True)

@@ -1,0 +1,304 @@
+"""How `config.json` follows from Megatron's arguments, and back: one object for each thing that both sides say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.arguments import Arguments
+
+Config = Mapping[str, Any]
+
+
+class Setting(Protocol):
+    """One thing that a model is configured with."""
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """The keys of `config.json` that it explains."""
+
+    def config(self, arguments: Arguments) -> dict[str, Any]:
+        """The keys for a job's arguments."""
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """The arguments for a `config.json`.
+
+        Raises:
+            UnsupportedCheckpointError: Megatron has no arguments for it.
+        """
+
+    def misfits(self, arguments: Arguments) -> list[str]:
+        """Why a job with these arguments has no such model; empty where it has."""
+
+
+@dataclass(frozen=True)
+class Same:
+    """A value that both sides have; `default` is what Hugging Face's class takes where the key is missing."""
+
+    key: str
+    argument: str
+    default: Any = None
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """See `Setting`."""
+        return (self.key,)
+
+    def config(self, arguments: Arguments) -> dict[str, Any]:
+        """See `Setting`."""
+        return {self.key: arguments[self.argument]}
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """See `Setting`."""
+        value = config.get(self.key, self.default)
+        if value is None and self.default is None and self.key not in config:
+            raise UnsupportedCheckpointError("config.json lacks a key", expected=self.key)
+        return {self.argument: value}
+
+    def misfits(self, arguments: Arguments) -> list[str]:
+        """See `Setting`."""
+        return []
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A key that has one value in all models of a family, which arguments with one value stand for.
+
+    `needed`: arguments and their values; `absent` is what a missing key means, by default the value itself.
+    """
+
+    key: str
+    value: Any
+    needed: Mapping[str, Any]
+    absent: Any = ...
+
+    @property
+    def keys(self) -> Sequence[str]:
+        """See `Setting`."""
+        return (self.key,)
+
+    def config(self, arguments: Arguments) -> dict[str, Any]:
+        """See `Setting`."""
+        return {self.key: self.value}
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """See `Setting`."""
+        found = config.get(self.key, self.value if self.absent is ... else self.absent)
+        if found != self.value:
+            raise unrepresentable(self.key, found, f"{self.value}")
+        return dict(self.needed)
+
+    def misfits(self, arguments: Arguments) -> list[str]:
+        """See `Setting`."""
+        return misfits(self.needed, arguments)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Arguments that have one value in all models of a family, and no key in `config.json`."""
+
+    needed: Mapping[str, Any]
+    keys: Sequence[str] = ()
+
+    def config(self, arguments: Arguments) -> dict[str, Any]:
+        """See `Setting`."""
+        return {}
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """See `Setting`."""
+        return dict(self.needed)
+
+    def misfits(self, arguments: Arguments) -> list[str]:
+        """See `Setting`."""
+        return misfits(self.needed, arguments)
+
+
+@dataclass(frozen=True)
+class Sets:
+    """Arguments that the family's models are trained with and that do not tell it apart."""
+
+    values: Mapping[str, Any]
+    keys: Sequence[str] = ()
+
+    def config(self, arguments: Arguments) -> dict[str, Any]:
+        """See `Setting`."""
+        return {}
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """See `Setting`."""
+        return dict(self.values)
+
+    def misfits(self, arguments: Arguments) -> list[str]:
+        """See `Setting`."""
+        return []
+
+
+@dataclass(frozen=True)
+class Both:
+    """Anything else: two functions, and optionally one that says why arguments do not fit."""
+
+    keys: Sequence[str]
+    to_config: Callable[[Arguments], dict[str, Any]]
+    to_arguments: Callable[[Config], dict[str, Any]]
+    why_not: Callable[[Arguments], list[str]] = lambda arguments: []
+
+    def config(self, arguments: Arguments) -> dict[str, Any]:
+        """See `Setting`."""
+        return self.to_config(arguments)
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """See `Setting`."""
+        return self.to_arguments(config)
+
+    def misfits(self, arguments: Arguments) -> list[str]:
+        """See `Setting`."""
+        return self.why_not(arguments)
+
+
+def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpointError:
+    """The refusal of a `config.json` that says what Megatron has no arguments for."""
+    return UnsupportedCheckpointError(
+        f"config.json says what Megatron's model of this family cannot do: {key}",
+        found=found, expected=expected, where="config.json",
+        helps="a family of your own can map it: --family path.py:Name",
+    )  # fmt: skip
+
+
+def misfits(needed: Mapping[str, Any], arguments: Arguments) -> list[str]:
+    """Arguments that have another value than needed."""
+    return [
+        f"{name} is {arguments.get(name)!r}, not {value!r}"
+        for name, value in needed.items()
+        if (arguments.get(name) or None) != (value or None)
+    ]
+
+
+# Tied embeddings: `tied_by_default` is the default of Hugging Face's class.
+def tied(by_default: bool) -> Setting:
+    """Whether the output layer is the word embedding."""
+    key = "tie_word_embeddings"
+    return Both(
+        (key,),
+        lambda arguments: {key: not arguments["untie_embeddings_and_output_weights"]},
+        lambda config: {"untie_embeddings_and_output_weights": not config.get(key, by_default)},
+    )
+
+
+def query_groups(key: str = "num_key_value_heads") -> Setting:
+    """Grouped queries."""
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        heads = config["num_attention_heads"]
+        groups = config.get(key) or heads
+        return {"group_query_attention": groups != heads, "num_query_groups": groups}
+
+    return Both((key,), lambda arguments: {key: arguments["num_query_groups"]}, to_arguments)
+
+
+def head_size(always: bool = False) -> Setting:
+    """`head_dim`; written `always`, or only where it does not follow from the other sizes."""
+
+    def to_config(arguments: Arguments) -> dict[str, Any]:
+        implied = arguments["kv_channels"] * arguments["num_attention_heads"] == arguments["hidden_size"]
+        return {} if implied and not always else {"head_dim": arguments["kv_channels"]}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        return {"kv_channels": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
+
+    return Both(("head_dim",), to_config, to_arguments)
+
+
+def rope_parameters(config: Config, theta: float = 10000.0) -> dict[str, Any]:
+    """RoPE as `config.json` says it: with `rope_theta` and `rope_type`.
+
+    Until transformers 4 in `rope_theta` and `rope_scaling` (there `type` before 4.43), since 5 in `rope_parameters`.
+    """
+    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    found.setdefault("rope_theta", config.get("rope_theta", theta))
+    found.setdefault("rope_type", found.pop("type", "default"))
+    return found
+
+
+def rope(theta: float = 10000.0) -> Setting:
+    """Rotary positions: plain, interpolated (`linear`), or scaled as in Llama 3.
+
+    The constants of `llama3` are fixed in Megatron (models/common/embeddings/rotary_pos_embedding.py,
+    `_apply_scaling`, core_v0.9.0 to 0.19.2). `theta` is the default of Hugging Face's class.
+    """
+    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+
+    def to_config(arguments: Arguments) -> dict[str, Any]:
+        scaling: dict[str, Any] | None = None
+        if arguments["use_rope_scaling"]:
+            scaling = {"rope_type": "llama3", "factor": float(arguments["rope_scaling_factor"]), **fixed}
+        elif arguments["rotary_seq_len_interpolation_factor"]:
+            factor = float(arguments["rotary_seq_len_interpolation_factor"])
+            scaling = {"rope_type": "linear", "factor": factor}
+        return {"rope_theta": float(arguments["rotary_base"]), "rope_scaling": scaling}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        found = rope_parameters(config, theta)
+        base = found["rope_theta"]
+        arguments = {
+            "position_embedding_type": "rope", "rotary_base": int(base) if base == int(base) else base,
+            "use_rope_scaling": False, "rotary_percent": found.get("partial_rotary_factor", 1.0),
+        }  # fmt: skip
+        kind = found["rope_type"]
+        if kind == "llama3":
+            for key, value in fixed.items():
+                if found.get(key) != value:
+                    raise unrepresentable(f"rope_scaling {key}", found.get(key), f"{value}")
+            arguments |= {"use_rope_scaling": True, "rope_scaling_factor": float(found["factor"])}
+        elif kind == "linear" and found["factor"] == int(found["factor"]):
+            arguments |= {"rotary_seq_len_interpolation_factor": int(found["factor"])}
+        elif kind != "default":
+            raise unrepresentable("rope_scaling", found, "default, linear by a whole factor, or llama3")
+        return arguments
+
+    return Both(
+        ("rope_parameters", "rope_theta", "rope_scaling"), to_config, to_arguments,
+        lambda arguments: misfits({"position_embedding_type": "rope", "rotary_percent": 1.0}, arguments),
+    )  # fmt: skip
+
+
+def window(size: int | None) -> dict[str, Any]:
+    """The arguments of a sliding window of `size` tokens, the token itself among them.
+
+    Megatron counts the tokens before it (`get_sliding_window_causal_mask`, megatron/core/transformer/utils.py).
+    """
+    return {"window_size": (size - 1, 0) if size else None}
+
+
+def window_of(arguments: Arguments) -> int | None:
+    """The size of the sliding window in tokens, the token itself among them; None without."""
+    return int(arguments["window_size"][0]) + 1 if arguments["window_size"] else None
+
+
+# What no family here has, and what would change its mathematics if a job had it.
+PLAIN = Needs(
+    {
+        "attention_output_gate": False, "qk_l2_norm": False, "rotary_interleaved": False, "no_rope_freq": None,
+        "softmax_type": "vanilla", "apply_residual_connection_post_layernorm": False, "squared_relu": False,
+        "quick_geglu": False, "scaled_embeddings": False, "gated_linear_unit": False, "softmax_scale": None,
+    }
+)  # fmt: skip
+NO_WINDOW = Needs({"window_size": None, "window_attn_skip_freq": None})
+DENSE = Needs({"num_experts": None})
+QUERY_KEY_VALUE = Needs({"multi_latent_attention": False})
+RMS_NORM = Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False})
+SIZES: tuple[Setting, ...] = (
+    Same("num_hidden_layers", "num_layers"),
+    Same("hidden_size", "hidden_size"),
+    Same("num_attention_heads", "num_attention_heads"),
+    Same("intermediate_size", "ffn_hidden_size"),
+    Same("max_position_embeddings", "max_position_embeddings"),
+    Same("vocab_size", "vocab_size"),
+)
+TRAINING: tuple[Setting, ...] = (
+    Same("initializer_range", "init_method_std", 0.02),
+    Same("attention_dropout", "attention_dropout", 0.0),
+    Sets({"hidden_dropout": 0.0}),
+)
+SILU = Fixed("hidden_act", "silu", {"swiglu": True})

@@ -1,0 +1,274 @@
+"""A Hugging Face folder as a source: weights in model space, and the arguments of a job that trains them."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
+from mcore_ckpt_ext.families.recognition import family_of_config
+from mcore_ckpt_ext.formats.base import Checkpoint, OptimizerState
+from mcore_ckpt_ext.formats.huggingface_folder import (
+    CONFIG,
+    StoredTensor,
+    companions,
+    read_config,
+    read_tensors,
+)  # fmt: skip
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.planning.plan import StoredSlice
+
+NAME = "hf"
+TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
+_SHOWN = 6
+_PADDING = 128  # `--make-vocab-size-divisible-by`
+# Keys of `config.json` that say nothing about the model's mathematics.
+_HARMLESS = {
+    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id",
+    "eos_token_id", "pad_token_id", "pretraining_tp", "_name_or_path", "output_attentions", "output_hidden_states",
+    "task_specific_params", "auto_map", "return_dict", "output_router_logits", "unk_token_id", "sep_token_id",
+}  # fmt: skip
+
+
+class HuggingFaceCheckpoint(Checkpoint):
+    """A folder that transformers loads."""
+
+    format = NAME
+
+    def __init__(
+        self,
+        folder: Path,
+        witnesses: Sequence[ParameterOrder] = (),
+        *,
+        family: Family | None = None,
+        transformer_impl: str = TRANSFORMER_ENGINE,
+    ) -> None:
+        """Read the configuration and the files' headers.
+
+        Args:
+            folder: the folder.
+            witnesses: see `Checkpoint`.
+            family: of the model; by default as `config.json` says.
+            transformer_impl: the layer spec of the job that is to read it, for its names differ.
+
+        Raises:
+            UnreadableCheckpointError: a file is missing or damaged, or tensors are not as `config.json` says.
+            UnsupportedCheckpointError: the model is of a kind that is not read.
+        """
+        super().__init__(folder, witnesses)
+        self.config = read_config(folder)
+        self.family = family or family_of_config(self.config, str(folder / CONFIG))
+        found = self.family.arguments(self.config)
+        self._settings = {**found, "transformer_impl": transformer_impl}
+        stored = read_tensors(self.reader)
+        self.left_out: list[str] = []
+        self._weights = _Weights(self._matched(stored))
+
+    def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
+        """Every tensor that the configuration asks for, with the one that is there; nothing may remain."""
+        prefix = self.family.optional_prefix
+        if prefix and not any(name.startswith(prefix) for name in stored):
+            stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
+        expected = {tensor.name: tensor for tensor in self.family.tensors(self._settings, stored)}
+        ignored = set(matching(stored, self.family.left_out))
+        if not self._settings["untie_embeddings_and_output_weights"]:
+            ignored.add("lm_head.weight")
+        self.left_out = sorted(ignored & stored.keys() - expected.keys())
+        missing = [name for name in expected if name not in stored]
+        surplus = [name for name in stored if name not in expected and name not in ignored]
+        wrong = [
+            f"{name} is {stored[name].shape}, not {tensor.shape}"
+            for name, tensor in expected.items()
+            if name in stored and stored[name].shape != tensor.shape
+        ]
+        if missing or surplus or wrong:
+            told = [f"no {name}" for name in missing[:_SHOWN]] + [f"a {name}" for name in surplus[:_SHOWN]]
+            more = max(0, len(missing) - _SHOWN) + max(0, len(surplus) - _SHOWN) + max(0, len(wrong) - _SHOWN)
+            raise UnreadableCheckpointError(
+                f"the tensors are not those of the {self.family.name} that config.json describes",
+                found="; ".join(told + wrong[:_SHOWN]) + (f"; and {more} more" if more else ""),
+                where=str(self.folder),
+                helps="the folder mixes models, or its family differs from the one here: --family path.py:Name",
+            )
+        return [(tensor, stored[name]) for name, tensor in expected.items()]
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """See the base class: what a release checkpoint says of the job that reads it."""
+        dtypes = self._weights.dtypes
+        arguments = {
+            **self._settings,
+            "padded_vocab_size": -(-self.vocabulary // _PADDING) * _PADDING,
+            "make_vocab_size_divisible_by": _PADDING,
+            "seq_length": self._settings["max_position_embeddings"],
+            "norm_epsilon": self._settings["layernorm_epsilon"],
+            "apply_layernorm_1p": self._settings["layernorm_zero_centered_gamma"],
+            "add_position_embedding": self._settings["position_embedding_type"] == "learned_absolute",
+            "moe_grouped_gemm": bool(
+                self._settings["num_experts"] and self._settings["transformer_impl"] == TRANSFORMER_ENGINE
+            ),
+            "bf16": "bfloat16" in dtypes,
+            "fp16": "float16" in dtypes and "bfloat16" not in dtypes,
+            "params_dtype": getattr(torch, dtypes[0]),
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "iteration": 0,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+            **{f"{name}_parallel_size": 1 for name in ("tensor_model", "pipeline_model", "expert_model", "context")},
+            **{f"{name}_parallel_size": 1 for name in ("expert_tensor", "data")},
+            "virtual_pipeline_model_parallel_size": None,
+            "transformer_pipeline_model_parallel_size": 1,
+            "world_size": 1,
+        }  # fmt: skip
+        return {
+            "args": argparse.Namespace(**arguments),
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "num_floating_point_operations_so_far": 0,
+        }
+
+    @property
+    def released(self) -> bool:
+        """See the base class."""
+        return True
+
+    @property
+    def vocabulary(self) -> int:
+        """See the base class."""
+        return int(self._settings["vocab_size"])
+
+    def companions(self) -> dict[str, bytes]:
+        """See the base class."""
+        return companions(self.folder)
+
+    def notices(self) -> list[str]:
+        """What a user should know of this model."""
+        explained = {key for setting in self.family.settings for key in setting.keys}
+        others = sorted(self.config.keys() - explained - _HARMLESS)
+        found = self.family.notices(self._settings)
+        if self.left_out:
+            more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
+            found.append(f"left out, for Megatron has no place for it: {', '.join(self.left_out[:_SHOWN])}{more}")
+        if others:
+            found.append(f"of config.json only kept beside the weights: {', '.join(others)}")
+        return found
+
+    @property
+    def weights(self) -> _Weights:
+        """See the base class."""
+        return self._weights
+
+    @property
+    def optimizer_format(self) -> str | None:
+        """See the base class: there is none."""
+        return None
+
+    @property
+    def optimizer(self) -> OptimizerState:
+        """See the base class."""
+        raise UnsupportedCheckpointError("a Hugging Face folder holds no optimizer", where=str(self.folder))
+
+    @property
+    def experts_apart(self) -> bool:
+        """See the base class."""
+        return False
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """See the base class."""
+        return []
+
+    def grad_scaler(self) -> dict[str, Any] | None:
+        """See the base class."""
+        return None
+
+    def extra_states(self) -> Mapping[str, Any]:
+        """See the base class: what fresh modules store, for Megatron misses it otherwise.
+
+        Of the Transformer Engine spec every linear and norm has an empty one, of the local spec the linears have None
+        (`get_extra_state`, extensions/transformer_engine.py and tensor_parallel/layers.py, core_v0.12 to 0.19.2).
+        """
+        engine = self._settings["transformer_impl"] == TRANSFORMER_ENGINE
+        modules = dict.fromkeys(name.rpartition(".")[0] for name in self._weights.names() if "decoder." in name)
+        states: dict[str, Any] = {}
+        for module in modules:
+            kind = module.rpartition(".")[2]
+            if kind.startswith("linear_") or (engine and kind.endswith("norm")):
+                states[f"{module}._extra_state"] = torch.empty(0, dtype=torch.uint8) if engine else None
+        return states
+
+    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+        """See the base class."""
+        return {}
+
+    def archives(self) -> Iterator[tuple[str, int, int]]:
+        """See the base class."""
+        files = {stored.extent.file for _, stored in self._weights.matched if not stored.extent.is_raw}
+        return ((file, 0, self.reader.size(file)) for file in sorted(files))
+
+
+class _Weights:
+    """The arrays, in model space."""
+
+    kinds: tuple[str, ...] = ()
+
+    def __init__(self, matched: Sequence[tuple[HuggingFaceTensor, StoredTensor]]) -> None:
+        self.matched = matched
+        shapes = parameter_shapes([tensor for tensor, _ in matched])
+        self._slices: dict[str, list[StoredSlice]] = {name: [] for name in shapes}
+        for tensor, stored in matched:
+            for name, stored_slice in _slices(tensor, stored):
+                self._slices[name].append(stored_slice)
+        self._tensors = {name: LogicalTensor(name, shape, self._dtype(name)) for name, shape in shapes.items()}
+
+    def _dtype(self, name: str) -> str:
+        found = sorted({stored.extent.dtype for stored in self._slices[name]})
+        if len(found) > 1:
+            raise UnsupportedCheckpointError(
+                "tensors that Megatron joins into one parameter have different dtypes", found=" and ".join(found),
+                where=name,
+            )  # fmt: skip
+        return found[0]
+
+    @property
+    def dtypes(self) -> list[str]:
+        """All dtypes, the one of most elements first."""
+        elements: dict[str, int] = {}
+        for tensor in self._tensors.values():
+            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + prod(tensor.shape)
+        return sorted(elements, key=lambda dtype: -elements[dtype])
+
+    def names(self) -> list[str]:
+        """All names."""
+        return list(self._tensors)
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """See `planning.plan.Source`."""
+        return self._tensors.get(name) if kind == WEIGHT else None
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """See `planning.plan.Source`."""
+        return self._slices.get(name, []) if kind == WEIGHT else []
+
+
+def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[str, StoredSlice]]:
+    """The slices that a tensor holds of each parameter, whose regions lie one after the other in it."""
+    extent = replace(stored.extent, turned_columns=tensor.shape[1]) if tensor.transposed else stored.extent
+    regions: dict[str, list[Region]] = {}
+    for region in tensor.regions:
+        regions.setdefault(region.name, []).append(region)
+    first = stored.first
+    for name, parts in regions.items():
+        part = Slice.whole(tuple(parts))
+        yield name, StoredSlice(part, extent, first)
+        first += part.numel
+

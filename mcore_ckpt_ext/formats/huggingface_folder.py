@@ -1,0 +1,180 @@
+"""A folder as transformers lays it out: its weights' files and where each tensor lies, its small files beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.dcp_index import StoredObject, extent_of
+from mcore_ckpt_ext.planning.plan import Extent
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+from mcore_ckpt_ext.storage.safetensors import read_header, read_json
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+
+CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
+TOKENIZER_FOLDER = "tokenizer"
+"""Of an iteration folder: where Megatron since 0.20 keeps the tokenizer (`save_tokenizer_assets`, checkpointing.py)."""
+
+# Weights in one file, or an index of the files; safetensors first, as transformers looks for them.
+_SINGLE = ("model.safetensors", "pytorch_model.bin")
+_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_ADAPTER = "adapter_config.json"
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
+    "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+_COMPANION_LIMIT = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor of the folder: its shape in elements, the array that holds it, and the first of its elements there."""
+
+    shape: tuple[int, ...]
+    extent: Extent
+    first: int = 0
+
+
+def is_huggingface(folder: Path) -> bool:
+    """Whether a folder looks like one of transformers' or PEFT's."""
+    if (folder / "common.json").exists():
+        return False  # canonical, which has an index of the same name
+    return any((folder / name).exists() for name in (CONFIG, _ADAPTER, *_SINGLE, *_INDICES))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """`config.json` of a model that can be converted.
+
+    Raises:
+        UnreadableCheckpointError: it is missing or damaged.
+        UnsupportedCheckpointError: the folder holds an adapter, or quantised weights.
+    """
+    if (folder / _ADAPTER).exists():
+        raise UnsupportedCheckpointError(
+            "this folder holds an adapter (LoRA), not a model", found=_ADAPTER, where=str(folder),
+            helps="merge it into its base model first: PeftModel.merge_and_unload(), then save_pretrained",
+        )  # fmt: skip
+    config = read_json(folder / CONFIG)
+    if quantized := config.get("quantization_config"):
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
+        raise UnsupportedCheckpointError(
+            "the model is quantised, and its weights cannot be converted without changing them", found=method,
+            where=str(folder / CONFIG), helps="take the model as it was released in bf16, or dequantise it first",
+        )  # fmt: skip
+    return config
+
+
+def read_tensors(reader: FolderReader) -> dict[str, StoredTensor]:
+    """All tensors of the folder.
+
+    Raises:
+        UnreadableCheckpointError: a file is missing or damaged, or the index names what is not there.
+    """
+    folder = reader.folder
+    for single in _SINGLE:
+        if (folder / single).exists():
+            return dict(_tensors_of(reader, single))
+    for index in _INDICES:
+        if (folder / index).exists():
+            return _tensors_of_index(reader, folder / index)
+    raise UnreadableCheckpointError(
+        "the folder holds no weights", expected=" or ".join((*_SINGLE, *_INDICES)), where=str(folder)
+    )
+
+
+def _tensors_of_index(reader: FolderReader, path: Path) -> dict[str, StoredTensor]:
+    weight_map = read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise UnreadableCheckpointError("the index has no weight_map", where=str(path))
+    files = sorted(set(weight_map.values()))
+    strange = [file for file in files if Path(file).name != file]
+    absent = [file for file in files if file not in strange and not (reader.folder / file).exists()]
+    if strange or absent:
+        raise UnreadableCheckpointError(
+            "the index names files that are not there", found=", ".join((strange + absent)[:4]), where=str(path),
+            helps="the download or copy is incomplete: fetch the missing files",
+        )  # fmt: skip
+    found: dict[str, StoredTensor] = {}
+    origin: dict[str, str] = {}
+    for file in files:
+        for name, tensor in _tensors_of(reader, file):
+            found[name] = tensor
+            origin[name] = file
+    missing = [name for name, file in weight_map.items() if origin.get(name) != file]
+    surplus = [name for name in found if name not in weight_map]
+    if missing or surplus:
+        raise UnreadableCheckpointError(
+            "the index and the files disagree about the tensors",
+            found=", ".join([*(f"no {name}" for name in missing[:4]), *(f"a {name}" for name in surplus[:4])]),
+            where=str(path),
+            helps="files of different models or uploads are mixed: fetch them anew",
+        )
+    return found
+
+
+def _tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTensor]]:
+    if file.endswith(".safetensors"):
+        for name, shape, extent in read_header(reader, file):
+            yield name, StoredTensor(shape, extent)
+        return
+    content = TorchArchive(reader, file).load()
+    if not isinstance(content, dict):
+        raise UnreadableCheckpointError("a file of weights holds no state dict", where=str(reader.folder / file))
+    for name, value in content.items():
+        if not isinstance(value, TensorReference) or not value.is_contiguous:
+            raise UnreadableCheckpointError(
+                "a file of weights holds what is no plain tensor", found=f"{type(value).__name__} {name}",
+                where=str(reader.folder / file),
+            )  # fmt: skip
+        yield str(name), StoredTensor(value.shape, extent_of(value, _whole_file(reader, file)), value.offset)
+
+
+def _whole_file(reader: FolderReader, file: str) -> StoredObject:
+    return StoredObject(file, 0, reader.size(file))
+
+
+def companions(folder: Path) -> dict[str, bytes]:
+    """The small files that belong to a model: its tokenizer, and the two configurations.
+
+    Args:
+        folder: of a model, or of a tokenizer alone; nothing where there is no such folder.
+    """
+    found: dict[str, bytes] = {}
+    for name in (CONFIG, GENERATION_CONFIG, *_TOKENIZER):
+        path = folder / name
+        if path.is_file() and path.stat().st_size <= _COMPANION_LIMIT:
+            found[name] = path.read_bytes()
+    return found
+
+
+def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """A JSON object among small files; empty where there is none that can be read."""
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except ValueError:
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def tokens_of(files: Mapping[str, bytes]) -> int | None:
+    """The size of the vocabulary by a model's or tokenizer's own files; None where they do not tell.
+
+    `config.json` says how many rows the embedding has, which may be more than the tokenizer has tokens.
+    """
+    if isinstance(size := json_of(files, CONFIG).get("vocab_size"), int):
+        return size
+    tokenizer = json_of(files, "tokenizer.json")
+    vocabulary = tokenizer.get("model", {}).get("vocab")
+    if isinstance(vocabulary, (dict, list)):
+        numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+        added = [token.get("id", -1) for token in tokenizer.get("added_tokens", [])]
+        return 1 + max([*numbers, *added], default=-1)
+    words = json_of(files, "vocab.json")
+    return 1 + max(words.values()) if words else None

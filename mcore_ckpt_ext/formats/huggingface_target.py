@@ -1,0 +1,254 @@
+"""Writing a Hugging Face folder, laid out as `save_pretrained` of transformers 4 and 5 does.
+
+Tensors bear the names of released models, which both versions read; transformers 5 holds experts stacked in memory,
+but saves them one by one, too (`save_original_format`, transformers/core_model_loading.py, seen in 5.23).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from typing import Any, cast
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.arguments import complete
+from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
+from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
+from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.storage.archive_layout import archive_layout
+from mcore_ckpt_ext.storage.pickling import DeclaredTensor
+from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file
+
+SHARD_BYTES = 5 * 10**9
+DTYPES = ("float32", "bfloat16", "float16")
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+# What belongs to the file that a folder's `config.json` was made from, and not to the model.
+_OF_THE_FILE = {"torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map", "quantization_config"}
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class HuggingFaceOptions:
+    """What to write.
+
+    Attributes:
+        family: what the user says that the model is; by default it is recognised.
+        vocab_size: tokens without Megatron's padding; by default from the tokenizer, or from the arguments.
+        dtype: of all floating-point tensors; by default as stored.
+        kind: `weight`, or `fp32_param` for the optimizer's masters.
+        shard_bytes: the most bytes of tensors that a file holds, unless it is one tensor.
+        pickled: `pytorch_model.bin` instead of safetensors.
+        tokenizer: small files that belong to the model, by name.
+    """
+
+    family: Family | None = None
+    vocab_size: int | None = None
+    dtype: str | None = None
+    kind: str = WEIGHT
+    shard_bytes: int = SHARD_BYTES
+    pickled: bool = False
+    tokenizer: Mapping[str, bytes] | None = None
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor to be written."""
+
+    declared: Declared
+    content: tuple[Placed, ...]
+
+
+class HuggingFaceTarget:
+    """Lays out one folder."""
+
+    def __init__(self, checkpoint: Checkpoint, options: HuggingFaceOptions) -> None:
+        """Raises: UnsupportedCheckpointError, when it is of no known family, or a size is not known."""
+        self._checkpoint = checkpoint
+        self._options = options
+        self._companions = {**checkpoint.companions(), **(options.tokenizer or {})}
+        names = checkpoint.weights.names()
+        arguments = complete(checkpoint.args)
+        arguments["vocab_size"] = self._vocabulary(arguments)
+        self.fit: Fit = family_of_megatron(arguments, names, options.family)
+        self.left_out = matching(names, self.fit.family.megatron_left_out)
+        self.notes = [f"the model is a {self.fit.family.name}", *self.fit.family.notices(self.fit.arguments)]
+        self._masters = set(self._checkpoint.names(FP32_PARAM)) if options.kind == FP32_PARAM else set()
+        if options.kind == FP32_PARAM and not self._masters:
+            raise UnsupportedCheckpointError(
+                "the checkpoint holds no fp32 masters", found=", ".join(checkpoint.kinds()),
+                where=str(checkpoint.folder), helps="export the weights: leave --from away",
+            )  # fmt: skip
+        self._tensors = self.fit.family.tensors(self.fit.arguments)
+        self._check_shapes()
+        self._tell()
+
+    def output(self) -> Output:
+        """All files, and where each tensor goes."""
+        tensors = [self._laid_out(tensor) for tensor in self._tensors]
+        shards = list(_shards(tensors, self._options.shard_bytes))
+        stem, suffix = ("pytorch_model", "bin") if self._options.pickled else ("model", "safetensors")
+        files: list[OutputFile] = []
+        records: list[Record] = []
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            file, found = (_pickled if self._options.pickled else _plain)(f"{stem}{part}.{suffix}", shard)
+            files.append(file)
+            records += found
+            weight_map |= {tensor.declared.key: file.name for tensor in shard}
+        if len(shards) > 1:
+            metadata = {
+                "total_parameters": sum(prod(tensor.declared.shape) for tensor in tensors),
+                "total_size": sum(tensor.declared.nbytes for tensor in tensors),
+            }
+            index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+            files.append(json_file(f"{stem}.{suffix}.index.json", index))
+        return Output([*files, *self._small_files(tensors)], records)
+
+    def _small_files(self, tensors: Sequence[_Tensor]) -> list[OutputFile]:
+        sizes: dict[str, int] = {}
+        for tensor in tensors:
+            sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
+        config = self._config(max(sizes, key=lambda dtype: sizes[dtype]))
+        tokens = {key: config[key] for key in _TOKENS if config.get(key) is not None}
+        generation = json_of(self._companions, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
+        files = [
+            OutputFile(name, len(content), ((0, content),))
+            for name, content in self._companions.items()
+            if name not in (CONFIG, GENERATION_CONFIG)
+        ]
+        return [*files, json_file(GENERATION_CONFIG, generation), json_file(CONFIG, config, last=True)]
+
+    def _config(self, dtype: str) -> dict[str, Any]:
+        """What the arguments say, and of a `config.json` beside them what they cannot say."""
+        family = self.fit.family
+        config = family.config(self.fit.arguments)
+        beside = json_of(self._companions, CONFIG)
+        if beside.get("model_type") == family.model_type:
+            explained = {key for setting in family.settings for key in setting.keys}
+            config |= {
+                key: value
+                for key, value in beside.items()
+                if key not in explained | _OF_THE_FILE and key not in config
+            }
+        missing = [key for key in _TOKENS[:2] if key not in config]
+        if missing:
+            # The classes' own defaults belong to the released models, and are wrong for any other vocabulary.
+            config |= dict.fromkeys(missing)
+            self.notes.append(
+                f"config.json has no {' and '.join(missing)}: name a folder that has, --tokenizer PATH, or edit it"
+            )
+        return {**config, "torch_dtype": dtype}
+
+    def _vocabulary(self, arguments: Mapping[str, Any]) -> int:
+        known = self._options.vocab_size or self._checkpoint.vocabulary or tokens_of(self._companions)
+        if known is None and arguments.get("vocab_size"):
+            # Until 0.13 the end of a document was one more (`_NullTokenizer`, megatron/training/tokenizer).
+            plain = arguments.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_pad_id" not in arguments
+            known = int(arguments["vocab_size"]) + plain
+        if known is None:
+            raise UnsupportedCheckpointError(
+                "it is not known how many tokens the vocabulary has without Megatron's padding",
+                found=f"{arguments.get('padded_vocab_size')} rows with it", where=str(self._checkpoint.folder),
+                helps="say how many, --vocab-size N, or where the tokenizer is, --tokenizer PATH",
+            )  # fmt: skip
+        return known
+
+    def _check_shapes(self) -> None:
+        """What the arguments say of every parameter's shape must be so; the vocabulary may be padded."""
+        wrong = []
+        for name, shape in parameter_shapes(self._tensors).items():
+            found = self._source(WEIGHT, name).shape
+            longer = name in _VOCABULARY and found[1:] == shape[1:] and found[0] > shape[0]
+            if found != shape and not longer:
+                wrong.append(f"{name} is {found}, not {shape}")
+            elif longer and name == _VOCABULARY[0]:
+                self.notes.append(f"{found[0] - shape[0]} rows of padding are removed from the vocabulary")
+        if wrong:
+            raise UnsupportedCheckpointError(
+                "the checkpoint's arguments contradict its parameters", found="; ".join(wrong[:_SHOWN]),
+                where=str(self._checkpoint.folder), helps="is --vocab-size right?",
+            )  # fmt: skip
+
+    def _tell(self) -> None:
+        if self.left_out:
+            more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
+            self.notes.append(
+                f"left out, for Hugging Face's {self.fit.family.name} has no place for it: "
+                f"{', '.join(self.left_out[:_SHOWN])}{more}"
+            )
+        if self._masters:
+            plain = [name for name in parameter_shapes(self._tensors) if name not in self._masters]
+            if plain:
+                self.notes.append(f"without a master, so taken from the weights: {', '.join(plain[:_SHOWN])}")
+
+    def _source(self, kind: str, name: str) -> LogicalTensor:
+        tensor = self._checkpoint.logical_tensor(kind, name)
+        if tensor is None:
+            raise UnsupportedCheckpointError("the checkpoint lacks a tensor that it names", where=f"{kind} {name}")
+        return tensor
+
+    def _laid_out(self, tensor: HuggingFaceTensor) -> _Tensor:
+        placed, start = [], 0
+        dtypes = set()
+        for name, regions in groupby(tensor.regions, key=lambda region: region.name):
+            kind = FP32_PARAM if name in self._masters else WEIGHT
+            source = self._source(kind, name)
+            part = Slice.whole(tuple(regions))
+            turned = tensor.shape[1] if tensor.transposed else 0
+            placed.append(Placed(start, WantedSlice(kind, part, {name: source}), turned))
+            start += part.numel
+            dtypes.add(source.dtype)
+        dtype = dtypes.pop()
+        if self._options.dtype and not tensor.keeps_dtype and getattr(torch, dtype).is_floating_point:
+            dtype = self._options.dtype
+        return _Tensor(Declared(tensor.name, tensor.shape, dtype), tuple(placed))
+
+
+def _shards(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
+    """As `split_torch_state_dict_into_shards` of huggingface_hub: in order, a file is closed before it gets too big."""
+    shard: list[_Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if shard and size + tensor.declared.nbytes > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += tensor.declared.nbytes
+    yield shard
+
+
+def _plain(name: str, shard: Sequence[_Tensor]) -> tuple[OutputFile, list[Record]]:
+    file, starts = lay_out_file(name, [tensor.declared for tensor in shard])
+    records = [
+        Record(name, start, tensor.declared.dtype, prod(tensor.declared.shape), tensor.content)
+        for tensor, start in zip(shard, starts, strict=True)
+    ]
+    return file, records
+
+
+def _pickled(name: str, shard: Sequence[_Tensor]) -> tuple[OutputFile, list[Record]]:
+    state = OrderedDict(
+        (tensor.declared.key, DeclaredTensor(getattr(torch, tensor.declared.dtype), tensor.declared.shape, tensor))
+        for tensor in shard
+    )
+    archive = archive_layout(state)
+    records = []
+    for archived in archive.tensors:
+        tensor = cast("_Tensor", archived.tag)
+        records.append(
+            Record(name, archived.offset, tensor.declared.dtype, archived.numel, tensor.content, archived.checksums)
+        )
+    return OutputFile(name, archive.length, archive.literals), records
+
