@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     ):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} of the job that will read (legacy)")
     parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="the tokenizer's size, to pad as Megatron pads, or to remove it (hf)"
+        "--vocab-size", type=int, metavar="N", help="the tokenizer's size, to pad as Megatron pads, or to cut (hf)"
     )
     parser.add_argument(
         "--transformer-impl", choices=(TRANSFORMER_ENGINE, LOCAL), default=TRANSFORMER_ENGINE,

@@ -86,8 +86,7 @@ def parameter_shape(name: str, arguments: Arguments) -> tuple[int, ...]:
     """
     *_, module, leaf = ["", *name.split(".")]
     if leaf in ("expert_bias", "gate_weight"):
-        sizes = (int(arguments["num_experts"]),) if leaf == "expert_bias" else (1, int(arguments["hidden_size"]))
-        return sizes
+        return (int(arguments["num_experts"]),) if leaf == "expert_bias" else (1, int(arguments["hidden_size"]))
     found = _linear(name, module, arguments) or _norm(name, arguments)
     if found is None:
         raise UnsupportedCheckpointError("it is not known of what shape a parameter is", where=name)

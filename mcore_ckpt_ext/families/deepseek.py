@@ -100,7 +100,8 @@ def _shared() -> Setting:
     """All shared experts together are one in Megatron."""
 
     def to_config(arguments: Arguments) -> dict[str, Any]:
-        return {"n_shared_experts": arguments["moe_shared_expert_intermediate_size"] // arguments["moe_ffn_hidden_size"]}
+        size = arguments["moe_shared_expert_intermediate_size"]
+        return {"n_shared_experts": size // arguments["moe_ffn_hidden_size"]}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         return {"moe_shared_expert_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"]}

@@ -154,7 +154,8 @@ class Family:
         return found
 
     def _rules_for(self, present: Collection[str]) -> list[Rule]:
-        first = [rule for rule in self.also_read if any(_pattern(rule.hugging_face).fullmatch(name) for name in present)]
+        patterns = {rule: _pattern(rule.hugging_face) for rule in self.also_read}
+        first = [rule for rule, pattern in patterns.items() if any(map(pattern.fullmatch, present))]
         replaced = {rule.megatron for rule in first}
         return [rule for rule in self.rules if rule.megatron not in replaced] + first
 

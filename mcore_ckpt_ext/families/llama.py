@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import Arguments
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import (
     DENSE,
@@ -39,3 +40,12 @@ class Llama(Family):
         Fixed("mlp_bias", False, {}),
         Needs({"qk_layernorm": False}), PLAIN, DENSE, QUERY_KEY_VALUE, NO_WINDOW,
     )  # fmt: skip
+
+    def notices(self, arguments: Arguments) -> list[str]:
+        """See `Family`."""
+        if not arguments["use_rope_scaling"] or arguments["rope_scaling_factor"] == 8.0:
+            return []
+        return [
+            f"positions are scaled by {arguments['rope_scaling_factor']}, but Megatron's pretrain_gpt.py does not pass "
+            "--rope-scaling-factor on and scales by 8 (gpt_builders.py, seen in 0.12 to 0.19)"
+        ]

@@ -40,7 +40,7 @@ def expert_count(default: int) -> Setting:
 
 
 def normalised_choice(by_default: bool = False) -> Setting:
-    """Whether the chosen experts' probabilities are normalised among themselves: Megatron then chooses before softmax."""
+    """Whether the chosen experts' probabilities are normalised among themselves: softmax then comes after the choice."""
     return Both(
         ("norm_topk_prob",),
         lambda arguments: {"norm_topk_prob": not arguments["moe_router_pre_softmax"]},

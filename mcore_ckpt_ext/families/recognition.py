@@ -24,7 +24,8 @@ from mcore_ckpt_ext.families.qwen3 import Qwen3
 from mcore_ckpt_ext.families.qwen3_moe import Qwen3MoE
 
 FAMILIES: tuple[Family, ...] = (
-    GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(), Gemma2(),
+    GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
+    Gemma2(),
 )  # fmt: skip
 _SHOWN = 4
 

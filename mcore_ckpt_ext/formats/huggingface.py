@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -14,6 +15,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
+from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.formats.base import Checkpoint, OptimizerState
 from mcore_ckpt_ext.formats.huggingface_folder import (
@@ -113,7 +115,8 @@ class HuggingFaceCheckpoint(Checkpoint):
             "seq_length": self._settings["max_position_embeddings"],
             "norm_epsilon": self._settings["layernorm_epsilon"],
             "apply_layernorm_1p": self._settings["layernorm_zero_centered_gamma"],
-            "add_position_embedding": self._settings["position_embedding_type"] == "learned_absolute",
+            # True whatever the positions are, and compared on loading (`check_checkpoint_args`).
+            "add_position_embedding": True,
             "moe_grouped_gemm": bool(
                 self._settings["num_experts"] and self._settings["transformer_impl"] == TRANSFORMER_ENGINE
             ),
@@ -159,9 +162,14 @@ class HuggingFaceCheckpoint(Checkpoint):
         if self.left_out:
             more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
             found.append(f"left out, for Megatron has no place for it: {', '.join(self.left_out[:_SHOWN])}{more}")
+        found.append(f"train it with: {shlex.join(self.training_flags())}")
         if others:
             found.append(f"of config.json only kept beside the weights: {', '.join(others)}")
         return found
+
+    def training_flags(self) -> list[str]:
+        """The words of the command line of `pretrain_gpt.py` that describe this model."""
+        return training_flags(self.args)
 
     @property
     def weights(self) -> _Weights:

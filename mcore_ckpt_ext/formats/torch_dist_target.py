@@ -23,7 +23,7 @@ from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE, MODEL_SP
 from mcore_ckpt_ext.formats.stacking import sharded_key
 from mcore_ckpt_ext.formats.target import distinct_groups, portable_arguments
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor, stacked_axes
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
 from mcore_ckpt_ext.storage.archive_layout import ArchiveLayout, archive_layout
@@ -158,7 +158,9 @@ class TorchDistTarget:
     def _objects(self) -> Iterator[tuple[str, Any]]:
         """Pickled objects by key: extra states, and the random states where their ranks keep their meaning."""
         counts: dict[str, tuple[int, ...]] = {}
-        stacked = any(stacked_axes(key) for key, _ in self._keys.values() if key.startswith("decoder.layers."))
+        layers = [found for found in self._keys.values() if found[0].startswith("decoder.layers.")]
+        # Experts are stacked always: whether layers are, an axis more tells.
+        stacked = any(len(index) > (".experts.experts." in key) for key, index in layers)
         states: list[tuple[str, tuple[int, ...], Any]] = []
         for name, value in self._checkpoint.extra_states().items():
             key, index = sharded_key(name, stacked)

@@ -1,0 +1,66 @@
+"""The flags of `pretrain_gpt.py` for a model that comes from Hugging Face.
+
+`--use-checkpoint-args` takes over only a part of them (`load_args_from_checkpoint`, megatron/training/checkpointing.py,
+core_v0.19.2: neither the norms' epsilon nor anything of latent attention, for example).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families.arguments import Arguments
+
+# Arguments with a value, and the value that they have without a flag (megatron/training/arguments.py, 0.12 to 0.19.2).
+_VALUES: dict[str, Any] = {
+    "num_layers": None, "hidden_size": None, "ffn_hidden_size": None, "num_attention_heads": None, "kv_channels": None,
+    "max_position_embeddings": None, "seq_length": None, "position_embedding_type": "learned_absolute",
+    "rotary_base": 10000, "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None,
+    "normalization": "LayerNorm", "layernorm_epsilon": None, "init_method_std": 0.02, "attention_dropout": 0.1,
+    "hidden_dropout": 0.1, "window_size": None, "window_attn_skip_freq": None,
+}  # fmt: skip
+_EXPERTS: dict[str, Any] = {
+    "num_experts": None, "moe_ffn_hidden_size": None, "moe_router_topk": 2, "moe_layer_freq": 1,
+    "moe_router_score_function": "softmax", "moe_router_topk_scaling_factor": None, "moe_router_num_groups": None,
+    "moe_router_group_topk": None, "moe_shared_expert_intermediate_size": None, "moe_aux_loss_coeff": 0.0,
+}  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
+    "rope_type": None, "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
+}  # fmt: skip
+_SWITCHES = (
+    "swiglu", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights", "use_rope_scaling",
+    "multi_latent_attention", "layernorm_zero_centered_gamma", "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias", "moe_shared_expert_gate", "moe_grouped_gemm",
+)  # fmt: skip
+_OFF = {"add_bias_linear": "--disable-bias-linear"}
+_NAMES = {"layernorm_epsilon": "--norm-epsilon", "layernorm_zero_centered_gamma": "--apply-layernorm-1p"}
+
+
+def training_flags(arguments: Arguments) -> list[str]:
+    """The words of the command line that describe the model; the job's own (layout, data, optimizer) are left out."""
+    values = dict(_VALUES)
+    if arguments["num_experts"]:
+        values |= _EXPERTS
+    if arguments["multi_latent_attention"]:
+        values |= _LATENT
+        del values["kv_channels"]
+    words: list[str] = []
+    for name, default in values.items():
+        value = arguments.get(name)
+        if value is not None and value != default:
+            words += [_flag(name), _word(value)]
+    if arguments["num_query_groups"] != arguments["num_attention_heads"]:
+        words += ["--group-query-attention", "--num-query-groups", str(arguments["num_query_groups"])]
+    words += [_flag(name) for name in _SWITCHES if arguments.get(name)]
+    words += [flag for name, flag in _OFF.items() if not arguments[name]]
+    if not (arguments["swiglu"] or arguments["bias_gelu_fusion"]):
+        words.append("--no-bias-gelu-fusion")
+    return words
+
+
+def _flag(name: str) -> str:
+    return _NAMES.get(name, f"--{name.replace('_', '-')}")
+
+
+def _word(value: Any) -> str:
+    return str(value).replace(" ", "") if isinstance(value, (list, tuple)) else str(value)
