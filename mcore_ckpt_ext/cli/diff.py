@@ -16,8 +16,9 @@ _SHOWN = 40
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     for name in ("a", "b"):
-        parser.add_argument(name, metavar=name.upper(), help="run folder, iteration folder, or canonical folder")
+        parser.add_argument(name, metavar=name.upper(), help="run folder, iteration folder, Hugging Face or canonical folder")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"compare only these: {', '.join(KINDS)}")
+    parser.add_argument("--family", metavar="NAME", help="of a Hugging Face folder, where it is not recognised")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
     parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads")
     parser.epilog = "Equal means bit by bit: NaN with the same bits are equal, 0.0 and -0.0 are not."
@@ -25,7 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and say what differs."""
-    found = compare(arguments.a, arguments.b, kinds=arguments.kinds, workers=arguments.workers, progress=Progress())
+    found = compare(
+        arguments.a,
+        arguments.b,
+        kinds=arguments.kinds,
+        family=arguments.family,
+        workers=arguments.workers,
+        progress=Progress(),
+    )
     if arguments.json:
         as_json(found)
     else:

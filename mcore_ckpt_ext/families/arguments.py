@@ -136,7 +136,7 @@ def _norm(name: str, arguments: Arguments) -> tuple[int, ...] | None:
         "kv_layernorm": "kv_lora_rank", "post_layernorm": "hidden_size",
     }  # fmt: skip
     match = re.search(r"(\w+norm)\.(?:weight|bias)$", name)
-    return (int(arguments[widths[match[1]]]),) if match and match[1] in widths else None
+    return (int(arguments[widths[match[1]]] or 0),) if match and match[1] in widths else None
 
 
 # Names as the Transformer Engine spec stores them, and as the local one does (`sharded_state_dict_keys_map` of

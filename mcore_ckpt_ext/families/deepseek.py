@@ -63,7 +63,7 @@ def _rope() -> Setting:
     def to_config(arguments: Arguments) -> dict[str, Any]:
         scaling = None
         if arguments["rope_type"] != "rope":
-            scaling = {"rope_type": "yarn", "type": "yarn", **{key: arguments[ours] for key, ours, _ in _YARN}}
+            scaling = {"rope_type": "yarn", **{key: arguments[ours] for key, ours, _ in _YARN}}
         return {"rope_theta": float(arguments["rotary_base"]), "rope_scaling": scaling}
 
     def to_arguments(config: Config) -> dict[str, Any]:

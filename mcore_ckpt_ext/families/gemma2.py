@@ -47,7 +47,8 @@ def _scale(config: Config) -> dict[str, Any]:
 
 def _scalar(arguments: Arguments) -> dict[str, Any]:
     scale = arguments["softmax_scale"] or arguments["kv_channels"] ** -0.5
-    return {"query_pre_attn_scalar": round(scale**-2, 6)}
+    scalar = round(scale**-2, 6)
+    return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 
 
 class Gemma2(Family):

@@ -127,7 +127,8 @@ def family_of_megatron(arguments: Arguments, names: Collection[str], wanted: Fam
 
 def fit(family: Family, arguments: Arguments, names: Collection[str]) -> Fit:
     """How a Megatron checkpoint fits a family, under whichever layer spec its names are of."""
-    misfits = family.misfits(arguments)
+    if misfits := family.misfits(arguments):
+        return Fit(family, dict(arguments), misfits)
     left_out = set(matching(names, family.megatron_left_out))
     found: list[Fit] = []
     for spec in dict.fromkeys((arguments["transformer_impl"], "transformer_engine", "local")):
@@ -135,9 +136,9 @@ def fit(family: Family, arguments: Arguments, names: Collection[str]) -> Fit:
         try:
             expected = set(parameter_shapes(family.tensors(under)))
         except UnsupportedCheckpointError as error:
-            found.append(Fit(family, under, [*misfits, str(error)]))
+            found.append(Fit(family, under, [str(error)]))
             continue
         differing = [f"no {name}" for name in sorted(expected - set(names))]
         differing += [f"a {name}" for name in sorted(set(names) - expected - left_out)]
-        found.append(Fit(family, under, [*misfits, *differing]))
+        found.append(Fit(family, under, differing))
     return min(found, key=lambda one: len(one.reasons))

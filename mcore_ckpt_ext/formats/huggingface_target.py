@@ -31,7 +31,7 @@ from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = ("float32", "bfloat16", "float16")
-_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 # What belongs to the file that a folder's `config.json` was made from, and not to the model.
 _OF_THE_FILE = {"torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map", "quantization_config"}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -170,10 +170,10 @@ class HuggingFaceTarget:
         wrong = []
         for name, shape in parameter_shapes(self._tensors).items():
             found = self._source(WEIGHT, name).shape
-            longer = name in _VOCABULARY and found[1:] == shape[1:] and found[0] > shape[0]
+            longer = name in VOCABULARY and found[1:] == shape[1:] and found[0] > shape[0]
             if found != shape and not longer:
                 wrong.append(f"{name} is {found}, not {shape}")
-            elif longer and name == _VOCABULARY[0]:
+            elif longer and name == VOCABULARY[0]:
                 self.notes.append(f"{found[0] - shape[0]} rows of padding are removed from the vocabulary")
         if wrong:
             raise UnsupportedCheckpointError(

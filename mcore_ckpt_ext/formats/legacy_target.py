@@ -165,6 +165,8 @@ class LegacyTarget:
         models, last = self._models, self._is_last(rank, stage)
         names = [name for name in (models.chunks or [])[rank.pipeline][stage] if self._holds(rank, name)]
         parameters = registration_order(names, self._order, tied_copy=last and models.has_tied_copy)
+        if parameters is None and self._checkpoint.optimizer_format is None:
+            parameters = names  # which the weights alone need not, for they are loaded by name
         if parameters is None:
             raise UnsupportedCheckpointError(
                 "the order in which the model registers its parameters is not known", where=f"{rank}",

@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.huggingface import LOCAL, HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface_target import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.content import bits_of, index_of
@@ -107,6 +110,7 @@ def compare(
     b: str | os.PathLike[str],
     *,
     kinds: Sequence[str] | None = None,
+    family: str | None = None,
     workers: int = DEFAULT_WORKERS,
     progress: Progress = lambda done, total: None,
 ) -> Comparison:
@@ -117,15 +121,18 @@ def compare(
     Args:
         a: a path as `open_checkpoint` takes it.
         b: another.
-        kinds: which kinds; by default all that one of the two has.
+        kinds: which kinds; by default all that one of the two has, or with a Hugging Face folder all that both have.
+        family: of a Hugging Face folder, as `convert` takes it.
         workers: threads.
         progress: told the bytes compared so far and the bytes to compare.
 
     Raises:
         CheckpointError: one of them cannot be read, or has none of the asked kinds.
     """
-    sides = (_Side(open_checkpoint(a)), _Side(open_checkpoint(b)))
+    sides = _sides(a, b, family)
     known = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
+    if any(isinstance(side.checkpoint, HuggingFaceCheckpoint) for side in sides):
+        known = [kind for kind in known if all(kind in side.kinds for side in sides)]
     if kinds is not None and (unknown := [kind for kind in kinds if kind not in known]):
         raise UnsupportedCheckpointError(
             "neither checkpoint has what is to be compared", found=", ".join(known), expected=", ".join(unknown)
@@ -147,15 +154,30 @@ def compare(
         b=str(sides[1].checkpoint.folder),
         equal=all(comparison.equal for comparison in compared),
         kinds=compared,
-        facts=tuple(_facts(sides[0].checkpoint, sides[1].checkpoint)),
+        facts=tuple(_facts(*sides)),
     )
 
 
-class _Side:
-    """One of the two checkpoints."""
+def _sides(a: str | os.PathLike[str], b: str | os.PathLike[str], family: str | None) -> tuple[_Side, _Side]:
+    """Both checkpoints, a Hugging Face folder under the names and with the vocabulary of the other."""
+    of_family = family_named(family) if family else None
+    opened = [open_checkpoint(path, family=of_family) for path in (a, b)]
+    rows: list[int | None] = [None, None]
+    for index, path in enumerate((a, b)):
+        this, other = opened[index], opened[1 - index]
+        if isinstance(this, HuggingFaceCheckpoint) and not isinstance(other, HuggingFaceCheckpoint):
+            rows[1 - index] = this.vocabulary
+            if set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
+                opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
+    return _Side(opened[0], rows[0]), _Side(opened[1], rows[1])
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+
+class _Side:
+    """One of the two checkpoints; of its vocabulary only `rows` are looked at, where that is given."""
+
+    def __init__(self, checkpoint: Checkpoint, rows: int | None = None) -> None:
         self.checkpoint = checkpoint
+        self.rows = rows
         self.source = Remembering(checkpoint)
         self.reader = BlockReader(checkpoint)
         self.kinds = checkpoint.kinds()
@@ -169,7 +191,16 @@ class _Side:
         if found is None:
             where = f"{kind} {name}, {self.checkpoint.folder}"
             raise UnsupportedCheckpointError("a tensor has no elements", where=where)
+        if self.rows and name in VOCABULARY and found.shape[0] > self.rows:
+            return replace(found, shape=(self.rows, *found.shape[1:]))
         return found
+
+    @property
+    def vocabulary(self) -> str:
+        """How many of the vocabulary's rows are looked at."""
+        tensor = self.source.logical_tensor(WEIGHT, VOCABULARY[0])
+        stored = tensor.shape[0] if tensor else 0
+        return f"{self.rows} of {stored} rows, for the rest is padding" if self.rows not in (None, stored) else "all"
 
     def nbytes(self, kind: str, name: str) -> int:
         tensor = self.source.logical_tensor(kind, name)
@@ -264,7 +295,10 @@ def _differs(result: TensorDifference) -> bool:
     return bool(result.different or result.problem or not same_form)
 
 
-def _facts(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
+def _facts(side_a: _Side, side_b: _Side) -> Iterator[Fact]:
+    a, b = side_a.checkpoint, side_b.checkpoint
+    if side_a.rows or side_b.rows:
+        yield Fact("vocabulary compared", side_a.vocabulary, side_b.vocabulary)
     yield Fact("format", _format(a), _format(b))
     yield Fact("layout", str(a.layout), str(b.layout))
     yield Fact("iteration", str(a.iteration), str(b.iteration))
