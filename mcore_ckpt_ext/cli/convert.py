@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from mcore_ckpt_ext.cli.progress import Progress
-from mcore_ckpt_ext.cli.sizes import parse_size, readable
+from mcore_ckpt_ext.cli.sizes import parse_file_size, parse_size, readable
 from mcore_ckpt_ext.cli.together import the_team
 from mcore_ckpt_ext.formats.huggingface import LOCAL, TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.huggingface_target import DTYPES, SHARD_BYTES
@@ -46,8 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from", dest="kind", choices=(WEIGHT, FP32_PARAM), default=WEIGHT, help="what to export (hf)"
     )
     parser.add_argument(
-        "--max-shard-size", type=parse_size, default=SHARD_BYTES, metavar="SIZE", help="of a file (hf; default 5GB)"
-    )
+        "--max-shard-size", type=parse_file_size, default=SHARD_BYTES, metavar="SIZE",
+        help="of a file of weights (hf; default 5GB)",
+    )  # fmt: skip
     parser.add_argument("--bin", action="store_true", help="pytorch_model.bin instead of safetensors (hf)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion")

@@ -16,7 +16,7 @@ _SHOWN = 40
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     for name in ("a", "b"):
-        parser.add_argument(name, metavar=name.upper(), help="run folder, iteration folder, Hugging Face or canonical folder")
+        parser.add_argument(name, metavar=name.upper(), help="run, iteration, Hugging Face or canonical folder")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"compare only these: {', '.join(KINDS)}")
     parser.add_argument("--family", metavar="NAME", help="of a Hugging Face folder, where it is not recognised")
     parser.add_argument("--json", action="store_true", help="the result as JSON")

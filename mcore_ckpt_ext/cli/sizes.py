@@ -23,7 +23,16 @@ def parse_size(text: str) -> int:
     Raises:
         argparse.ArgumentTypeError: it is no size.
     """
+    return _parsed(text, 1024)
+
+
+def parse_file_size(text: str) -> int:
+    """As `parse_size`, but `5GB` is five times 1000^3, as Hugging Face counts; `5GiB` is five times 1024^3."""
+    return _parsed(text, 1024 if "i" in text.lower() else 1000)
+
+
+def _parsed(text: str, unit: int) -> int:
     match = _SIZE.match(text.strip())
     if not match:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 4GiB")
-    return int(float(match[1]) * 1024 ** " kmgtp".index(match[2].lower() or " "))
+    return int(float(match[1]) * unit ** " kmgtp".index(match[2].lower() or " "))

@@ -17,6 +17,7 @@ from mcore_ckpt_ext.families.settings import (
     Fixed,
     Needs,
     Same,
+    Size,
     unrepresentable,
 )
 
@@ -75,8 +76,9 @@ class GPT2(Family):
         Rule("transformer.ln_f.bias", "decoder.final_layernorm.bias"),
     )
     settings = (
-        Same("n_layer", "num_layers"), Same("n_embd", "hidden_size"), Same("n_head", "num_attention_heads"),
-        Same("n_positions", "max_position_embeddings", 1024), Same("vocab_size", "vocab_size", 50257),
+        Size("n_layer", "num_layers", counted=True), Size("n_embd", "hidden_size"),
+        Size("n_head", "num_attention_heads", counted=True), Size("n_positions", "max_position_embeddings", 1024),
+        Size("vocab_size", "vocab_size", 50257),
         Same("layer_norm_epsilon", "layernorm_epsilon", 1e-5), Same("initializer_range", "init_method_std", 0.02),
         Same("attn_pdrop", "attention_dropout", 0.1), Same("resid_pdrop", "hidden_dropout", 0.1),
         Both(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments["hidden_dropout"]}, lambda config: {}),

@@ -15,6 +15,7 @@ from mcore_ckpt_ext.families.settings import (
     Both,
     Needs,
     Same,
+    checked_size,
     head_size,
     query_groups,
     rope,
@@ -48,7 +49,8 @@ class Mixtral(Family):
         Both(
             ("num_local_experts",),
             lambda arguments: {"num_local_experts": arguments["num_experts"]},
-            lambda config: {"num_experts": config.get("num_local_experts", 8), "moe_layer_freq": 1,
+            lambda config: {"num_experts": checked_size("num_local_experts", config.get("num_local_experts", 8)),
+                            "moe_layer_freq": 1,
                             "moe_ffn_hidden_size": config["intermediate_size"]},
             _why_not,
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families.arguments import Arguments, has_experts
-from mcore_ckpt_ext.families.settings import Both, Config, Needs, Setting
+from mcore_ckpt_ext.families.settings import Both, Config, Needs, Setting, checked_size
 
 
 def expert_layers() -> Setting:
@@ -35,12 +35,16 @@ def expert_count(default: int) -> Setting:
     return Both(
         ("num_experts", "num_local_experts"),
         lambda arguments: {"num_experts": arguments["num_experts"]},
-        lambda config: {"num_experts": config.get("num_experts") or config.get("num_local_experts") or default},
+        lambda config: {"num_experts": checked_size("num_experts", _count(config, default))},
     )
 
 
+def _count(config: Config, default: int) -> Any:
+    return config.get("num_experts") or config.get("num_local_experts") or default
+
+
 def normalised_choice(by_default: bool = False) -> Setting:
-    """Whether the chosen experts' probabilities are normalised among themselves: softmax then comes after the choice."""
+    """Whether the chosen experts' probabilities are normalised among themselves: softmax after the choice."""
     return Both(
         ("norm_topk_prob",),
         lambda arguments: {"norm_topk_prob": not arguments["moe_router_pre_softmax"]},

@@ -62,6 +62,36 @@ class Same:
         return []
 
 
+# More than any model has, and little enough to count through.
+_MANY = 1 << 16
+
+
+@dataclass(frozen=True)
+class Size(Same):
+    """As `Same`, of a whole number of elements; `counted`: of layers, heads or experts."""
+
+    counted: bool = False
+
+    def arguments(self, config: Config) -> dict[str, Any]:
+        """See `Setting`."""
+        found = super().arguments(config)
+        checked_size(self.key, found[self.argument], _MANY if self.counted else 1 << 40)
+        return found
+
+
+def checked_size(key: str, value: Any, limit: int = _MANY) -> int:
+    """A size that `config.json` gives.
+
+    Raises:
+        UnsupportedCheckpointError: it is none.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
+        raise UnsupportedCheckpointError(
+            "config.json gives a size that is none", found=repr(value), expected="a whole number above 0", where=key
+        )
+    return value
+
+
 @dataclass(frozen=True)
 class Fixed:
     """A key that has one value in all models of a family, which arguments with one value stand for.
@@ -191,7 +221,9 @@ def query_groups(key: str = "num_key_value_heads") -> Setting:
 
     def to_arguments(config: Config) -> dict[str, Any]:
         heads = config["num_attention_heads"]
-        groups = config.get(key) or heads
+        groups = checked_size(key, config.get(key) or heads)
+        if heads % groups:
+            raise unrepresentable(key, groups, f"a divisor of {heads} heads")
         return {"group_query_attention": groups != heads, "num_query_groups": groups}
 
     return Both((key,), lambda arguments: {key: arguments["num_query_groups"]}, to_arguments)
@@ -205,7 +237,8 @@ def head_size(always: bool = False) -> Setting:
         return {} if implied and not always else {"head_dim": arguments["kv_channels"]}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        return {"kv_channels": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]}
+        implied = config["hidden_size"] // config["num_attention_heads"]
+        return {"kv_channels": checked_size("head_dim", config.get("head_dim") or implied)}
 
     return Both(("head_dim",), to_config, to_arguments)
 
@@ -289,12 +322,12 @@ DENSE = Needs({"num_experts": None})
 QUERY_KEY_VALUE = Needs({"multi_latent_attention": False})
 RMS_NORM = Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False})
 SIZES: tuple[Setting, ...] = (
-    Same("num_hidden_layers", "num_layers"),
-    Same("hidden_size", "hidden_size"),
-    Same("num_attention_heads", "num_attention_heads"),
-    Same("intermediate_size", "ffn_hidden_size"),
-    Same("max_position_embeddings", "max_position_embeddings"),
-    Same("vocab_size", "vocab_size"),
+    Size("num_hidden_layers", "num_layers", counted=True),
+    Size("hidden_size", "hidden_size"),
+    Size("num_attention_heads", "num_attention_heads", counted=True),
+    Size("intermediate_size", "ffn_hidden_size"),
+    Size("max_position_embeddings", "max_position_embeddings"),
+    Size("vocab_size", "vocab_size"),
 )
 TRAINING: tuple[Setting, ...] = (
     Same("initializer_range", "init_method_std", 0.02),

@@ -83,7 +83,8 @@ class HuggingFaceTarget:
         self.fit: Fit = family_of_megatron(arguments, names, options.family)
         self.left_out = matching(names, self.fit.family.megatron_left_out)
         self.notes = [f"the model is a {self.fit.family.name}", *self.fit.family.notices(self.fit.arguments)]
-        self._masters = set(self._checkpoint.names(FP32_PARAM)) if options.kind == FP32_PARAM else set()
+        asked = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
+        self._masters = set(checkpoint.names(FP32_PARAM)) if asked else set()
         if options.kind == FP32_PARAM and not self._masters:
             raise UnsupportedCheckpointError(
                 "the checkpoint holds no fp32 masters", found=", ".join(checkpoint.kinds()),

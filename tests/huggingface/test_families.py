@@ -20,7 +20,7 @@ from tests.huggingface.models import BUILT_BY_MEGATRON, CONFIGS
 NOT_THE_MODEL = {"transformers_version", "_name_or_path"}
 # DeepSeek-V3: layers that predict further tokens, of which transformers has none.
 LOST = {"deepseek_v3": {"num_nextn_predict_layers"}}
-# Of two ways to say the same the other one is written; released DeepSeek models say more than transformers' class knows.
+# Of two ways to say the same the other one is written; released DeepSeek models say more than transformers knows.
 _RELEASED = {"aux_loss_alpha", "moe_layer_freq", "topk_method", "scoring_func"}
 SAID_OTHERWISE = {
     "gpt2": {"n_inner"}, "deepseek_v2": _RELEASED, "deepseek_v2_lite": _RELEASED, "deepseek_v3": _RELEASED,

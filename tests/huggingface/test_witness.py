@@ -54,7 +54,8 @@ def _truth(folder: Path) -> Truth:
     model.generation_config.pad_token_id = 0
     prompt = torch.randint(0, VOCABULARY, (2, PROMPT), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=NEW_TOKENS, do_sample=False)
+        everywhere = torch.ones_like(prompt)
+        tokens = model.generate(prompt, attention_mask=everywhere, max_new_tokens=NEW_TOKENS, do_sample=False)
         return Truth(tokens, model(tokens).logits)
 
 

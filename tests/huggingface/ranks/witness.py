@@ -1,6 +1,7 @@
 """Genuine Megatron builds models from flags, loads their checkpoints, and writes what they answer.
 
-Arguments: a JSON file with the cases, each with `run`, `flags`, `tensor`, `expert`, `tokens` and `answer` (files).
+Arguments: a JSON file with the cases, each with `run`, `flags`, `tensor`, `expert`, `tokens` and `answer` (files), and
+`loss` where not the logits are asked for, but the mean loss of predicting the tokens.
 """
 
 from __future__ import annotations
@@ -33,15 +34,20 @@ def main() -> None:
 
 
 def logits(case: dict[str, Any]) -> torch.Tensor:
-    """`[batch, sequence, vocabulary]` of one case, whole on every rank."""
+    """`[batch, sequence, vocabulary]` of one case, whole on every rank, or its loss."""
     model = build(case)
     load_checkpoint([model], None, None)
     tokens = torch.load(case["tokens"])
+    labels = None
+    if case.get("loss"):
+        tokens, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     length = tokens.shape[1]
     mask = torch.ones(1, 1, length, length).triu(1).bool()
     model.eval()
     with torch.no_grad():
+        if labels is not None:
+            return model(tokens, positions, mask, labels=labels).mean()
         return gather_from_tensor_model_parallel_region(model(tokens, positions, mask))
 
 
@@ -56,7 +62,7 @@ def build(case: dict[str, Any]) -> Any:
     more = [
         "--tokenizer-type", "NullTokenizer", "--vocab-size", str(case["vocabulary"]), "--micro-batch-size", "1",
         "--global-batch-size", "2", "--load", case["run"], "--mock-data", "--lr", "1e-3", "--train-iters", "1",
-        "--moe-token-dispatcher-type", "alltoall",
+        "--moe-token-dispatcher-type", "alltoall", "--no-load-optim", "--no-load-rng",
     ]  # fmt: skip
     # Whether the activation is approximated hangs on the fusion, so the case's own flags say.
     cpu = [flag for flag in toy_jobs.CPU if flag != "--no-bias-gelu-fusion"]

@@ -1,0 +1,242 @@
+"""Bad input: a clear error, exit code 2, nothing written."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from tests.conftest import fixture_named
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def model(folders: dict[str, Path], tmp_path: Path) -> Path:
+    """A private copy of a Llama in several files, to damage."""
+    AutoModelForCausalLM.from_pretrained(folders["llama"]).save_pretrained(tmp_path / "model", max_shard_size="30KB")
+    return tmp_path / "model"
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def missing_shard(model: Path) -> None:
+    next(iter(sorted(model.glob("model-*.safetensors")))).unlink()
+
+
+def index_of_absent_tensors(model: Path) -> None:
+    def change(index: dict[str, Any]) -> None:
+        index["weight_map"]["model.layers.2.mlp.up_proj.weight"] = next(iter(index["weight_map"].values()))
+
+    edit(model / INDEX, change)
+
+
+def index_that_lacks_a_tensor(model: Path) -> None:
+    edit(model / INDEX, lambda index: index["weight_map"].pop("model.norm.weight"))
+
+
+def index_that_leads_out_of_the_folder(model: Path) -> None:
+    edit(model / INDEX, lambda index: index["weight_map"].update({"model.norm.weight": "../model.safetensors"}))
+
+
+def cut_file(model: Path) -> None:
+    file = max(model.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+def header_that_lies(model: Path) -> None:
+    file = max(model.glob("*.safetensors"))
+    data = file.read_bytes()
+    file.write_bytes((2**40).to_bytes(8, "little") + data[8:])
+
+
+def other_hidden_size(model: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(hidden_size=48, head_dim=8))
+
+
+def other_heads(model: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(num_key_value_heads=4))
+
+
+def more_layers(model: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(num_hidden_layers=3))
+
+
+def other_vocabulary(model: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(vocab_size=300))
+
+
+def sizes_that_are_no_numbers(model: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(num_hidden_layers="two"))
+
+
+def no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def adapter(model: Path) -> None:
+    for path in model.iterdir():
+        path.unlink()
+    (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    save_file({"base_model.model.lora_A.weight": torch.ones(2)}, model / "adapter_model.safetensors")
+
+
+def quantised(model: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(quantization_config={"quant_method": "gptq", "bits": 4}))
+
+
+def quantised_and_silent_about_it(model: Path) -> None:
+    file = max(model.glob("*.safetensors"))
+    tensors = load_file(file)
+    name = next(iter(tensors))
+    tensors[f"{name}_scale_inv"] = torch.ones(1)
+    save_file(tensors, file)
+    edit(model / INDEX, lambda index: index["weight_map"].update({f"{name}_scale_inv": file.name}))
+
+
+def biases(model: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(attention_bias=True))
+
+
+def unknown_family(model: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(model_type="parrot"))
+
+
+def unknown_positions(model: Path) -> None:
+    scaling = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    edit(model / "config.json", lambda config: config.update(rope_parameters=scaling))
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (missing_shard, "files that are not there"),
+        (index_of_absent_tensors, "no model.layers.2.mlp.up_proj.weight"),
+        (index_that_lacks_a_tensor, "a model.norm.weight"),
+        (index_that_leads_out_of_the_folder, "files that are not there"),
+        (cut_file, "damaged"),
+        (header_that_lies, "longer than the file"),
+        (other_hidden_size, "not (250, 48)"),
+        (other_heads, "k_proj.weight is (16, 32), not (32, 32)"),
+        (more_layers, "no model.layers.2."),
+        (other_vocabulary, "embed_tokens.weight is (250, 32), not (300, 32)"),
+        (sizes_that_are_no_numbers, "a size that is none; found: 'two'"),
+        (no_config, "config.json"),
+        (adapter, "an adapter (LoRA), not a model"),
+        (quantised, "gptq"),
+        (quantised_and_silent_about_it, "_scale_inv"),
+        (biases, "attention_bias"),
+        (unknown_family, "model_type parrot"),
+        (unknown_positions, "rope_scaling"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_it_is_refused(
+    damage: Callable[[Path], None], told: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(model)
+    assert main(["convert", str(model), str(tmp_path / "run"), "--to", "torch_dist"]) == 2
+    shown = capsys.readouterr().err
+    assert told in shown
+    assert "Traceback" not in shown
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_pickles_of_strangers_run_no_code(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "executed",)
+
+    for path in model.glob("model*"):
+        path.unlink()
+    torch.save({"model.norm.weight": Evil()}, model / "pytorch_model.bin")
+    assert main(["convert", str(model), str(tmp_path / "run"), "--to", "torch_dist"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_job_of_no_known_family(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """p21 has norms of queries and keys, and biases: neither Qwen2 nor Qwen3. Every reason is told."""
+    run = fixture_named("p21").run
+    assert main(["convert", str(run), str(tmp_path / "hf"), "--to", "hf"]) == 2
+    shown = capsys.readouterr().err
+    assert "of no family that is known here" in shown
+    assert "--family" in shown
+    assert main(["convert", str(run), str(tmp_path / "hf"), "--to", "hf", "--family", "qwen3"]) == 2
+    assert "add_qkv_bias is True, not False" in capsys.readouterr().err
+    assert main(["convert", str(run), str(tmp_path / "hf"), "--to", "hf", "--family", "parrot"]) == 2
+    assert "there is no such family" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_tensor_that_no_rule_takes(folders: dict[str, Path], tmp_path: Path) -> None:
+    """A Megatron checkpoint with one array more than its family has: told, and not dropped."""
+    mcore_ckpt_ext.convert(folders["llama"], tmp_path / "run", to="canonical")
+    index_file = tmp_path / "run" / INDEX
+    (file,) = (tmp_path / "run").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["weight.decoder.layers.1.self_attention.linear_qkv.bias"] = torch.ones(64)
+    save_file(tensors, file)
+    edit(index_file, lambda index: index["weight_map"].update(dict.fromkeys(tensors, file.name)))
+    about = tmp_path / "run" / "common.json"
+    name = "decoder.layers.1.self_attention.linear_qkv.bias"
+    edit(about, lambda content: content["sharded_keys"].update({name: [name, []]}))
+    with pytest.raises(UnsupportedCheckpointError, match=f"not Llama: a {name}"):
+        mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "hf", to="hf")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [(None, "there is no such file"), ("1 / 0", "ZeroDivisionError"), ("class Name:\n    pass\n", "no such family")],
+)
+def test_a_family_file_that_is_none(
+    content: str | None, told: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "family.py"
+    if content is not None:
+        file.write_text(content)
+    words = ["convert", str(model), str(tmp_path / "run"), "--to", "torch_dist", "--family", f"{file}:Name"]
+    assert main(words) == 2
+    assert told in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_families_that_fit(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mcore_ckpt_ext.families import recognition
+
+    class Twin(recognition.Llama):
+        model_type = "twin"
+
+    mcore_ckpt_ext.convert(folders["llama"], tmp_path / "run", to="torch_dist")
+    monkeypatch.setattr(recognition, "FAMILIES", (*recognition.FAMILIES, Twin()))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 2
+    shown = capsys.readouterr().err
+    assert "fits several families; found: Llama, Twin" in shown
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf", "--family", "Twin"]) == 0
+
+
+def test_what_megatron_has_no_place_for_is_listed(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(folders["gpt2"], tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
+    save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, file)  # as the released files are
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "run"), "--to", "torch_dist"]) == 0
+    assert "left out, for Megatron has no place for it: transformer.h.0.attn.bias" in capsys.readouterr().out

@@ -1,0 +1,201 @@
+"""What a user may ask of the folder: dtype, masters, pickles, sizes of files, vocabulary, tokenizer."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.offline.comparison import compare
+from tests.conftest import fixture_named
+from tests.huggingface.models import VOCABULARY, make
+from tests.huggingface.test_families import assert_same_tensors, tensors
+
+TIME_LIMIT = 120
+
+
+def command(*words: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "mcore_ckpt_ext", *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
+
+
+@pytest.fixture(scope="module")
+def run(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama as Megatron has it."""
+    folder = tmp_path_factory.mktemp("llama") / "run"
+    mcore_ckpt_ext.convert(folders["llama"], folder, to="torch_dist")
+    return folder
+
+
+def test_another_dtype(run: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(run, tmp_path / "hf", to="hf", dtype="bfloat16")
+    for name, tensor in tensors(folders["llama"]).items():
+        assert torch.equal(tensors(tmp_path / "hf")[name], tensor.bfloat16()), name
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_the_bias_of_experts_keeps_its_precision(folders: dict[str, Path], tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(folders["deepseek_v3"], tmp_path / "run", to="torch_dist")
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "hf", to="hf", dtype="float16")
+    dtypes = {name.rpartition(".")[2]: tensor.dtype for name, tensor in tensors(tmp_path / "hf").items()}
+    assert dtypes == {"weight": torch.float16, "e_score_correction_bias": torch.float32}
+
+
+def test_weights_of_bf16_stay_so(tmp_path: Path) -> None:
+    make("qwen3", tmp_path / "model", torch.bfloat16)
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", to="torch_dist")
+    checkpoint = mcore_ckpt_ext.open_checkpoint(tmp_path / "run")
+    assert checkpoint.args["bf16"]
+    assert checkpoint.args["params_dtype"] == torch.bfloat16
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", to="hf")
+    assert_same_tensors(tmp_path / "model", tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_pickled_and_in_several_files(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(folders[name], tmp_path / "run", to="torch_dist")
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "hf", to="hf", pickled=True, max_shard_size=30_000)
+    files = sorted(path.name for path in (tmp_path / "hf").glob("*.bin"))
+    assert files == [f"pytorch_model-{n:05d}-of-{len(files):05d}.bin" for n in range(1, len(files) + 1)]
+    assert len(files) > 2
+    found = {}
+    for file in files:
+        found |= torch.load(tmp_path / "hf" / file, weights_only=True)
+    expected = tensors(folders[name])
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[label], tensor) for label, tensor in expected.items())
+    index = json.loads((tmp_path / "hf" / "pytorch_model.bin.index.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    mcore_ckpt_ext.convert(tmp_path / "hf", tmp_path / "again", to="torch_dist")
+    mcore_ckpt_ext.convert(tmp_path / "again", tmp_path / "back", to="hf")
+    assert_same_tensors(folders[name], tmp_path / "back")
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_files_are_cut_as_save_pretrained_cuts_them(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(folders[name]).save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    mcore_ckpt_ext.convert(folders[name], tmp_path / "run", to="torch_dist")
+    words = ["--to", "hf", "--max-shard-size", "30KB"]
+    result = command("convert", tmp_path / "run", tmp_path / "ours", *words)
+    assert result.returncode == 0, result.stderr
+    theirs, ours = (
+        json.loads((tmp_path / side / "model.safetensors.index.json").read_text()) for side in ("theirs", "ours")
+    )
+    assert ours["metadata"]["total_size"] == theirs["metadata"]["total_size"]
+    assert ours["weight_map"].keys() == theirs["weight_map"].keys()
+    for file in set(ours["weight_map"].values()):
+        sizes = [tensor.nbytes for tensor in load_file(tmp_path / "ours" / file).values()]
+        assert sum(sizes) <= 30_000 or len(sizes) == 1
+    assert_same_tensors(tmp_path / "theirs", tmp_path / "ours")
+
+
+def test_a_job_of_megatron_with_optimizer_weights_and_masters(tmp_path: Path) -> None:
+    """p02: Llama-like, bf16, TP2 x PP2 x DP2, `dp_reshardable`; the tokenizer without tokens has 127 + 1."""
+    fixture = fixture_named("p02")
+    report = mcore_ckpt_ext.convert(fixture.run, tmp_path / "weights", to="hf")
+    mcore_ckpt_ext.convert(fixture.run, tmp_path / "masters", to="hf", kind="fp32_param")
+    mcore_ckpt_ext.convert(fixture.run, tmp_path / "rounded", to="hf", kind="fp32_param", dtype="bfloat16")
+    weights, masters = tensors(tmp_path / "weights"), tensors(tmp_path / "masters")
+    assert report.proven_elements == 0
+    assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
+    assert torch.equal(masters["model.norm.weight"], fixture.truth["fp32_param.decoder.final_layernorm.weight"])
+    assert masters["model.embed_tokens.weight"].shape[0] == 128
+    embedding = fixture.truth["fp32_param.embedding.word_embeddings.weight"]
+    assert embedding.shape[0] > 128
+    assert torch.equal(masters["model.embed_tokens.weight"], embedding[:128])
+    assert any(not torch.equal(masters[name], tensor.float()) for name, tensor in weights.items())
+    assert_same_tensors(tmp_path / "weights", tmp_path / "rounded")
+    assert compare(fixture.run, tmp_path / "weights").equal
+    AutoModelForCausalLM.from_pretrained(tmp_path / "masters")
+
+
+def test_masters_are_proven_on_the_way(tmp_path: Path) -> None:
+    fixture = fixture_named("p02")
+    report = mcore_ckpt_ext.convert(fixture.run, tmp_path / "masters", to="hf", kind="fp32_param", dtype="float16")
+    assert report.proven_elements == sum(tensor.numel() for tensor in tensors(tmp_path / "masters").values())
+    with pytest.raises(UnsupportedCheckpointError, match="no fp32 masters"):
+        mcore_ckpt_ext.convert(tmp_path / "masters", tmp_path / "again", to="hf", kind="fp32_param")
+
+
+def test_the_tokenizer_comes_along(folders: dict[str, Path], run: Path, tmp_path: Path) -> None:
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    words = {f"word{number}": number for number in range(VOCABULARY - 1)}
+    added = [{"id": VOCABULARY - 1, "content": "<end>"}]
+    files = {"tokenizer.json": {"model": {"vocab": words}, "added_tokens": added}, "tokenizer_config.json": {}}
+    for name, content in files.items():
+        (tokenizer / name).write_text(json.dumps(content))
+    mcore_ckpt_ext.convert(run, tmp_path / "hf", to="hf", tokenizer=tokenizer)
+    for name in files:
+        assert (tmp_path / "hf" / name).read_bytes() == (tokenizer / name).read_bytes()
+    # And once it is there, it stays: into Megatron's folder of it, and out of it.
+    mcore_ckpt_ext.convert(tmp_path / "hf", tmp_path / "again", to="torch_dist")
+    assert (tmp_path / "again" / "release" / "tokenizer" / "tokenizer.json").exists()
+    mcore_ckpt_ext.convert(tmp_path / "again", tmp_path / "back", to="hf")
+    assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
+    # A checkpoint that does not know its vocabulary learns it from the tokenizer.
+    mcore_ckpt_ext.convert(forgetful(run, tmp_path / "run"), tmp_path / "told", to="hf", tokenizer=tokenizer)
+    assert_same_tensors(folders["llama"], tmp_path / "told")
+
+
+def forgetful(run: Path, folder: Path) -> Path:
+    """A canonical copy whose arguments and files do not say how large the vocabulary is."""
+    mcore_ckpt_ext.convert(run, folder, to="canonical")
+    about = json.loads((folder / "common.json").read_text())
+    text = json.dumps(about)
+    assert text.count('"vocab_size"') == 1
+    (folder / "common.json").write_text(text.replace('"vocab_size"', '"vocabulary_once"'))
+    return folder
+
+
+def test_an_unknown_vocabulary_is_asked_for(run: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    unsaid = forgetful(run, tmp_path / "run")
+    result = command("convert", unsaid, tmp_path / "hf", "--to", "hf")
+    assert result.returncode == 2
+    assert "--vocab-size N" in result.stderr
+    assert "--tokenizer PATH" in result.stderr
+    assert not (tmp_path / "hf").exists()
+    result = command("convert", unsaid, tmp_path / "hf", "--to", "hf", "--vocab-size", VOCABULARY)
+    assert result.returncode == 0, result.stderr
+    assert_same_tensors(folders["llama"], tmp_path / "hf")
+
+
+def test_a_dry_run_says_everything_and_writes_nothing(run: Path, tmp_path: Path) -> None:
+    result = command("convert", run, tmp_path / "hf", "--to", "hf", "--dry-run")
+    assert result.returncode == 0, result.stderr
+    assert "note: the model is a Llama" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_flags_of_the_job_are_told(folders: dict[str, Path], tmp_path: Path) -> None:
+    result = command("convert", folders["qwen3"], tmp_path / "run", "--to", "torch_dist")
+    assert result.returncode == 0, result.stderr
+    (line,) = (line for line in result.stdout.splitlines() if line.startswith("note: train it with:"))
+    assert "--norm-epsilon 1e-06" in line
+    assert "--qk-layernorm" in line
+    assert "--kv-channels 16" in line
+
+
+def test_diff_of_both_kinds_and_of_one_bit(run: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+    result = command("diff", run, folders["llama"])
+    assert result.returncode == 0, result.stdout
+    assert "equal in every bit" in result.stdout
+    mcore_ckpt_ext.convert(run, tmp_path / "hf", to="hf")
+    assert command("diff", tmp_path / "hf", folders["llama"]).returncode == 0
+    file = tmp_path / "hf" / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    result = command("diff", run, tmp_path / "hf")
+    assert result.returncode == 1
+    assert "1 of " in result.stdout
