@@ -86,6 +86,7 @@ class Family:
         settings: of everything that both configurations say.
         left_out: patterns of Hugging Face tensors that have no place in Megatron, told and not converted.
         optional_prefix: what names in folders in the wild may lack at their beginning.
+        bridge_provider: the family's own class in Megatron-Bridge, below `megatron.bridge.models`, if it needs one.
     """
 
     model_type: ClassVar[str]
@@ -95,6 +96,7 @@ class Family:
     also_read: ClassVar[Sequence[Rule]] = ()
     left_out: ClassVar[Sequence[str]] = (r"\.rotary_emb\.inv_freq$",)
     optional_prefix: ClassVar[str] = ""
+    bridge_provider: ClassVar[str] = ""
 
     @property
     def name(self) -> str:
@@ -134,6 +136,10 @@ class Family:
     def notices(self, arguments: Arguments) -> list[str]:
         """What a user should know of models with these arguments."""
         return []
+
+    def bridge_fields(self, arguments: Arguments) -> dict[str, Any]:
+        """Fields that only the family's own class in Megatron-Bridge has."""
+        return {}
 
     def shape(self, name: str, arguments: Arguments) -> tuple[int, ...]:
         """The shape of one of Megatron's parameters, the vocabulary not padded; `name` as in the rules."""

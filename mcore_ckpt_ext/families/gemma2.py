@@ -60,6 +60,7 @@ class Gemma2(Family):
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
+    bridge_provider = "gemma.gemma2_provider.Gemma2ModelProvider"
     rules = (
         parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, parts.ATTENTION_NORM,
         Rule(f"{_THEIRS}.post_attention_layernorm.weight",
@@ -86,6 +87,14 @@ class Gemma2(Family):
              lambda config: {"final_logit_softcap": config.get("final_logit_softcapping", 30.0)}),
         Needs({"scaled_embeddings": True}),
     )  # fmt: skip
+
+    def bridge_fields(self, arguments: Arguments) -> dict[str, Any]:
+        """See `Family`."""
+        return {
+            **_scalar(arguments),
+            "attn_logit_softcapping": arguments["attention_softcap"],
+            "final_logit_softcapping": arguments["final_logit_softcap"],
+        }
 
     def notices(self, arguments: Arguments) -> list[str]:
         """See `Family`."""

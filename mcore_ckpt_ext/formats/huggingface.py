@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.recognition import family_of_config
@@ -170,6 +171,10 @@ class HuggingFaceCheckpoint(Checkpoint):
     def training_flags(self) -> list[str]:
         """The words of the command line of `pretrain_gpt.py` that describe this model."""
         return training_flags(self.args)
+
+    def run_config(self) -> str:
+        """What Megatron-Bridge asks of a checkpoint of this model."""
+        return run_config(self.family, self.args)
 
     @property
     def weights(self) -> _Weights:

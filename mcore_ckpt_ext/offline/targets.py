@@ -12,6 +12,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.canonical import canonical_output
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER
 from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceOptions, HuggingFaceTarget
 from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
@@ -21,6 +22,8 @@ from mcore_ckpt_ext.planning.output import Output, OutputFile
 
 NEWEST = "0.19"
 HUGGING_FACE = "hf"
+RUN_CONFIG = "run_config.yaml"
+"""The file by which Megatron-Bridge knows its checkpoints."""
 FORMATS = ("torch_dist", "legacy", HUGGING_FACE, "canonical")
 
 
@@ -141,7 +144,11 @@ def lay_out_target(checkpoint: Checkpoint, to: str, options: TargetOptions) -> T
         expert = options.expert_model_parallel_size
         experts_apart = checkpoint.experts_apart if expert is None else expert > 1
         target = TorchDistTarget(checkpoint, options.version, experts_apart)
-        return Target(_with_companions(target.output(), checkpoint), folder, [*target.notes, *notes], kinds)
+        output = _with_companions(target.output(), checkpoint)
+        if isinstance(checkpoint, HuggingFaceCheckpoint):
+            text = checkpoint.run_config().encode()
+            output = Output([OutputFile(RUN_CONFIG, len(text), ((0, text),)), *output.files], output.records)
+        return Target(output, folder, [*target.notes, *notes], kinds)
     if to == "canonical":
         return Target(canonical_output(checkpoint), "", notes, kinds)
     if to == "legacy":

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -199,3 +200,20 @@ def test_diff_of_both_kinds_and_of_one_bit(run: Path, folders: dict[str, Path], 
     result = command("diff", run, tmp_path / "hf")
     assert result.returncode == 1
     assert "1 of " in result.stdout
+
+
+def test_megatron_bridge_finds_its_run_config(folders: dict[str, Path], tmp_path: Path) -> None:
+    """YAML with numbers that are numbers, and the providers of megatron-bridge 0.3.1 by their paths."""
+    providers = {
+        "llama3_tied": "gpt_provider.GPTModelProvider",
+        "deepseek_v3": "mla_provider.MLAModelProvider",
+        "gemma2": "gemma.gemma2_provider.Gemma2ModelProvider",
+    }
+    for name, provider in providers.items():
+        mcore_ckpt_ext.convert(folders[name], tmp_path / name, to="torch_dist")
+        content = yaml.safe_load((tmp_path / name / "release" / "run_config.yaml").read_text())
+        model, args = content["model"], mcore_ckpt_ext.open_checkpoint(tmp_path / name).args
+        assert model["_target_"] == f"megatron.bridge.models.{provider}"
+        assert content["checkpoint"] == {"save_rng": False, "save_optim": False, "fully_parallel_save": True}
+        assert (model["layernorm_epsilon"], model["num_layers"]) == (1e-6, args["num_layers"])
+        assert model["params_dtype"] == {"_target_": "torch.float32", "_call_": False}

@@ -1,0 +1,82 @@
+"""`run_config.yaml`, by which Megatron-Bridge knows the model of a checkpoint.
+
+Source: `load_model_config` (training/model_load_save.py) and the providers below models/ of megatron-bridge 0.3.1. What
+is JSON is YAML, too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from mcore_ckpt_ext.families.arguments import Arguments, is_gated
+from mcore_ckpt_ext.families.family import Family
+
+# Fields of the providers that have the names of Megatron's arguments.
+_SAME = (
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
+    "vocab_size", "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear",
+    "add_qkv_bias", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent", "attention_dropout",
+    "hidden_dropout", "init_method_std", "window_size", "window_attn_skip_freq",
+)  # fmt: skip
+_EXPERTS = (
+    "moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_router_pre_softmax", "moe_router_score_function",
+    "moe_router_enable_expert_bias", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+    "moe_aux_loss_coeff", "moe_grouped_gemm",
+)  # fmt: skip
+_LATENT = (
+    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type",
+    "rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "original_max_position_embeddings",
+)  # fmt: skip
+
+
+def run_config(family: Family, arguments: Arguments) -> str:
+    """The file's text for a model that nobody has trained yet."""
+    content = {
+        "model": _model(family, arguments),
+        "checkpoint": {"save_rng": False, "save_optim": False, "fully_parallel_save": True},
+    }
+    # YAML 1.1, which PyYAML reads, takes 1e-06 for text and 1.0e-06 for a number.
+    return re.sub(r"(?<=: )(-?\d+)e(?=[+-]\d)", r"\1.0e", json.dumps(content, indent=2)) + "\n"
+
+
+def _model(family: Family, arguments: Arguments) -> dict[str, Any]:
+    names = list(_SAME) + list(_EXPERTS if arguments["num_experts"] else ())
+    provider = "gpt_provider.GPTModelProvider"
+    if arguments["multi_latent_attention"]:
+        provider, names = "mla_provider.MLAModelProvider", [*names, *_LATENT]
+    model = {name: arguments.get(name) for name in names}
+    model |= {
+        "_target_": f"megatron.bridge.models.{family.bridge_provider or provider}",
+        "_call_": True,
+        **family.bridge_fields(arguments),
+        "activation_func": _named("torch.nn.functional.silu" if arguments["swiglu"] else _gelu(arguments)),
+        "gated_linear_unit": is_gated(arguments),
+        "share_embeddings_and_output_weights": not arguments["untie_embeddings_and_output_weights"],
+        "seq_length": arguments["max_position_embeddings"],
+        "rope_scaling": arguments["use_rope_scaling"],
+        "rope_scaling_factor": arguments["rope_scaling_factor"],
+        "seq_len_interpolation_factor": arguments["rotary_seq_len_interpolation_factor"],
+        "num_moe_experts": arguments["num_experts"],
+        "should_pad_vocab": True,
+        "make_vocab_size_divisible_by": arguments["make_vocab_size_divisible_by"],
+        "bf16": arguments["bf16"],
+        "fp16": arguments["fp16"],
+        "params_dtype": _named(str(arguments["params_dtype"])),
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+    }
+    if family.bridge_provider:
+        del model["activation_func"]  # the family's own
+    return model
+
+
+def _gelu(arguments: Arguments) -> str:
+    approximated = arguments["bias_gelu_fusion"] or arguments["openai_gelu"]
+    return "megatron.core.activations.fast_gelu" if approximated else "torch.nn.functional.gelu"
+
+
+def _named(target: str) -> dict[str, Any]:
+    return {"_target_": target, "_call_": False}
