@@ -109,8 +109,9 @@ def _planned(report: Report) -> list[str]:
 def _done(report: Report) -> list[str]:
     lines = [
         f"wrote {report.destination}: {report.files} files, {readable(report.bytes_written)} in {report.seconds:.1f} s",
-        f"proven: {report.proven_elements:,} masters round to their weights",
     ]
+    if report.proven_elements:
+        lines.append(f"proven: {report.proven_elements:,} masters round to their weights")
     if report.lost:
         lost = sum(report.lost.values())
         lines.append(f"LOST in the source: {lost:,} elements of {len(report.lost)} parameters; their moments are zero")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
@@ -14,6 +16,8 @@ _EXPERT_BIAS = Rule(
     "model.layers.{layer}.mlp.gate.e_score_correction_bias", "decoder.layers.{layer}.mlp.router.expert_bias",
     where=with_experts, keeps_dtype=True,
 )  # fmt: skip
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
 def _groups(arguments: Arguments) -> dict[str, Any]:
@@ -51,6 +55,17 @@ class DeepSeekV3(Family):
         Fixed("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
         Fixed("topk_method", "noaux_tc", {"moe_router_enable_expert_bias": True}),
         Fixed("rope_interleave", True, {}),
-        # Layers that predict further tokens: transformers has none, and `left_out` names them.
-        Both(("num_nextn_predict_layers",), lambda arguments: {"num_nextn_predict_layers": 0}, lambda config: {}),
+        # Layers that predict further tokens: transformers has none, released folders have one.
+        Both(
+            ("num_nextn_predict_layers",),
+            lambda arguments: {"num_nextn_predict_layers": 0},
+            lambda config: {"left_out_layers": config.get("num_nextn_predict_layers", 1)},
+        ),
     )
+
+    def without_place(self, names: Collection[str], arguments: Arguments) -> set[str]:
+        """See `Family`: the layers after the last one, too, which predict further tokens."""
+        following = range(arguments["num_layers"], arguments["num_layers"] + int(arguments.get("left_out_layers") or 0))
+        return super().without_place(names, arguments) | {
+            name for name in names if (match := _LAYER.match(name)) and int(match[1]) in following
+        }

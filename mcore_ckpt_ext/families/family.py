@@ -133,6 +133,15 @@ class Family:
         """Why a job with these arguments does not train this family; empty where it does."""
         return [reason for setting in self.settings for reason in setting.misfits(arguments)]
 
+    def without_place(self, names: Collection[str], arguments: Arguments) -> set[str]:
+        """Those of a folder's tensors that have no place in Megatron, told and not converted."""
+        tied = set() if arguments["untie_embeddings_and_output_weights"] else {"lm_head.weight"}
+        return set(matching(names, self.left_out)) | (tied & set(names))
+
+    def __repr__(self) -> str:
+        """The same in every process, for an interrupted conversion is known by what it was told."""
+        return f"{type(self).__module__}:{self.name}"
+
     def notices(self, arguments: Arguments) -> list[str]:
         """What a user should know of models with these arguments."""
         return []

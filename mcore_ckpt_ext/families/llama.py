@@ -5,23 +5,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import Arguments
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import (
-    DENSE,
-    NO_WINDOW,
-    PLAIN,
-    QUERY_KEY_VALUE,
-    RMS_NORM,
-    SILU,
-    SIZES,
-    TRAINING,
-    Fixed,
-    Needs,
-    Same,
-    head_size,
-    query_groups,
-    rope,
-    tied,
-)  # fmt: skip
+from mcore_ckpt_ext.families.settings import DENSE, NO_WINDOW, Fixed, Needs, llama_like
 
 
 class Llama(Family):
@@ -29,16 +13,11 @@ class Llama(Family):
 
     model_type = "llama"
     architecture = "LlamaForCausalLM"
-    rules = (
-        parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, parts.ATTENTION_NORM,
-        *parts.MLP_NORM, *parts.OUTPUT,
-    )  # fmt: skip
+    rules = parts.DECODER
     settings = (
-        *SIZES, query_groups(), head_size(always=True), rope(), tied(by_default=False), *TRAINING, SILU, RMS_NORM,
-        Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        *llama_like(head_dim=True), DENSE, NO_WINDOW, Needs({"qk_layernorm": False}),
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         Fixed("mlp_bias", False, {}),
-        Needs({"qk_layernorm": False}), PLAIN, DENSE, QUERY_KEY_VALUE, NO_WINDOW,
     )  # fmt: skip
 
     def notices(self, arguments: Arguments) -> list[str]:

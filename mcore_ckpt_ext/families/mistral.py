@@ -5,24 +5,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import Arguments
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import (
-    DENSE,
-    PLAIN,
-    QUERY_KEY_VALUE,
-    RMS_NORM,
-    SILU,
-    SIZES,
-    TRAINING,
-    Both,
-    Needs,
-    Same,
-    head_size,
-    query_groups,
-    rope,
-    tied,
-    window,
-    window_of,
-)
+from mcore_ckpt_ext.families.settings import DENSE, Needs, llama_like, sliding_window
 
 
 def _why_not(arguments: Arguments) -> list[str]:
@@ -34,18 +17,8 @@ class Mistral(Family):
 
     model_type = "mistral"
     architecture = "MistralForCausalLM"
-    rules = (
-        parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, parts.ATTENTION_NORM,
-        *parts.MLP_NORM, *parts.OUTPUT,
-    )  # fmt: skip
+    rules = parts.DECODER
     settings = (
-        *SIZES, query_groups(), head_size(always=True), rope(), tied(by_default=False), *TRAINING, SILU, RMS_NORM,
-        Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
-        Needs({"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False}), PLAIN, DENSE, QUERY_KEY_VALUE,
-        Both(
-            ("sliding_window",),
-            lambda arguments: {"sliding_window": window_of(arguments)},
-            lambda config: window(config.get("sliding_window", 4096)),
-            _why_not,
-        ),
+        *llama_like(head_dim=True), DENSE, sliding_window(4096, _why_not),
+        Needs({"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False}),
     )  # fmt: skip

@@ -1,9 +1,10 @@
-"""Rules that many families share."""
+"""Rules and settings that many families share."""
 
 from __future__ import annotations
 
 from mcore_ckpt_ext.families.family import Rule, dense, untied, with_experts
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
+from mcore_ckpt_ext.families.settings import Needs
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -42,6 +43,11 @@ MLP = (
     Rule(f"{_THEIRS}.mlp.up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight", UP, dense),
     Rule(f"{_THEIRS}.mlp.down_proj.weight", f"{_OURS}.mlp.linear_fc2.weight", where=dense),
 )
+DECODER = (
+    EMBEDDING, *attention(), ATTENTION_OUTPUT, *MLP, ATTENTION_NORM, *MLP_NORM, *OUTPUT,
+)  # fmt: skip
+"""A decoder as Llama's; where a layer has experts, their rules are still to be added."""
+
 _EXPERT = f"{_OURS}.mlp.experts.experts.{{expert}}"
 
 
@@ -74,3 +80,9 @@ def shared_experts(module: str) -> tuple[Rule, ...]:
         Rule(f"{theirs}.up_proj.weight", f"{ours}.linear_fc1.weight", UP, with_experts),
         Rule(f"{theirs}.down_proj.weight", f"{ours}.linear_fc2.weight", where=with_experts),
     )
+
+
+SOFTMAX_ROUTING = Needs({
+    "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False, "moe_router_num_groups": None,
+    "moe_router_topk_scaling_factor": None,
+})  # fmt: skip

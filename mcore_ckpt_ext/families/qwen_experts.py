@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families.arguments import Arguments, has_experts
-from mcore_ckpt_ext.families.settings import Both, Config, Needs, Setting, checked_size
+from mcore_ckpt_ext.families.parts import SOFTMAX_ROUTING
+from mcore_ckpt_ext.families.settings import Both, Config, Same, Setting, Size, checked_size
 
 
 def expert_layers() -> Setting:
@@ -52,7 +53,17 @@ def normalised_choice(by_default: bool = False) -> Setting:
     )
 
 
-ROUTING = Needs({
-    "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False, "moe_router_num_groups": None,
-    "moe_router_topk_scaling_factor": None,
-})  # fmt: skip
+def expert_settings(count: int, chosen: int, width: int) -> tuple[Setting, ...]:
+    """All of them; the numbers are the defaults of Hugging Face's class.
+
+    Args:
+        count: experts.
+        chosen: experts a token goes to.
+        width: of an expert.
+    """
+    return (
+        expert_count(count), expert_layers(), normalised_choice(), SOFTMAX_ROUTING,
+        Size("num_experts_per_tok", "moe_router_topk", chosen),
+        Size("moe_intermediate_size", "moe_ffn_hidden_size", width),
+        Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
+    )  # fmt: skip

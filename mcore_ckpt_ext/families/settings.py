@@ -335,3 +335,28 @@ TRAINING: tuple[Setting, ...] = (
     Sets({"hidden_dropout": 0.0}),
 )
 SILU = Fixed("hidden_act", "silu", {"swiglu": True})
+
+
+def llama_like(theta: float = 10000.0, epsilon: float = 1e-6, *, head_dim: bool = False) -> tuple[Setting, ...]:
+    """What the families after Llama have in common.
+
+    Args:
+        theta: the default of `rope_theta` in Hugging Face's class.
+        epsilon: that of `rms_norm_eps`.
+        head_dim: their `config.json` says the size of a head even where it follows from the others.
+    """
+    return (
+        *SIZES, query_groups(), head_size(always=head_dim), rope(theta), tied(by_default=False), *TRAINING, SILU,
+        RMS_NORM, PLAIN, QUERY_KEY_VALUE, Same("rms_norm_eps", "layernorm_epsilon", epsilon),
+    )  # fmt: skip
+
+
+def sliding_window(absent: int | None, why_not: Callable[[Arguments], list[str]] = lambda arguments: []) -> Setting:
+    """A window that all layers see; `absent` is what a missing key means."""
+    key = "sliding_window"
+    return Both(
+        (key,),
+        lambda arguments: {key: window_of(arguments)},
+        lambda config: window(config.get(key, absent)),
+        why_not,
+    )

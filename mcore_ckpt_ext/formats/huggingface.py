@@ -15,7 +15,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.families.bridge import run_config
-from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
+from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, parameter_shapes
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.formats.base import Checkpoint, OptimizerState
@@ -83,10 +83,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
         expected = {tensor.name: tensor for tensor in self.family.tensors(self._settings, stored)}
-        ignored = set(matching(stored, self.family.left_out))
-        if not self._settings["untie_embeddings_and_output_weights"]:
-            ignored.add("lm_head.weight")
-        self.left_out = sorted(ignored & stored.keys() - expected.keys())
+        ignored = self.family.without_place(stored.keys(), self._settings) - expected.keys()
+        self.left_out = sorted(ignored)
         missing = [name for name in expected if name not in stored]
         surplus = [name for name in stored if name not in expected and name not in ignored]
         wrong = [
@@ -275,7 +273,11 @@ class _Weights:
 
 def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[str, StoredSlice]]:
     """The slices that a tensor holds of each parameter, whose regions lie one after the other in it."""
-    extent = replace(stored.extent, turned_columns=tensor.shape[1]) if tensor.transposed else stored.extent
+    extent = stored.extent
+    if tensor.transposed:
+        if stored.first or extent.numel != prod(tensor.shape):
+            raise UnsupportedCheckpointError("a matrix shares its storage with others", where=tensor.name)
+        extent = replace(extent, turned_columns=tensor.shape[1])
     regions: dict[str, list[Region]] = {}
     for region in tensor.regions:
         regions.setdefault(region.name, []).append(region)

@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.canonical import is_canonical
 from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE
 from mcore_ckpt_ext.formats.dcp_index import METADATA_FILE, DcpIndex
+from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
 from mcore_ckpt_ext.formats.zarr import is_zarr
@@ -47,6 +48,11 @@ def locate(path: Path) -> Located:
         return _tracked(path, tracker, iterations)
     if _is_iteration(path):
         return Located(path, tuple(_ahead_of_tracker(path)))
+    if is_huggingface(path):
+        raise UnsupportedCheckpointError(
+            "a Hugging Face folder holds nothing to verify it by", where=str(path),
+            helps="compare it with the checkpoint that it was made from: mcore-ckpt diff",
+        )  # fmt: skip
     if not iterations:
         raise UnreadableCheckpointError(
             "this is no checkpoint: neither a run folder nor an iteration folder", where=str(path)

@@ -146,11 +146,11 @@ def convert(
     destination = as_path(destination)
     destination = destination if is_remote(destination) else destination.absolute()
     _check_destination(destination, checkpoint.folder, target.folder)
-    lost = _checked_losses(checkpoint, accept_lost)
+    lost = _checked_losses(checkpoint, accept_lost) if target.reads_optimizer else {}
     block_bytes = max(1 << 16, min(BLOCK_BYTES, memory_limit // (workers * _BLOCKS_AT_ONCE)))
     filler = _Filler(checkpoint, accept_lost)
     if not dry_run:
-        identity = repr((str(checkpoint.folder), before, to, options, accept_lost))
+        identity = repr((str(checkpoint.folder), before, to, options, transformer_impl, accept_lost))
         fingerprint = hashlib.sha256(identity.encode()).hexdigest()
         make = RemoteOutput if is_remote(destination) else LocalOutput
         written = make(destination, fingerprint, team, workers, block_bytes)

@@ -66,6 +66,7 @@ class TargetOptions:
 class Target:
     """What is to be written: the files, the iteration folder they belong into (none: the destination itself).
 
+    `reads_optimizer`: more than the weights is taken from the source.
     `reads_back` opens what was written; of the source's tensors it may lack `left_out`, and other `kinds`.
     """
 
@@ -74,6 +75,7 @@ class Target:
     notes: Sequence[str]
     kinds: Sequence[str]
     left_out: Sequence[str] = ()
+    reads_optimizer: bool = True
     reads_back: Callable[[Path], Checkpoint] = open_checkpoint
 
 
@@ -165,7 +167,7 @@ def _hugging_face(checkpoint: Checkpoint, options: HuggingFaceOptions) -> Target
         return open_checkpoint(folder, family=target.fit.family, transformer_impl=spec)
 
     output = target.output()
-    return Target(output, "", target.notes, (WEIGHT,), target.left_out, reads_back)
+    return Target(output, "", target.notes, (WEIGHT,), target.left_out, options.kind != WEIGHT, reads_back)
 
 
 def _with_companions(output: Output, checkpoint: Checkpoint) -> Output:

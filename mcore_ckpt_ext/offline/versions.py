@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.bucket_formats import BUCKET_SPACE, DP_RESHARDABLE
+from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.formats.legacy_masters import NAME as PER_PARAMETER
 from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE, MODEL_SPACE
@@ -71,6 +72,8 @@ class Resumption:
 
 def writer_of(checkpoint: Checkpoint) -> Writer:
     """Recognise the writer; where bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
+    if isinstance(checkpoint, HuggingFaceCheckpoint):
+        return Writer("nobody of Megatron: a Hugging Face folder", (), OLDEST)
     recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
     if recorded:
         only = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)

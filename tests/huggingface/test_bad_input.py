@@ -240,3 +240,30 @@ def test_what_megatron_has_no_place_for_is_listed(
     save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, file)  # as the released files are
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "run"), "--to", "torch_dist"]) == 0
     assert "left out, for Megatron has no place for it: transformer.h.0.attn.bias" in capsys.readouterr().out
+
+
+def test_layers_that_predict_further_tokens_are_listed(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Released DeepSeek-V3 folders have one behind the last layer; Megatron's own are called `mtp`."""
+    shutil.copytree(folders["deepseek_v3"], tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({**load_file(file), "model.layers.2.eh_proj.weight": torch.ones(32, 64)}, file)
+    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "run"), "--to", "canonical"]) == 0
+    assert "left out, for Megatron has no place for it: model.layers.2.eh_proj.weight" in capsys.readouterr().out
+    (arrays,) = (tmp_path / "run").glob("*.safetensors")
+    save_file({**load_file(arrays), "weight.mtp.layers.0.eh_proj.weight": torch.ones(32, 64)}, arrays)
+    names = dict.fromkeys(["weight.mtp.layers.0.eh_proj.weight"], arrays.name)
+    edit(tmp_path / "run" / INDEX, lambda index: index["weight_map"].update(names))
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    assert "has no place for it: mtp.layers.0.eh_proj.weight" in capsys.readouterr().out
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(
+        folders["deepseek_v3"] / "model.safetensors"
+    ).keys()
+
+
+def test_what_verify_says(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(folders["llama"])]) == 2
+    assert "mcore-ckpt diff" in capsys.readouterr().err
+    assert main(["inspect", str(folders["llama"])]) == 0
+    assert "a Hugging Face folder" in capsys.readouterr().out

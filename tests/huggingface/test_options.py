@@ -14,13 +14,14 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.offline.comparison import compare
 from tests.conftest import fixture_named
 from tests.huggingface.models import VOCABULARY, make
 from tests.huggingface.test_families import assert_same_tensors, tensors
 
 TIME_LIMIT = 120
+MISTAKES = Path(__file__).with_name("mistakes.py")
 
 
 def command(*words: object) -> subprocess.CompletedProcess[str]:
@@ -217,3 +218,35 @@ def test_megatron_bridge_finds_its_run_config(folders: dict[str, Path], tmp_path
         assert content["checkpoint"] == {"save_rng": False, "save_optim": False, "fully_parallel_save": True}
         assert (model["layernorm_epsilon"], model["num_layers"]) == (1e-6, args["num_layers"])
         assert model["params_dtype"] == {"_target_": "torch.float32", "_call_": False}
+
+
+def test_damage_to_the_optimizer_does_not_keep_the_weights(tmp_path: Path) -> None:
+    """p11 was written with an optimizer that lacks elements."""
+    mcore_ckpt_ext.convert(fixture_named("p11").run, tmp_path / "hf", to="hf")
+    with pytest.raises(ProofError, match="elements of the optimizer are not in it"):
+        mcore_ckpt_ext.convert(fixture_named("p11").run, tmp_path / "masters", to="hf", kind="fp32_param")
+
+
+@pytest.mark.parametrize("family", [None, f"{MISTAKES}:InterleavedHalves"])
+def test_an_interrupted_conversion_continues(family: str | None, run: Path, tmp_path: Path) -> None:
+    """The second process finds what the first one finished: it is told the same, in the same words."""
+    counted: list[int] = []
+
+    def interrupt(done: int, total: int) -> None:
+        counted.append(done)
+        if done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mcore_ckpt_ext.convert(run, tmp_path / "hf", to="hf", family=family, workers=1, progress=interrupt)
+    assert not (tmp_path / "hf").exists()
+    again: list[int] = []
+
+    def count(done: int, total: int) -> None:
+        again.append(done)
+
+    mcore_ckpt_ext.convert(run, tmp_path / "hf", to="hf", family=family, workers=1, resume=True, progress=count)
+    assert 0 < len(again) < len(tensors(tmp_path / "hf"))
+    mcore_ckpt_ext.convert(run, tmp_path / "at_once", to="hf", family=family)
+    assert_same_tensors(tmp_path / "at_once", tmp_path / "hf")
+    assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
