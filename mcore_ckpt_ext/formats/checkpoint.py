@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.formats.base import Checkpoint, TensorHandle
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
@@ -35,7 +35,11 @@ def open_checkpoint(path: str | os.PathLike[str], *, witnesses: Sequence[Paramet
         UnreadableCheckpointError: there is no finished checkpoint.
         UnsupportedCheckpointError: it is of a kind that this version does not read.
     """
-    folder = iteration_folder(as_path(path))
+    with interpreting(path):
+        return _open(iteration_folder(as_path(path)), witnesses)
+
+
+def _open(folder: Path, witnesses: Sequence[ParameterOrder]) -> Checkpoint:
     if is_canonical(folder):
         return CanonicalCheckpoint(folder, witnesses)
     if is_legacy(folder):

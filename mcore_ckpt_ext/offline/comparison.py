@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -124,7 +124,13 @@ def compare(
     Raises:
         CheckpointError: one of them cannot be read, or has none of the asked kinds.
     """
-    sides = (_Side(open_checkpoint(a)), _Side(open_checkpoint(b)))
+    with interpreting(f"{a} or {b}"):
+        return _comparison((_Side(open_checkpoint(a)), _Side(open_checkpoint(b))), kinds, workers, progress)
+
+
+def _comparison(
+    sides: tuple[_Side, _Side], kinds: Sequence[str] | None, workers: int, progress: Progress
+) -> Comparison:
     known = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
     if kinds is not None and (unknown := [kind for kind in kinds if kind not in known]):
         raise UnsupportedCheckpointError(
