@@ -59,9 +59,7 @@ def find_python() -> str:
         if version == PYTHON:
             return candidate
     wanted = ".".join(map(str, PYTHON))
-    raise SetupError(
-        f"Python {wanted} is needed (megatron-core 0.19 declares it); found only " + "; ".join(looked_at)
-    )
+    raise SetupError(f"Python {wanted} is needed (megatron-core 0.19 declares it); found only " + "; ".join(looked_at))
 
 
 def _candidates() -> Iterator[str]:

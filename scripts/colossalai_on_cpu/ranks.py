@@ -1,7 +1,7 @@
 """Runs a function on forked CPU ranks that talk over gloo, and hands back what each returned.
 
-The parent has imported everything slow; a world of four starts in a fraction of a second. It must itself hold no process
-group and no running threads.
+The parent has imported everything slow; a world of four starts in a fraction of a second. It must itself hold no
+process group and no running threads.
 """
 
 from __future__ import annotations
