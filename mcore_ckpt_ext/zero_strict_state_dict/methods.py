@@ -112,9 +112,13 @@ class OptimizerMethods:
         """ColossalAI's param groups, with names and loss scale."""
         return optimizer_state.param_groups(self, self._non_strict_get_param_groups_for_saving())
 
+    def load_param_groups(self, saved_param_groups: list[dict[str, Any]]) -> None:
+        """ColossalAI's param groups, and the loss scale."""
+        optimizer_state.load_groups(self, saved_param_groups, self._non_strict_load_param_groups)
+
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take a state dict of any layout, checked by all ranks before anything is written."""
-        optimizer_state.load(self, state_dict, self._non_strict_load_param_groups)
+        optimizer_state.load(self, state_dict)
         self.optimizer_loading_epilogue()
 
     def _saves_masters(self) -> bool:

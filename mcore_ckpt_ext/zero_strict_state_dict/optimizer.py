@@ -72,13 +72,20 @@ def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str,
     return [{**group, OURS: note} if place == 0 else dict(group) for place, group in enumerate(groups)]
 
 
-def load(optimizer: Any, state_dict: Mapping[str, Any], load_groups: Any) -> None:
+def load_groups(optimizer: Any, groups: list[dict[str, Any]], load_param_groups: Any) -> None:
+    """Take param groups, and the loss scale that `param_groups` put in; ColossalAI's own method does the rest."""
+    note = groups[0].get(OURS, {}) if groups else {}
+    load_param_groups([{key: value for key, value in group.items() if key != OURS} for group in groups])
+    if "loss_scale" in note:
+        _set_scaler(optimizer, note["loss_scale"])
+
+
+def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     """Take an optimizer's whole state dict, of any layout, after all ranks have found that it fits.
 
     Args:
         optimizer: a GeminiOptimizer.
         state_dict: `param_groups` and `state`, everything, on every rank.
-        load_groups: ColossalAI's own `load_param_groups`, bound.
 
     Raises:
         ResumeRefusedError: on all ranks; nothing has been written.
@@ -90,8 +97,7 @@ def load(optimizer: Any, state_dict: Mapping[str, Any], load_groups: Any) -> Non
         "the optimizer is untouched",
     )  # fmt: skip
     groups, states = fitting[0]
-    note = groups[0].get(OURS, {}) if groups else {}
-    load_groups([{key: value for key, value in group.items() if key != OURS} for group in groups])
+    optimizer.load_param_groups(groups)
     for key, fake in optimizer.id_to_fake_params.items():
         optimizer.optim.state.pop(fake, None)
         if key in states:
@@ -99,8 +105,6 @@ def load(optimizer: Any, state_dict: Mapping[str, Any], load_groups: Any) -> Non
     for key, state in states.items():
         if MASTER in state:
             write_master(zero, optimizer.id_to_real_params[key], state[MASTER])
-    if "loss_scale" in note:
-        _set_scaler(optimizer, note["loss_scale"])
 
 
 def _described(optimizer: Any) -> dict[int, State]:

@@ -10,6 +10,7 @@ import ctypes
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import random
 import signal
 import tempfile
@@ -72,7 +73,7 @@ def _collected(receivers: list[Any], timeout: float) -> list[Any]:
         for receiver in ready:
             rank = receivers.index(receiver)
             try:
-                succeeded, answer = receiver.recv()
+                succeeded, answer = pickle.loads(receiver.recv_bytes())
             except EOFError:
                 succeeded, answer = False, "the process died without a word"
             (results if succeeded else failures)[rank] = answer
@@ -99,7 +100,8 @@ def _rank(
         answer = (True, function(*arguments))
     except BaseException:  # noqa: BLE001 - whatever it was, the rank has failed and says so
         answer = (False, traceback.format_exc())
-    end.send(answer)
+    # Not by `send`: torch would share the memory of tensors with a process that is about to end.
+    end.send_bytes(pickle.dumps(answer))
     end.close()
     # The interpreter's own teardown would wait for peers that may be gone.
     os._exit(0)
