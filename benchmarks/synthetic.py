@@ -1,4 +1,4 @@
-"""A realistic checkpoint without Megatron: Llama-like, TP1 x PP4 x DP2, `dp_reshardable`, several ranks' files.
+"""A realistic checkpoint without Megatron: Llama-like, `dp_reshardable`, several files; by default TP1 x PP4 x DP2.
 
 Masters and moments are noise by name and element, weights the rounded masters: it can be proven like a real one.
 
@@ -11,6 +11,7 @@ import argparse
 import json
 import zlib
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import LOCAL
-from mcore_ckpt_ext.layout.proposals import packed_buffers
+from mcore_ckpt_ext.layout.proposals import PackedBuffer, packed_buffers
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
@@ -33,8 +34,17 @@ _STATES = {"param": FP32_PARAM, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 _NOISE = 1 << 22
 
 
-def llama_shapes(layers: int, hidden: int, feed_forward: int, vocabulary: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a Llama-like model's parameters by model-space name."""
+# The axis that tensor-parallel ranks cut, and how many pieces a rank holds of it: gate and up projection are two.
+_CUTS = {
+    "embedding.word_embeddings.weight": (0, 1), "output_layer.weight": (0, 1), "linear_qkv.weight": (0, 1),
+    "linear_proj.weight": (1, 1), "linear_fc1.weight": (0, 2), "linear_fc2.weight": (1, 1),
+}  # fmt: skip
+
+
+def llama_shapes(
+    layers: int, hidden: int, feed_forward: int, vocabulary: int, query_rows: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a Llama-like model's parameters by model-space name; `query_rows` are those of q, k and v together."""
     shapes = {"embedding.word_embeddings.weight": (vocabulary, hidden)}
     for layer in range(layers):
         shapes |= {
@@ -42,7 +52,7 @@ def llama_shapes(layers: int, hidden: int, feed_forward: int, vocabulary: int) -
             for name, shape in {
                 "self_attention.linear_qkv.layer_norm_weight": (hidden,),
                 "self_attention.linear_proj.weight": (hidden, hidden),
-                "self_attention.linear_qkv.weight": (3 * hidden, hidden),
+                "self_attention.linear_qkv.weight": (query_rows, hidden),
                 "mlp.linear_fc1.layer_norm_weight": (hidden,),
                 "mlp.linear_fc1.weight": (2 * feed_forward, hidden),
                 "mlp.linear_fc2.weight": (hidden, feed_forward),
@@ -51,9 +61,9 @@ def llama_shapes(layers: int, hidden: int, feed_forward: int, vocabulary: int) -
     return shapes | {"decoder.final_layernorm.weight": (hidden,), "output_layer.weight": (vocabulary, hidden)}
 
 
-def arguments_of(layers: int, hidden: int, feed_forward: int, vocabulary: int, **layout: int) -> dict[str, Any]:
+def arguments_of(layers: int, hidden: int, feed_forward: int, vocabulary: int, **more: int) -> dict[str, Any]:
     """What Megatron's arguments would say."""
-    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1} | layout
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1, "data_parallel_size": 1} | more
     world = sizes["tensor_model_parallel_size"] * sizes["pipeline_model_parallel_size"] * sizes["data_parallel_size"]
     return {
         "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": feed_forward, "num_attention_heads": 16,
@@ -65,12 +75,22 @@ def arguments_of(layers: int, hidden: int, feed_forward: int, vocabulary: int, *
 
 
 def local_models(shapes: dict[str, tuple[int, ...]], arguments: dict[str, Any]) -> LocalModels:
-    """The writing job's ranks; without tensor parallelism every weight is whole."""
+    """A job's ranks, and what each holds."""
+    tensor = arguments["tensor_model_parallel_size"]
     weights = {
-        name: StoredWeight(LogicalTensor(name, shape, "bfloat16"), tuple((0,) for _ in shape))
+        name: StoredWeight(LogicalTensor(name, shape, "bfloat16"), _grid(name, shape, tensor))
         for name, shape in shapes.items()
     }
     return LocalModels(weights, arguments, ParallelLayout.from_arguments(arguments), experts_apart=False)
+
+
+def _grid(name: str, shape: tuple[int, ...], tensor: int) -> tuple[tuple[int, ...], ...]:
+    """Offsets of the stored chunks of a weight, axis by axis."""
+    grid = [(0,) for _ in shape]
+    axis, pieces = next((cut for ending, cut in _CUTS.items() if name.endswith(ending)), (0, 0))
+    if tensor > 1 and pieces:
+        grid[axis] = tuple(range(0, shape[axis], shape[axis] // (tensor * pieces)))
+    return tuple(grid)
 
 
 def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabulary: int, file_bytes: int) -> int:
@@ -78,24 +98,28 @@ def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabular
     arguments = arguments_of(
         layers, hidden, feed_forward, vocabulary, pipeline_model_parallel_size=4, data_parallel_size=2
     )
-    files, records, metadata = describe(arguments, file_bytes)
-    iteration = folder / "iter_0001000"
-    config = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode()
-    small = [(iteration / ".metadata", metadata), (iteration / "metadata.json", config)]
-    iteration.mkdir(parents=True)
-    lay_out(files, iteration)
+    iteration, records = make_empty(folder, arguments, file_bytes)
     writer = RecordWriter(iteration, _noise_filler(), workers=2)
     writer.write(list(enumerate(records)), lambda number, crc: None, lambda count: None)
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def make_empty(folder: Path, arguments: dict[str, Any], file_bytes: int) -> tuple[Path, list[Record]]:
+    """Write a run folder whose tensors are holes: all zero, and no bytes on the disk."""
+    files, records, metadata = describe(arguments, file_bytes)
+    iteration = folder / "iter_0001000"
+    iteration.mkdir(parents=True)
+    lay_out(files, iteration)
+    config = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode()
+    small = [(iteration / ".metadata", metadata), (iteration / "metadata.json", config)]
     for path, content in [*small, (folder / "latest_checkpointed_iteration.txt", b"1000")]:
         path.write_bytes(content)
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return iteration, records
 
 
 def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFile], list[Record], bytes]:
     """The files of a checkpoint, its records and its `.metadata`."""
-    sizes_of = ("num_layers", "hidden_size", "ffn_hidden_size", "padded_vocab_size")
-    shapes = llama_shapes(*(arguments[name] for name in sizes_of))
-    models = local_models(shapes, arguments)
+    models = local_models(shapes_of(arguments), arguments)
     writer = DistcpFiles(file_bytes)
     groups = [{"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "step": 1000}]
     writer.add_object(
@@ -106,12 +130,14 @@ def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFil
             "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"},
         },
     )  # fmt: skip
-    for name, shape in shapes.items():
-        writer.add_array(_weight(name, shape))
-    for rank in range(arguments["pipeline_model_parallel_size"]):
-        prefix = f"optimizer.distributed.dp_group_idx_{rank}."
+    for name, weight in models.weights.items():
+        writer.add_array(_weight(name, weight))
+    tensor = arguments["tensor_model_parallel_size"]
+    for group in range(arguments["pipeline_model_parallel_size"] * tensor):
+        prefix = f"optimizer.distributed.dp_group_idx_{group}."
         writer.add_object(f"{prefix}optimizer/shard_0_1", {"param_groups": groups})
         sizes = []
+        rank = ModelRank(*divmod(group, tensor))
         for array, numel in _buckets(models, rank, prefix, arguments["data_parallel_size"]):
             writer.add_array(array)
             if array.key.endswith(".param"):
@@ -120,15 +146,34 @@ def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFil
     return writer.finish(with_shapes=False)
 
 
-def _weight(name: str, shape: tuple[int, ...]) -> Array:
-    part = Slice.whole((Region.whole(name, shape),))
-    wanted = WantedSlice(WEIGHT, part, {name: LogicalTensor(name, shape, "bfloat16")})
-    return Array(name, shape, "bfloat16", (Chunk((0,) * len(shape), shape, wanted),))
+def shapes_of(arguments: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the model that arguments describe."""
+    hidden, heads = arguments["hidden_size"], arguments["num_attention_heads"]
+    groups = arguments.get("num_query_groups", heads)
+    query_rows = hidden + 2 * groups * hidden // heads
+    vocabulary = arguments["padded_vocab_size"]
+    return llama_shapes(arguments["num_layers"], hidden, arguments["ffn_hidden_size"], vocabulary, query_rows)
 
 
-def _buckets(models: LocalModels, rank: int, prefix: str, data_parallel: int) -> Iterator[tuple[Array, int]]:
-    """The arrays of one pipeline rank: a chunk for each parameter and data-parallel rank."""
-    (buffer,) = packed_buffers(models, LOCAL, PackingRule.SINCE_0_13, ModelRank(rank, 0), [0]) or []
+def _weight(name: str, weight: StoredWeight) -> Array:
+    shape = weight.tensor.shape
+    chunks = []
+    for offsets in product(*weight.grid):
+        sizes = tuple(size // len(axis) for size, axis in zip(shape, weight.grid, strict=True))
+        part = Slice.whole((Region(name, offsets, sizes),))
+        chunks.append(Chunk(offsets, sizes, WantedSlice(WEIGHT, part, {name: weight.tensor})))
+    return Array(name, shape, "bfloat16", tuple(chunks))
+
+
+def buffer_of(models: LocalModels, rank: ModelRank) -> PackedBuffer:
+    """The gradient buffer of one rank."""
+    (buffer,) = packed_buffers(models, LOCAL, PackingRule.SINCE_0_13, rank, [0]) or []
+    return buffer
+
+
+def _buckets(models: LocalModels, rank: ModelRank, prefix: str, data_parallel: int) -> Iterator[tuple[Array, int]]:
+    """The arrays of one model-parallel rank: a chunk for each parameter and data-parallel rank."""
+    buffer = buffer_of(models, rank)
     for number, bucket in enumerate(buffer.buckets):
         share = (bucket.stop - bucket.start) // data_parallel
         for state, kind in _STATES.items():

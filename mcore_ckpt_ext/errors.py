@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class CheckpointError(Exception):
     """Base of every refusal; a user can read it without reading the code.
@@ -60,3 +64,22 @@ class ResumeRefusedError(CheckpointError):
 
 class DestinationError(CheckpointError):
     """What is to be written exists already, or the disk refuses it; nothing was published."""
+
+
+@contextmanager
+def interpreting(where: object) -> Iterator[None]:
+    """Metadata of a stranger can be anything: what fails on the way through it becomes one clear refusal.
+
+    Raises:
+        UnreadableCheckpointError: in place of whatever a value of the wrong type, range or name leads to.
+    """
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        raise UnreadableCheckpointError(
+            "the checkpoint's metadata makes no sense here: it is damaged, or of a kind that is not known",
+            found=f"{type(error).__name__}: {error} ({at.name}, line {at.lineno})",
+            where=str(where),
+            helps="run mcore-ckpt verify, and use another iteration; if that one is whole, please report this",
+        ) from error

@@ -196,7 +196,9 @@ def read_slice(source: Source, transfer: Transfer, kind: str, wanted: Slice) -> 
         if tensor is None:
             raise KeyError(f"no {kind} {region.name} in this checkpoint")
         tensors[region.name] = tensor
+    # First the plan, which fails where elements are missing: only what is there is allocated.
+    plan = make_plan([WantedSlice(kind, wanted, tensors)], source)
     dtype = getattr(torch, tensors[wanted.regions[0].name].dtype)
     result = torch.empty(wanted.numel, dtype=dtype, device="cpu")
-    transfer.execute(make_plan([WantedSlice(kind, wanted, tensors)], source), [result])
+    transfer.execute(plan, [result])
     return result

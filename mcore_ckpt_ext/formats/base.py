@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
-from mcore_ckpt_ext.errors import ProofError
+from mcore_ckpt_ext.errors import ProofError, interpreting
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.stacking import ShardedKey, sharded_key, stacks_layers
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
@@ -255,7 +255,10 @@ class TensorHandle:
             ProofError: the masters of that part do not round to its weights.
             CheckpointError: it is damaged or incomplete, or its layout cannot be recovered.
         """
-        wanted = region or Region.whole(self.logical.name, self.logical.shape)
+        with interpreting(self.checkpoint.folder):
+            return self._proven(region or Region.whole(self.logical.name, self.logical.shape))
+
+    def _proven(self, wanted: Region) -> torch.Tensor:
         values = self._read(self.kind, wanted)
         if self.kind != WEIGHT:
             masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, wanted)

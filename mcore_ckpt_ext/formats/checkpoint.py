@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.base import Checkpoint, TensorHandle
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
@@ -46,13 +46,18 @@ def open_checkpoint(
         UnreadableCheckpointError: there is no finished checkpoint.
         UnsupportedCheckpointError: it is of a kind that this version does not read.
     """
-    folder = iteration_folder(as_path(path))
+    with interpreting(path):
+        folder = iteration_folder(as_path(path))
+        if is_huggingface(folder):
+            return HuggingFaceCheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl)
+        return _open(folder, witnesses)
+
+
+def _open(folder: Path, witnesses: Sequence[ParameterOrder]) -> Checkpoint:
     if is_canonical(folder):
         return CanonicalCheckpoint(folder, witnesses)
     if is_legacy(folder):
         return LegacyCheckpoint(folder, witnesses)
-    if is_huggingface(folder):
-        return HuggingFaceCheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl)
     backend = sharded_backend(folder)
     if backend not in _BACKENDS:
         raise UnsupportedCheckpointError(

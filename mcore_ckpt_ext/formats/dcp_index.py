@@ -105,8 +105,12 @@ def _index(metadata: Any) -> DcpIndex:
         places[index.fqn, None if offset is None else tuple(offset)] = info
     arrays: dict[str, StoredArray] = {}
     objects: dict[str, StoredObject] = {}
+    left = len(places)
     for key, entry in metadata.state_dict_metadata.items():
         if hasattr(entry, "chunks"):
+            left -= len(entry.chunks)
+            if left < 0:
+                raise ValueError(f"more chunks than records: the {len(entry.chunks)} of {key} repeat themselves")
             arrays[key] = _array(key, entry, places)
         else:
             info = places[key, None]
@@ -130,11 +134,13 @@ def _array(key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | No
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise ValueError(f"a chunk of {key} has {len(offsets)} axes, its array {len(shape)}")
         numel = 1
-        for offset, size in zip(offsets, sizes, strict=True):
-            if offset < 0 or size < 0:
-                raise ValueError(f"a chunk of {key} lies at {offsets} with sizes {sizes}")
+        for offset, size, end in zip(offsets, sizes, shape, strict=True):
+            if min(offset, size) < 0 or offset + size > end:
+                raise ValueError(f"a chunk of {key} lies at {offsets} with sizes {sizes}, in an array of shape {shape}")
             numel *= size
         info = places[key, offsets]
         extent = Extent(str(info.relative_path), int(info.offset), int(info.length), dtype, numel)
+        if numel * ITEM_SIZE[dtype] > extent.length:
+            raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {extent.length} bytes")
         chunks.append(StoredChunk(offsets, sizes, extent))
     return StoredArray(key, shape, dtype, tuple(chunks))

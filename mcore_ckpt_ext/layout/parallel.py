@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import accumulate
 from typing import Any
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+
+# Many times the largest job there has been: arguments that say more are damaged, and would be walked rank by rank.
+_MOST_RANKS, _MOST_OF_A_MODEL = 1 << 22, 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +31,9 @@ class ParallelLayout:
         """Read Megatron's parsed arguments (`megatron/training/arguments.py`, `validate_args`, 0.7 to 0.19).
 
         `data_parallel_size` there leaves the context-parallel ranks out.
+
+        Raises:
+            UnreadableCheckpointError: they describe no job that can have run.
         """
 
         def size(name: str, default: int = 1) -> int:
@@ -33,18 +41,23 @@ class ParallelLayout:
             return int(value) if value else default
 
         tensor, pipeline = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
-        context = size("context_parallel_size")
+        context, expert = size("context_parallel_size"), size("expert_model_parallel_size")
         data = size("data_parallel_size")
-        return cls(
+        layout = cls(
             tensor=tensor,
             pipeline=pipeline,
             virtual_pipeline=size("virtual_pipeline_model_parallel_size") if pipeline > 1 else 1,
-            expert=size("expert_model_parallel_size"),
+            expert=expert,
             expert_tensor=size("expert_tensor_parallel_size", tensor),
             context=context,
             data=data,
             world=size("world_size", tensor * pipeline * context * data),
         )
+        sizes = asdict(layout)
+        largest = max(tensor * pipeline, layout.expert_tensor * expert, pipeline * layout.virtual_pipeline)
+        if min(sizes.values()) < 1 or layout.world > _MOST_RANKS or largest > _MOST_OF_A_MODEL:
+            raise UnreadableCheckpointError("the arguments of the job name a layout that cannot be", found=sizes)
+        return layout
 
     def __str__(self) -> str:
         sizes = [("TP", self.tensor), ("PP", self.pipeline), ("VPP", self.virtual_pipeline), ("EP", self.expert),

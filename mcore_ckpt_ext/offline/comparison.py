@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -129,7 +129,13 @@ def compare(
     Raises:
         CheckpointError: one of them cannot be read, or has none of the asked kinds.
     """
-    sides = _sides(a, b, family)
+    with interpreting(f"{a} or {b}"):
+        return _comparison(_sides(a, b, family), kinds, workers, progress)
+
+
+def _comparison(
+    sides: tuple[_Side, _Side], kinds: Sequence[str] | None, workers: int, progress: Progress
+) -> Comparison:
     known = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
     if any(isinstance(side.checkpoint, HuggingFaceCheckpoint) for side in sides):
         known = [kind for kind in known if all(kind in side.kinds for side in sides)]

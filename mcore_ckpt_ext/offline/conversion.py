@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckpointError
+from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckpointError, interpreting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, open_checkpoint
@@ -141,12 +141,14 @@ def convert(
             tokenizer=_tokenizer(tokenizer),
         ),
     )
-    target = lay_out_target(checkpoint, to, options)
+    with interpreting(checkpoint.folder):
+        target = lay_out_target(checkpoint, to, options)
     output = _below(target.output, target.folder)
     destination = as_path(destination)
     destination = destination if is_remote(destination) else destination.absolute()
     _check_destination(destination, checkpoint.folder, target.folder)
-    lost = _checked_losses(checkpoint, accept_lost) if target.reads_optimizer else {}
+    with interpreting(checkpoint.folder):
+        lost = _checked_losses(checkpoint, accept_lost) if target.reads_optimizer else {}
     block_bytes = max(1 << 16, min(BLOCK_BYTES, memory_limit // (workers * _BLOCKS_AT_ONCE)))
     filler = _Filler(checkpoint, accept_lost)
     if not dry_run:

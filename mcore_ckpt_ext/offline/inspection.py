@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt_ext.errors import interpreting
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.flat_buffers import FlatBuffers
@@ -111,7 +112,7 @@ def inspect(path: str | os.PathLike[str], *, buffers: bool = False) -> Inspectio
     Raises:
         CheckpointError: it cannot be read.
     """
-    with collector_paused():
+    with collector_paused(), interpreting(path):
         return _inspection(open_checkpoint(path), buffers)
 
 

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError, interpreting
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.flat_buffers import FlatBuffers
@@ -67,7 +67,7 @@ def verify(
         problems = check_folder(located.folder)
         run.findings.extend(problems)
         if not problems:
-            run.verify()
+            run.verify_or_note()
     return Verification(str(run.folder), quick, tuple(run.checks), tuple(run.findings))
 
 
@@ -81,6 +81,14 @@ class _Run:
         self._quick, self._workers, self._progress = quick, workers, progress
         self.failed: set[str] = set()
         self._counter = ByteCounter(0, progress)
+
+    def verify_or_note(self) -> None:
+        """All steps; metadata that make no sense are a finding."""
+        try:
+            with interpreting(self.folder):
+                self.verify()
+        except UnreadableCheckpointError as problem:
+            self.findings.append(error(COMPLETE, str(self.folder), str(problem)))
 
     def verify(self) -> None:
         """All steps."""

@@ -72,9 +72,11 @@ class FolderReader:
         while done < len(buffer):
             try:
                 count = os.preadv(descriptor.number, [buffer[done:]], offset + done)
-            except OSError as error:
+            except (OSError, OverflowError) as error:
                 raise UnreadableCheckpointError(
-                    "a file of the checkpoint cannot be read", found=error.strerror, where=str(self.folder / file)
+                    "a file of the checkpoint cannot be read",
+                    found=f"{error} at byte {offset + done}",
+                    where=str(self.folder / file),
                 ) from error
             if count == 0:
                 raise UnreadableCheckpointError(

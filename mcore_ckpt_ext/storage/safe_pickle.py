@@ -15,14 +15,23 @@ import sys
 import types
 from collections.abc import Callable
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import torch
 
 from mcore_ckpt_ext.errors import UnsafePickleError
+from mcore_ckpt_ext.storage.pickle_scan import check_memo
 
 
-class Record:
+class _Sealed(type):
+    """Classes that a pickle knows by name, and whose attributes it may not set: they outlive it."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise AttributeError(f"a pickle sets {name} of {cls.__name__}")
+
+
+class Record(metaclass=_Sealed):
     """An object known by its attributes only; stands for every class of torch's checkpoint metadata.
 
     It has no `__setstate__`, so that the C unpickler fills it: a large checkpoint has hundreds of thousands.
@@ -36,7 +45,7 @@ class Record:
         return f"{type(self).__name__}({self.__dict__})"
 
 
-class Placeholder:
+class Placeholder(metaclass=_Sealed):
     """An object of a class that is not loaded: keeps what the pickle said of it, does nothing.
 
     `pickling.dumps` writes it back as it was read.
@@ -97,6 +106,10 @@ def origin_of(placeholder: Placeholder) -> Origin:
     return placeholder._origin
 
 
+# More than any machine holds, and few enough that a count of bytes fits 64 bits.
+_MOST_ELEMENTS = 1 << 56
+
+
 class TensorProperties(Record):
     """`torch.distributed.checkpoint.metadata.TensorProperties`: its state is a tuple that begins with the dtype."""
 
@@ -104,20 +117,39 @@ class TensorProperties(Record):
         self.dtype = state[0]
 
 
-class StorageReference:
+class _Stateless(metaclass=_Sealed):
+    """An object that a pickle may refer to but not fill."""
+
+    def __setstate__(self, state: object) -> None:
+        raise TypeError(f"a pickle sets the state of a {type(self).__name__}")
+
+
+class StorageReference(_Stateless):
     """What a pickled tensor says of its storage: `key` names the archive's record, `numel` counts `dtype` elements."""
 
     def __init__(self, dtype: torch.dtype, key: str, numel: int) -> None:
         self.dtype, self.key, self.numel = dtype, key, numel
 
 
-class TensorReference:
+class TensorReference(_Stateless):
     """A pickled tensor without its data: shape and strides in elements, `offset` elements into the storage."""
 
     def __init__(
         self, storage: StorageReference, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object
     ) -> None:
+        """Keep the description.
+
+        Raises:
+            TypeError, ValueError: there is no such tensor.
+        """
         self.storage, self.offset, self.shape, self.stride = storage, offset, tuple(shape), tuple(stride)
+        if not isinstance(storage, StorageReference):
+            raise TypeError(f"a tensor without a storage: {storage!r}")
+        numbers = (offset, *self.shape, *self.stride)
+        if not all(type(number) is int and 0 <= number < _MOST_ELEMENTS for number in numbers):
+            raise ValueError(f"a tensor of shape {self.shape}, strides {self.stride}, from element {offset}")
+        if len(self.shape) != len(self.stride) or prod(self.shape) >= _MOST_ELEMENTS:
+            raise ValueError(f"a tensor of shape {self.shape}, strides {self.stride}")
 
     @property
     def is_contiguous(self) -> bool:
@@ -152,7 +184,18 @@ def _inert_getattr(owner: object, name: str) -> object:
     raise UnsafePickleError("a pickle asks for an attribute", found=f"getattr({owner!r}, {name!r})")
 
 
-class _StorageType:
+def _raw_bytes(kind: type) -> Callable[..., Any]:
+    """`bytes` and `bytearray` of given content; of a number they would make so many zeros."""
+
+    def build(*arguments: Any) -> Any:
+        if arguments and not isinstance(arguments[0], (bytes, bytearray, str, list)):
+            raise TypeError(f"{kind.__name__} of {arguments[0]!r}")
+        return kind(*arguments)
+
+    return build
+
+
+class _StorageType(_Stateless):
     """`torch.FloatStorage` and its siblings, as pickled: only the dtype matters."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -185,8 +228,9 @@ _REAL: dict[tuple[str, str], object] = {
         for module in ("builtins", "__builtin__")
         for name, value in {
             "set": set, "frozenset": frozenset, "list": list, "dict": dict, "tuple": tuple, "int": int,
-            "float": float, "complex": complex, "bool": bool, "bytes": bytes, "bytearray": bytearray,
-            "str": str, "slice": slice, "range": range, "object": object, "getattr": _inert_getattr,
+            "float": float, "complex": complex, "bool": bool, "bytes": _raw_bytes(bytes),
+            "bytearray": _raw_bytes(bytearray), "str": str, "slice": slice, "object": object,
+            "getattr": _inert_getattr,
         }.items()
     },
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
@@ -197,7 +241,13 @@ _HARMLESS = {
     ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
     ("signal", "Signals"), ("datetime", "datetime"), ("datetime", "timedelta"), ("functools", "partial"),
     ("uuid", "UUID"), ("enum", "Enum"), ("_codecs", "encode"), ("copyreg", "_reconstructor"),
+    ("builtins", "range"), ("__builtin__", "range"), ("__builtin__", "xrange"),  # a list of one can fill any memory
 }  # fmt: skip
+
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_NAMESPACE = dict(vars(argparse.Namespace))
+# What a common state of a checkpoint has at most, counted as often as it is referred to; real ones have thousands.
+_MOST_NODES, _DEEPEST = 1 << 22, 200
 
 
 class _SafeUnpickler(pickle.Unpickler):
@@ -211,8 +261,8 @@ class _SafeUnpickler(pickle.Unpickler):
         real = _REAL.get((module, name))
         if real is not None:
             return real
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
-            return dtype
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
         if module.startswith(_METADATA_MODULES):
             return TensorProperties if name == "TensorProperties" else _record_class(name)
         if module.partition(".")[0] in sys.stdlib_module_names and (module, name) not in _HARMLESS:
@@ -261,8 +311,9 @@ def safe_loads(data: bytes, where: str) -> Any:
     Raises:
         UnsafePickleError: it asks for something that is not data, or is no pickle at all.
     """
-    loads: Callable[[], Any] = _SafeUnpickler(data, where).load
     try:
+        check_memo(data)
+        loads: Callable[[], Any] = _SafeUnpickler(data, where).load
         return loads()
     except UnsafePickleError:
         raise
@@ -270,3 +321,58 @@ def safe_loads(data: bytes, where: str) -> Any:
         raise UnsafePickleError(
             "a pickle is damaged", found=f"{type(error).__name__}: {error}", where=where
         ) from error
+    finally:
+        _restore_namespace()
+
+
+def _restore_namespace() -> None:
+    """The one class written in Python, not ours, that a pickle knows by name: it could set attributes of it."""
+    changed = dict(vars(argparse.Namespace))
+    if changed != _NAMESPACE:
+        for name in changed.keys() - _NAMESPACE.keys():
+            delattr(argparse.Namespace, name)
+        for name, value in _NAMESPACE.items():
+            if changed.get(name) is not value:
+                setattr(argparse.Namespace, name, value)
+
+
+def check_expansion(tree: Any, where: str) -> None:
+    """Refuse a tree that is small as a pickle and endless for whoever walks through it.
+
+    A pickle names an object once and may refer to it often: fifty lists of two references each have 2**50 leaves.
+
+    Raises:
+        UnsafePickleError: it contains itself, or is larger or deeper than any state of a checkpoint.
+    """
+    known: dict[int, int] = {}
+
+    def nodes(node: Any, depth: int) -> int:
+        children = _children(node)
+        if not children:
+            return 1
+        if id(node) not in known:
+            if depth > _DEEPEST:
+                raise ValueError(f"deeper than {_DEEPEST} levels")
+            known[id(node)] = _MOST_NODES  # met again before it is counted: it contains itself
+            known[id(node)] = 1 + sum(nodes(child, depth + 1) for child in children)
+        if known[id(node)] >= _MOST_NODES:
+            raise ValueError(f"more than {_MOST_NODES:,} elements")
+        return known[id(node)]
+
+    try:
+        nodes(tree, 0)
+    except ValueError as error:
+        raise UnsafePickleError("a pickled state is endless", found=str(error), where=where) from error
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return [*node.keys(), *node.values()]
+    if isinstance(node, (list, tuple, set, frozenset, collections.deque)):
+        return list(node)
+    if isinstance(node, Placeholder):
+        origin = node._origin
+        return [*node.arguments, *origin.state, *origin.items, *origin.entries]
+    if isinstance(node, (argparse.Namespace, types.SimpleNamespace)):
+        return list(vars(node).values())
+    return []

@@ -16,7 +16,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.storage.files import FolderReader, Window
-from mcore_ckpt_ext.storage.safe_pickle import TensorReference, safe_loads
+from mcore_ckpt_ext.storage.safe_pickle import TensorReference, check_expansion, safe_loads
 
 # Local file header of a zip member (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
@@ -65,7 +65,7 @@ class TorchArchive:
         try:
             with zipfile.ZipFile(window) as archive:
                 self._members = {name_in_archive(info.filename): info for info in archive.infolist()}
-        except (zipfile.BadZipFile, ValueError, OSError, EOFError, struct.error) as error:
+        except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, struct.error) as error:
             raise UnreadableCheckpointError(
                 "a record of the checkpoint is no torch archive: damaged, or its metadata belongs to other files",
                 found=str(error),
@@ -83,7 +83,9 @@ class TorchArchive:
         data = self._reader.read(self._file, start, info.file_size)
         if zlib.crc32(data) != info.CRC:
             raise self._damaged("data.pkl")
-        return safe_loads(data, self.where)
+        loaded = safe_loads(data, self.where)
+        check_expansion(loaded, self.where)
+        return loaded
 
     def payload(self, tensor: TensorReference) -> Payload:
         """Where the elements of a tensor of this archive lie.

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from tests.versions.jobs import Layout, Source
 
@@ -32,19 +30,11 @@ class Shown:
         self.targets.add(str(target))
         self.pairs.update(_differences(source, target))
 
-    def as_json(self) -> dict[str, Any]:
-        """For the run's record."""
-        return {"offline": sorted(self.offline), "targets": sorted(self.targets), "pairs": dict(self.pairs)}
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Shown:
-        """The reverse of `as_json`."""
-        return cls(set(record["offline"]), set(record["targets"]), Counter(record["pairs"]))
-
-    def cells(self) -> list[str]:
-        """Of the table, behind release and format; what was not shown is empty."""
-        counts = [len(self.offline), len(self.targets), *(self.pairs[name] for name in DIMENSIONS)]
-        return [str(count) if count else "" for count in counts]
+    def row(self, version: str, name: str) -> str:
+        """The row of the README's table; what was not shown is empty."""
+        counts = [len(self.offline), len(self.targets), *(self.pairs[dimension] for dimension in DIMENSIONS)]
+        cells = [version, f"`{name}`", *(str(count) if count else "" for count in counts)]
+        return f"| {' | '.join(cells)} |"
 
 
 def _differences(source: Source, target: Layout) -> list[str]:
@@ -62,11 +52,6 @@ def _differences(source: Source, target: Layout) -> list[str]:
     return [name for name, differs in found.items() if differs]
 
 
-def table(shown: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> list[str]:
-    """The README's table of a record, by release and format: one line a row."""
-    head = ["Megatron", "format", "offline", "live", *DIMENSIONS]
-    rows = [head, ["---"] * len(head)]
-    for version in sorted(shown, key=lambda text: [int(part) for part in text.split(".")]):
-        for name, record in shown[version].items():
-            rows.append([version, f"`{name}`", *Shown.from_json(record).cells()])
-    return [f"| {' | '.join(row)} |" for row in rows]
+def version_of(row: str) -> tuple[int, ...]:
+    """The release that a row of the table is about."""
+    return tuple(int(part) for part in row.split(" ")[1].split("."))

@@ -1,0 +1,71 @@
+"""ColossalAI's ZeroDDP and GeminiDDP: the state_dict that PyTorch would give, and strict loading.
+
+    from mcore_ckpt_ext import zero_strict_state_dict
+    zero_strict_state_dict.install()          # or install(dtype="compute")
+
+Importing this imports neither ColossalAI nor torch; every public name is looked up when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Any
+
+    from mcore_ckpt_ext.zero_strict_state_dict.loading import StateDictMismatchError, zero_strict_load_state_dict
+    from mcore_ckpt_ext.zero_strict_state_dict.shards import iter_zero_strict_state_dict
+    from mcore_ckpt_ext.zero_strict_state_dict.state import get_static_torch_model, zero_strict_state_dict
+
+    # The hooks stand above this layer, and the subclasses have ColossalAI's as their bases.
+    StrictGeminiDDP: Any
+    StrictGeminiOptimizer: Any
+    install: Any
+    status: Any
+    uninstall: Any
+
+__all__ = [
+    "StateDictMismatchError",
+    "StrictGeminiDDP",
+    "StrictGeminiOptimizer",
+    "get_static_torch_model",
+    "install",
+    "iter_zero_strict_state_dict",
+    "status",
+    "uninstall",
+    "zero_strict_load_state_dict",
+    "zero_strict_state_dict",
+]
+
+_HOOKS = "mcore_ckpt_ext.hooks.colossalai"
+_HOMES = {
+    "StateDictMismatchError": f"{__name__}.loading",
+    "zero_strict_load_state_dict": f"{__name__}.loading",
+    "iter_zero_strict_state_dict": f"{__name__}.shards",
+    "get_static_torch_model": f"{__name__}.state",
+    "zero_strict_state_dict": f"{__name__}.state",
+    "install": _HOOKS,
+    "status": _HOOKS,
+    "uninstall": _HOOKS,
+}
+_SUBCLASSES = {"StrictGeminiDDP": "WRAPPER", "StrictGeminiOptimizer": "OPTIMIZER"}
+
+
+def __getattr__(name: str) -> object:
+    """Import the module that holds a public name, on the first use of that name."""
+    value: object
+    if name in _SUBCLASSES:
+        classes = import_module(f"{__name__}.classes")
+        value = classes.strict_subclass(getattr(classes, _SUBCLASSES[name]), name)
+    elif name in _HOMES:
+        value = getattr(import_module(_HOMES[name]), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the lazy names beside those that are already there."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,92 @@
+"""ColossalAI's classes, found where this version has them, and subclasses of them with the strict methods."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.zero_strict_state_dict.methods import (
+    CheckpointIOMethods,
+    OptimizerMethods,
+    WrapperMethods,
+    namespace,
+)
+
+
+class Target(NamedTuple):
+    """One class that gets strict methods.
+
+    Args:
+        homes: where versions have it.
+        methods: what it gets.
+        own: methods that it must have itself, so that ours fit beside them; a class without them is left alone.
+        required: whether nothing works without it.
+    """
+
+    homes: tuple[str, ...]
+    methods: type
+    own: tuple[str, ...]
+    required: bool = False
+
+
+# ZeroDDP stands before GeminiDDP: where both exist (up to 0.3.1), the latter inherits from the former.
+WRAPPER = Target(
+    (
+        "colossalai.zero.gemini.gemini_ddp:ZeroDDP",
+        "colossalai.nn.parallel.data_parallel:ZeroDDP",
+        "colossalai.zero.gemini.gemini_ddp:GeminiDDP",
+    ),
+    WrapperMethods,
+    own=("state_dict", "load_state_dict"),
+    required=True,
+)
+# Their state can be saved since 0.3.2; 0.3.0 has classes of these names that cannot.
+OPTIMIZER = Target(
+    ("colossalai.zero.gemini.gemini_optimizer:GeminiOptimizer",),
+    OptimizerMethods,
+    own=("collect_states", "get_param_groups_for_saving", "load_param_groups", "optimizer_loading_epilogue"),
+)
+CHECKPOINT_IO = Target(
+    ("colossalai.booster.plugin.gemini_plugin:GeminiCheckpointIO",),
+    CheckpointIOMethods,
+    own=("save_unsharded_model", "save_sharded_model", "load_sharded_model", "load_sharded_optimizer"),
+)
+TARGETS = (WRAPPER, OPTIMIZER, CHECKPOINT_IO)
+
+
+def find(target: Target) -> type | None:
+    """The class in the installed version.
+
+    Raises:
+        CheckpointError: there is no ColossalAI, it cannot be imported, or it has no such class where one is needed.
+    """
+    problems = []
+    for home in target.homes:
+        module, _, name = home.partition(":")
+        try:
+            found = getattr(import_module(module), name, None)
+        except Exception as error:  # noqa: BLE001 - whatever a framework's import dies of is what the user has to know
+            problems.append(f"{module}: {error}")
+            continue
+        if isinstance(found, type) and all(method in vars(found) for method in target.own):
+            return found
+        problems.append(f"{module} has no fitting {name}")
+    if not target.required:
+        return None
+    raise CheckpointError(
+        "ColossalAI's ZeroDDP or GeminiDDP is not here",
+        found="; ".join(dict.fromkeys(problems)),
+        expected="ColossalAI 0.2.0 or later",
+        helps="pip install colossalai==0.5.0, in the environment of the training job",
+    )
+
+
+def strict_subclass(target: Target, name: str) -> Any:
+    """A subclass with the strict methods, for people who do not patch."""
+    base = find(target)
+    if base is None:
+        raise CheckpointError(f"this version of ColossalAI has no {target.homes[0].partition(':')[2]}")
+    # Where GeminiDDP exists, it is the one that people construct.
+    newest = getattr(import_module(base.__module__), "GeminiDDP", base) if target is WRAPPER else base
+    return type(name, (newest,), {**namespace(target.methods, newest), "__doc__": target.methods.__doc__})

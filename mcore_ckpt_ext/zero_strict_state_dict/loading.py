@@ -1,0 +1,182 @@
+"""Strict loading of an ordinary state dict into a ZeRO wrapper: checked as a whole, then written into the fp32 masters.
+
+PyTorch itself does the checking: the module, with tensors that have shapes only in the places of its own, takes the
+dict with ``assign=True``. So missing and unexpected keys, shapes, hooks and upgrades of older dicts are PyTorch's own
+doing, and nothing of the live module is touched before all ranks have accepted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
+from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
+from mcore_ckpt_ext.zero_strict_state_dict.shards import shapes_of
+from mcore_ckpt_ext.zero_strict_state_dict.state import standing_in
+from mcore_ckpt_ext.zero_strict_state_dict.together import agree
+from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
+
+
+class StateDictMismatchError(ModelMismatchError, RuntimeError):
+    """A state dict does not fit the module; a RuntimeError, as PyTorch raises one."""
+
+
+@dataclass
+class _Accepted:
+    """A state dict that fits: what is to be written where."""
+
+    zero: Wrapped
+    tensors: list[tuple[torch.Tensor, torch.Tensor]]
+    extra_states: list[tuple[Callable[[Any], None], Any]]
+    answer: Any
+
+
+def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+    """Load an ordinary state dict, of PyTorch, Hugging Face or `zero_strict_state_dict`; all ranks must call this.
+
+    Tied parameters may come under any of their names. Values go into the fp32 masters as they are, and from there,
+    rounded once, into the parameters that compute.
+
+    Args:
+        model: a ZeroDDP or GeminiDDP.
+        state_dict: everything, on every rank; it is not changed.
+        strict: refuse missing and unexpected keys; else they are reported.
+
+    Returns:
+        PyTorch's named tuple of missing and unexpected keys.
+
+    Raises:
+        StateDictMismatchError: on every rank, in PyTorch's words; nothing has been written on any.
+    """
+    accepted: list[_Accepted] = []
+    call = "load_state_dict"
+    try:
+        agree(
+            call, {"strict": strict}, lambda: accepted.append(_accepted(model, state_dict, strict)),
+            "the model is untouched; every rank has to pass the whole state dict",
+        )  # fmt: skip
+    except ResumeRefusedError as error:
+        raise StateDictMismatchError(str(error)) from error
+    return _write(accepted[0])
+
+
+def write_master(zero: Wrapped, parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Write this rank's part of a whole value into the master, and rounded into the working parameter."""
+    local = tensor_parallel.slice_of(parameter, value.detach()).reshape(-1)
+    for place in (zero.masters.get(parameter), zero.working[parameter]):
+        if place is not None:
+            _write_place(place, local, through=torch.float32 if zero.masters else local.dtype)
+
+
+def _write_place(place: Place, local: torch.Tensor, through: torch.dtype) -> None:
+    held, first, last = place.local()
+    held.copy_(local[first:last].to(through))
+    if getattr(place.chunk, "cuda_shard", None) is not None:
+        # Else a pinned copy from before would be taken for current (0.5.0, Chunk.shard_move).
+        place.chunk.cpu_vis_flag = False
+
+
+@torch.no_grad()
+def _write(accepted: _Accepted) -> Any:
+    zero = accepted.zero
+    for tensor, value in accepted.tensors:
+        if tensor in zero.working:
+            write_master(zero, tensor, value)  # type: ignore[arg-type]  # its keys are parameters
+        else:
+            tensor.copy_(tensor_parallel.slice_of(tensor, value.detach()))
+    for set_extra_state, state in accepted.extra_states:
+        set_extra_state(state)
+    return accepted.answer
+
+
+def _accepted(model: Any, state_dict: Mapping[str, Any], strict: bool) -> _Accepted:
+    """Let PyTorch check the dict against the module's shapes, and take down what it would have written."""
+    zero = wrapped(model)
+    offered = _with_all_names(zero, state_dict)
+    stand_ins = shapes_of(zero)
+    extra_states: list[tuple[Callable[[Any], None], Any]] = []
+    with (
+        standing_in(zero.module, {key: stand_in for key, (_, stand_in) in stand_ins.items()}),
+        _extra_states_noted(zero.module, extra_states),
+    ):
+        answer = zero.module.load_state_dict(offered, strict=strict, assign=True)
+        assigned = dict(_live_names(zero.module))
+    ours = {id(stand_in) for _, stand_in in stand_ins.values()}
+    taken: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for name, live in _live_names(zero.module):
+        value = assigned.get(name)
+        if value is not None and id(value) not in ours:
+            other = taken.setdefault(id(live), (live, value))[1]
+            _refuse_different(zero, live, value, other)
+    return _Accepted(zero, list(taken.values()), extra_states, answer)
+
+
+def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy with plain tensors, in which a tied parameter that is there under one name is there under all."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+    offered = _Offered(state_dict)
+    for key, value in state_dict.items():
+        if isinstance(value, nn.Parameter):
+            # PyTorch would set requires_grad of the caller's own parameter.
+            offered[key] = value.detach()
+    if hasattr(state_dict, "_metadata"):
+        offered._metadata = state_dict._metadata
+    for names in [*zero.names.values(), *_persistent_buffers(zero.module).values()]:
+        given = [name for name in names if name in state_dict]
+        offered.update((name, offered[given[0]]) for name in names if given and name not in offered)
+    return offered
+
+
+def _persistent_buffers(module: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Every name of each buffer that a state dict holds."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                names.setdefault(buffer, []).append(f"{prefix}.{name}" if prefix else name)
+    return names
+
+
+class _Offered(dict[str, Any]):
+    """A dict that can carry PyTorch's ``_metadata``."""
+
+    _metadata: Any
+
+
+def _live_names(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters(remove_duplicate=False)
+    yield from module.named_buffers(remove_duplicate=False)
+
+
+def _refuse_different(zero: Wrapped, live: torch.Tensor, value: torch.Tensor, other: torch.Tensor) -> None:
+    """Names of one tensor must bring one value; PyTorch would keep the last that it meets, without a word."""
+    if value is other or value.data_ptr() == other.data_ptr():
+        return
+    if not torch.equal(value.nan_to_num(), other.nan_to_num()):
+        names = [name for name, tensor in _live_names(zero.module) if tensor is live]
+        raise RuntimeError(f"names of one and the same tensor come with different values: {', '.join(names)}")
+
+
+@contextmanager
+def _extra_states_noted(module: nn.Module, noted: list[tuple[Callable[[Any], None], Any]]) -> Iterator[None]:
+    """Take down the extra states that PyTorch would set, instead of setting them."""
+
+    def note(owner: nn.Module) -> Callable[[Any], None]:
+        return lambda state: noted.append((owner.set_extra_state, state))
+
+    owners = [m for m in module.modules() if type(m).set_extra_state is not nn.Module.set_extra_state]
+    for owner in owners:
+        owner.__dict__["set_extra_state"] = note(owner)
+    try:
+        yield
+    finally:
+        for owner in owners:
+            owner.__dict__.pop("set_extra_state", None)
+        # What was noted calls the class's own method by now.

@@ -1,0 +1,243 @@
+"""The state of GeminiOptimizer: gathered like the parameters, in model space, and given back under any layout.
+
+The dict is ColossalAI's own (0.5.0, zero/gemini/gemini_optimizer.py: ``state_dict``): ``param_groups`` and ``state``,
+ids in the order of the groups, whole tensors in fp32. Beside it the first group carries what ColossalAI forgets: the
+loss scale and the parameters' names. Where the model is not saved in master precision, the state carries the masters,
+too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.online.agreement import agreed
+from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
+from mcore_ckpt_ext.zero_strict_state_dict.gathering import whole_values
+from mcore_ckpt_ext.zero_strict_state_dict.loading import write_master
+from mcore_ckpt_ext.zero_strict_state_dict.together import agree, refuse_nan
+from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
+
+OURS = "mcore_ckpt_ext"
+MASTER = "fp32_param"
+_CPU = torch.device("cpu")
+_SCALER = ("_growth_step", "_hysteresis_step")
+
+State = dict[str, Any]
+
+
+def iter_states(optimizer: Any, only_rank_0: bool, with_masters: bool) -> Iterator[tuple[int, State | None]]:
+    """The whole state of every parameter that has some, in the order of the chunks; all ranks iterate.
+
+    Args:
+        optimizer: a GeminiOptimizer.
+        only_rank_0: rank 0 of each ZeRO group receives everything, the others None; else all receive it.
+        with_masters: add the fp32 masters, as `fp32_param`.
+
+    Yields:
+        A parameter's id and its state: tensors in fp32 on the CPU, `step` as PyTorch keeps it.
+
+    Raises:
+        ResumeRefusedError: on all ranks.
+    """
+    zero = wrapped(optimizer.module)
+    call = {"only_rank_0": only_rank_0, "with_masters": with_masters}
+    agree("optimizer.state_dict", call, lambda: refuse_nan(zero, zero.masters))
+    # A rank knows the states of the parameters of which it holds a part; together they know all.
+    described: dict[int, State] = {}
+    for one in agreed("looking at the optimizer", lambda: _described(optimizer), "nothing was gathered"):
+        described.update(one)
+    ids = {optimizer.id_to_real_params[key]: key for key in described}
+    for key, elements in _elements(optimizer, zero, ids, described, only_rank_0, with_masters):
+        if elements is None:
+            yield key, None
+        else:
+            scalars = {name: value for name, value in described[key].items() if value is not None}
+            yield key, scalars | elements
+
+
+def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Param groups as ColossalAI saves them, the first with what it forgets."""
+    names = wrapped(optimizer.module).names
+    real = optimizer.id_to_real_params
+    note: dict[str, Any] = {}
+    if all(parameter in names for parameter in real.values()):
+        note["names"] = {key: names[parameter][0] for key, parameter in real.items()}
+    scaler = _scaler(optimizer)
+    if scaler is not None:
+        note["loss_scale"] = {"scale": float(scaler.scale), **{n: getattr(scaler, n) for n in _SCALER}}
+    return [{**group, OURS: note} if place == 0 else dict(group) for place, group in enumerate(groups)]
+
+
+def load_groups(optimizer: Any, groups: list[dict[str, Any]], load_param_groups: Any) -> None:
+    """Take param groups, and the loss scale that `param_groups` put in; ColossalAI's own method does the rest."""
+    note = groups[0].get(OURS, {}) if groups else {}
+    load_param_groups([{key: value for key, value in group.items() if key != OURS} for group in groups])
+    if "loss_scale" in note:
+        _set_scaler(optimizer, note["loss_scale"])
+
+
+def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
+    """Take an optimizer's whole state dict, of any layout, after all ranks have found that it fits.
+
+    Args:
+        optimizer: a GeminiOptimizer.
+        state_dict: `param_groups` and `state`, everything, on every rank.
+
+    Raises:
+        ResumeRefusedError: on all ranks; nothing has been written.
+    """
+    zero = wrapped(optimizer.module)
+    fitting: list[tuple[list[dict[str, Any]], dict[int, State]]] = []
+    agree(
+        "optimizer.load_state_dict", {}, lambda: fitting.append(_fitting(optimizer, zero, state_dict)),
+        "the optimizer is untouched",
+    )  # fmt: skip
+    groups, states = fitting[0]
+    optimizer.load_param_groups(groups)
+    for key, fake in optimizer.id_to_fake_params.items():
+        optimizer.optim.state.pop(fake, None)
+        if key in states:
+            optimizer.optim.state[fake].update(_local_state(optimizer, zero, key, states[key]))
+    for key, state in states.items():
+        if MASTER in state:
+            write_master(zero, optimizer.id_to_real_params[key], state[MASTER])
+
+
+def _described(optimizer: Any) -> dict[int, State]:
+    """For every parameter of which this rank holds a part: its scalars, and None for what it keeps per element."""
+    found: dict[int, State] = {}
+    for key, fake in optimizer.id_to_fake_params.items():
+        begin, end = optimizer.param_to_range[fake]
+        state = optimizer.optim.state.get(fake, {})
+        if state:
+            found[key] = {name: _scalar(name, value, end - begin) for name, value in state.items()}
+    return found
+
+
+def _scalar(name: str, value: Any, elements: int) -> Any:
+    if name == "step":
+        return torch.tensor(float(value), dtype=torch.float32)
+    return None if isinstance(value, torch.Tensor) and value.numel() == elements else value
+
+
+def _elements(
+    optimizer: Any, zero: Wrapped, ids: Mapping[nn.Parameter, int], described: Mapping[int, State], only_rank_0: bool,
+    with_masters: bool,
+) -> Iterator[tuple[int, State | None]]:  # fmt: skip
+    """What the parameters keep per element, a chunk of each kind at a time."""
+    places = {p: place for p, place in (zero.masters or zero.working).items() if p in ids}
+    names = list(dict.fromkeys(name for state in described.values() for name, value in state.items() if value is None))
+    fakes = {optimizer.id_to_real_params[key]: fake for key, fake in optimizer.id_to_fake_params.items()}
+
+    def laid_out(name: str, chunk: Any) -> torch.Tensor:
+        """One kind of state, where the chunk has the parameters' values."""
+        if name == MASTER:
+            return chunk.payload  # type: ignore[no-any-return]
+        flat = torch.zeros(len(chunk.payload), dtype=torch.float32, device=chunk.payload.device)
+        for parameter in (p for p, place in places.items() if place.chunk is chunk and p in fakes):
+            begin, end = optimizer.param_to_range[fakes[parameter]]
+            state = optimizer.optim.state[fakes[parameter]]
+            if name in state:
+                flat[begin:end].copy_(state[name].reshape(-1))
+        return flat
+
+    kinds = [*names, MASTER] if with_masters and zero.masters else names
+    streams = [
+        whole_values(
+            zero, places, partial(laid_out, name), torch.float32, device=_CPU, everywhere=not only_rank_0
+        )
+        for name in kinds
+    ]  # fmt: skip
+    for values in zip(*streams, strict=True):
+        key = ids[values[0][0]]
+        if values[0][1] is None:
+            yield key, None
+        else:
+            kept = {*described[key], MASTER}
+            yield key, {name: value for name, (_, value) in zip(kinds, values, strict=True) if name in kept}
+
+
+def _fitting(
+    optimizer: Any, zero: Wrapped, state_dict: Mapping[str, Any]
+) -> tuple[list[dict[str, Any]], dict[int, State]]:
+    """The groups and states with this optimizer's ids, if the dict is about the same parameters.
+
+    Raises:
+        ModelMismatchError: other parameters, or a state of another shape.
+    """
+    groups, states = state_dict["param_groups"], state_dict["state"]
+    saved = [key for group in groups for key in group["params"]]
+    real = optimizer.id_to_real_params
+    if sorted(saved) != sorted(real):
+        raise ModelMismatchError(
+            "the optimizer state is about other parameters", found=f"{len(saved)} parameters", expected=str(len(real))
+        )
+    ours = _same_named(zero, real, groups[0].get(OURS, {}).get("names") if groups else None)
+    groups = [{**group, "params": [ours[key] for key in group["params"]]} for group in groups]
+    states = {ours[key]: dict(state) for key, state in states.items() if state}
+    for key, state in states.items():
+        shape = zero.shape_of(real[key])
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != shape:
+                raise ModelMismatchError(
+                    "an optimizer state has another shape than its parameter",
+                    found=tuple(value.shape),
+                    expected=tuple(shape),
+                    where=f"{name} of {zero.names[real[key]][0]}",
+                )
+    return groups, states
+
+
+def _same_named(zero: Wrapped, real: Mapping[int, nn.Parameter], saved: Mapping[int, str] | None) -> dict[int, int]:
+    """From the ids of the dict to this optimizer's, by the parameters' names where they were saved."""
+    if saved is None:
+        return {key: key for key in real}
+    by_name = {name: key for key, parameter in real.items() for name in zero.names.get(parameter, ())}
+    lost = [name for name in saved.values() if name not in by_name]
+    if lost:
+        raise ModelMismatchError(
+            "the optimizer state is about other parameters",
+            found=", ".join(lost[:4]),
+            expected=", ".join(list(by_name)[:4]),
+        )
+    return {key: by_name[name] for key, name in saved.items()}
+
+
+def _local_state(optimizer: Any, zero: Wrapped, key: int, state: Mapping[str, Any]) -> State:
+    """This rank's part of one parameter's state."""
+    parameter, fake = optimizer.id_to_real_params[key], optimizer.id_to_fake_params[key]
+    place: Place = (zero.masters or zero.working)[parameter]
+    _, first, last = place.local()
+    local: State = {}
+    for name, value in state.items():
+        if name == "step":
+            local[name] = int(value)
+        elif isinstance(value, torch.Tensor) and value.shape == zero.shape_of(parameter):
+            flat = tensor_parallel.slice_of(parameter, value).reshape(-1)[first:last]
+            local[name] = torch.empty(last - first, dtype=torch.float32, device=fake.device).copy_(flat)
+        else:
+            local[name] = value
+    local.pop(MASTER, None)
+    return local
+
+
+def _scaler(optimizer: Any) -> Any:
+    """The dynamic loss scaler of fp16 training, if there is one (0.5.0,
+    amp/naive_amp/grad_scaler/dynamic_grad_scaler.py).
+    """
+    scaler = getattr(getattr(optimizer, "mix_precision_mixin", None), "grad_scaler", None)
+    return scaler if all(hasattr(scaler, name) for name in ("_scale", *_SCALER)) else None
+
+
+def _set_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    scaler = _scaler(optimizer)
+    if scaler is not None:
+        scaler._scale = torch.full_like(scaler._scale, saved["scale"])
+        for name in _SCALER:
+            setattr(scaler, name, saved[name])

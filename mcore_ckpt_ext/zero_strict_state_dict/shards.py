@@ -1,0 +1,142 @@
+"""The strict state dict in shards of bounded size: no more than one chunk and one shard are in memory."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.zero_strict_state_dict.gathering import own_copy
+from mcore_ckpt_ext.zero_strict_state_dict.state import (
+    Precision,
+    Ties,
+    begun,
+    dtype_of,
+    parameter_values,
+    standing_in,
+)
+from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Wrapped, wrapped
+
+Shard = tuple["OrderedDict[str, Any]", int]
+
+
+class Keys(NamedTuple):
+    """The keys of the strict state dict, in its order, by what they name."""
+
+    parameters: dict[nn.Parameter, list[str]]
+    buffers: dict[torch.Tensor, list[str]]
+    others: dict[str, Any]
+
+
+def keys_of(zero: Wrapped, prefix: str = "") -> Keys:
+    """Let the module enumerate itself with tensors that have shapes only.
+
+    Raises:
+        UnsupportedCheckpointError: a hook makes tensors that are neither parameters nor buffers.
+    """
+    stand_ins = shapes_of(zero)
+    with standing_in(zero.module, {key: stand_in for key, (_, stand_in) in stand_ins.items()}):
+        state = zero.module.state_dict(prefix=prefix, keep_vars=True)
+    live = {id(stand_in): tensor for tensor, stand_in in stand_ins.values()}
+    keys = Keys({}, {}, {})
+    for key, value in state.items():
+        tensor = live.get(id(value))
+        if isinstance(tensor, nn.Parameter):
+            keys.parameters.setdefault(tensor, []).append(key)
+        elif tensor is not None:
+            keys.buffers.setdefault(tensor, []).append(key)
+        elif isinstance(value, torch.Tensor) and value.is_meta:
+            raise UnsupportedCheckpointError(
+                "a state_dict hook computes new values, which needs the whole state dict at once",
+                where=key,
+                helps="save unsharded (shard=False), or remove the hook",
+            )
+        else:
+            keys.others[key] = value
+    return keys
+
+
+def shapes_of(zero: Wrapped) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """For every parameter and buffer, by its id: itself, and a tensor of its whole shape without data."""
+    stand_ins: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for parameter in zero.module.parameters():
+        empty = torch.empty(zero.shape_of(parameter), dtype=parameter.dtype, device="meta")
+        stand_ins[id(parameter)] = parameter, nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in zero.module.buffers():
+        stand_ins[id(buffer)] = buffer, torch.empty_like(buffer, device="meta")
+    return stand_ins
+
+
+def iter_zero_strict_state_dict(
+    model: Any, max_shard_bytes: int, *, prefix: str = "", dtype: Precision = "master", only_rank_0: bool = True,
+    device: torch.device | str = "cpu", ties: Ties = "share",
+) -> Iterator[Shard]:  # fmt: skip
+    """The strict state dict in shards, in the order in which the chunks come; all ranks must iterate to the end.
+
+    Every rank sees the same number of shards; those that do not receive values see empty dicts.
+
+    Args:
+        model: a ZeroDDP or GeminiDDP.
+        max_shard_bytes: a shard is larger only if it is one single tensor.
+        prefix: goes before every key.
+        dtype: as in `zero_strict_state_dict`.
+        only_rank_0: as there.
+        device: where the values go.
+        ties: as there; names that share a storage are in the same shard.
+
+    Yields:
+        A shard and its size in bytes.
+
+    Raises:
+        CheckpointError: on every rank, before the first shard.
+    """
+    arguments = {"prefix": prefix, "max_shard_bytes": max_shard_bytes, "device": str(device), "ties": ties}
+    # Looked at twice: a refusal of the keys must be agreed on, too.
+    zero = begun(model, "state_dict_shard", dtype, only_rank_0, **arguments, keys=_named(model, prefix))
+    keys = keys_of(zero, prefix)
+    everywhere = not only_rank_0
+    shard: OrderedDict[str, Any] = OrderedDict()
+    size = 0
+    for names, value, cost in _items(zero, keys, dtype, torch.device(device), everywhere):
+        names = names[:1] if ties == "omit" else names
+        cost *= len(names) if ties == "copy" else 1
+        if size and size + cost > max_shard_bytes:
+            yield shard, size
+            shard, size = OrderedDict(), 0
+        size += cost
+        if value is not None:
+            shard.update((name, value.clone() if ties == "copy" and name != names[0] else value) for name in names)
+    if everywhere or zero.is_first:
+        shard.update(keys.others)
+    yield shard, size
+
+
+def _items(
+    zero: Wrapped, keys: Keys, dtype: Precision, device: torch.device, everywhere: bool
+) -> Iterator[tuple[list[str], torch.Tensor | None, int]]:
+    for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere):
+        if names := keys.parameters.get(parameter):
+            yield names, value, zero.shape_of(parameter).numel() * _itemsize(zero, parameter, dtype)
+    for buffer, names in keys.buffers.items():
+        given = dtype_of(zero, buffer, dtype)
+        value = own_copy(buffer, given, device) if everywhere or zero.is_first else None
+        yield names, value, buffer.numel() * given.itemsize
+
+
+def _itemsize(zero: Wrapped, parameter: nn.Parameter, dtype: Precision) -> int:
+    return dtype_of(zero, parameter, dtype).itemsize
+
+
+def _named(model: Any, prefix: str) -> list[str]:
+    """The keys, so that ranks whose modules differ find out; nothing where there is no wrapper, which is told
+    elsewhere.
+    """
+    try:
+        keys = keys_of(wrapped(model), prefix)
+    except Exception as error:  # noqa: BLE001 - told to all ranks as an argument that differs, or raised again by all
+        return [f"{type(error).__name__}: {error}"]
+    return [*sum(keys.parameters.values(), []), *sum(keys.buffers.values(), []), *keys.others]

@@ -1,0 +1,278 @@
+"""The state dict that the unwrapped module would give, and the module itself.
+
+The values are gathered first, then the module enumerates itself with them in the places of its own, freed ones. So
+keys, their order, ``_metadata``, ``_extra_state``, modules under two names and state_dict hooks are PyTorch's own
+doing.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
+from mcore_ckpt_ext.online.agreement import agreed
+from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
+from mcore_ckpt_ext.zero_strict_state_dict.gathering import own_copy, whole_values
+from mcore_ckpt_ext.zero_strict_state_dict.together import agree, refuse_nan
+from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
+
+Precision = Literal["master", "compute"] | torch.dtype
+Ties = Literal["share", "copy", "omit"]
+
+
+def zero_strict_state_dict(
+    model: Any, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, dtype: Precision = "master",
+    only_rank_0: bool = True, device: torch.device | str = "cpu", ties: Ties = "share",
+) -> Any:  # fmt: skip
+    """The state dict of the unwrapped module, as PyTorch would give it; all ranks must call this.
+
+    Args:
+        model: a ZeroDDP or GeminiDDP.
+        destination: a dict to fill, as in PyTorch.
+        prefix: goes before every key.
+        keep_vars: give parameters instead of detached tensors; they are copies all the same.
+        dtype: "master" for the fp32 masters bit for bit, "compute" for what forward computes in, or any dtype. What is
+            not held in chunks (buffers, frozen and ignored parameters) ColossalAI rounds to the compute dtype when it
+            wraps the module; "master" gives it back in fp32, so that the dict is of one kind.
+        only_rank_0: rank 0 of each ZeRO group receives everything, the others an empty dict; else all receive it.
+        device: where the values go.
+        ties: names of one tensor: "share" one storage as in PyTorch, "copy" for a storage each, or "omit" all but the
+            first.
+
+    Raises:
+        CheckpointError: on every rank, before or after gathering; never on some.
+    """
+    result = OrderedDict() if destination is None else destination
+
+    def enumerate_(zero: Wrapped, values: _Values) -> None:
+        nonlocal result
+        with standing_in(zero.module, values), _NoFreedStorage(zero):
+            result = zero.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            result = _with_hooks_of(model, result, prefix)
+        if ties != "share":
+            _untie(result, omit=ties == "omit")
+
+    arguments = {"prefix": prefix, "keep_vars": keep_vars, "ties": ties}
+    _with_values(model, enumerate_, "state_dict", dtype, only_rank_0, torch.device(device), **arguments)
+    return result
+
+
+def get_static_torch_model(
+    model: Any, device: torch.device | str = "cpu", dtype: Precision = "master", only_rank_0: bool = True
+) -> nn.Module | None:
+    """An ordinary module with the values of the wrapped one, which can compute; all ranks must call this.
+
+    Tied parameters are tied, shared modules shared, and nothing is shared with the live module. Its `state_dict()` is
+    the strict state dict.
+
+    Args:
+        model: a ZeroDDP or GeminiDDP.
+        device: where the parameters and buffers go.
+        dtype: as in `zero_strict_state_dict`.
+        only_rank_0: as there; the other ranks get None.
+
+    Raises:
+        CheckpointError: on every rank; also where the module's layers are tensor-parallel, and so cannot compute alone.
+    """
+    result: nn.Module | None = None
+
+    def copied(zero: Wrapped, values: _Values) -> None:
+        nonlocal result
+        _refuse_tensor_parallel(zero)
+        with _NoFreedStorage(zero):
+            result = copy.deepcopy(zero.module, dict(values))
+
+    _with_values(model, copied, "get_static_torch_model", dtype, only_rank_0, torch.device(device))
+    return result
+
+
+_Values = dict[int, torch.Tensor]
+"""What stands for a live parameter or buffer, by its id."""
+
+
+def _with_values(
+    model: Any, work: Callable[[Wrapped, _Values], None], call: str, dtype: Precision, only_rank_0: bool,
+    device: torch.device, **arguments: object,
+) -> None:  # fmt: skip
+    """Gather all values, and do `work` with them on the ranks that receive them; all ranks learn of its errors."""
+    zero = begun(model, call, dtype, only_rank_0, device=str(device), **arguments)
+    everywhere = not only_rank_0
+    values: _Values = {}
+    for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere):
+        if value is not None:
+            values[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+    if everywhere or zero.is_first:
+        for buffer in zero.module.buffers():
+            values[id(buffer)] = own_copy(buffer, dtype_of(zero, buffer, dtype), device)
+        agreed(f"calling {call}", lambda: work(zero, values), "no rank has a result")
+    else:
+        agreed(f"calling {call}", lambda: None, "no rank has a result")
+
+
+def begun(model: Any, call: str, dtype: Precision, only_rank_0: bool, **arguments: object) -> Wrapped:
+    """Look at the wrapper, and agree with all ranks on the call.
+
+    Raises:
+        ResumeRefusedError: on all ranks: no ZeRO wrapper, no masters to give, NaN, other arguments elsewhere.
+    """
+    found: list[Wrapped] = []
+
+    def look() -> None:
+        zero = wrapped(model)
+        found.append(zero)
+        refuse_nan(zero, source_of(zero, dtype))
+
+    agree(call, {"dtype": dtype, "only_rank_0": only_rank_0, **arguments}, look)
+    return found[0]
+
+
+def source_of(zero: Wrapped, dtype: Precision) -> Mapping[nn.Parameter, Place]:
+    """Where the truth lies: in the masters, which are current at any time; without masters, in the working parameters.
+
+    The working chunks hold gradients between backward and step (``reuse_fp16_chunk``).
+
+    Raises:
+        CheckpointError: masters are asked for where there are none.
+    """
+    if dtype == "master" and zero.working and not zero.masters:
+        raise CheckpointError(
+            "there are no fp32 masters to save",
+            found="a wrapper made with master_weights=False",
+            expected='dtype="compute" or a torch.dtype',
+            helps='install(dtype="compute"), or master_weights=True',
+        )
+    if not (dtype in ("master", "compute") or isinstance(dtype, torch.dtype)):
+        raise CheckpointError("no such dtype", found=repr(dtype), expected='"master", "compute" or a torch.dtype')
+    return zero.masters or zero.working
+
+
+def dtype_of(zero: Wrapped, tensor: torch.Tensor, dtype: Precision) -> torch.dtype:
+    """The dtype in which a parameter or buffer is given."""
+    if not tensor.is_floating_point():
+        return tensor.dtype
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if tensor.dtype == zero.compute_dtype and dtype == "master":
+        return torch.float32
+    return tensor.dtype
+
+
+def parameter_values(
+    zero: Wrapped, dtype: Precision, *, device: torch.device, everywhere: bool
+) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:
+    """Every parameter with its whole value, or None where it is not received; all ranks iterate, chunk by chunk."""
+    given = dtype if isinstance(dtype, torch.dtype) else {"master": torch.float32, "compute": zero.compute_dtype}[dtype]
+    places = source_of(zero, dtype)
+    yield from whole_values(zero, places, lambda chunk: chunk.payload, given, device=device, everywhere=everywhere)
+    for parameter in zero.outside:
+        received = everywhere or zero.is_first
+        # Tensor-parallel ranks of one kind receive together, so they gather among themselves.
+        whole = tensor_parallel.whole(parameter, parameter.detach()) if received else None
+        yield parameter, None if whole is None else own_copy(whole, dtype_of(zero, parameter, dtype), device)
+
+
+@contextmanager
+def standing_in(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterator[None]:
+    """Put other tensors in the places of a module's parameters and buffers, under every name, for a while.
+
+    ColossalAI's tensor-parallel layers (0.5.0, shardformer/layer/parallel_module.py) save and load by methods of their
+    own, which gather and cut; what stands in is whole already, so PyTorch's methods stand in, too.
+    """
+    undo: list[tuple[dict[str, Any], str, Any]] = []
+    methods = ("_save_to_state_dict", "_load_from_state_dict")
+    for owner in module.modules():
+        for held in (vars(owner)["_parameters"], vars(owner)["_buffers"]):
+            undo += [(held, name, tensor) for name, tensor in held.items() if id(tensor) in values]
+    own_methods = [
+        (owner.__dict__, name, getattr(nn.Module, name).__get__(owner))
+        for owner in module.modules()
+        for name in methods
+        if getattr(type(owner), name).__module__.startswith("colossalai.")
+    ]
+    try:
+        for held, name, tensor in undo:
+            held[name] = values[id(tensor)]
+        for namespace, name, method in own_methods:
+            namespace[name] = method
+        yield
+    finally:
+        for held, name, tensor in undo:
+            held[name] = tensor
+        for namespace, name, _ in own_methods:
+            namespace.pop(name, None)
+
+
+class _NoFreedStorage(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Refuses every operation on a parameter whose storage ColossalAI freed: torch would read nowhere, and crash."""
+
+    def __init__(self, zero: Wrapped) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._zero = zero
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, torch.Tensor) and tensor.numel() and not tensor.is_meta:
+                self._check(func, tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, func: Any, tensor: torch.Tensor) -> None:
+        if tensor.untyped_storage().nbytes() == 0:
+            raise CheckpointError(
+                "a state_dict hook, or a method of the module, reads a parameter that ZeRO has sharded and freed",
+                found=f"{func} of a tensor of shape {tuple(tensor.shape)} without memory",
+                expected="only the state dict that it is given, or the module's registered parameters",
+                where=", ".join(self._names_of(tensor)) or None,
+                helps="take the values from the state dict that the hook is given",
+            )
+
+    def _names_of(self, freed: torch.Tensor) -> list[str]:
+        """The parameters of a chunk share its storage, each at an offset of its own."""
+
+        def place(tensor: torch.Tensor) -> tuple[Any, Any]:
+            return tensor.untyped_storage()._cdata, tensor.storage_offset()
+
+        return [name for p, names in self._zero.names.items() if place(p) == place(freed) for name in names]
+
+
+def _with_hooks_of(model: Any, result: Any, prefix: str) -> Any:
+    """The hooks that someone registered on the wrapper itself, as both ColossalAI and PyTorch call them."""
+    metadata = getattr(result, "_metadata", {}).get(prefix[:-1], {})
+    for hook in getattr(model, "_state_dict_hooks", {}).values():
+        replaced = hook(model, result, prefix, metadata)
+        result = result if replaced is None else replaced
+    return result
+
+
+def _untie(result: Any, omit: bool) -> None:
+    """Give every later name of a storage one of its own, or leave it out."""
+    seen: set[int] = set()
+    for key, value in list(result.items()):
+        if not isinstance(value, torch.Tensor):
+            continue
+        pointer = value.untyped_storage().data_ptr()
+        if pointer in seen and value.numel():
+            if omit:
+                del result[key]
+            else:
+                result[key] = value.clone()
+        seen.add(pointer)
+
+
+def _refuse_tensor_parallel(zero: Wrapped) -> None:
+    sharded = [name for name, parameter in zero.module.named_parameters() if tensor_parallel.is_sharded(parameter)]
+    if sharded:
+        raise ModelMismatchError(
+            "a tensor-parallel module cannot compute alone",
+            found=f"{len(sharded)} sharded parameters",
+            where=sharded[0],
+            helps="build the module anew, without Shardformer, and load model.state_dict() into it",
+        )

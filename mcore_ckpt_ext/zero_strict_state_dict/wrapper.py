@@ -1,0 +1,122 @@
+"""A ZeRO wrapper of ColossalAI, seen as its module and the places where the parameters' values lie.
+
+Versions differ; what is there is found by looking. ``ZeroDDP`` of 0.2.0 (nn/parallel/data_parallel.py) has
+``fp32_params`` only; ``ZeroDDP`` of 0.2.1 to 0.3.1 and ``GeminiDDP`` of 0.3.2 to 0.5.1 (zero/gemini/gemini_ddp.py) have
+``fp16_params`` beside it, in the same order. Chunks look alike in all of them (chunk.py: ``Chunk``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
+
+_NEEDED = ("module", "chunk_manager", "fp32_params")
+
+
+class Place(NamedTuple):
+    """Elements ``begin`` to ``end`` of a chunk: where one parameter, or its fp32 master, lies."""
+
+    chunk: Any
+    begin: int
+    end: int
+
+    def local(self) -> tuple[torch.Tensor, int, int]:
+        """The part of it that this rank holds, and which elements of the parameter (from, to) that is."""
+        chunk = self.chunk
+        if chunk.is_gathered:
+            return chunk.cuda_global_chunk[self.begin : self.end], 0, self.end - self.begin
+        first, last = max(self.begin, chunk.shard_begin), min(self.end, chunk.shard_end)
+        if first >= last:
+            return chunk.payload[:0], 0, 0
+        held = chunk.payload[first - chunk.shard_begin : last - chunk.shard_begin]
+        return held, first - self.begin, last - self.begin
+
+
+@dataclass(frozen=True)
+class Wrapped:
+    """What saving and loading needs of a wrapper.
+
+    Args:
+        module: the user's module.
+        working: for each parameter in chunks, in their order, where the values lie that compute.
+        masters: the same for the fp32 masters; empty where the wrapper keeps none.
+        outside: parameters that ColossalAI leaves alone: ignored or frozen.
+        compute_dtype: what forward computes in.
+        group: the ranks that share the chunks.
+        names: every name of each parameter.
+    """
+
+    module: nn.Module
+    working: dict[nn.Parameter, Place]
+    masters: dict[nn.Parameter, Place]
+    outside: tuple[nn.Parameter, ...]
+    compute_dtype: torch.dtype
+    group: Any
+    names: dict[nn.Parameter, list[str]]
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0 of the ranks that share the chunks."""
+        return dist.get_rank(self.group) == 0
+
+    def shape_of(self, parameter: nn.Parameter) -> torch.Size:
+        """The shape in the unwrapped, unsharded, unpadded module."""
+        return tensor_parallel.whole_shape(parameter)
+
+
+def wrapped(model: Any) -> Wrapped:
+    """Look at a ZeRO wrapper.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    missing = [name for name in _NEEDED if not hasattr(model, name)]
+    if missing:
+        raise CheckpointError(
+            "not a ZeroDDP or GeminiDDP",
+            found=f"{type(model).__module__}.{type(model).__qualname__} without {', '.join(missing)}",
+            expected="the wrapper that ColossalAI made of the module",
+            helps="with Booster, the model that booster.boost returned",
+        )
+    parameters = list(model.module.parameters())
+    working = getattr(model, "fp16_params", None)
+    if working is None:
+        working = [_partner(model.chunk_manager, master) for master in model.fp32_params]
+    places = dict(zip(working, _places(model.chunk_manager, working), strict=True))
+    masters = dict(zip(working, _places(model.chunk_manager, model.fp32_params), strict=bool(model.fp32_params)))
+    chunks = [place.chunk for place in places.values()]
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return Wrapped(
+        module=model.module,
+        working=places,
+        masters=masters,
+        outside=tuple(parameter for parameter in parameters if parameter not in places),
+        compute_dtype=getattr(model, "mixed_precision", torch.float16),
+        group=chunks[0].torch_pg if chunks else getattr(model, "zero_group", None),
+        names=names,
+    )
+
+
+def _partner(manager: Any, master: torch.Tensor) -> Any:
+    """The parameter of a master: paired chunks hold the same at the same offsets (0.2.0, ``ZeroDDP.__init__``)."""
+    chunk = manager.get_chunk(master)
+    offset = chunk.tensors_info[master].offset
+    tensors = chunk.paired_chunk.tensors_info.items()
+    return next(tensor for tensor, info in tensors if info.offset == offset)
+
+
+def _places(manager: Any, tensors: Iterable[torch.Tensor]) -> Iterator[Place]:
+    for tensor in tensors:
+        chunk = manager.get_chunk(tensor)
+        info = chunk.tensors_info[tensor]
+        yield Place(chunk, info.offset, info.end)

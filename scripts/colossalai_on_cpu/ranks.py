@@ -1,0 +1,111 @@
+"""Runs a function on forked CPU ranks that talk over gloo, and hands back what each returned.
+
+The parent has imported everything slow; a world of four starts in a fraction of a second. It must itself hold no
+process group and no running threads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import random
+import signal
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_GRACE_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+class RankError(RuntimeError):
+    """A rank failed, or the ranks did not finish in time; the message holds their tracebacks."""
+
+
+def run(world_size: int, function: Callable[..., Any], *arguments: Any, timeout: float = 120) -> list[Any]:
+    """Call ``function(*arguments)`` on every rank of a fresh world; its results in rank order.
+
+    Args:
+        world_size: number of ranks.
+        function: what each rank does; it may be a closure, only its result is pickled.
+        arguments: for the function.
+        timeout: seconds until the world is ended.
+
+    Raises:
+        RankError: some rank raised or died, or the time ran out.
+    """
+    context = multiprocessing.get_context("fork")
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        ends = [context.Pipe(duplex=False) for _ in range(world_size)]
+        processes = [
+            context.Process(target=_rank, args=(rank, world_size, Path(folder) / "store", end, function, arguments))
+            for rank, (_, end) in enumerate(ends)
+        ]
+        for process, (_, end) in zip(processes, ends, strict=True):
+            with warnings.catch_warnings():
+                # numpy's BLAS keeps a thread that waits for work; it is made for being forked.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
+            end.close()
+        try:
+            return _collected([receiver for receiver, _ in ends], timeout)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def _collected(receivers: list[Any], timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: dict[int, str] = {}
+    end = time.monotonic() + timeout
+    while len(results) + len(failures) < len(receivers):
+        waiting = [r for rank, r in enumerate(receivers) if rank not in results and rank not in failures]
+        ready = multiprocessing.connection.wait(waiting, max(0.0, end - time.monotonic()))
+        if not ready:
+            break
+        for receiver in ready:
+            rank = receivers.index(receiver)
+            try:
+                succeeded, answer = pickle.loads(receiver.recv_bytes())
+            except EOFError:
+                succeeded, answer = False, "the process died without a word"
+            (results if succeeded else failures)[rank] = answer
+            if not succeeded:
+                # The others may hang in a collective; those that fail, too, get this long to say why.
+                end = min(end, time.monotonic() + _GRACE_SECONDS)
+    if len(results) < len(receivers):
+        silent = sorted(set(range(len(receivers))) - set(results) - set(failures))
+        told = [f"rank {rank}:\n{text}" for rank, text in sorted(failures.items())]
+        raise RankError("\n".join([*told, f"no answer from ranks {silent}" if silent else ""]))
+    return [results[rank] for rank in range(len(receivers))]
+
+
+def _rank(
+    rank: int, world_size: int, store: Path, end: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
+    try:
+        # A file instead of a port: worlds of several test runs cannot meet.
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+        torch.manual_seed(0)
+        random.seed(0)
+        answer = (True, function(*arguments))
+    except BaseException:  # noqa: BLE001 - whatever it was, the rank has failed and says so
+        answer = (False, traceback.format_exc())
+    # Not by `send`: torch would share the memory of tensors with a process that is about to end.
+    end.send_bytes(pickle.dumps(answer))
+    end.close()
+    # The interpreter's own teardown would wait for peers that may be gone.
+    os._exit(0)

@@ -1,0 +1,154 @@
+"""Strict loading: whatever PyTorch would take, into the masters, unrounded; or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from colossalai_on_cpu import ranks
+from torch import nn
+
+from mcore_ckpt_ext import zero_strict_state_dict as strict
+from tests.colossalai.jobs import gathered_masters, refusal, same_bits, train, wrap
+from tests.colossalai.models import Everything, TinyGPT, gpt2, t5
+
+
+def _tied(build: Callable[[], nn.Module], seed: int = 5) -> Any:
+    torch.manual_seed(seed)
+    return build().state_dict()
+
+
+@pytest.mark.parametrize("build", [TinyGPT, Everything, gpt2, t5])
+def test_a_plain_dict_is_taken_unrounded(build: Callable[[], nn.Module]) -> None:
+    def job() -> None:
+        model, _ = wrap(build)
+        state = _tied(build)
+        # The negative control: ColossalAI's own strict loading refuses it, and without `strict` it rounds.
+        assert "Unexpected key" in refusal(lambda: model.load_state_dict(state))
+        model.load_state_dict(state, strict=False)
+        assert any(not torch.equal(value, state[name]) for name, value in gathered_masters(model).items())
+        assert "matched" in str(strict.zero_strict_load_state_dict(model, state))
+        masters = gathered_masters(model)
+        assert same_bits(masters, {name: state[name] for name in masters})
+
+    for world_size in (1, 2):
+        ranks.run(world_size, job)
+
+
+def test_what_forward_uses_follows_the_masters() -> None:
+    def job() -> None:
+        model, optimizer = wrap()
+        train(model, optimizer, range(1))
+        state = _tied(TinyGPT)
+        strict.zero_strict_load_state_dict(model, state)
+        plain = TinyGPT()
+        plain.load_state_dict(state)
+        tokens = torch.arange(12).view(2, 6)
+        with torch.no_grad():
+            assert torch.equal(model(tokens), plain.bfloat16()(tokens))
+
+    for world_size in (1, 2):
+        ranks.run(world_size, job)
+
+
+@pytest.mark.parametrize("kept", ["wte.weight", "lm_head.weight"])
+def test_ties_may_come_under_any_name(kept: str) -> None:
+    def job() -> None:
+        model, _ = wrap()
+        state = _tied(TinyGPT)
+        for name in {"wte.weight", "lm_head.weight"} - {kept}:
+            del state[name]
+        before = dict(state)
+        assert "matched" in str(strict.zero_strict_load_state_dict(model, state))
+        assert torch.equal(gathered_masters(model)["wte.weight"], state[kept])
+        assert list(state) == list(before), "the caller's dict was changed"
+
+    ranks.run(2, job)
+
+
+def test_buffers_extra_state_frozen_and_ignored() -> None:
+    def job() -> None:
+        model, _ = wrap(Everything, ignore=("ignored",))
+        state = _tied(Everything)
+        state["counted._extra_state"] = state["again._extra_state"] = {"seen": 11}
+        state["steps"] = torch.tensor([12])
+        state["scale"] = torch.full_like(state["scale"], 1 / 3)
+        state["ignored"] = torch.full_like(state["ignored"], 1 / 7)
+        strict.zero_strict_load_state_dict(model, state)
+        module = model.module
+        assert module.counted.seen == 11
+        assert module.steps.item() == 12
+        assert torch.equal(module.scale, state["scale"].bfloat16())
+        assert torch.equal(module.ignored, state["ignored"].bfloat16())
+        assert torch.equal(module.frozen.weight, state["frozen.weight"].bfloat16())
+
+    ranks.run(2, job)
+
+
+def test_missing_and_unexpected_keys_in_pytorchs_words_and_nothing_is_written() -> None:
+    def job() -> None:
+        model, _ = wrap(Everything)
+        before = gathered_masters(model)
+        state = _tied(Everything)
+        state["counted._extra_state"] = {"seen": 99}
+        del state["norm.bias"]
+        state["more"] = torch.ones(1)
+        state["norm.weight"] = torch.ones(3)
+        ours = refusal(lambda: strict.zero_strict_load_state_dict(model, state))
+        theirs = refusal(lambda: Everything().load_state_dict(state))
+        for line in theirs.splitlines()[1:]:
+            assert line in ours
+        assert "rank 0, 1" in ours
+        assert same_bits(gathered_masters(model), before)
+        assert model.module.counted.seen == 3
+        try:
+            strict.zero_strict_load_state_dict(model, state)
+        except RuntimeError:
+            pass
+        else:
+            raise AssertionError("PyTorch's users catch a RuntimeError")
+
+    ranks.run(2, job)
+
+
+def test_not_strict_tells_and_loads_the_rest() -> None:
+    def job() -> None:
+        model, _ = wrap()
+        state = _tied(TinyGPT)
+        del state["norm.bias"]
+        state["more"] = torch.ones(1)
+        before = gathered_masters(model)["norm.bias"]
+        answer = strict.zero_strict_load_state_dict(model, state, strict=False)
+        assert (answer.missing_keys, answer.unexpected_keys) == (["norm.bias"], ["more"])
+        masters = gathered_masters(model)
+        assert torch.equal(masters["norm.bias"], before)
+        assert torch.equal(masters["norm.weight"], state["norm.weight"])
+
+    ranks.run(2, job)
+
+
+def test_names_of_one_tensor_with_different_values_are_refused() -> None:
+    def job() -> None:
+        model, _ = wrap()
+        state = dict(_tied(TinyGPT))
+        state["lm_head.weight"] = state["lm_head.weight"] + 1
+        text = refusal(lambda: strict.zero_strict_load_state_dict(model, state))
+        assert "different values" in text
+        assert "wte.weight" in text
+
+    ranks.run(2, job)
+
+
+def test_a_dict_that_one_rank_lacks_is_refused_by_all() -> None:
+    def job() -> None:
+        model, _ = wrap()
+        before = gathered_masters(model)
+        own = strict.zero_strict_state_dict(model)
+        text = refusal(lambda: strict.zero_strict_load_state_dict(model, own))
+        assert "rank 1" in text
+        assert "every rank" in text
+        assert same_bits(gathered_masters(model), before)
+
+    ranks.run(2, job)

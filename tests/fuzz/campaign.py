@@ -1,0 +1,112 @@
+"""The coverage-guided campaign: atheris changes the decisions of a target where they reach code not seen before.
+
+    python -m tests.fuzz.campaign --inputs 100000
+
+Each target runs in a process of its own, which libFuzzer ends when an input takes more than a minute or the process
+more than 2 GiB; any exception but a CheckpointError, and any attempt to execute something, ends it, too.
+`--target NAME --reproduce FILE` runs one input again. Needs `pip install atheris`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import atheris
+
+SECONDS, MEMORY_MIB, INPUT_BYTES = 60, 2048, 512
+# Share of the inputs: the unpickler alone is a hundred times faster than a whole checkpoint.
+SHARES = {"pickle": 0.6, "archive": 0.08, "index": 0.12, "common": 0.08, "legacy": 0.06, "text": 0.06}
+
+
+class FuzzedChoices:
+    """Decisions out of the fuzzer's bytes; when they are used up, the lowest."""
+
+    def __init__(self, data: bytes) -> None:
+        self._provider = atheris.FuzzedDataProvider(data)
+
+    def between(self, low: int, high: int) -> int:
+        """See `Choices`."""
+        return int(self._provider.ConsumeIntInRange(low, high))
+
+
+def fuzz(name: str, folder: Path, arguments: list[str]) -> None:
+    """Fuzz one target in this process, scratch files below `folder`; libFuzzer's `arguments`. Does not return."""
+    with atheris.instrument_imports(include=["mcore_ckpt_ext"]):
+        from tests.fuzz.targets import target, watch_execution
+    import torch
+
+    torch.set_num_threads(1)
+    subject = target(name, folder)
+    watch_execution()
+
+    def one(data: bytes) -> None:
+        subject.run(FuzzedChoices(data))
+
+    atheris.Setup([sys.argv[0], *arguments], one)
+    atheris.Fuzz()
+
+
+def campaign(inputs: int, seed: int) -> int:
+    """All targets, one after the other; 1 as soon as one found something, else 0."""
+    for name, share in SHARES.items():
+        begun = time.monotonic()
+        options = [
+            f"-runs={max(1, round(inputs * share))}", f"-seed={seed}", f"-timeout={SECONDS}",
+            f"-rss_limit_mb={MEMORY_MIB}", f"-max_len={INPUT_BYTES}", "-len_control=0", "-print_final_stats=1",
+        ]  # fmt: skip
+        with tempfile.TemporaryDirectory() as folder:
+            result = _in_a_process(name, Path(folder), [*options, str(_corpus(Path(folder)))])
+        if result.returncode:
+            print(result.stderr[-6000:])
+            print(f"{name}: found something; the input lies in this folder, see --reproduce")
+            return 1
+        found = dict(line.removeprefix("stat::").split(":") for line in result.stderr.splitlines() if "stat::" in line)
+        print(
+            f"{name}: {int(found['number_of_executed_units']):,} inputs, {time.monotonic() - begun:.0f} s, "
+            f"peak {int(found['peak_rss_mb']):,} MiB",
+            flush=True,
+        )
+    return 0
+
+
+def _corpus(folder: Path) -> Path:
+    """Long inputs from the start: an empty one decides everything in the same way."""
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for number in range(8):
+        content = bytes((number * 37 + position * 101) % 256 for position in range(INPUT_BYTES))
+        (corpus / str(number)).write_bytes(content)
+    return corpus
+
+
+def _in_a_process(name: str, folder: Path, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.fuzz.campaign", "--target", name, "--folder", str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--inputs", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--target", choices=SHARES)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--reproduce", type=Path)
+    options, rest = parser.parse_known_args()
+    if options.reproduce:
+        with tempfile.TemporaryDirectory() as folder:
+            result = _in_a_process(options.target, Path(folder), [str(options.reproduce)])
+        print(result.stderr)
+        return result.returncode
+    if options.target:
+        fuzz(options.target, options.folder, rest)
+    return campaign(options.inputs, options.seed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
