@@ -44,8 +44,9 @@ class StoredTensor:
 
 def is_huggingface(folder: Path) -> bool:
     """Whether a folder looks like one of transformers' or PEFT's."""
-    if (folder / "common.json").exists():
-        return False  # canonical, which has an index of the same name
+    # Canonical folders have an index of the same name, and Megatron's may hold anything beside their own files.
+    if any((folder / name).exists() for name in ("common.json", "metadata.json")):
+        return False
     return any((folder / name).exists() for name in (CONFIG, _ADAPTER, *_SINGLE, *_INDICES))
 
 

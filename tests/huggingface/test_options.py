@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import mcore_ckpt_ext
@@ -250,3 +251,27 @@ def test_an_interrupted_conversion_continues(family: str | None, run: Path, tmp_
     mcore_ckpt_ext.convert(run, tmp_path / "at_once", to="hf", family=family)
     assert_same_tensors(tmp_path / "at_once", tmp_path / "hf")
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
+
+
+def test_the_family_that_contributing_shows(folders: dict[str, Path], tmp_path: Path) -> None:
+    lines = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text().splitlines()
+    first = lines.index("    from mcore_ckpt_ext.families import parts")
+    last = next(index for index in range(first, len(lines)) if lines[index].startswith("- "))
+    (tmp_path / "parrot.py").write_text(textwrap.dedent("\n".join(lines[first:last])))
+    config = json.loads((folders["qwen2"] / "config.json").read_text())
+    del config["rms_norm_eps"]
+    config |= {"model_type": "parrot", "architectures": ["ParrotForCausalLM"], "parrot_eps": 3e-4}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    perches = {f"model.layers.{layer}.perch.weight": torch.randn(8) for layer in range(2)}
+    save_file({**tensors(folders["qwen2"]), **perches}, tmp_path / "model" / "model.safetensors")
+    words = ["--family", f"{tmp_path / 'parrot.py'}:Parrot"]
+    there = command("convert", tmp_path / "model", tmp_path / "run", "--to", "torch_dist", *words)
+    assert there.returncode == 0, there.stderr
+    assert mcore_ckpt_ext.open_checkpoint(tmp_path / "run").args["layernorm_epsilon"] == 3e-4
+    back = command("convert", tmp_path / "run", tmp_path / "back", "--to", "hf", *words)
+    assert back.returncode == 0, back.stderr
+    assert_same_tensors(tmp_path / "model", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["parrot_eps"] == 3e-4
+    same = command("diff", tmp_path / "run", tmp_path / "model", *words)
+    assert same.returncode == 0, same.stdout + same.stderr
