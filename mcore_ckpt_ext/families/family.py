@@ -133,6 +133,10 @@ class Family:
         """Why a job with these arguments does not train this family; empty where it does."""
         return [reason for setting in self.settings for reason in setting.misfits(arguments)]
 
+    def rather_another(self, arguments: Arguments) -> list[str]:
+        """Why a model with these arguments, which would fit, rather bears another family's name if nobody says so."""
+        return []
+
     def without_place(self, names: Collection[str], arguments: Arguments) -> set[str]:
         """Those of a folder's tensors that have no place in Megatron, told and not converted."""
         tied = set() if arguments["untie_embeddings_and_output_weights"] else {"lm_head.weight"}

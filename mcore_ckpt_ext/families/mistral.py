@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window. One without a window is a Llama in everything but its name."""
+"""Mistral: Llama with a sliding window. One without (since 0.2) is a Llama in everything but its name."""
 
 from __future__ import annotations
 
@@ -8,10 +8,6 @@ from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import DENSE, Needs, llama_like, sliding_window
 
 
-def _why_not(arguments: Arguments) -> list[str]:
-    return [] if arguments["window_size"] and not arguments["window_attn_skip_freq"] else ["no window in all layers"]
-
-
 class Mistral(Family):
     """RMS norms, rotary positions, grouped queries, SwiGLU, no biases, and a window over the tokens before."""
 
@@ -19,6 +15,12 @@ class Mistral(Family):
     architecture = "MistralForCausalLM"
     rules = parts.DECODER
     settings = (
-        *llama_like(head_dim=True), DENSE, sliding_window(4096, _why_not),
-        Needs({"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False}),
+        *llama_like(head_dim=True), DENSE, sliding_window(4096),
+        Needs({
+            "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "window_attn_skip_freq": None,
+        }),
     )  # fmt: skip
+
+    def rather_another(self, arguments: Arguments) -> list[str]:
+        """See `Family`."""
+        return [] if arguments["window_size"] else ["no window, as Llama"]

@@ -93,19 +93,25 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     )
 
 
-def family_of_megatron(arguments: Arguments, names: Collection[str], wanted: Family | None = None) -> Fit:
+def family_of_megatron(
+    arguments: Arguments, names: Collection[str], wanted: Family | None = None, once: str | None = None
+) -> Fit:
     """The one family that a Megatron checkpoint fits, with the arguments under which it does.
 
     Args:
         arguments: completed, with the true `vocab_size`.
         names: of its weights, in model space.
         wanted: what the user says that it is.
+        once: the `model_type` that it had in a Hugging Face folder, if it comes from one.
 
     Raises:
         UnsupportedCheckpointError: none fits, or several do.
     """
     fits = [fit(family, arguments, names) for family in ((wanted,) if wanted else FAMILIES)]
     fitting = [found for found in fits if not found.reasons]
+    if len(fitting) > 1:
+        before = [found for found in fitting if found.family.model_type == once]
+        fitting = before or [found for found in fitting if not found.family.rather_another(arguments)]
     if len(fitting) == 1:
         return fitting[0]
     if fitting:

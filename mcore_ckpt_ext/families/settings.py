@@ -351,12 +351,11 @@ def llama_like(theta: float = 10000.0, epsilon: float = 1e-6, *, head_dim: bool 
     )  # fmt: skip
 
 
-def sliding_window(absent: int | None, why_not: Callable[[Arguments], list[str]] = lambda arguments: []) -> Setting:
+def sliding_window(absent: int | None) -> Setting:
     """A window that all layers see; `absent` is what a missing key means."""
     key = "sliding_window"
     return Both(
         (key,),
         lambda arguments: {key: window_of(arguments)},
         lambda config: window(config.get(key, absent)),
-        why_not,
     )

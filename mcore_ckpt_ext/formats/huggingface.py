@@ -34,6 +34,8 @@ from mcore_ckpt_ext.planning.plan import StoredSlice
 NAME = "hf"
 TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
 _SHOWN = 6
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
+_BLOCK = 1 << 24
 _PADDING = 128  # `--make-vocab-size-divisible-by`
 # Keys of `config.json` that say nothing about the model's mathematics.
 _HARMLESS = {
@@ -82,6 +84,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         prefix = self.family.optional_prefix
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
+        self._check_tied(stored)
         expected = {tensor.name: tensor for tensor in self.family.tensors(self._settings, stored)}
         ignored = self.family.without_place(stored.keys(), self._settings) - expected.keys()
         self.left_out = sorted(ignored)
@@ -102,6 +105,31 @@ class HuggingFaceCheckpoint(Checkpoint):
                 helps="the folder mixes models, or its family differs from the one here: --family path.py:Name",
             )
         return [(tensor, stored[name]) for name, tensor in expected.items()]
+
+    def _check_tied(self, stored: Mapping[str, StoredTensor]) -> None:
+        """A tied model's own copy of the output layer is left out, so it must be one."""
+        copy = stored.get("lm_head.weight")
+        embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
+        if self._settings["untie_embeddings_and_output_weights"] or copy is None or embedding is None:
+            return
+        if copy.shape != embedding.shape or not self._same_bytes(copy, embedding):
+            raise UnreadableCheckpointError(
+                "config.json says that the output layer is the embedding, but the two differ", where="lm_head.weight",
+                helps='set "tie_word_embeddings": false in config.json if the output layer is one of its own',
+            )  # fmt: skip
+
+    def _same_bytes(self, one: StoredTensor, other: StoredTensor) -> bool:
+        places = []
+        for tensor in (one, other):
+            payload = self.transfer.locate(tensor.extent)
+            places.append((payload.file, payload.offset + tensor.first * payload.dtype.itemsize, payload.dtype))
+        if places[0][2] != places[1][2]:
+            return False
+        total = prod(one.shape) * places[0][2].itemsize
+        return places[0] == places[1] or all(
+            len({self.reader.read(file, at + start, min(_BLOCK, total - start)) for file, at, _ in places}) == 1
+            for start in range(0, total, _BLOCK)
+        )
 
     @cached_property
     def common(self) -> dict[str, Any]:

@@ -80,7 +80,8 @@ class HuggingFaceTarget:
         names = checkpoint.weights.names()
         arguments = complete(checkpoint.args)
         arguments["vocab_size"] = self._vocabulary(arguments)
-        self.fit: Fit = family_of_megatron(arguments, names, options.family)
+        once = json_of(self._companions, CONFIG).get("model_type")
+        self.fit: Fit = family_of_megatron(arguments, names, options.family, once)
         self.left_out = matching(names, self.fit.family.megatron_left_out)
         self.notes = [f"the model is a {self.fit.family.name}", *self.fit.family.notices(self.fit.arguments)]
         asked = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
@@ -155,7 +156,7 @@ class HuggingFaceTarget:
     def _vocabulary(self, arguments: Mapping[str, Any]) -> int:
         known = self._options.vocab_size or self._checkpoint.vocabulary or tokens_of(self._companions)
         if known is None and arguments.get("vocab_size"):
-            # Until 0.13 the end of a document was one more (`_NullTokenizer`, megatron/training/tokenizer).
+            # Up to 0.17 the end of a document was one more (null_tokenizer.py).
             plain = arguments.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_pad_id" not in arguments
             known = int(arguments["vocab_size"]) + plain
         if known is None:

@@ -224,6 +224,7 @@ def test_two_families_that_fit(
         model_type = "twin"
 
     mcore_ckpt_ext.convert(folders["llama"], tmp_path / "run", to="torch_dist")
+    (tmp_path / "run" / "release" / "tokenizer" / "config.json").unlink()  # which would say what it was once
     monkeypatch.setattr(recognition, "FAMILIES", (*recognition.FAMILIES, Twin()))
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 2
     shown = capsys.readouterr().err
@@ -267,3 +268,43 @@ def test_what_verify_says(folders: dict[str, Path], capsys: pytest.CaptureFixtur
     assert "mcore-ckpt diff" in capsys.readouterr().err
     assert main(["inspect", str(folders["llama"])]) == 0
     assert "a Hugging Face folder" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_an_output_layer_that_is_said_to_be_tied(
+    same: bool, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Some folders hold it twice; where the two differ, either the config is wrong or the tensor."""
+    shutil.copytree(folders["qwen2"], tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    output = tensors["model.embed_tokens.weight"].clone()
+    if not same:
+        output[-1, -1] += 1
+    save_file({**tensors, "lm_head.weight": output}, file)
+    code = main(["convert", str(tmp_path / "model"), str(tmp_path / "run"), "--to", "torch_dist"])
+    shown = capsys.readouterr()
+    if same:
+        assert code == 0
+        assert "left out, for Megatron has no place for it: lm_head.weight" in shown.out
+    else:
+        assert code == 2
+        assert "the output layer is the embedding, but the two differ" in shown.err
+        assert not (tmp_path / "run").exists()
+
+
+def test_mistral_without_a_window(folders: dict[str, Path], tmp_path: Path) -> None:
+    """Since 0.2 it has none, and is a Llama in everything but its name: what it was once, or what the user says."""
+    shutil.copytree(folders["llama"], tmp_path / "model")
+    config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
+    edit(tmp_path / "model" / "config.json", lambda content: content.update(config))
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", to="torch_dist")
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", to="hf")
+    (tmp_path / "run" / "release" / "tokenizer" / "config.json").unlink()
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "unsaid", to="hf")
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "said", to="hf", family="mistral")
+    found = {
+        name: json.loads((tmp_path / name / "config.json").read_text())["model_type"]
+        for name in ("back", "unsaid", "said")
+    }
+    assert found == {"back": "mistral", "unsaid": "llama", "said": "mistral"}
