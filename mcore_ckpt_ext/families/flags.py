@@ -13,7 +13,7 @@ from mcore_ckpt_ext.families.arguments import Arguments
 # Arguments with a value, and the value that they have without a flag (megatron/training/arguments.py, 0.12 to 0.19.2).
 _VALUES: dict[str, Any] = {
     "num_layers": None, "hidden_size": None, "ffn_hidden_size": None, "num_attention_heads": None, "kv_channels": None,
-    "max_position_embeddings": None, "seq_length": None, "position_embedding_type": "learned_absolute",
+    "max_position_embeddings": None, "position_embedding_type": "learned_absolute",
     "rotary_base": 10000, "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None,
     "normalization": "LayerNorm", "layernorm_epsilon": None, "init_method_std": 0.02, "attention_dropout": 0.1,
     "hidden_dropout": 0.1, "window_size": None, "window_attn_skip_freq": None,

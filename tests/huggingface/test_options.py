@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
@@ -275,3 +275,15 @@ def test_the_family_that_contributing_shows(folders: dict[str, Path], tmp_path: 
     assert json.loads((tmp_path / "back" / "config.json").read_text())["parrot_eps"] == 3e-4
     same = command("diff", tmp_path / "run", tmp_path / "model", *words)
     assert same.returncode == 0, same.stdout + same.stderr
+
+
+def test_matrices_that_lie_the_other_way_round_in_small_blocks(tmp_path: Path) -> None:
+    """GPT-2's matrices are read and written in blocks that begin and end within their rows and columns."""
+    config = GPT2Config(vocab_size=50, n_embd=168, n_layer=1, n_head=6, n_positions=16)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    for source, target, form in (("model", "run", "torch_dist"), ("run", "back", "hf"), ("back", "more", "legacy")):
+        report = mcore_ckpt_ext.convert(tmp_path / source, tmp_path / target, to=form, memory_limit=1)
+        assert report.peak_memory == 16 * (1 << 16)
+    assert max(tensor.nbytes for tensor in tensors(tmp_path / "model").values()) > 5 * (1 << 16)
+    assert_same_tensors(tmp_path / "model", tmp_path / "back")
+    assert compare(tmp_path / "model", tmp_path / "more").equal

@@ -62,7 +62,8 @@ def build(case: dict[str, Any]) -> Any:
     more = [
         "--tokenizer-type", "NullTokenizer", "--vocab-size", str(case["vocabulary"]), "--micro-batch-size", "1",
         "--global-batch-size", "2", "--load", case["run"], "--mock-data", "--lr", "1e-3", "--train-iters", "1",
-        "--moe-token-dispatcher-type", "alltoall", "--no-load-optim", "--no-load-rng",
+        "--seq-length", str(torch.load(case["tokens"]).shape[1]), "--moe-token-dispatcher-type", "alltoall",
+        "--no-load-optim", "--no-load-rng",
     ]  # fmt: skip
     # Whether the activation is approximated hangs on the fusion, so the case's own flags say.
     cpu = [flag for flag in toy_jobs.CPU if flag != "--no-bias-gelu-fusion"]
