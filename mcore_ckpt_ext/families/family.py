@@ -85,6 +85,7 @@ class Family:
         also_read: other layouts of the same tensors that folders in the wild have; never written.
         settings: of everything that both configurations say.
         left_out: patterns of Hugging Face tensors that have no place in Megatron, told and not converted.
+        megatron_left_out: of Megatron's that have none in a Hugging Face folder.
         optional_prefix: what names in folders in the wild may lack at their beginning.
         bridge_provider: the family's own class in Megatron-Bridge, below `megatron.bridge.models`, if it needs one.
     """
@@ -95,6 +96,7 @@ class Family:
     settings: ClassVar[Sequence[Setting]]
     also_read: ClassVar[Sequence[Rule]] = ()
     left_out: ClassVar[Sequence[str]] = (r"\.rotary_emb\.inv_freq$",)
+    megatron_left_out: ClassVar[Sequence[str]] = (r"^mtp\.", r"\.local_tokens_per_expert$")
     optional_prefix: ClassVar[str] = ""
     bridge_provider: ClassVar[str] = ""
 
@@ -102,9 +104,6 @@ class Family:
     def name(self) -> str:
         """For messages and `--family`."""
         return type(self).__name__
-
-    # Megatron's parameters that a Hugging Face folder has no place for.
-    megatron_left_out: ClassVar[Sequence[str]] = (r"^mtp\.", r"\.local_tokens_per_expert$")
 
     def config(self, arguments: Arguments) -> dict[str, Any]:
         """`config.json` for a job's arguments, completed and with the true `vocab_size`."""
@@ -212,11 +211,26 @@ def matching(names: Collection[str], patterns: Sequence[str]) -> list[str]:
 
 
 def parameter_shapes(tensors: Sequence[HuggingFaceTensor]) -> Mapping[str, tuple[int, ...]]:
-    """Megatron's parameters that tensors are made of, and their shapes; the regions cover each."""
-    rows: dict[str, int] = {}
+    """Megatron's parameters that tensors are made of, and their shapes.
+
+    Raises:
+        UnsupportedCheckpointError: rows of a parameter are left out, or taken twice.
+    """
+    spans: dict[str, list[tuple[int, int]]] = {}
     inner: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:
         for region in tensor.regions:
-            rows[region.name] = max(rows.get(region.name, 0), region.offsets[0] + region.sizes[0])
+            spans.setdefault(region.name, []).append((region.offsets[0], region.sizes[0]))
             inner[region.name] = region.sizes[1:]
-    return {name: (count, *inner[name]) for name, count in rows.items()}
+    shapes = {}
+    for name, found in spans.items():
+        end = 0
+        for start, count in sorted(found):
+            if start != end:
+                raise UnsupportedCheckpointError(
+                    "the family's rules leave out rows of a parameter, or take them twice",
+                    found=f"row {start} after row {end - 1}", where=name,
+                )  # fmt: skip
+            end += count
+        shapes[name] = (end, *inner[name])
+    return shapes

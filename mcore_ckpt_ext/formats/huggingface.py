@@ -36,6 +36,7 @@ TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
 _SHOWN = 6
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _BLOCK = 1 << 24
+_STACKED = 1 << 10  # experts in one tensor, and more: what a stranger's config.json asks for must stay countable
 _PADDING = 128  # `--make-vocab-size-divisible-by`
 # Keys of `config.json` that say nothing about the model's mathematics.
 _HARMLESS = {
@@ -84,6 +85,12 @@ class HuggingFaceCheckpoint(Checkpoint):
         prefix = self.family.optional_prefix
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
+        layers, experts = self._settings["num_layers"], self._settings["num_experts"] or 1
+        if layers > len(stored) or layers * experts > _STACKED * len(stored):
+            raise UnreadableCheckpointError(
+                "config.json describes more layers or experts than the folder can hold",
+                found=f"{len(stored)} tensors", expected=f"{layers} layers, {experts} experts", where=str(self.folder),
+            )  # fmt: skip
         self._check_tied(stored)
         expected = {tensor.name: tensor for tensor in self.family.tensors(self._settings, stored)}
         ignored = self.family.without_place(stored.keys(), self._settings) - expected.keys()

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FOLDER = "tokenizer"
-"""Of an iteration folder: where Megatron since 0.20 keeps the tokenizer (`save_tokenizer_assets`, checkpointing.py)."""
+"""Of an iteration folder, as Megatron itself keeps it (`save_tokenizer_assets`, checkpointing.py, commit 6c344290)."""
 
 # Weights in one file, or an index of the files; safetensors first, as transformers looks for them.
 _SINGLE = ("model.safetensors", "pytorch_model.bin")

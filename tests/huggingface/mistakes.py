@@ -1,4 +1,4 @@
-"""Families with one mistake each, of the kind that loads without an error."""
+"""Families with one mistake each: of the kind that loads without an error, and of the kind that drops something."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from mcore_ckpt_ext.families.arguments import Arguments
 from mcore_ckpt_ext.families.llama import Llama
-from mcore_ckpt_ext.families.rows import KEY, QUERY, Rows, Span
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, Rows, Span
 
 
 def _key_first(rows: int, arguments: Arguments) -> Sequence[Span]:
@@ -51,3 +51,13 @@ class InterleavedHalves(Llama):
     rules = tuple(
         replace(rule, rows=_interleaved(rule.rows)) if rule.rows in (QUERY, KEY) else rule for rule in Llama.rules
     )
+
+
+class KeysTwice(Llama):
+    """Leaves the values out, and would drop them in silence."""
+
+    rules = tuple(replace(rule, rows=KEY) if rule.rows is VALUE else rule for rule in Llama.rules)
+
+
+class WithoutOutput(Llama):
+    rules = tuple(rule for rule in Llama.rules if rule.hugging_face != "lm_head.weight")

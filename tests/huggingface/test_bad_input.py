@@ -84,6 +84,10 @@ def sizes_that_are_no_numbers(model: Path) -> None:
     edit(model / "config.json", lambda config: config.update(num_hidden_layers="two"))
 
 
+def layers_without_end(model: Path) -> None:
+    edit(model / "config.json", lambda config: config.update(num_hidden_layers=60_000))
+
+
 def no_config(model: Path) -> None:
     (model / "config.json").unlink()
 
@@ -135,6 +139,7 @@ def unknown_positions(model: Path) -> None:
         (more_layers, "no model.layers.2."),
         (other_vocabulary, "embed_tokens.weight is (250, 32), not (300, 32)"),
         (sizes_that_are_no_numbers, "a size that is none; found: 'two'"),
+        (layers_without_end, "more layers or experts than the folder can hold"),
         (no_config, "config.json"),
         (adapter, "an adapter (LoRA), not a model"),
         (quantised, "gptq"),
@@ -308,3 +313,22 @@ def test_mistral_without_a_window(folders: dict[str, Path], tmp_path: Path) -> N
         for name in ("back", "unsaid", "said")
     }
     assert found == {"back": "mistral", "unsaid": "llama", "said": "mistral"}
+
+
+@pytest.mark.parametrize(
+    ("mistake", "there", "back"),
+    [
+        ("KeysTwice", "leave out rows of a parameter, or take them twice", "leave out rows of a parameter"),
+        ("WithoutOutput", "a lm_head.weight", "a output_layer.weight"),
+    ],
+)
+def test_a_family_that_would_drop_something(
+    mistake: str, there: str, back: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family = ["--family", f"{Path(__file__).with_name('mistakes.py')}:{mistake}"]
+    assert main(["convert", str(folders["llama"]), str(tmp_path / "no"), "--to", "torch_dist", *family]) == 2
+    assert there in capsys.readouterr().err
+    mcore_ckpt_ext.convert(folders["llama"], tmp_path / "run", to="torch_dist")
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "no"), "--to", "hf", *family]) == 2
+    assert back in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
