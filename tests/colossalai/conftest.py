@@ -20,7 +20,5 @@ else:
         warnings.simplefilter("ignore")
         redirect.install()
         # Imported once: the ranks are forked from here.
-        import colossalai.booster.plugin
-        import colossalai.zero
         import transformers.models.gpt2.modeling_gpt2
         import transformers.models.t5.modeling_t5  # noqa: F401

@@ -24,7 +24,8 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 
 def wrap(
     build: Callable[[], nn.Module] = TinyGPT, *, dtype: torch.dtype = torch.bfloat16, chunk_size: int = 2048,
-    keep_gathered: bool = False, ignore: tuple[str, ...] = (), seed: int = 0, lr: float = 1e-2, with_shapes: bool = False, **placement: Any,
+    keep_gathered: bool = False, ignore: tuple[str, ...] = (), seed: int = 0, lr: float = 1e-2, with_shapes: bool =
+        False, **placement: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """A GeminiDDP and its optimizer; chunks are small, so that there are several.
 

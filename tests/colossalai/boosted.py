@@ -1,0 +1,50 @@
+"""Hugging Face's GPT-2 through Booster, as users run it; tensor parallelism included."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.colossalai.models import VOCABULARY, gpt2
+
+
+def boost(
+    build: Callable[[], nn.Module] = gpt2, *, tensor_parallel: int = 1, precision: str = "bf16", seed: int = 0,
+    keep_gathered: bool = False, chunk_size: int = 4096, **plugin: Any,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """A Booster, and the model and optimizer that it wrapped."""
+    import colossalai.logging
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import GeminiPlugin
+    from colossalai.nn.optimizer import HybridAdam
+
+    colossalai.logging.disable_existing_loggers(["colossalai"])
+    warnings.simplefilter("ignore")
+    torch.manual_seed(seed)
+    module = build()
+    chunks = {dist.get_world_size() // tensor_parallel: {"chunk_size": chunk_size, "keep_gathered": keep_gathered}}
+    gemini = GeminiPlugin(
+        precision=precision, tp_size=tensor_parallel, chunk_config_dict=chunks, initial_scale=128, **plugin
+    )
+    booster = Booster(plugin=gemini)
+    model, optimizer, *_ = booster.boost(module, HybridAdam(module.parameters(), lr=1e-2))
+    return booster, model, optimizer
+
+
+def train(booster: Any, model: Any, optimizer: Any, steps: range) -> list[float]:
+    """The losses of some steps, all ranks with the same data."""
+    losses = []
+    for step in steps:
+        tokens = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
+        # Shardformer's GPT-2 (0.5.0, modeling/gpt2.py) needs all three.
+        loss = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
+        booster.backward(loss, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

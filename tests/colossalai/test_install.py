@@ -1,0 +1,109 @@
+"""The patch comes and goes without a trace; the subclasses do the same without one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from colossalai.zero import GeminiDDP, GeminiOptimizer
+from colossalai_on_cpu import ranks
+
+from mcore_ckpt_ext import zero_strict_state_dict as strict
+from tests.colossalai.jobs import gathered_masters, same_bits, train, wrap
+from tests.colossalai.models import TinyGPT
+
+
+def test_install_and_uninstall_as_often_as_one_likes() -> None:
+    from colossalai.booster.plugin.gemini_plugin import GeminiCheckpointIO
+
+    classes = (GeminiDDP, GeminiOptimizer, GeminiCheckpointIO)
+    before = [dict(vars(cls)) for cls in classes]
+    try:
+        for _ in range(2):
+            strict.install()
+            strict.install(dtype="compute")
+        assert vars(GeminiDDP)["_non_strict_state_dict"] is before[0]["state_dict"]
+        assert vars(GeminiDDP)["_strict_dtype"] == "compute"
+        assert [seam.state for seam in strict.status()] == ["patched"] * 3
+    finally:
+        strict.uninstall()
+        strict.uninstall()
+    assert [dict(vars(cls)) for cls in classes] == before
+    assert [seam.state for seam in strict.status()] == ["not patched"] * 3
+
+
+def test_what_someone_put_on_top_stays() -> None:
+    before = vars(GeminiDDP)["state_dict"]
+    strict.install()
+
+    def on_top(self: Any) -> None:
+        pass
+
+    try:
+        GeminiDDP.state_dict = on_top
+        strict.uninstall()
+        assert vars(GeminiDDP)["state_dict"] is on_top
+    finally:
+        GeminiDDP.state_dict = before
+
+
+def test_a_dtype_that_is_none_is_refused_before_anything_is_patched() -> None:
+    with pytest.raises(ValueError, match='"master", "compute"'):
+        strict.install(dtype="fp32")  # type: ignore[arg-type]
+    assert "_non_strict_state_dict" not in vars(GeminiDDP)
+
+
+@pytest.mark.parametrize("dtype", ["master", "compute", torch.float32])
+def test_the_dtype_of_install_is_the_default(dtype: Any) -> None:
+    def job() -> None:
+        strict.install(dtype=dtype)
+        model, _ = wrap()
+        expected = torch.bfloat16 if dtype == "compute" else torch.float32
+        assert {value.dtype for value in model.state_dict(only_rank_0=False).values()} == {expected}
+        assert {value.dtype for value in model.state_dict(None, "", False, False, torch.float64).values()} == {
+            torch.float64
+        }
+
+    ranks.run(1, job)
+
+
+def test_not_strict_is_the_untouched_original() -> None:
+    def job() -> None:
+        model, optimizer = wrap()
+        train(model, optimizer, range(2))
+        own = model.state_dict(only_rank_0=False)
+        strict.install()
+        assert same_bits(model.state_dict(only_rank_0=False, strict=False), own)
+        assert same_bits(model._non_strict_state_dict(only_rank_0=False), own)
+        own_shards = [shard for shard, _ in model._non_strict_state_dict_shard(only_rank_0=False)]
+        shards = [shard for shard, _ in model.state_dict_shard(only_rank_0=False, strict=False)]
+        assert all(same_bits(a, b) for a, b in zip(shards, own_shards, strict=True))
+
+    ranks.run(2, job)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_subclasses(patched: bool) -> None:
+    def job() -> None:
+        from colossalai.nn.optimizer import HybridAdam
+
+        if patched:
+            strict.install(dtype="compute")
+        torch.manual_seed(0)
+        chunks = {2: {"chunk_size": 2048, "keep_gathered": False}}
+        model = strict.StrictGeminiDDP(
+            TinyGPT(), chunks, chunk_init_device=torch.device("cpu"), mixed_precision=torch.bfloat16
+        )
+        optimizer = strict.StrictGeminiOptimizer(HybridAdam(model.parameters(), lr=1e-2), model)
+        assert isinstance(model, GeminiDDP)
+        train(model, optimizer, range(2))
+        state = model.state_dict(only_rank_0=False)
+        masters = gathered_masters(model)
+        assert same_bits({name: state[name] for name in masters}, masters)
+        assert {value.dtype for value in model._non_strict_state_dict(only_rank_0=False).values()} == {torch.bfloat16}
+        model.load_state_dict(state)
+        optimizer.load_state_dict(optimizer.state_dict(only_rank_0=False))
+        assert patched == hasattr(GeminiDDP, "_non_strict_state_dict")
+
+    ranks.run(2, job)

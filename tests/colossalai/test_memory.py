@@ -1,0 +1,61 @@
+"""Peak memory while a state dict is made: the output and one chunk on rank 0, one chunk elsewhere."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from colossalai_on_cpu import ranks
+from torch import nn
+
+from mcore_ckpt_ext import zero_strict_state_dict as strict
+from tests.colossalai.jobs import wrap
+
+MIB = 1 << 20
+LAYERS, WIDTH = 24, 1280
+
+
+class _Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))
+
+
+@pytest.mark.parametrize("kind", ["whole", "shards"])
+def test_peak_memory(kind: str) -> None:
+    # Two layers a chunk: 12.5 MiB of fp32; the output is 150 MiB.
+    chunk = 2 * WIDTH * WIDTH
+
+    def job() -> float:
+        model, _ = wrap(_Wide, chunk_size=chunk)
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")
+        before = resident()
+        if kind == "whole":
+            state = strict.zero_strict_state_dict(model)
+            assert bool(state) == (dist.get_rank() == 0)
+        else:
+            for _ in strict.iter_zero_strict_state_dict(model, 16 * MIB):
+                pass
+        return (peak() - before) / MIB
+
+    first, second = ranks.run(2, job)
+    output = LAYERS * WIDTH * WIDTH * 4 / MIB if kind == "whole" else 16
+    assert first <= output + chunk * 4 / MIB + 64
+    assert second <= chunk * 4 / MIB + 64
+    assert kind == "shards" or first > output / 2, "nothing was measured"
+
+
+def resident() -> int:
+    return _status("VmRSS:")
+
+
+def peak() -> int:
+    return _status("VmHWM:")
+
+
+def _status(name: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024

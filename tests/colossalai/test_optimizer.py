@@ -1,0 +1,140 @@
+"""GeminiOptimizer's state: what ColossalAI cannot save, or forgets."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai_on_cpu import ranks
+
+from mcore_ckpt_ext import zero_strict_state_dict as strict
+from tests.colossalai.jobs import gathered_masters, refusal, same_bits, train, wrap
+from tests.colossalai.models import Everything, TinyGPT
+
+
+def test_the_state_is_what_colossalai_would_give() -> None:
+    def job() -> None:
+        model, optimizer = wrap(with_shapes=True)
+        train(model, optimizer, range(3))
+        own = optimizer.state_dict(only_rank_0=False)
+        strict.install()
+        ours = optimizer.state_dict(only_rank_0=False)
+        assert list(ours["state"]) == list(own["state"])
+        assert all(same_bits(ours["state"][key], own["state"][key]) for key in own["state"])
+        groups = [
+            {name: value for name, value in group.items() if name != "mcore_ckpt_ext"} for group in ours["param_groups"]
+        ]
+        assert groups == own["param_groups"]
+        assert bool(optimizer.state_dict()["state"]) == (dist.get_rank() == 0)
+
+    for world_size in (1, 2):
+        ranks.run(world_size, job)
+
+
+def test_frozen_parameters_and_no_shapes() -> None:
+    def job() -> None:
+        model, optimizer = wrap(Everything, ignore=("ignored",), with_shapes=True)
+        train(model, optimizer, range(2))
+        # The negative controls.
+        assert refusal(lambda: optimizer.state_dict()).startswith("KeyError")
+        optimizer.params_info = None
+        assert refusal(lambda: optimizer.state_dict()).startswith(("TypeError", "KeyError"))
+        strict.install()
+        saved = optimizer.state_dict(only_rank_0=False)
+        frozen = [key for key, parameter in optimizer.id_to_real_params.items() if not parameter.requires_grad]
+        assert frozen
+        assert not set(frozen) & set(saved["state"])
+        again_model, again = wrap(Everything, ignore=("ignored",), seed=1)
+        again_model.load_state_dict(model.state_dict(only_rank_0=False))
+        again.load_state_dict(saved)
+        assert train(again_model, again, range(2, 5)) == train(model, optimizer, range(2, 5))
+
+    ranks.run(2, job)
+
+
+def test_the_loss_scale_is_kept() -> None:
+    def job(patched: bool) -> tuple[float, int]:
+        model, optimizer = wrap(dtype=torch.float16, with_shapes=True)
+        if patched:
+            strict.install()
+        train(model, optimizer, range(3))
+        scaler = optimizer.mix_precision_mixin.grad_scaler
+        scaler._scale.fill_(32.0)
+        saved = optimizer.state_dict(only_rank_0=False)
+        again = wrap(dtype=torch.float16, with_shapes=True)[1]
+        again.load_state_dict(saved)
+        scaler = again.mix_precision_mixin.grad_scaler
+        # What is put beside the groups does not stay in them.
+        assert all("mcore_ckpt_ext" not in group for group in again.optim.param_groups)
+        return scaler.scale.item(), scaler._growth_step
+
+    assert ranks.run(2, job, True) == [(32.0, 3)] * 2
+    assert ranks.run(2, job, False) == [(128.0, 0)] * 2
+
+
+def test_parameters_in_another_order_are_found_by_name() -> None:
+    def job() -> None:
+        from colossalai.nn.optimizer import HybridAdam
+        from colossalai.zero import GeminiOptimizer
+
+        strict.install()
+        model, optimizer = wrap()
+        train(model, optimizer, range(3))
+        saved, state = optimizer.state_dict(only_rank_0=False), model.state_dict(only_rank_0=False)
+        again_model, _ = wrap(seed=1)
+        backwards = list(again_model.parameters())[::-1]
+        again = GeminiOptimizer(HybridAdam(backwards, lr=1e-2), again_model)
+        again_model.load_state_dict(state)
+        again.load_state_dict(saved)
+        assert train(again_model, again, range(3, 6)) == train(model, optimizer, range(3, 6))
+
+    ranks.run(2, job)
+
+
+def test_a_dict_that_does_not_fit_is_refused_by_all_and_nothing_is_written() -> None:
+    def spoilt(saved: Any, how: str) -> Any:
+        saved = copy.deepcopy(saved)
+        if how == "shape":
+            saved["state"][2]["exp_avg"] = torch.zeros(3, 3)
+        elif how == "names":
+            saved["param_groups"][0]["mcore_ckpt_ext"]["names"][1] = "other.weight"
+        elif how == "count":
+            saved["param_groups"][0]["params"].pop()
+        return saved
+
+    def job() -> None:
+        strict.install()
+        model, optimizer = wrap()
+        train(model, optimizer, range(3))
+        saved = optimizer.state_dict(only_rank_0=False)
+        train(model, optimizer, range(3, 4))
+        before, masters = optimizer.state_dict(only_rank_0=False), gathered_masters(model)
+        expected = {"shape": "layers.1.weight", "names": "other.weight", "count": "other parameters"}
+        for how, text in expected.items():
+            # Only rank 1 has the bad file; rank 0 must not wait for it, nor go on.
+            mine = spoilt(saved, how) if dist.get_rank() else saved
+            refused = refusal(lambda mine=mine: optimizer.load_state_dict(mine))
+            assert text in refused, refused
+            assert "rank 1" in refused
+        after = optimizer.state_dict(only_rank_0=False)
+        assert all(same_bits(after["state"][key], before["state"][key]) for key in before["state"])
+        assert same_bits(gathered_masters(model), masters)
+
+    ranks.run(2, job)
+
+
+def test_masters_without_a_copy_in_fp32() -> None:
+    def job() -> None:
+        strict.install(dtype="compute")
+        model, optimizer = wrap(TinyGPT, master_weights=False)
+        train(model, optimizer, range(3))
+        saved = model.state_dict(only_rank_0=False), optimizer.state_dict(only_rank_0=False)
+        again_model, again = wrap(TinyGPT, master_weights=False, seed=1)
+        again_model.load_state_dict(saved[0])
+        again.load_state_dict(saved[1])
+        assert same_bits(again_model.state_dict(only_rank_0=False), saved[0])
+        assert "no fp32 masters" in refusal(lambda: model.state_dict(dtype="master"))
+
+    ranks.run(2, job)
