@@ -13,6 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
+# ColossalAI's last release pins torch and uvicorn to versions it does not need; what it really imports stands apart.
+COLOSSALAI = ("colossalai==0.5.0", "galore_torch==1.0")
+COLOSSALAI_NEEDS = (
+    "accelerate==1.15.0", "bitsandbytes==0.50.2", "click", "contexttimer==0.3.3", "einops", "numpy", "packaging",
+    "peft==0.13.2", "psutil", "pydantic", "rich", "safetensors", "tqdm", "transformers==4.51.3",
+)  # fmt: skip
 # megatron-core 0.17 and later declare Python 3.12; their wheels hold a helper compiled for it.
 PYTHON = (3, 12)
 
@@ -37,13 +43,48 @@ def prepared(folder: Path, extras: str, log: Path) -> Path:
     python = folder / "bin" / "python"
     if not python.exists():
         subprocess.run([find_python(), "-m", "venv", str(folder)], check=True)
-    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "-e", f"{REPOSITORY}[{extras}]"]
+    _pip_install(python, log, "-e", f"{REPOSITORY}[{extras}]")
+    return python
+
+
+def prepared_beside(base: Path, folder: Path, log: Path) -> Path:
+    """The interpreter of a second environment, with ColossalAI and the transformers it wants, before those of the
+    first.
+
+    Whatever it does not have itself, torch above all, comes from the first.
+
+    Args:
+        base: the interpreter of the first environment, as `prepared` gives it.
+        folder: where the second is, or will be.
+        log: pip's output.
+
+    Raises:
+        SetupError: the installation failed.
+    """
+    python = folder / "bin" / "python"
+    if not python.exists():
+        subprocess.run([str(base), "-m", "venv", str(folder)], check=True)
+    ours, theirs = _packages_folder(python), _packages_folder(base)
+    # As a site folder, not as a mere path: an editable installation is found by a file in it.
+    (ours / "beside.pth").write_text(f"import site; site.addsitedir({str(theirs)!r})\n")
+    _pip_install(python, log, *COLOSSALAI_NEEDS)
+    _pip_install(python, log, "--no-deps", *COLOSSALAI)
+    return python
+
+
+def _pip_install(python: Path, log: Path, *what: str) -> None:
+    command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", *what]
     with log.open("w") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
     if done.returncode:
         tail = "\n".join(log.read_text().splitlines()[-12:])
         raise SetupError(f"pip failed; its last lines ({log}):\n{tail}")
-    return python
+
+
+def _packages_folder(python: Path) -> Path:
+    code = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    done = subprocess.run([str(python), "-c", code], capture_output=True, text=True, check=True)
+    return Path(done.stdout.strip())
 
 
 def find_python() -> str:

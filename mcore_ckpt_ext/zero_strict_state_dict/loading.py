@@ -17,7 +17,7 @@ from torch import nn
 
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
-from mcore_ckpt_ext.zero_strict_state_dict.shards import keys_of, shapes_of
+from mcore_ckpt_ext.zero_strict_state_dict.shards import shapes_of
 from mcore_ckpt_ext.zero_strict_state_dict.state import standing_in
 from mcore_ckpt_ext.zero_strict_state_dict.together import agree
 from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
@@ -128,11 +128,20 @@ def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, A
             offered[key] = value.detach()
     if hasattr(state_dict, "_metadata"):
         offered._metadata = state_dict._metadata
-    keys = keys_of(zero)
-    for names in [*keys.parameters.values(), *keys.buffers.values()]:
+    for names in [*zero.names.values(), *_persistent_buffers(zero.module).values()]:
         given = [name for name in names if name in state_dict]
         offered.update((name, offered[given[0]]) for name in names if given and name not in offered)
     return offered
+
+
+def _persistent_buffers(module: nn.Module) -> dict[torch.Tensor, list[str]]:
+    """Every name of each buffer that a state dict holds."""
+    names: dict[torch.Tensor, list[str]] = {}
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                names.setdefault(buffer, []).append(f"{prefix}.{name}" if prefix else name)
+    return names
 
 
 class _Offered(dict[str, Any]):

@@ -16,6 +16,7 @@ import signal
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,10 @@ def run(world_size: int, function: Callable[..., Any], *arguments: Any, timeout:
             for rank, (_, end) in enumerate(ends)
         ]
         for process, (_, end) in zip(processes, ends, strict=True):
-            process.start()
+            with warnings.catch_warnings():
+                # numpy's BLAS keeps a thread that waits for work; it is made for being forked.
+                warnings.simplefilter("ignore", DeprecationWarning)
+                process.start()
             end.close()
         try:
             return _collected([receiver for receiver, _ in ends], timeout)

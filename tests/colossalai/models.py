@@ -75,7 +75,8 @@ def gpt2() -> Any:
     return GPT2LMHeadModel(
         GPT2Config(
             vocab_size=VOCABULARY, n_positions=16, n_embd=HIDDEN, n_layer=2, n_head=4,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2, attn_implementation="eager",
+            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
+            attn_implementation="eager",
         )
     )  # fmt: skip
 

@@ -66,7 +66,6 @@ def test_unsharded_files(tmp_path: Path, name: str) -> None:
     if name.endswith("bin"):
         loaded = torch.load(tmp_path / name, weights_only=True)
         assert same_bits(loaded, state)
-        assert loaded["lm_head.weight"].data_ptr() == loaded["transformer.wte.weight"].data_ptr()
     else:
         with safe_open(tmp_path / name, framework="pt") as opened:
             assert set(state) - set(opened.keys()) == {"lm_head.weight"}
@@ -103,8 +102,9 @@ def test_unpatched_booster_cannot_load_its_own_file_strictly_and_patched_can(tmp
     ranks.run(2, job)
 
 
-@pytest.mark.parametrize("shard", [True, False])
-@pytest.mark.parametrize(("world_size", "tensor_parallel"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(
+    ("world_size", "tensor_parallel", "shard"), [(1, 1, False), (2, 1, True), (2, 2, False), (4, 2, True)]
+)
 def test_booster_resumes_exactly(tmp_path: Path, world_size: int, tensor_parallel: int, shard: bool) -> None:
     def job() -> None:
         strict.install()
@@ -119,14 +119,10 @@ def test_booster_resumes_exactly(tmp_path: Path, world_size: int, tensor_paralle
     ranks.run(world_size, job)
 
 
-@pytest.mark.parametrize("first", [(2, 2), (2, 1), (4, 2), (1, 1)])
-@pytest.mark.parametrize("second", [(1, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("first", "second"), [((1, 1), (2, 2)), ((2, 2), (1, 1)), ((2, 1), (4, 2)), ((4, 2), (2, 1))])
 def test_tensor_parallelism_changes_and_changes_back(
     tmp_path: Path, first: tuple[int, int], second: tuple[int, int]
 ) -> None:
-    if first == second:
-        pytest.skip("nothing changes")
-
     def begin(tensor_parallel: int) -> Any:
         strict.install()
         booster, model, optimizer = boost(tensor_parallel=tensor_parallel)

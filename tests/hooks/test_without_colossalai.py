@@ -1,0 +1,33 @@
+"""Without ColossalAI this package is importable, and says what is missing when it is asked for the patch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+ABSENT = "import sys; sys.modules['colossalai'] = None; "
+
+
+def _run(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_install_says_what_is_missing() -> None:
+    done = _run(ABSENT + "from mcore_ckpt_ext import zero_strict_state_dict; zero_strict_state_dict.install()")
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert "ZeroDDP or GeminiDDP is not here" in last
+    assert "pip install colossalai==0.5.0" in last
+
+
+def test_status_and_names_need_nothing() -> None:
+    done = _run(
+        ABSENT + "from mcore_ckpt_ext import zero_strict_state_dict as z; "
+        "print(*(seam.state for seam in z.status()), sep='; '); print(z.get_static_torch_model.__name__)"
+    )
+    assert done.stdout.splitlines() == ["not patched; not patched; not patched", "get_static_torch_model"], done.stderr
+
+
+def test_importing_it_imports_neither_torch_nor_colossalai() -> None:
+    looks = "import sys, mcore_ckpt_ext.zero_strict_state_dict as strict; dir(strict); "
+    assert _run(looks + "print({'torch', 'colossalai'} & set(sys.modules))").stdout.strip() == "set()"
