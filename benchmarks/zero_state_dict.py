@@ -4,7 +4,7 @@ Needs an environment with ColossalAI 0.5.0 (scripts/run_tests.py makes `.venv-co
 million parameters, 2 ranks; the two take turns in one run, so that a busy machine slows both. Memory is the growth of
 the peak resident set over one call, of a fresh pair of ranks each.
 
-Run: ``python benchmarks/colossalai.py [ROUNDS]``.
+Run: ``python benchmarks/zero_state_dict.py [ROUNDS]``.
 """
 
 from __future__ import annotations
