@@ -15,11 +15,19 @@ from mcore_ckpt_ext.zero_strict_state_dict.methods import (
 
 
 class Target(NamedTuple):
-    """One class, by the places where versions have it, newest first."""
+    """One class that gets strict methods.
+
+    Args:
+        homes: where versions have it.
+        methods: what it gets.
+        own: methods that it must have itself, so that ours fit beside them; a class without them is left alone.
+        required: whether nothing works without it.
+    """
 
     homes: tuple[str, ...]
     methods: type
-    required: bool = True
+    own: tuple[str, ...]
+    required: bool = False
 
 
 # ZeroDDP stands before GeminiDDP: where both exist (up to 0.3.1), the latter inherits from the former.
@@ -30,10 +38,19 @@ WRAPPER = Target(
         "colossalai.zero.gemini.gemini_ddp:GeminiDDP",
     ),
     WrapperMethods,
+    own=("state_dict", "load_state_dict"),
+    required=True,
 )
-OPTIMIZER = Target(("colossalai.zero.gemini.gemini_optimizer:GeminiOptimizer",), OptimizerMethods, required=False)
+# Their state can be saved since 0.3.2; 0.3.0 has classes of these names that cannot.
+OPTIMIZER = Target(
+    ("colossalai.zero.gemini.gemini_optimizer:GeminiOptimizer",),
+    OptimizerMethods,
+    own=("collect_states", "get_param_groups_for_saving", "load_param_groups", "optimizer_loading_epilogue"),
+)
 CHECKPOINT_IO = Target(
-    ("colossalai.booster.plugin.gemini_plugin:GeminiCheckpointIO",), CheckpointIOMethods, required=False
+    ("colossalai.booster.plugin.gemini_plugin:GeminiCheckpointIO",),
+    CheckpointIOMethods,
+    own=("save_unsharded_model", "save_sharded_model", "load_sharded_model", "load_sharded_optimizer"),
 )
 TARGETS = (WRAPPER, OPTIMIZER, CHECKPOINT_IO)
 
@@ -49,12 +66,12 @@ def find(target: Target) -> type | None:
         module, _, name = home.partition(":")
         try:
             found = getattr(import_module(module), name, None)
-        except ImportError as error:
+        except Exception as error:  # noqa: BLE001 - whatever a framework's import dies of is what the user has to know
             problems.append(f"{module}: {error}")
             continue
-        if isinstance(found, type):
+        if isinstance(found, type) and all(method in vars(found) for method in target.own):
             return found
-        problems.append(f"{module} has no {name}")
+        problems.append(f"{module} has no fitting {name}")
     if not target.required:
         return None
     raise CheckpointError(

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.zero_strict_state_dict import optimizer as optimizer_state
 from mcore_ckpt_ext.zero_strict_state_dict.loading import zero_strict_load_state_dict
 from mcore_ckpt_ext.zero_strict_state_dict.shards import iter_zero_strict_state_dict
@@ -213,8 +214,17 @@ def _ties_fitting(save: Any, model: Any, positional: tuple[Any, ...], keywords: 
 
 
 def _files_of(index: Path) -> list[Path]:
-    weight_map = json.loads(Path(index).read_text())["weight_map"]
-    return [Path(index).parent / name for name in dict.fromkeys(weight_map.values())]
+    """The files that an index names, in its order.
+
+    Raises:
+        UnreadableCheckpointError: one that is not there, or is named outside of the index's folder.
+    """
+    folder = Path(index).parent
+    names = dict.fromkeys(json.loads(Path(index).read_text())["weight_map"].values())
+    for name in names:
+        if Path(name).name != name or not (folder / name).is_file():
+            raise UnreadableCheckpointError("a file of the checkpoint is not there", found=name, where=str(index))
+    return [folder / name for name in names]
 
 
 def _mapped(file: Path) -> dict[Any, Any]:

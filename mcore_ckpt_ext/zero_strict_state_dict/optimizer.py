@@ -65,7 +65,9 @@ def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str,
     """Param groups as ColossalAI saves them, the first with what it forgets."""
     names = wrapped(optimizer.module).names
     real = optimizer.id_to_real_params
-    note: dict[str, Any] = {"names": {key: names.get(parameter, [""])[0] for key, parameter in real.items()}}
+    note: dict[str, Any] = {}
+    if all(parameter in names for parameter in real.values()):
+        note["names"] = {key: names[parameter][0] for key, parameter in real.items()}
     scaler = _scaler(optimizer)
     if scaler is not None:
         note["loss_scale"] = {"scale": float(scaler.scale), **{n: getattr(scaler, n) for n in _SCALER}}
@@ -183,10 +185,6 @@ def _fitting(
         shape = zero.shape_of(real[key])
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != shape:
-                # A state of ColossalAI's own, saved flat, counts as the parameter's shape.
-                if value.shape == (shape.numel(),):
-                    state[name] = value.view(shape)
-                    continue
                 raise ModelMismatchError(
                     "an optimizer state has another shape than its parameter",
                     found=tuple(value.shape),
@@ -200,7 +198,7 @@ def _same_named(zero: Wrapped, real: Mapping[int, nn.Parameter], saved: Mapping[
     """From the ids of the dict to this optimizer's, by the parameters' names where they were saved."""
     if saved is None:
         return {key: key for key in real}
-    by_name = {name: key for key, parameter in real.items() for name in zero.names.get(parameter, [""])}
+    by_name = {name: key for key, parameter in real.items() for name in zero.names.get(parameter, ())}
     lost = [name for name in saved.values() if name not in by_name]
     if lost:
         raise ModelMismatchError(

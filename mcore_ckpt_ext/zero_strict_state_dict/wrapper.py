@@ -1,9 +1,8 @@
 """A ZeRO wrapper of ColossalAI, seen as its module and the places where the parameters' values lie.
 
 Versions differ; what is there is found by looking. ``ZeroDDP`` of 0.2.0 (nn/parallel/data_parallel.py) has
-``fp32_params`` only, in the order of the parameters that are not ignored; ``ZeroDDP`` of 0.2.1 to 0.3.1 and
-``GeminiDDP`` of 0.3.2 to 0.5.1 (zero/gemini/gemini_ddp.py) have ``fp16_params`` beside it. Chunks look alike in all of
-them (chunk.py: ``Chunk``).
+``fp32_params`` only; ``ZeroDDP`` of 0.2.1 to 0.3.1 and ``GeminiDDP`` of 0.3.2 to 0.5.1 (zero/gemini/gemini_ddp.py) have
+``fp16_params`` beside it, in the same order. Chunks look alike in all of them (chunk.py: ``Chunk``).
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def wrapped(model: Any) -> Wrapped:
     parameters = list(model.module.parameters())
     working = getattr(model, "fp16_params", None)
     if working is None:
-        working = [parameter for parameter in parameters if not getattr(parameter, "_ddp_to_ignore", False)]
+        working = [_partner(model.chunk_manager, master) for master in model.fp32_params]
     places = dict(zip(working, _places(model.chunk_manager, working), strict=True))
     masters = dict(zip(working, _places(model.chunk_manager, model.fp32_params), strict=bool(model.fp32_params)))
     chunks = [place.chunk for place in places.values()]
@@ -106,6 +105,14 @@ def wrapped(model: Any) -> Wrapped:
         group=chunks[0].torch_pg if chunks else getattr(model, "zero_group", None),
         names=names,
     )
+
+
+def _partner(manager: Any, master: torch.Tensor) -> Any:
+    """The parameter of a master: paired chunks hold the same at the same offsets (0.2.0, ``ZeroDDP.__init__``)."""
+    chunk = manager.get_chunk(master)
+    offset = chunk.tensors_info[master].offset
+    tensors = chunk.paired_chunk.tensors_info.items()
+    return next(tensor for tensor, info in tensors if info.offset == offset)
 
 
 def _places(manager: Any, tensors: Iterable[torch.Tensor]) -> Iterator[Place]:

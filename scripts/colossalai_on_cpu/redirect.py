@@ -26,17 +26,17 @@ _FACTORIES = (
 )  # fmt: skip
 
 
-class _Stream:
-    """A stream on which everything has already happened."""
+class Stream:
+    """A stream on which everything has already happened, so that there is nothing to wait for."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
     def wait_stream(self, *_: Any) -> None:
-        pass
+        """Nothing."""
 
     def synchronize(self) -> None:
-        pass
+        """Nothing."""
 
 
 def _is_gpu(device: object) -> bool:
@@ -133,9 +133,9 @@ def _accelerator() -> Any:
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
         "reset_peak_memory_stats": lambda *_: None,
-        "Stream": _Stream,
-        "current_stream": lambda *_: _Stream(),
-        "default_stream": lambda *_: _Stream(),
+        "Stream": Stream,
+        "current_stream": lambda *_: Stream(),
+        "default_stream": lambda *_: Stream(),
         "stream": lambda *_: contextlib.nullcontext(),
     }
     accelerator = type("CpuAsCuda", (CpuAccelerator,), answers)()
@@ -143,7 +143,8 @@ def _accelerator() -> Any:
     return accelerator
 
 
-def _redirect_torch() -> None:
+def redirect_torch() -> None:
+    """Let torch keep in CPU memory whatever is asked for on a GPU."""
     for name in _FACTORIES:
         setattr(torch, name, _made_on_cpu(getattr(torch, name)))
     torch.Tensor.to = _moved(torch.Tensor.to)  # type: ignore[method-assign]
@@ -164,7 +165,7 @@ def install() -> None:
     torch.set_num_threads(1)
     from colossalai.accelerator import set_accelerator
 
-    _redirect_torch()
+    redirect_torch()
     set_accelerator(_accelerator())
     from colossalai.kernel.kernel_loader import CPUAdamLoader
 

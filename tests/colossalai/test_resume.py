@@ -10,7 +10,7 @@ import torch
 from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
-from tests.colossalai.jobs import PLACEMENTS, gathered_masters, same_bits, train, wrap
+from tests.colossalai.jobs import PLACEMENTS, batch, gathered_masters, same_bits, train, wrap
 
 MORE = range(3, 8)
 
@@ -46,6 +46,40 @@ def test_every_placement_resumes_the_next(dtype: torch.dtype) -> None:
         for here, there in itertools.pairwise([*placements, placements[0]]):
             saved = _saved(PLACEMENTS[here], dtype)
             assert _resumed(saved, PLACEMENTS[there], dtype) == saved[2], f"{here} to {there}"
+
+    ranks.run(2, job)
+
+
+def test_a_running_job_goes_back_to_what_it_saved() -> None:
+    def job() -> None:
+        strict.install()
+        for name, placement in PLACEMENTS.items():
+            model, optimizer = wrap(**placement)
+            train(model, optimizer, range(3))
+            state, moments = model.state_dict(only_rank_0=False), optimizer.state_dict(only_rank_0=False)
+            uninterrupted = train(model, optimizer, MORE)
+            model.load_state_dict(state)
+            optimizer.load_state_dict(moments)
+            assert train(model, optimizer, MORE) == uninterrupted, name
+
+    ranks.run(2, job)
+
+
+def test_chunks_that_inference_left_gathered() -> None:
+    def job() -> None:
+        strict.install()
+        model, optimizer = wrap(scatter_after_inference=False)
+        train(model, optimizer, range(1))
+        state = model.state_dict(only_rank_0=False)
+        tokens = batch(9)
+        with torch.no_grad():
+            before = model(tokens)
+            assert any(chunk.is_gathered for chunk in model.chunk_manager.get_chunks(model.fp16_params))
+            assert same_bits(model.state_dict(only_rank_0=False), state)
+            model.load_state_dict({name: value * 2 for name, value in state.items()})
+            assert not torch.equal(model(tokens), before)
+            model.load_state_dict(state)
+            assert torch.equal(model(tokens), before)
 
     ranks.run(2, job)
 

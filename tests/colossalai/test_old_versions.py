@@ -1,0 +1,27 @@
+"""ZeroDDP of ColossalAI 0.2.x and 0.3.x, of the checkouts that COLOSSALAI_PATH names (a colon between two)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+VARIABLE = "COLOSSALAI_PATH"
+CHECKOUTS = [Path(path) for path in os.environ.get(VARIABLE, "").split(os.pathsep) if path]
+
+
+@pytest.mark.skipif(not CHECKOUTS, reason=f"{VARIABLE} names no checkout of ColossalAI (v0.2.0, v0.3.0)")
+@pytest.mark.parametrize("checkout", CHECKOUTS, ids=str)
+def test_zero_ddp(checkout: Path) -> None:
+    job = Path(__file__).with_name("old_version_job.py")
+    done = subprocess.run(
+        [sys.executable, str(job), str(checkout)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "done"
+    if (checkout / "version.txt").read_text().startswith("0.2.0"):
+        # The defect that began it all: hpcaitech/ColossalAI issue 2361.
+        assert "lm_head.weight" in done.stdout
