@@ -14,7 +14,7 @@ from safetensors import safe_open
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
 from tests.colossalai.boosted import boost, train
-from tests.colossalai.jobs import refusal, same_bits
+from tests.colossalai.jobs import gathered_masters, refusal, same_bits
 from tests.colossalai.models import gpt2, t5
 
 MORE = range(3, 8)
@@ -151,6 +151,24 @@ def test_tensor_parallelism_changes_and_changes_back(
     assert restored[2] == saved[2]
     # Other arithmetic, in bf16: as near as two roundings of it are.
     assert changed[2][0] == pytest.approx(saved[2][0], rel=2**-8)
+
+
+def test_replicas_beside_zero() -> None:
+    def job() -> None:
+        strict.install()
+        booster, model, optimizer = boost(zero_size=2, extra_dp_size=2)
+        train(booster, model, optimizer, range(2))
+        state, moments = model.state_dict(only_rank_0=False), optimizer.state_dict(only_rank_0=False)
+        masters = gathered_masters(model)
+        assert same_bits({name: state[name] for name in masters}, masters)
+        # Each of the two ZeRO groups has a rank 0.
+        assert bool(model.state_dict()) == (dist.get_rank(model.zero_group) == 0)
+        uninterrupted = train(booster, model, optimizer, MORE)
+        model.load_state_dict(state)
+        optimizer.load_state_dict(moments)
+        assert train(booster, model, optimizer, MORE) == uninterrupted
+
+    ranks.run(4, job)
 
 
 def test_unpatched_tensor_parallel_shards_cannot_be_saved() -> None:

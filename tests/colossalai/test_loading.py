@@ -92,7 +92,7 @@ def test_missing_and_unexpected_keys_in_pytorchs_words_and_nothing_is_written() 
         model, _ = wrap(Everything)
         before = gathered_masters(model)
         state = _tied(Everything)
-        state["counted._extra_state"] = {"seen": 99}
+        state["counted._extra_state"] = state["again._extra_state"] = {"seen": 99}
         del state["norm.bias"]
         state["more"] = torch.ones(1)
         state["norm.weight"] = torch.ones(3)
