@@ -52,6 +52,10 @@ def iter_states(optimizer: Any, only_rank_0: bool, with_masters: bool) -> Iterat
     described: dict[int, State] = {}
     for one in agreed("looking at the optimizer", lambda: _described(optimizer), "nothing was gathered"):
         described.update(one)
+    if with_masters:
+        for key, parameter in optimizer.id_to_real_params.items():
+            if parameter in zero.masters:
+                described.setdefault(key, {})
     ids = {optimizer.id_to_real_params[key]: key for key in described}
     for key, elements in _elements(optimizer, zero, ids, described, only_rank_0, with_masters):
         if elements is None:
