@@ -149,7 +149,8 @@ def test_tensor_parallelism_changes_and_changes_back(
     assert same_bits(changed[0], saved[0]) and same_bits(restored[0], saved[0])
     assert same_bits(changed[1], saved[1]) and same_bits(restored[1], saved[1])
     assert restored[2] == saved[2]
-    # Other arithmetic, in bf16: as near as two roundings of it are.
+    # Other arithmetic, in bf16: as near as two roundings of it are. Later losses are not compared: the gradients of
+    # ColossalAI 0.5.0's tensor-parallel loss (shardformer/layer/loss.py) are larger by the number of predicted tokens.
     assert changed[2][0] == pytest.approx(saved[2][0], rel=2**-8)
 
 
