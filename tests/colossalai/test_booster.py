@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +171,27 @@ def test_replicas_beside_zero() -> None:
         assert train(booster, model, optimizer, MORE) == uninterrupted
 
     ranks.run(4, job)
+
+
+@pytest.mark.parametrize("kind", ["model", "optimizer"])
+def test_a_file_that_one_rank_cannot_read(tmp_path: Path, kind: str) -> None:
+    def job() -> str:
+        strict.install()
+        booster, model, optimizer = boost()
+        train(booster, model, optimizer, range(1))
+        _save(tmp_path, True, booster, model, optimizer)
+        folder = tmp_path / kind
+        if dist.get_rank() == 1:
+            # On its file system, the folder is not whole.
+            copied = shutil.copytree(folder, tmp_path / "copied")
+            sorted(copied.glob("*00002.bin"))[0].unlink()
+            folder = copied
+        load = booster.load_model if kind == "model" else booster.load_optimizer
+        return refusal(lambda: load(model if kind == "model" else optimizer, str(folder)))
+
+    for text in ranks.run(2, job, timeout=60):
+        assert "rank 1" in text
+        assert "00002.bin" in text
 
 
 def test_unpatched_tensor_parallel_shards_cannot_be_saved() -> None:
