@@ -121,15 +121,11 @@ def _items(
 ) -> Iterator[tuple[list[str], torch.Tensor | None, int]]:
     for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere):
         if names := keys.parameters.get(parameter):
-            yield names, value, zero.shape_of(parameter).numel() * _itemsize(zero, parameter, dtype)
+            yield names, value, zero.shape_of(parameter).numel() * dtype_of(zero, parameter, dtype).itemsize
     for buffer, names in keys.buffers.items():
         given = dtype_of(zero, buffer, dtype)
         value = own_copy(buffer, given, device) if everywhere or zero.is_first else None
         yield names, value, buffer.numel() * given.itemsize
-
-
-def _itemsize(zero: Wrapped, parameter: nn.Parameter, dtype: Precision) -> int:
-    return dtype_of(zero, parameter, dtype).itemsize
 
 
 def _digest(model: Any, prefix: str) -> str:
