@@ -267,4 +267,6 @@ def safe_loads(data: bytes, where: str) -> Any:
     except UnsafePickleError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way, from KeyError to MemoryError
-        raise UnsafePickleError("a pickle is damaged", found=f"{type(error).__name__}: {error}", where=where) from error
+        raise UnsafePickleError(
+            "a pickle is damaged", found=f"{type(error).__name__}: {error}", where=where
+        ) from error
