@@ -301,3 +301,4 @@ def _set_state(shard: LiveShard, kind: str, values: torch.Tensor) -> None:
 def _rank_and_size() -> tuple[int, int]:
     distributed = torch.distributed
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
+

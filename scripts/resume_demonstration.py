@@ -111,7 +111,9 @@ class Demonstration:
             *layout, iterations=LAST, save=save, save_interval=SAVED, load=load, more=[*vocabulary, *(more or [])]
         )
         log = self._folder / f"{name}.log"
-        return launch.run(RANKS, launch.TRAIN_GPT, arguments, timeout=TIME_LIMIT, environment=environment, log_file=log)
+        return launch.run(
+            RANKS, launch.TRAIN_GPT, arguments, timeout=TIME_LIMIT, environment=environment, log_file=log
+        )
 
     def _table(self, source: Job, resumed: dict[tuple[int, int], Job]) -> int:
         """Print the table; returns how many optimizer elements differ."""

@@ -41,7 +41,7 @@ def main() -> int:
         if status:
             return status
     arguments = sys.argv[1:]
-    about_colossalai = any("colossalai" in argument for argument in arguments)
+    about_colossalai = any("tests/colossalai" in argument for argument in arguments)
     status = 0
     if not about_colossalai:
         print("== pytest", flush=True)

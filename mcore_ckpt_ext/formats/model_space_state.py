@@ -78,3 +78,4 @@ class ModelSpaceState:
             stored = StoredSlice(Slice(regions, start, start + chunk.extent.numel), chunk.extent, 0)
             for region in regions:
                 self._slices.setdefault((kind, region.name), []).append(stored)
+

@@ -235,7 +235,9 @@ def _record(scope: Mapping[str, Any], call: Mapping[str, Any]) -> None:
         )
         # Behind a plus Megatron puts the commit of whatever repository it lies in.
         megatron = str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown")).partition("+")[0]
-        write_sidecar(Path(folder), _recorded[optimizer], vars(arguments), call["iteration"], (__version__, megatron))
+        write_sidecar(
+            Path(folder), _recorded[optimizer], vars(arguments), call["iteration"], (__version__, megatron)
+        )
     except Exception as error:  # noqa: BLE001 - see the docstring
         announce(f"no sidecar beside iteration {call['iteration']}: {error}; resuming will recover the layout instead")
 

@@ -92,7 +92,9 @@ def packed_buffers(
     return packed
 
 
-def _packed(models: LocalModels, order: ParameterOrder, rule: PackingRule, group: OptimizerGroup) -> GroupLayout | None:
+def _packed(
+    models: LocalModels, order: ParameterOrder, rule: PackingRule, group: OptimizerGroup
+) -> GroupLayout | None:
     buffers = packed_buffers(models, order, rule, group.rank, group.stages)
     if buffers is None:
         return None
@@ -169,3 +171,5 @@ def _bucket_size(models: LocalModels, rank: ModelRank, stage: int) -> int | None
     if arguments.get("ddp_bucket_size"):
         return int(arguments["ddp_bucket_size"])
     return max(40_000_000, 1_000_000 * models.layout.data * models.layout.context)
+
+

@@ -26,7 +26,9 @@ class RecoveredLayout:
     discovered: bool = False
 
 
-def recover(group: OptimizerGroup, models: LocalModels, proposals: Sequence[Proposal], read: Bytes) -> RecoveredLayout:
+def recover(
+    group: OptimizerGroup, models: LocalModels, proposals: Sequence[Proposal], read: Bytes
+) -> RecoveredLayout:
     """Find the layout of one optimizer group.
 
     Samples of every parameter confirm the choice here; the proof over all elements is made where they are moved.

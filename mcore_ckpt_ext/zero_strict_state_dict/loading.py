@@ -159,7 +159,7 @@ def _refuse_different(zero: Wrapped, live: torch.Tensor, value: torch.Tensor, ot
     """Names of one tensor must bring one value; PyTorch would keep the last that it meets, without a word."""
     if value is other or value.data_ptr() == other.data_ptr():
         return
-    if not torch.equal(value.nan_to_num(), other.nan_to_num()):
+    if not torch.allclose(value, other.to(value), rtol=0, atol=0, equal_nan=True):
         names = [name for name, tensor in _live_names(zero.module) if tensor is live]
         raise RuntimeError(f"names of one and the same tensor come with different values: {', '.join(names)}")
 
@@ -168,15 +168,14 @@ def _refuse_different(zero: Wrapped, live: torch.Tensor, value: torch.Tensor, ot
 def _extra_states_noted(module: nn.Module, noted: list[tuple[Callable[[Any], None], Any]]) -> Iterator[None]:
     """Take down the extra states that PyTorch would set, instead of setting them."""
 
-    def note(owner: nn.Module) -> Callable[[Any], None]:
-        return lambda state: noted.append((owner.set_extra_state, state))
+    def note(set_extra_state: Callable[[Any], None]) -> Callable[[Any], None]:
+        return lambda state: noted.append((set_extra_state, state))
 
     owners = [m for m in module.modules() if type(m).set_extra_state is not nn.Module.set_extra_state]
     for owner in owners:
-        owner.__dict__["set_extra_state"] = note(owner)
+        owner.__dict__["set_extra_state"] = note(owner.set_extra_state)
     try:
         yield
     finally:
         for owner in owners:
             owner.__dict__.pop("set_extra_state", None)
-        # What was noted calls the class's own method by now.

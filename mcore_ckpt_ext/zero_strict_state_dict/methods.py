@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.zero_strict_state_dict import optimizer as optimizer_state
 from mcore_ckpt_ext.zero_strict_state_dict.loading import zero_strict_load_state_dict
 from mcore_ckpt_ext.zero_strict_state_dict.shards import iter_zero_strict_state_dict
@@ -134,6 +135,7 @@ class CheckpointIOMethods:
     _non_strict_save_unsharded_model: Any
     _non_strict_save_sharded_model: Any
     _non_strict_load_sharded_optimizer: Any
+    _non_strict_load_unsharded_optimizer: Any
 
     def save_unsharded_model(self, model: Any, *positional: Any, **keywords: Any) -> Any:
         """As ColossalAI; safetensors, which know no shared storage, get tied tensors once."""
@@ -153,28 +155,34 @@ class CheckpointIOMethods:
             config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
         return result
 
+    def load_unsharded_model(self, model: Any, checkpoint: str, strict: bool = True, *_: Any, **__: Any) -> None:
+        """As ColossalAI; a file that one rank cannot read is refused by all."""
+        model.load_state_dict(_read_by_all(lambda: [Path(checkpoint)]), strict=strict)
+
     def load_sharded_model(
         self, model: Any, checkpoint_index_file: Path, strict: bool = False, *_: Any, **__: Any
     ) -> None:
-        """Load all files as one state dict; they are mapped, not read, until a value is needed."""
-        merged: dict[str, Any] = {}
-        for file in _files_of(checkpoint_index_file):
-            merged.update(_mapped(file))
-        model.load_state_dict(merged, strict=strict)
+        """Load all files as one state dict, so that it is checked as a whole."""
+        model.load_state_dict(_read_by_all(lambda: _files_of(Path(checkpoint_index_file))), strict=strict)
+
+    def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *more: Any, **keywords: Any) -> None:
+        """As ColossalAI; a file that one rank cannot read is refused by all."""
+        if str(checkpoint).endswith(".safetensors"):
+            # Written asynchronously, with flattened names that ColossalAI knows to undo.
+            self._non_strict_load_unsharded_optimizer(optimizer, checkpoint, *more, **keywords)
+            return
+        optimizer.load_state_dict(_read_by_all(lambda: [Path(checkpoint)]))
 
     def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *more: Any, **keywords: Any) -> None:
         """Load all files as one state dict, so that it is checked as a whole."""
-        files = _files_of(checkpoint_index_file)
-        if any(file.suffix == ".safetensors" for file in files):
-            # Written asynchronously, with flattened names that ColossalAI knows to undo.
+        index = Path(checkpoint_index_file)
+        if index.name.endswith(".safetensors.index.json"):
             self._non_strict_load_sharded_optimizer(optimizer, checkpoint_index_file, *more, **keywords)
             return
-        index = json.loads(Path(checkpoint_index_file).read_text())
-        groups = Path(checkpoint_index_file).parent / index["metadata"]["param_groups"]
-        merged: dict[int, Any] = {}
-        for file in files:
-            merged.update(_mapped(file))
-        optimizer.load_state_dict({"param_groups": torch.load(groups, weights_only=True), "state": merged})
+        states = _read_by_all(lambda: _files_of(index))
+        groups: list[Any] = []
+        agreed("reading the param groups", lambda: groups.extend(_param_groups_beside(index)))
+        optimizer.load_state_dict({"param_groups": groups, "state": states})
 
 
 def namespace(methods: type, base: type, **settings: Any) -> dict[str, Any]:
@@ -213,18 +221,42 @@ def _ties_fitting(save: Any, model: Any, positional: tuple[Any, ...], keywords: 
         model.__dict__.pop("_strict_ties", None)
 
 
-def _files_of(index: Path) -> list[Path]:
-    """The files that an index names, in its order.
+def _read_by_all(files: Callable[[], list[Path]]) -> dict[Any, Any]:
+    """All entries of some files, which are mapped, not read, until a value is needed.
 
     Raises:
-        UnreadableCheckpointError: one that is not there, or is named outside of the index's folder.
+        ResumeRefusedError: on all ranks, if one cannot read them.
     """
-    folder = Path(index).parent
-    names = dict.fromkeys(json.loads(Path(index).read_text())["weight_map"].values())
-    for name in names:
-        if Path(name).name != name or not (folder / name).is_file():
-            raise UnreadableCheckpointError("a file of the checkpoint is not there", found=name, where=str(index))
-    return [folder / name for name in names]
+    entries: dict[Any, Any] = {}
+
+    def read() -> None:
+        for file in files():
+            entries.update(_mapped(file))
+
+    agreed("reading the checkpoint", read, "nothing is written")
+    return entries
+
+
+def _files_of(index: Path) -> list[Path]:
+    """The files that an index names, in its order."""
+    return [_beside(index, name) for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
+
+
+def _param_groups_beside(index: Path) -> list[Any]:
+    file = _beside(index, json.loads(index.read_text())["metadata"]["param_groups"])
+    return list(torch.load(file, weights_only=True))
+
+
+def _beside(index: Path, name: str) -> Path:
+    """A file that an index names.
+
+    Raises:
+        UnreadableCheckpointError: it is not there, or is named outside of the index's folder.
+    """
+    file = index.parent / name
+    if Path(name).name != name or not file.is_file():
+        raise UnreadableCheckpointError("a file of the checkpoint is not there", found=name, where=str(index))
+    return file
 
 
 def _mapped(file: Path) -> dict[Any, Any]:

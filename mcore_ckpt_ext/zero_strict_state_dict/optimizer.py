@@ -8,7 +8,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,6 +52,10 @@ def iter_states(optimizer: Any, only_rank_0: bool, with_masters: bool) -> Iterat
     described: dict[int, State] = {}
     for one in agreed("looking at the optimizer", lambda: _described(optimizer), "nothing was gathered"):
         described.update(one)
+    if with_masters:
+        for key, parameter in optimizer.id_to_real_params.items():
+            if parameter in zero.masters:
+                described.setdefault(key, {})
     ids = {optimizer.id_to_real_params[key]: key for key in described}
     for key, elements in _elements(optimizer, zero, ids, described, only_rank_0, with_masters):
         if elements is None:
@@ -67,7 +71,7 @@ def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str,
     real = optimizer.id_to_real_params
     note: dict[str, Any] = {}
     if all(parameter in names for parameter in real.values()):
-        note["names"] = {key: names[parameter][0] for key, parameter in real.items()}
+        note["names"] = [names[real[key]][0] for key in sorted(real)]
     scaler = _scaler(optimizer)
     if scaler is not None:
         note["loss_scale"] = {"scale": float(scaler.scale), **{n: getattr(scaler, n) for n in _SCALER}}
@@ -194,19 +198,19 @@ def _fitting(
     return groups, states
 
 
-def _same_named(zero: Wrapped, real: Mapping[int, nn.Parameter], saved: Mapping[int, str] | None) -> dict[int, int]:
-    """From the ids of the dict to this optimizer's, by the parameters' names where they were saved."""
+def _same_named(zero: Wrapped, real: Mapping[int, nn.Parameter], saved: Sequence[str] | None) -> dict[int, int]:
+    """From the ids of the dict to this optimizer's, by the parameters' names (in the ids' order) if they were saved."""
     if saved is None:
         return {key: key for key in real}
     by_name = {name: key for key, parameter in real.items() for name in zero.names.get(parameter, ())}
-    lost = [name for name in saved.values() if name not in by_name]
+    lost = [name for name in saved if name not in by_name]
     if lost:
         raise ModelMismatchError(
             "the optimizer state is about other parameters",
             found=", ".join(lost[:4]),
             expected=", ".join(list(by_name)[:4]),
         )
-    return {key: by_name[name] for key, name in saved.items()}
+    return {key: by_name[name] for key, name in zip(sorted(real), saved, strict=True)}
 
 
 def _local_state(optimizer: Any, zero: Wrapped, key: int, state: Mapping[str, Any]) -> State:

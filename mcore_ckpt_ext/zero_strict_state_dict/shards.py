@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -95,8 +96,8 @@ def iter_zero_strict_state_dict(
         CheckpointError: on every rank, before the first shard.
     """
     arguments = {"prefix": prefix, "max_shard_bytes": max_shard_bytes, "device": str(device), "ties": ties}
-    # Looked at twice: a refusal of the keys must be agreed on, too.
-    zero = begun(model, "state_dict_shard", dtype, only_rank_0, **arguments, keys=_named(model, prefix))
+    # Enumerated twice: whether that can be done must be agreed on, too.
+    zero = begun(model, "state_dict_shard", dtype, only_rank_0, **arguments, keys=_digest(model, prefix))
     keys = keys_of(zero, prefix)
     everywhere = not only_rank_0
     shard: OrderedDict[str, Any] = OrderedDict()
@@ -120,23 +121,18 @@ def _items(
 ) -> Iterator[tuple[list[str], torch.Tensor | None, int]]:
     for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere):
         if names := keys.parameters.get(parameter):
-            yield names, value, zero.shape_of(parameter).numel() * _itemsize(zero, parameter, dtype)
+            yield names, value, zero.shape_of(parameter).numel() * dtype_of(zero, parameter, dtype).itemsize
     for buffer, names in keys.buffers.items():
         given = dtype_of(zero, buffer, dtype)
         value = own_copy(buffer, given, device) if everywhere or zero.is_first else None
         yield names, value, buffer.numel() * given.itemsize
 
 
-def _itemsize(zero: Wrapped, parameter: nn.Parameter, dtype: Precision) -> int:
-    return dtype_of(zero, parameter, dtype).itemsize
-
-
-def _named(model: Any, prefix: str) -> list[str]:
-    """The keys, so that ranks whose modules differ find out; nothing where there is no wrapper, which is told
-    elsewhere.
-    """
+def _digest(model: Any, prefix: str) -> str:
+    """What the keys are, in short, so that ranks whose modules differ find out; or why there are none."""
     try:
         keys = keys_of(wrapped(model), prefix)
-    except Exception as error:  # noqa: BLE001 - told to all ranks as an argument that differs, or raised again by all
-        return [f"{type(error).__name__}: {error}"]
-    return [*sum(keys.parameters.values(), []), *sum(keys.buffers.values(), []), *keys.others]
+    except Exception as error:  # noqa: BLE001 - each rank tells the others, and raises it again itself
+        return f"{type(error).__name__}: {error}"
+    names = [*sum(keys.parameters.values(), []), *sum(keys.buffers.values(), []), *keys.others]
+    return f"{len(names)} with SHA-256 {hashlib.sha256(chr(0).join(names).encode()).hexdigest()}"

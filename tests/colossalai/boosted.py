@@ -15,7 +15,7 @@ from tests.colossalai.models import VOCABULARY, gpt2
 
 def boost(
     build: Callable[[], nn.Module] = gpt2, *, tensor_parallel: int = 1, precision: str = "bf16", seed: int = 0,
-    keep_gathered: bool = False, chunk_size: int = 4096, **plugin: Any,
+    zero_size: int | None = None, chunk_size: int = 4096, **plugin: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     """A Booster, and the model and optimizer that it wrapped."""
     import colossalai.logging
@@ -27,7 +27,8 @@ def boost(
     warnings.simplefilter("ignore")
     torch.manual_seed(seed)
     module = build()
-    chunks = {dist.get_world_size() // tensor_parallel: {"chunk_size": chunk_size, "keep_gathered": keep_gathered}}
+    zero_size = zero_size or dist.get_world_size() // tensor_parallel
+    chunks = {zero_size: {"chunk_size": chunk_size, "keep_gathered": False}}
     gemini = GeminiPlugin(
         precision=precision, tp_size=tensor_parallel, chunk_config_dict=chunks, initial_scale=128, **plugin
     )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +15,7 @@ from colossalai.zero import GeminiDDP, GeminiOptimizer
 from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
+from tests.colossalai.conftest import REPOSITORY
 from tests.colossalai.jobs import gathered_masters, same_bits, train, wrap
 from tests.colossalai.models import TinyGPT
 
@@ -107,3 +113,30 @@ def test_subclasses(patched: bool) -> None:
         assert patched == hasattr(GeminiDDP, "_non_strict_state_dict")
 
     ranks.run(2, job)
+
+
+def test_the_patch_for_forks_makes_a_copy_strict(tmp_path: Path) -> None:
+    import colossalai
+
+    shutil.copytree(Path(colossalai.__file__).parent, tmp_path / "colossalai")
+    subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
+    code = (
+        "from colossalai_on_cpu import redirect; redirect.install();"
+        "import colossalai.booster.plugin.gemini_plugin as plugin;"
+        "print(plugin.__file__, '_non_strict_state_dict' in vars(plugin.GeminiDDP))"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(REPOSITORY), str(REPOSITORY / "scripts")])
+
+    def is_strict() -> bool:
+        environment = os.environ | {"PYTHONPATH": paths}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        file, answer = done.stdout.split()[-2:]
+        assert file.startswith(str(tmp_path))
+        return answer == "True"
+
+    assert not is_strict()
+    patch = REPOSITORY / "patches" / "colossalai-v0.5.0.patch"
+    subprocess.run(["git", "apply", "--unidiff-zero", str(patch)], cwd=tmp_path, check=True)
+    assert is_strict()

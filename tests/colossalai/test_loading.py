@@ -53,6 +53,21 @@ def test_what_forward_uses_follows_the_masters() -> None:
         ranks.run(world_size, job)
 
 
+def test_pinned_copies_are_not_taken_for_current() -> None:
+    def job() -> None:
+        model, _ = wrap(pin_memory=True)
+        state = _tied(TinyGPT)
+        strict.zero_strict_load_state_dict(model, state)
+        for chunk in model.chunk_manager.get_chunks([*model.fp16_params, *model.fp32_params]):
+            model.chunk_manager.move_chunk(chunk, torch.device("cpu"))
+        plain = TinyGPT()
+        plain.load_state_dict(state)
+        tokens = torch.arange(12).view(2, 6)
+        assert torch.equal(model(tokens), plain.bfloat16()(tokens))
+
+    ranks.run(2, job)
+
+
 @pytest.mark.parametrize("kept", ["wte.weight", "lm_head.weight"])
 def test_ties_may_come_under_any_name(kept: str) -> None:
     def job() -> None:
@@ -92,7 +107,7 @@ def test_missing_and_unexpected_keys_in_pytorchs_words_and_nothing_is_written() 
         model, _ = wrap(Everything)
         before = gathered_masters(model)
         state = _tied(Everything)
-        state["counted._extra_state"] = {"seen": 99}
+        state["counted._extra_state"] = state["again._extra_state"] = {"seen": 99}
         del state["norm.bias"]
         state["more"] = torch.ones(1)
         state["norm.weight"] = torch.ones(3)

@@ -11,6 +11,7 @@ from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
 from tests.colossalai.jobs import PLACEMENTS, batch, gathered_masters, same_bits, train, wrap
+from tests.colossalai.models import TinyGPT
 
 MORE = range(3, 8)
 
@@ -110,6 +111,13 @@ def test_rounded_model_files_leave_the_masters_to_the_optimizers() -> None:
     def job() -> None:
         strict.install(dtype="compute")
         model, optimizer = wrap()
+        fresh = {name: value + 2**-12 for name, value in TinyGPT().state_dict().items()}
+        model.load_state_dict(fresh)
+        # Also before the first step, when there are masters but no moments.
+        again = wrap(seed=1)[1]
+        again.load_state_dict(optimizer.state_dict(only_rank_0=False))
+        masters = gathered_masters(again.module)
+        assert same_bits(masters, {name: fresh[name] for name in masters})
         train(model, optimizer, range(3))
         state, moments = model.state_dict(only_rank_0=False), optimizer.state_dict(only_rank_0=False)
         assert {value.dtype for value in state.values()} == {torch.bfloat16}
