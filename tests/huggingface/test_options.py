@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
-import subprocess
-import sys
 import textwrap
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -15,19 +16,29 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.offline.comparison import compare
 from tests.conftest import fixture_named
 from tests.huggingface.models import VOCABULARY, make
 from tests.huggingface.test_families import assert_same_tensors, tensors
 
-TIME_LIMIT = 120
 MISTAKES = Path(__file__).with_name("mistakes.py")
 
 
-def command(*words: object) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "mcore_ckpt_ext", *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
+@dataclass(frozen=True)
+class Outcome:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def command(*words: object) -> Outcome:
+    """The command line, in this process."""
+    output, errors = io.StringIO(), io.StringIO()
+    with redirect_stdout(output), redirect_stderr(errors):
+        code = main([str(word) for word in words])
+    return Outcome(code, output.getvalue(), errors.getvalue())
 
 
 @pytest.fixture(scope="module")
