@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO
 
 from environment import REPOSITORY, SetupError, prepared, prepared_beside
 
@@ -21,6 +24,8 @@ CHECKS = (
     ("mypy", ["-m", "mypy"]),
     ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as lint; lint()"]),
 )
+# Beside all others, in the main environment; tests/colossalai is left out there by itself.
+SECOND_LANE = ("tests/versions", "tests/huggingface")
 
 
 def main() -> int:
@@ -40,21 +45,32 @@ def main() -> int:
         status = subprocess.run([python, *arguments], cwd=REPOSITORY, check=False).returncode
         if status:
             return status
-    arguments = sys.argv[1:]
-    about_colossalai = any("tests/colossalai" in argument for argument in arguments)
-    status = 0
-    if not about_colossalai:
+    if not sys.argv[1:]:
+        return _everything(python, python_of_colossalai)
+    about_colossalai = any("tests/colossalai" in argument for argument in sys.argv[1:])
+    return _pytest(python_of_colossalai if about_colossalai else python, *sys.argv[1:])
+
+
+def _everything(python: Path, python_of_colossalai: Path) -> int:
+    """All tests in two lanes, since few of them keep two cores busy; the second's output comes at the end."""
+    with tempfile.TemporaryFile("w+") as output, ThreadPoolExecutor(1) as second_lane:
+
+        def run_second_lane() -> list[int]:
+            colossalai = _pytest(python_of_colossalai, "tests/colossalai", output=output)
+            return [colossalai, _pytest(python, *SECOND_LANE, output=output)]
+
+        second = second_lane.submit(run_second_lane)
         print("== pytest", flush=True)
-        status = _pytest(python, *arguments)
-    if about_colossalai or not arguments:
-        print("== pytest, with ColossalAI", flush=True)
-        status = _pytest(python_of_colossalai, *(arguments or ["tests/colossalai"])) or status
-    return status
+        first = _pytest(python, *(f"--ignore={folder}" for folder in SECOND_LANE))
+        statuses = [first, *second.result()]
+        output.seek(0)
+        print(f"== pytest, with ColossalAI, then {', '.join(SECOND_LANE)}\n{output.read()}", flush=True)
+    return next((status for status in statuses if status), 0)
 
 
-def _pytest(python: Path, *arguments: str) -> int:
+def _pytest(python: Path, *arguments: str, output: IO[str] | None = None) -> int:
     command = [python, "-m", "pytest", "-rs", "--durations=10", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, check=False).returncode
+    return subprocess.run(command, cwd=REPOSITORY, stdout=output, stderr=output, check=False).returncode
 
 
 if __name__ == "__main__":
