@@ -28,6 +28,7 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import common_optimizers, sharding_type
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, fed, folder_to_feed, load_weights_alone
+from mcore_ckpt_ext.hooks.resuming import taking_what_is_whole
 from mcore_ckpt_ext.hooks.saving import Save, run_save
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.sidecar import RecordedGroup, SaveRecord
@@ -52,17 +53,29 @@ def wrap_load_checkpoint(original: Function) -> Function:
     def load_checkpoint(
         ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *positional: Any, **keywords: Any
     ) -> Any:
-        stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
-        scope = _scope(original)
         call = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         call.apply_defaults()
+        arguments = _scope(original)["get_args"]()
+        with taking_what_is_whole(arguments, getattr(arguments, call.arguments["load_arg"])):
+            return load(call.arguments, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+
+    def load(
+        given: Mapping[str, Any],
+        ddp_model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        *positional: Any,
+        **keywords: Any,
+    ) -> Any:
+        stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+        scope = _scope(original)
         arguments = scope["get_args"]()
-        chunks, directory = scope["unwrap_model"](ddp_model), getattr(arguments, call.arguments["load_arg"])
+        chunks, directory = scope["unwrap_model"](ddp_model), getattr(arguments, given["load_arg"])
         if not _resumes_distributed_optimizer(scope, optimizer):
             if optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
                 return stock()
             return load_weights_alone(scope, directory, chunks, stock)
-        looks = agreed("looking at the checkpoint", lambda: _look(scope, call.arguments))
+        looks = agreed("looking at the checkpoint", lambda: _look(scope, given))
         look = next((found for found in looks if found is not None), None)
         if look is None:
             return load_weights_alone(scope, directory, chunks, stock)

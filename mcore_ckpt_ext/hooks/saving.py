@@ -467,7 +467,7 @@ def _failed(error: SaveFailedError, saves: Sequence[Save] = ()) -> None:
         str(error),
         helps=f"--{POLICY_ARGUMENT.replace('_', '-')} continue (or {POLICY_VARIABLE}=continue) lets training go on; "
         "earlier checkpoints are untouched",
-    ) from error
+    ) from None
 
 
 def policy() -> str:

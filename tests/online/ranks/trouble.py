@@ -1,7 +1,7 @@
 """Plugin: something happens at a save. `TEST_TROUBLE` is JSON: `save` (counted from 1), `ranks`, `what`.
 
-In the writer process, before it writes a byte: `sleep SECONDS`, `raise`, `SIGKILL`, `SIGSTOP`; in `preload`, too, before
-it has copied a tensor. In the training process, right after the writer got its order: `vanish` removes the folder,
+In the writer process, before it writes: `sleep SECONDS`, `raise`, `SIGKILL`, `SIGSTOP`; with `preload`, before it
+has copied a tensor. In the training process, right after the writer got its order: `vanish` removes the folder,
 `idle` kills the writer once it is done.
 """
 

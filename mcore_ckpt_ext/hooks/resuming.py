@@ -1,0 +1,83 @@
+"""Before a resume: is the checkpoint whole that it would take, and if not, which one would do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import ResumeRefusedError
+from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.offline.whole import Standing, standing_of
+from mcore_ckpt_ext.online.agreement import agreed
+
+FALLBACK_VARIABLE = "MCORE_CKPT_EXT_FALLBACK"
+FALLBACK_ARGUMENT = "ckpt_ext_fallback"
+_SHOWN = 3
+
+
+@contextmanager
+def taking_what_is_whole(arguments: Any, directory: str | None) -> Iterator[None]:
+    """Have the load within this scope take the newest whole iteration, if the one it wants is not whole.
+
+    `ckpt_step` outweighs the tracker in `load_checkpoint` and what it calls (megatron/training/checkpointing.py,
+    core_v0.8.0 to 0.19.2).
+
+    Args:
+        arguments: Megatron's.
+        directory: the run folder.
+
+    Raises:
+        ResumeRefusedError: on every rank, when it is not whole and the user did not allow another, or none is whole.
+    """
+    standing = agreed("looking for a whole checkpoint", lambda: _looked(arguments, directory))[0]
+    if standing is None or not standing.problems:
+        if standing is not None and standing.unfinished:
+            names = ", ".join(map(str, sorted(standing.unfinished)))
+            announce(f"iteration {names} was not finished; resuming from {standing.wanted}, which is whole")
+        yield
+        return
+    if standing.newest_whole is None or not _may_fall_back(arguments):
+        raise _refusal(standing, str(directory))
+    what = "; ".join(standing.problems[:_SHOWN])
+    announce(f"{standing.wanted} is not whole ({what}); resuming from iteration {standing.newest_whole} instead")
+    before = arguments.ckpt_step
+    arguments.ckpt_step = standing.newest_whole
+    try:
+        yield
+    finally:
+        arguments.ckpt_step = before
+
+
+def _looked(arguments: Any, directory: str | None) -> Standing | None:
+    """Rank 0's look; every rank's would cost a big job's file system dearly."""
+    served = directory and "://" not in str(directory) and hasattr(arguments, "ckpt_step")
+    other_kind = getattr(arguments, "non_persistent_ckpt_type", None)
+    if not served or other_kind or os.environ.get("RANK", "0") != "0" or not Path(str(directory)).is_dir():
+        return None
+    return standing_of(Path(str(directory)), arguments.ckpt_step or None)
+
+
+def _may_fall_back(arguments: Any) -> bool:
+    return bool(getattr(arguments, FALLBACK_ARGUMENT, False)) or os.environ.get(FALLBACK_VARIABLE) == "1"
+
+
+def _refusal(standing: Standing, directory: str) -> ResumeRefusedError:
+    found = "; ".join(standing.problems[:_SHOWN])
+    if len(standing.problems) > _SHOWN:
+        found += f"; and {len(standing.problems) - _SHOWN} more (mcore-ckpt verify)"
+    if standing.newest_whole is None:
+        helps = "no other iteration is whole: start anew, or restore a copy"
+    else:
+        helps = (
+            f"iteration {standing.newest_whole} is whole: --ckpt-step {standing.newest_whole} takes it, "
+            f"--{FALLBACK_ARGUMENT.replace('_', '-')} (or {FALLBACK_VARIABLE}=1) always takes the newest whole one"
+        )
+    return ResumeRefusedError(
+        f"{standing.wanted} is not a whole checkpoint; nothing was loaded",
+        found=found,
+        where=directory,
+        helps=helps,
+    )
