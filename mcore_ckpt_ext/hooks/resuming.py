@@ -30,7 +30,7 @@ def taking_what_is_whole(arguments: Any, directory: str | None) -> Iterator[None
         directory: the run folder.
 
     Raises:
-        ResumeRefusedError: on every rank, when it is not whole and the user did not allow another, or none is whole.
+        ResumeRefusedError: on every rank, when another is whole, but the user did not allow to take it.
     """
     standing = agreed("looking for a whole checkpoint", lambda: _looked(arguments, directory))[0]
     if standing is None or not standing.problems:
@@ -39,7 +39,10 @@ def taking_what_is_whole(arguments: Any, directory: str | None) -> Iterator[None
             announce(f"iteration {names} was not finished; resuming from {standing.wanted}, which is whole")
         yield
         return
-    if standing.newest_whole is None or not _may_fall_back(arguments):
+    if standing.newest_whole is None:
+        yield  # nothing to choose from: the load itself finds out, and names what it misses
+        return
+    if not _may_fall_back(arguments):
         raise _refusal(standing, str(directory))
     what = "; ".join(standing.problems[:_SHOWN])
     announce(f"{standing.wanted} is not whole ({what}); resuming from iteration {standing.newest_whole} instead")
@@ -68,13 +71,10 @@ def _refusal(standing: Standing, directory: str) -> ResumeRefusedError:
     found = "; ".join(standing.problems[:_SHOWN])
     if len(standing.problems) > _SHOWN:
         found += f"; and {len(standing.problems) - _SHOWN} more (mcore-ckpt verify)"
-    if standing.newest_whole is None:
-        helps = "no other iteration is whole: start anew, or restore a copy"
-    else:
-        helps = (
-            f"iteration {standing.newest_whole} is whole: --ckpt-step {standing.newest_whole} takes it, "
-            f"--{FALLBACK_ARGUMENT.replace('_', '-')} (or {FALLBACK_VARIABLE}=1) always takes the newest whole one"
-        )
+    helps = (
+        f"iteration {standing.newest_whole} is whole: --ckpt-step {standing.newest_whole} takes it, "
+        f"--{FALLBACK_ARGUMENT.replace('_', '-')} (or {FALLBACK_VARIABLE}=1) always takes the newest whole one"
+    )
     return ResumeRefusedError(
         f"{standing.wanted} is not a whole checkpoint; nothing was loaded",
         found=found,
