@@ -262,7 +262,10 @@ def _watch_of(caller: Any) -> WriterWatch | None:
         return None
     if process.pid not in _watches:
         rank = dist.get_rank()
-        _watches[process.pid] = WriterWatch(process, lambda what: announce(f"rank {rank}: {what}", every_rank=True))
+        stays = any(hasattr(caller, name) for name in ("comp_q", "_persistent_comp_q"))
+        _watches[process.pid] = WriterWatch(
+            process, stays, lambda what: announce(f"rank {rank}: {what}", every_rank=True)
+        )
     return _watches[process.pid]
 
 

@@ -85,11 +85,13 @@ class WriterWatch:
 
     Args:
         process: a `multiprocessing` process.
+        stays: whether it goes on to other work when it is done, so that its end says nothing of what it has delivered.
         say: told once when the writer has not moved for ten seconds.
     """
 
-    def __init__(self, process: Any, say: Callable[[str], None]) -> None:
+    def __init__(self, process: Any, stays: bool, say: Callable[[str], None]) -> None:
         self.process = process
+        self._stays = stays
         self._say = say
         self._out_of_memory = _kills_for_memory()
         self.renew()
@@ -107,7 +109,7 @@ class WriterWatch:
             owes: its result is outstanding, so that even a proper end is one too early.
         """
         if not self.process.is_alive():
-            return self._death() if owes or self.process.exitcode else None
+            return self._death() if owes or (self.process.exitcode and not self._stays) else None
         if not owes:
             return None
         now = time.monotonic()
