@@ -55,8 +55,8 @@ def wrap_load_checkpoint(original: Function) -> Function:
     ) -> Any:
         call = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         call.apply_defaults()
-        arguments = _scope(original)["get_args"]()
-        with taking_what_is_whole(arguments, getattr(arguments, call.arguments["load_arg"])):
+        scope = _scope(original)
+        with taking_what_is_whole(scope, getattr(scope["get_args"](), call.arguments["load_arg"])):
             return load(call.arguments, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
 
     def load(

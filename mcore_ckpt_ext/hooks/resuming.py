@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,19 +19,20 @@ _SHOWN = 3
 
 
 @contextmanager
-def taking_what_is_whole(arguments: Any, directory: str | None) -> Iterator[None]:
+def taking_what_is_whole(scope: Mapping[str, Any], directory: str | None) -> Iterator[None]:
     """Have the load within this scope take the newest whole iteration, if the one it wants is not whole.
 
-    `ckpt_step` outweighs the tracker in `load_checkpoint` and what it calls (megatron/training/checkpointing.py,
-    core_v0.8.0 to 0.19.2).
+    `ckpt_step` outweighs the tracker in `load_checkpoint` and what it calls, but only after `read_metadata` has read it,
+    which ends the job where it cannot (megatron/training/checkpointing.py, core_v0.8.0 to 0.19.2).
 
     Args:
-        arguments: Megatron's.
+        scope: the globals of Megatron's checkpointing module.
         directory: the run folder.
 
     Raises:
         ResumeRefusedError: on every rank, when another is whole, but the user did not allow to take it.
     """
+    arguments = scope["get_args"]()
     standing = agreed("looking for a whole checkpoint", lambda: _looked(arguments, directory))[0]
     if standing is None or not standing.problems:
         if standing is not None and standing.unfinished:
@@ -46,12 +47,14 @@ def taking_what_is_whole(arguments: Any, directory: str | None) -> Iterator[None
         raise _refusal(standing, str(directory))
     what = "; ".join(standing.problems[:_SHOWN])
     announce(f"{standing.wanted} is not whole ({what}); resuming from iteration {standing.newest_whole} instead")
-    before = arguments.ckpt_step
-    arguments.ckpt_step = standing.newest_whole
+    chosen = standing.newest_whole
+    module: dict[str, Any] = scope  # type: ignore[assignment]  # a module's globals
+    step, read_metadata = arguments.ckpt_step, module["read_metadata"]
+    arguments.ckpt_step, module["read_metadata"] = chosen, lambda *_, **__: (chosen, False)
     try:
         yield
     finally:
-        arguments.ckpt_step = before
+        arguments.ckpt_step, module["read_metadata"] = step, read_metadata
 
 
 def _looked(arguments: Any, directory: str | None) -> Standing | None:
@@ -71,12 +74,15 @@ def _refusal(standing: Standing, directory: str) -> ResumeRefusedError:
     found = "; ".join(standing.problems[:_SHOWN])
     if len(standing.problems) > _SHOWN:
         found += f"; and {len(standing.problems) - _SHOWN} more (mcore-ckpt verify)"
+    number = standing.newest_whole
+    by_hand = f"--ckpt-step {number}" if standing.has_tracker else f"writing {number} into the tracker file"
     helps = (
-        f"iteration {standing.newest_whole} is whole: --ckpt-step {standing.newest_whole} takes it, "
+        f"iteration {number} is whole: {by_hand} takes it, "
         f"--{FALLBACK_ARGUMENT.replace('_', '-')} (or {FALLBACK_VARIABLE}=1) always takes the newest whole one"
     )
     return ResumeRefusedError(
-        f"{standing.wanted} is not a whole checkpoint; nothing was loaded",
+        "mcore_ckpt_ext refused while looking for a whole checkpoint; the optimizer is untouched\n  "
+        f"{standing.wanted} is not whole",
         found=found,
         where=directory,
         helps=helps,

@@ -26,12 +26,14 @@ class Standing:
         newest_whole: the newest iteration of the run that is whole, None where none is; looked for only where the
             wanted one is not.
         unfinished: iterations that came after the wanted one and are not whole.
+        has_tracker: whether the tracker names anything at all.
     """
 
     wanted: str
     problems: tuple[str, ...]
     newest_whole: int | None
     unfinished: tuple[int, ...]
+    has_tracker: bool = True
 
 
 def standing_of(run: Path, step: int | None = None) -> Standing | None:
@@ -52,7 +54,8 @@ def standing_of(run: Path, step: int | None = None) -> Standing | None:
         return None
     iterations = _iterations(run)
     if not text.isdigit():
-        return Standing(f"{text[:40]!r}", (f"{tracker} names no iteration",), _newest_whole(iterations), ())
+        problem = f"{tracker} names no iteration, it holds {text[:40]!r}"
+        return Standing("what the tracker names", (problem,), _newest_whole(iterations), (), has_tracker=False)
     wanted = int(text)
     folder = iterations.get(wanted, run / f"iter_{wanted:07d}")
     if is_legacy(folder) or is_canonical(folder) or is_zarr(folder):
