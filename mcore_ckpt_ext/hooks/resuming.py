@@ -22,7 +22,7 @@ _SHOWN = 3
 def taking_what_is_whole(scope: Mapping[str, Any], directory: str | None) -> Iterator[None]:
     """Have the load within this scope take the newest whole iteration, if the one it wants is not whole.
 
-    `ckpt_step` outweighs the tracker in `load_checkpoint` and what it calls, but only after `read_metadata` has read it,
+    `ckpt_step` outweighs the tracker in `load_checkpoint` and what it calls, but only once `read_metadata` has read it,
     which ends the job where it cannot (megatron/training/checkpointing.py, core_v0.8.0 to 0.19.2).
 
     Args:
