@@ -74,7 +74,8 @@ def main() -> None:
             if plugged:
                 own += measured["own"][1:]
                 first.append(sum(measured["own"][0].values()))
-    stock, ours, part = statistics.median(stalls[False]), statistics.median(stalls[True]), statistics.median(sum(parts.values()) for parts in own)
+    stock, ours = statistics.median(stalls[False]), statistics.median(stalls[True])
+    part = statistics.median(sum(parts.values()) for parts in own)
     print(f"stall of a save, median of {len(stalls[False])}: unplugged {stock:.3f} s, plugged {ours:.3f} s: "
           f"{ours / stock:.3f} x")
     print(f"in this package's own functions: {part * 1e3:.2f} ms a save, {100 * part / stock:.2f} % of the stall; "

@@ -226,6 +226,10 @@ class _ImpatientQueue:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.queue, name)
 
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        # Up to 0.16 the writer process is started, and gets its queues, during the first call.
+        return _itself, (self.queue,)
+
     def join(self) -> None:
         """Wait until everything is done, or the writer is given up; the next look at it then tells all ranks."""
         condition = self.queue._cond
@@ -240,6 +244,10 @@ class _ImpatientQueue:
             watch = self._watch()
             if watch is not None and watch.problem(owes=True):
                 return
+
+
+def _itself(item: Any) -> Any:
+    return item
 
 
 def _queue_of(module: ModuleType) -> Any:
