@@ -36,6 +36,7 @@ from mcore_ckpt_ext.online.durable import (
     problems_on_disk,
     publish_tracker,
     stored_bytes,
+    tracked,
 )  # fmt: skip
 from mcore_ckpt_ext.online.writer import Report, WriterWatch
 from mcore_ckpt_ext.storage.publish import flush
@@ -67,6 +68,7 @@ class Save:
     began: float = field(default_factory=time.monotonic)
     stalled: float = 0.0
     bytes: int = 0
+    line: str = ""
     report: Report = field(default_factory=Report)
 
     @property
@@ -116,7 +118,6 @@ def run_save(scope: Mapping[str, Any], save: Save, stock: Callable[[], Any]) -> 
     keeps_all = getattr(scope["get_args"](), "save_retain_interval", None) is None
     redirected = _is_first() and (save.asynchronous or keeps_all)
     if redirected:
-        _start_scratch(save)
         module[tracker_name] = lambda *_, **__: str(save.scratch)
     try:
         with _activated(save):
@@ -130,6 +131,7 @@ def run_save(scope: Mapping[str, Any], save: Save, stock: Callable[[], Any]) -> 
     save.stalled = time.monotonic() - save.began
     if not save.asynchronous and _is_first():
         _publish(save, tracker=redirected)
+        announce(save.line)
         _remove(save.scratch)
     return result
 
@@ -141,7 +143,7 @@ def _start_scratch(save: Save) -> None:
 
 
 def _publish(save: Save, tracker: bool = True) -> None:
-    """On rank 0, once all files are written: flush, record, point the tracker to it, say so.
+    """On rank 0, once all files are written: flush, record, point the tracker to it.
 
     Raises:
         OSError: the disk refuses; the tracker names what it named.
@@ -150,11 +152,10 @@ def _publish(save: Save, tracker: bool = True) -> None:
     flush(save.folder)
     taken = time.monotonic() - save.began
     background = max(0.0, taken - save.stalled) if save.asynchronous else 0.0
-    taken_up = SaveRecord(save.asynchronous, save.bytes, round(save.stalled, 4), round(background, 4))
-    save.record(taken_up)
+    save.record(SaveRecord(save.asynchronous, save.bytes, round(save.stalled, 4), round(background, 4)))
     if tracker:
         publish_tracker(save.tracker, save.tracker_text)
-    announce(
+    save.line = (
         f"iteration {save.iteration} is complete on disk: {save.bytes / 1e6:,.1f} MB in {save.folder}, "
         f"training stalled {save.stalled:.2f} s, {background:.2f} s in the background"
     )
@@ -171,15 +172,16 @@ def wrap_schedule_async_save(original: Function) -> Function:
         if async_request.finalize_fns:
             steps = list(async_request.finalize_fns)
             async_request.finalize_fns[:] = [functools.partial(_finalize, save, steps)]
-            _under_way.append(save)
         module = inspect.getmodule(inspect.unwrap(original))
         if module is not None and type(async_request).__module__.startswith("megatron."):
-            async_request = _observed(async_request, save)
             with _watched_start(module):
-                result = original(async_request, *positional, **keywords)
+                result = original(_observed(async_request, save), *positional, **keywords)
             _watch_last(module)
-            return result
-        return original(async_request, *positional, **keywords)
+        else:
+            result = original(async_request, *positional, **keywords)
+        if async_request.finalize_fns:
+            _under_way.append(save)
+        return result
 
     return schedule_async_save
 
@@ -201,7 +203,7 @@ def _watched_start(module: ModuleType) -> Iterator[None]:
     process = _process_of(caller)
     if process is not None and not process.is_alive() and not _queue_of(module).async_calls:
         announce(f"the idle writer (pid {process.pid}) of a rank has died; a new one is started", every_rank=True)
-        _renew_writers(module)
+        _renew_writers(module)  # what it wrote has been taken up, and the request holds the present queue of results
         caller = _persistent_caller(module)
     names = [name for name in ("preload_q", "_persistent_preload_q") if getattr(caller, name, None) is not None]
     if caller is None or not names:
@@ -268,7 +270,8 @@ def _watch_of(caller: Any) -> WriterWatch | None:
     process = _process_of(caller)
     if process is None:
         return None
-    if process.pid not in _watches:
+    known = _watches.get(process.pid)
+    if known is None or known.process is not process:
         rank = dist.get_rank()
         stays = any(hasattr(caller, name) for name in ("comp_q", "_persistent_comp_q"))
         _watches[process.pid] = WriterWatch(
@@ -326,7 +329,7 @@ def wrap_maybe_finalize_async_save(original: Function) -> Function:
         stock = functools.partial(original, *positional, **keywords)
         if module is None or not call.arguments["blocking"]:
             return stock() if module is None or not _under_way else _finalized(module, stock)
-        while _under_way:
+        while _under_way and not module.is_empty_async_queue():
             _finalized(module, functools.partial(original, blocking=False))
             time.sleep(_POLL_SECONDS if _under_way else 0)
             for save in _under_way:
@@ -345,6 +348,7 @@ def _finalized(module: ModuleType, stock: Callable[[], Any]) -> Any:
         lost = list(_under_way)
         names = ", ".join(str(save.iteration) for save in lost)
         _renew_writers(module)
+        _drop_results()
         return _failed(SaveFailedError(f"iteration {names} was not saved:\n  {error}"), lost)
     except _NotFinalisedError as error:
         return _failed(error, [error.save])
@@ -381,11 +385,13 @@ def _finalize(save: Save, steps: Sequence[Function]) -> None:
                 dist.barrier()
     save.stalled += time.monotonic() - began
     if problem is None and _is_first():
+        _start_scratch(save)
         problem = _attempt(lambda: _publish(save))
     reason = told_to_all(None if problem is None else _with_report(problem, save))
     if reason is not None:
         raise _NotFinalisedError(f"iteration {save.iteration} was not saved:\n  {reason}", save)
     _under_way.remove(save)
+    announce(save.line)
     for step in own:
         if (failure := _attempt(step)) is not None:
             announce(f"iteration {save.iteration} is saved, but then: {failure}", every_rank=True)
@@ -468,7 +474,7 @@ def _failed(error: SaveFailedError, saves: Sequence[Save] = ()) -> None:
         if save in _under_way:
             _under_way.remove(save)
     if _is_first():
-        discard(save.folder for save in saves)
+        discard(save.folder for save in saves if tracked(save.tracker) != save.iteration)
         for save in saves:
             _remove(save.scratch)
     if policy() == CONTINUE:
@@ -489,10 +495,7 @@ def policy() -> str:
 
 
 def _renew_writers(module: ModuleType) -> None:
-    """Give up all writers of this rank and what they still owe, and start with a new queue.
-
-    What a writer put into the queue of results for a save that is given up would be taken for the next one's.
-    """
+    """Give up all writers of this rank and what they still owe, and start with a new queue."""
     queue = _queue_of(module)
     callers = [call.async_caller for call in queue.async_calls]
     if getattr(queue, "persistent", False):
@@ -503,13 +506,14 @@ def _renew_writers(module: ModuleType) -> None:
     if hasattr(type(queue), "_persistent_caller"):
         type(queue)._persistent_caller = None
     module._async_calls_queue = None  # type: ignore[attr-defined]
-    _drop_results()
     if getattr(queue, "persistent", False):
         start = module.init_persistent_async_worker
         needs_rank = "rank" in inspect.signature(start).parameters
         start(dist.get_rank(), "forkserver") if needs_rank else start()
     else:
         module._async_calls_queue = type(queue)()  # type: ignore[attr-defined]
+    # The ranks compare the numbers of their calls, and not every rank may have had to start anew.
+    _queue_of(module).call_idx = queue.call_idx
 
 
 def _end(caller: Any) -> None:
@@ -530,7 +534,10 @@ def _end(caller: Any) -> None:
 
 
 def _drop_results() -> None:
-    """Forget the queue of results; the next save makes a new one, with a new manager."""
+    """Forget the queue of results; the next save makes a new one, with a new manager.
+
+    What a writer put into it for a save that is given up would be taken for the next one's.
+    """
     module = sys.modules["megatron.core.dist_checkpointing.strategies.filesystem_async"]
     results = getattr(module, "_results_queue", None)
     if results is not None:

@@ -117,7 +117,8 @@ def publish_tracker(tracker: Path, text: str) -> None:
         OSError: the disk refuses; the tracker is as it was.
     """
     replace(tracker, text)
-    flush(tracker.parent)
+    with contextlib.suppress(OSError):  # it names the checkpoint by now: this is no failure any more
+        flush(tracker.parent)
 
 
 def discard(folders: Iterable[Path]) -> None:

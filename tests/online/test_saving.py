@@ -88,13 +88,15 @@ def test_nothing_but_checkpoints_is_left(slowed: RunResult, base: Path) -> None:
 
 
 TROUBLES = {
+    1: {"ranks": [1], "what": "idle"},
     2: {"ranks": [1], "what": "SIGKILL", "preload": True},
     3: {"ranks": [1], "what": "raise", "settle": True},
     4: {"ranks": [1], "what": "full", "settle": True},
     5: {"ranks": [0], "what": "vanish", "settle": True},
     6: {"ranks": [0], "what": "SIGSTOP", "settle": True},
+    8: {"ranks": [1], "what": "lose", "settle": True},
 }
-"""By the number of the save, which is half its iteration."""
+"""By the number of the save, which is half its iteration; a save that cannot begin does not count."""
 
 
 @pytest.fixture(scope="module")
@@ -105,12 +107,12 @@ def troubled(base: Path) -> RunResult:
     (run / "iter_0000014").write_text("in the way")
     environment = {"MCORE_CKPT_EXT_WRITER_PATIENCE": "4"}
     more = ["--use-dist-ckpt", "--async-save", "--ckpt-ext-on-save-failure", "continue"]
-    return run_saving(base / "troubled", 18, trouble=TROUBLES, environment=environment, more=more)
+    return run_saving(base / "troubled", 20, trouble=TROUBLES, environment=environment, more=more)
 
 
 def test_training_goes_on_if_the_user_wants_it(troubled: RunResult) -> None:
     assert troubled.returncode == 0, troubled.output[-6000:]
-    assert "iteration       18/      18" in troubled.output
+    assert "iteration       20/      20" in troubled.output
 
 
 @pytest.mark.parametrize(
@@ -122,6 +124,7 @@ def test_training_goes_on_if_the_user_wants_it(troubled: RunResult) -> None:
         (10, r"No such file or directory"),
         (12, r"rank 0: its writer \(pid \d+\) has not moved for \d+ s: stopped by a signal"),
         (14, r"rank 0: FileExistsError"),
+        (18, r"__1_0\.distcp: it is not there, but its records need [\d,]+ bytes"),
     ],
 )
 def test_each_failure_is_told_with_its_cause(iteration: int, cause: str, troubled: RunResult) -> None:
@@ -137,9 +140,8 @@ def test_what_failed_is_gone_and_what_was_saved_is_whole(troubled: RunResult, ba
     saved = sorted(durable_lines(troubled.output))
     folders = [number for number in iterations_in(run) if number != 14]
     assert folders == saved
-    assert {2, 16, 18} <= set(saved)
-    assert {4, 6, 8, 10, 12, 14}.isdisjoint(saved)
-    assert tracked(run) == 18
+    assert saved == [2, 16, 20]
+    assert tracked(run) == 20
     assert [problems_of(run / f"iter_{number:07d}") for number in saved] == [()] * len(saved)
 
 
@@ -152,7 +154,7 @@ def stopped(base: Path) -> RunResult:
 def test_training_stops_on_every_rank_by_default(stopped: RunResult, base: Path) -> None:
     assert stopped.returncode not in (0, TIMED_OUT)
     for rank in (0, 1):
-        form = rf"^\[rank {rank}\] .*SaveFailedError: iteration 4 was not saved"
+        form = rf"^\[rank {rank}\] .*SaveFailedError: iteration 4(, 6)? was not saved"
         assert re.search(form, stopped.output, re.MULTILINE)
     assert "rank 1: its writer" in stopped.output
     assert "--ckpt-ext-on-save-failure continue" in stopped.output

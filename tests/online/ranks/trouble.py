@@ -2,8 +2,8 @@
 
 In the writer process, before it writes: `sleep SECONDS`, `raise`, `SIGKILL`, `SIGSTOP`; with `preload`, before it has
 copied a tensor. In the training process: `full` lets the rank's file lie on a full disk, `vanish` removes the folder
-once the writer has its order, `idle` kills the writer once it is done, `kill rank|writer|all SECONDS` kills so long
-afterwards. With `settle`, all ranks wait for the outcome before they train on.
+once the writer has its order, `idle` kills the writer and `lose` removes its file once it is done, and
+`kill rank|writer|all SECONDS` kills so long afterwards. With `settle`, all ranks wait for the outcome at once.
 """
 
 from __future__ import annotations
@@ -49,8 +49,11 @@ def install() -> None:
         result = original(request)
         if what == "vanish":
             shutil.rmtree(newest_folder())
-        if what == "idle":
+        if what in ("idle", "lose"):
             async_utils._async_calls_queue.async_calls[-1].async_caller._persistent_queue.join()
+        if what == "lose":
+            (newest_folder() / f"__{RANK}_0.distcp").unlink()
+        if what == "idle":
             PersistentAsyncCaller._persistent_process.kill()
             time.sleep(0.5)
         if trouble.get("settle"):
