@@ -20,15 +20,22 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from mcore_ckpt_ext.errors import CheckpointError, SaveFailedError
 from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
 from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.writers import (
+    WriterLostError,
+    bury,
+    drop_results,
+    renew_writers,
+    watch_last,
+    watched_start,
+)  # fmt: skip
 from mcore_ckpt_ext.layout.sidecar import SaveRecord
-from mcore_ckpt_ext.online.agreement import reasons_of_all, told_to_all
+from mcore_ckpt_ext.online.agreement import told_to_all
 from mcore_ckpt_ext.online.durable import (
     SCRATCH_TRACKER,
     discard,
@@ -38,7 +45,7 @@ from mcore_ckpt_ext.online.durable import (
     stored_bytes,
     tracked,
 )  # fmt: skip
-from mcore_ckpt_ext.online.writer import Report, WriterWatch
+from mcore_ckpt_ext.online.writer import Report
 from mcore_ckpt_ext.storage.publish import flush
 
 Function = Callable[..., Any]
@@ -47,8 +54,6 @@ POLICY_VARIABLE = "MCORE_CKPT_EXT_ON_SAVE_FAILURE"
 POLICY_ARGUMENT = "ckpt_ext_on_save_failure"
 STOP, CONTINUE = "stop", "continue"
 _POLL_SECONDS = 0.1
-# Added to what ranks sum up when they ask whether all writers are done: more than there are ranks.
-_FAILED = 1 << 24
 # Whose finalisation functions end with a barrier, after something that rank 0 alone does: `metadata_finalize_fn` and,
 # since 0.18, `integrity_finalize_fn`.
 _WITH_BARRIER = "megatron.core.dist_checkpointing.serialization"
@@ -80,7 +85,6 @@ class Save:
 # The save that is being planned, or finalised, by the calls beneath; and those that writers are at work on.
 _active: Save | None = None
 _under_way: list[Save] = []
-_watches: dict[int, WriterWatch] = {}
 
 
 @contextlib.contextmanager
@@ -129,8 +133,10 @@ def run_save(scope: Mapping[str, Any], save: Save, stock: Callable[[], Any]) -> 
     finally:
         module[tracker_name] = original
     save.stalled = time.monotonic() - save.began
-    if not save.asynchronous and _is_first():
-        _publish(save, tracker=redirected)
+    if not save.asynchronous:
+        reason = told_to_all(_attempt(lambda: _publish(save, tracker=redirected)) if _is_first() else None)
+        if reason:
+            return _failed(SaveFailedError(f"iteration {save.iteration} was not saved:\n  {reason}"), [save])
         announce(save.line)
         _remove(save.scratch)
     return result
@@ -174,9 +180,9 @@ def wrap_schedule_async_save(original: Function) -> Function:
             async_request.finalize_fns[:] = [functools.partial(_finalize, save, steps)]
         module = inspect.getmodule(inspect.unwrap(original))
         if module is not None and type(async_request).__module__.startswith("megatron."):
-            with _watched_start(module):
+            with watched_start(module):
                 result = original(_observed(async_request, save), *positional, **keywords)
-            _watch_last(module)
+            watch_last(module, lambda problem: _with_report(problem, _under_way[0]) if _under_way else problem)
         else:
             result = original(async_request, *positional, **keywords)
         if async_request.finalize_fns:
@@ -190,124 +196,6 @@ def _observed(request: Any, save: Save) -> Any:
     """The request with what its writer does reported; a field that is not there, or empty, stays so."""
     names = [name for name in ("async_fn", "preload_fn") if getattr(request, name, None) is not None]
     return request._replace(**{name: save.report.observed(getattr(request, name)) for name in names})
-
-
-@contextlib.contextmanager
-def _watched_start(module: ModuleType) -> Iterator[None]:
-    """While a request is handed over: start anew a persistent writer that died idle, and do not wait for a dead one.
-
-    `PersistentAsyncCaller.schedule_async_call` waits without limit until the writer has copied the tensors (`join` of
-    `preload_q`, since 0.19 `_persistent_preload_q`).
-    """
-    caller = _persistent_caller(module)
-    process = _process_of(caller)
-    if process is not None and not process.is_alive() and not _queue_of(module).async_calls:
-        announce(f"the idle writer (pid {process.pid}) of a rank has died; a new one is started", every_rank=True)
-        _renew_writers(module)  # what it wrote has been taken up, and the request holds the present queue of results
-        caller = _persistent_caller(module)
-    names = [name for name in ("preload_q", "_persistent_preload_q") if getattr(caller, name, None) is not None]
-    if caller is None or not names:
-        yield
-        return
-    (name,) = names
-    setattr(caller, name, _ImpatientQueue(getattr(caller, name), lambda: _watch_of(caller)))
-    try:
-        yield
-    finally:
-        waiting = vars(caller).pop(name)
-        if getattr(caller, name, None) is None:  # it was the caller's own, not its class's
-            setattr(caller, name, waiting.queue)
-
-
-class _ImpatientQueue:
-    """A joinable queue whose `join` returns, too, when the process that should empty it cannot."""
-
-    def __init__(self, queue: Any, watch: Callable[[], WriterWatch | None]) -> None:
-        self.queue, self._watch = queue, watch
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.queue, name)
-
-    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
-        # Up to 0.16 the writer process is started, and gets its queues, during the first call.
-        return _itself, (self.queue,)
-
-    def join(self) -> None:
-        """Wait until everything is done, or the writer is given up; the next look at it then tells all ranks."""
-        condition = self.queue._cond
-        while True:
-            # Who died while it held the lock never gives it back.
-            if condition.acquire(timeout=_POLL_SECONDS):
-                try:
-                    if self.queue._unfinished_tasks._semlock._is_zero() or condition.wait(_POLL_SECONDS):
-                        return
-                finally:
-                    condition.release()
-            watch = self._watch()
-            if watch is not None and watch.problem(owes=True):
-                return
-
-
-def _itself(item: Any) -> Any:
-    return item
-
-
-def _queue_of(module: ModuleType) -> Any:
-    return getattr(module, "_get_async_calls_queue", lambda: module._async_calls_queue)()
-
-
-def _persistent_caller(module: ModuleType) -> Any:
-    queue = _queue_of(module)
-    return queue._get_async_caller() if getattr(queue, "persistent", False) else None
-
-
-def _process_of(caller: Any) -> Any:
-    """The writer process; a caller of 0.19 that has not yet written anything knows its warmed-up one by its class."""
-    return getattr(caller, "process", None) or getattr(caller, "_persistent_process", None)
-
-
-def _watch_of(caller: Any) -> WriterWatch | None:
-    process = _process_of(caller)
-    if process is None:
-        return None
-    known = _watches.get(process.pid)
-    if known is None or known.process is not process:
-        rank = dist.get_rank()
-        stays = any(hasattr(caller, name) for name in ("comp_q", "_persistent_comp_q"))
-        _watches[process.pid] = WriterWatch(
-            process, stays, lambda what: announce(f"rank {rank}: {what}", every_rank=True)
-        )
-    return _watches[process.pid]
-
-
-def _watch_last(module: ModuleType) -> None:
-    """Have the ranks tell each other of dead writers in the very sum by which they ask whether all are done."""
-    caller = _queue_of(module).async_calls[-1].async_caller
-    if not hasattr(caller, "sync_all_async_calls"):  # up to 0.8
-        return
-    watch = _watch_of(caller)
-    if watch is not None:
-        watch.renew()
-
-    def sync_all_async_calls(is_alive: int) -> bool:
-        watch = _watch_of(caller)
-        problem = None if watch is None else watch.problem(bool(is_alive))
-        state = torch.tensor(
-            [int(is_alive) + (_FAILED if problem else 0)], dtype=torch.int, device=torch.cuda.current_device()
-        )
-        dist.all_reduce(state)
-        total = int(state.item())
-        if total >= _FAILED:
-            if problem and _under_way:
-                problem = _with_report(problem, _under_way[0])
-            raise _WriterLostError(reasons_of_all(problem))
-        return total == 0
-
-    caller.sync_all_async_calls = sync_all_async_calls
-
-
-class _WriterLostError(SaveFailedError):
-    """Some rank's writer is gone or stuck; raised on every rank."""
 
 
 class _NotFinalisedError(SaveFailedError):
@@ -335,7 +223,7 @@ def wrap_maybe_finalize_async_save(original: Function) -> Function:
             for save in _under_way:
                 save.stalled += _POLL_SECONDS
         if call.arguments.get("terminate"):
-            _bury(module)
+            bury(module)
         return stock()
 
     return maybe_finalize_async_save
@@ -344,22 +232,14 @@ def wrap_maybe_finalize_async_save(original: Function) -> Function:
 def _finalized(module: ModuleType, stock: Callable[[], Any]) -> Any:
     try:
         return stock()
-    except _WriterLostError as error:
+    except WriterLostError as error:
         lost = list(_under_way)
         names = ", ".join(str(save.iteration) for save in lost)
-        _renew_writers(module)
-        _drop_results()
+        renew_writers(module)
+        drop_results()
         return _failed(SaveFailedError(f"iteration {names} was not saved:\n  {error}"), lost)
     except _NotFinalisedError as error:
         return _failed(error, [error.save])
-
-
-def _bury(module: ModuleType) -> None:
-    """Forget a persistent writer that died idle: Megatron would hand it its last order and wait for ever."""
-    caller = _persistent_caller(module) if getattr(module, "_async_calls_queue", None) is not None else None
-    process = _process_of(caller)
-    if process is not None and not process.is_alive():
-        _end(caller)
 
 
 def _finalize(save: Save, steps: Sequence[Function]) -> None:
@@ -492,58 +372,6 @@ def policy() -> str:
     arguments = sys.modules["megatron.training"].get_args()
     chosen = getattr(arguments, POLICY_ARGUMENT, None) or os.environ.get(POLICY_VARIABLE, STOP)
     return CONTINUE if chosen == CONTINUE else STOP
-
-
-def _renew_writers(module: ModuleType) -> None:
-    """Give up all writers of this rank and what they still owe, and start with a new queue."""
-    queue = _queue_of(module)
-    callers = [call.async_caller for call in queue.async_calls]
-    if getattr(queue, "persistent", False):
-        callers.append(queue._get_async_caller())
-    queue.async_calls.clear()
-    for caller in {id(caller): caller for caller in callers}.values():
-        _end(caller)
-    if hasattr(type(queue), "_persistent_caller"):
-        type(queue)._persistent_caller = None
-    module._async_calls_queue = None  # type: ignore[attr-defined]
-    if getattr(queue, "persistent", False):
-        start = module.init_persistent_async_worker
-        needs_rank = "rank" in inspect.signature(start).parameters
-        start(dist.get_rank(), "forkserver") if needs_rank else start()
-    else:
-        module._async_calls_queue = type(queue)()  # type: ignore[attr-defined]
-    # The ranks compare the numbers of their calls, and not every rank may have had to start anew.
-    _queue_of(module).call_idx = queue.call_idx
-
-
-def _end(caller: Any) -> None:
-    """Kill a caller's process, and see to it that nobody waits for what it leaves."""
-    process = _process_of(caller)
-    if process is not None:
-        _watches.pop(process.pid, None)
-        process.kill()
-    for name in ("queue", "preload_q", "comp_q"):
-        for holder, attribute in ((caller, name), (type(caller), f"_persistent_{name}")):
-            if (queue := getattr(holder, attribute, None)) is not None:
-                queue.cancel_join_thread()
-                if holder is type(caller):
-                    setattr(holder, attribute, None)
-    if hasattr(type(caller), "_persistent_process"):
-        type(caller)._persistent_process = None
-    caller.process = None
-
-
-def _drop_results() -> None:
-    """Forget the queue of results; the next save makes a new one, with a new manager.
-
-    What a writer put into it for a save that is given up would be taken for the next one's.
-    """
-    module = sys.modules["megatron.core.dist_checkpointing.strategies.filesystem_async"]
-    results = getattr(module, "_results_queue", None)
-    if results is not None:
-        with contextlib.suppress(Exception):
-            results._manager.shutdown()
-        module._results_queue = None  # type: ignore[attr-defined]
 
 
 def _remove(path: Path) -> None:

@@ -49,13 +49,13 @@ def install() -> None:
         result = original(request)
         if what == "vanish":
             shutil.rmtree(newest_folder())
-        if what in ("idle", "lose"):
-            async_utils._async_calls_queue.async_calls[-1].async_caller._persistent_queue.join()
+        while what in ("idle", "lose") and PersistentAsyncCaller._persistent_comp_q.empty():
+            time.sleep(0.01)  # it is done once it has said so
         if what == "lose":
             (newest_folder() / f"__{RANK}_0.distcp").unlink()
         if what == "idle":
             PersistentAsyncCaller._persistent_process.kill()
-            time.sleep(0.5)
+            PersistentAsyncCaller._persistent_process.join()
         if trouble.get("settle"):
             async_utils.maybe_finalize_async_save(blocking=True)
         return result
