@@ -105,7 +105,7 @@ def troubled(base: Path) -> RunResult:
     run = base / "troubled" / "checkpoints"
     run.mkdir(parents=True)
     (run / "iter_0000014").write_text("in the way")
-    environment = {"MCORE_CKPT_EXT_WRITER_PATIENCE": "4"}
+    environment = {"MCORE_CKPT_EXT_WRITER_PATIENCE": "8"}
     more = ["--use-dist-ckpt", "--async-save", "--ckpt-ext-on-save-failure", "continue"]
     return run_saving(base / "troubled", 20, trouble=TROUBLES, environment=environment, more=more)
 
