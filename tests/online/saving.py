@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.online.jobs import RANK_SCRIPTS, launch, toy_jobs
+from tests.online.jobs import RANK_SCRIPTS, TIME_LIMIT, launch, toy_jobs
 
-TIME_LIMIT = 120
 INTERVAL = 2
 # Exactly the flags of existing scripts.
 ASYNCHRONOUS = ("--use-dist-ckpt", "--async-save")

@@ -21,11 +21,15 @@ RANKS = 2
 
 
 def trouble_of(number: int) -> dict[int, dict[str, object]]:
-    """The kill of a run, which its number decides: who, at which save, how long after its writer had its order."""
+    """The kill of a run, which its number decides: who, at which save, how long after its writer had its order.
+
+    The first save is waited for, so that there is something to lose.
+    """
     chance = random.Random(number)
     whom = ("rank", "writer", "all")[number % 3]
     what = f"kill {whom} {chance.uniform(0, WINDOW):.3f}"
-    return {chance.choice(SAVES): {"ranks": [chance.randrange(RANKS)], "what": what}}
+    first = {"ranks": [], "what": "", "settle": True}
+    return {1: first, chance.choice(SAVES): {"ranks": [chance.randrange(RANKS)], "what": what}}
 
 
 @pytest.fixture(scope="session")

@@ -49,8 +49,10 @@ def install() -> None:
         result = original(request)
         if what == "vanish":
             shutil.rmtree(newest_folder())
-        while what in ("idle", "lose") and PersistentAsyncCaller._persistent_comp_q.empty():
-            time.sleep(0.01)  # it is done once it has said so
+        if what in ("idle", "lose"):
+            async_utils._async_calls_queue.async_calls[-1].async_caller._persistent_queue.join()
+        while what == "idle" and PersistentAsyncCaller._persistent_comp_q.empty():
+            time.sleep(0.01)  # it has written, but must have said so, too
         if what == "lose":
             (newest_folder() / f"__{RANK}_0.distcp").unlink()
         if what == "idle":
