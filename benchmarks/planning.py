@@ -23,8 +23,7 @@ import synthetic
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout.local_model import ModelRank
-from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
 
 GOAL_RATIO, GOAL_BYTES = 2.2, 2 << 30
@@ -51,18 +50,7 @@ def wanted_by_rank(layers: int) -> list[WantedSlice]:
     """What the rank's optimizer holds: its share of the one bucket of its buffer."""
     arguments = arguments_for(layers, RUNNING)
     models = synthetic.local_models(synthetic.shapes_of(arguments), arguments)
-    buffer = synthetic.buffer_of(models, RANK)
-    (bucket,) = buffer.buckets
-    share = (bucket.stop - bucket.start) // RUNNING[2]
-    found = []
-    for index, start, stop in bucket.placements:
-        low, high = max(start, SHARE * share), min(stop, (SHARE + 1) * share)
-        if low < high:
-            name = buffer.names[index]
-            tensors = {name: LogicalTensor(name, models.weights[name].tensor.shape, "float32")}
-            part = Slice(buffer.regions[index], low - start, high - start)
-            found += [WantedSlice(kind, part, tensors) for kind in (FP32_PARAM, EXP_AVG, EXP_AVG_SQ)]
-    return found
+    return synthetic.wanted_by(models, RANK, SHARE)
 
 
 def plan_once(folder: Path, layers: int) -> dict[str, float]:

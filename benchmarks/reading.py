@@ -26,12 +26,10 @@ import torch
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.flat_buffers import FlatBuffers
 from mcore_ckpt_ext.layout.local_model import ModelRank
-from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, LogicalTensor
-from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
+from mcore_ckpt_ext.planning.plan import make_plan
 from mcore_ckpt_ext.transfer import Transfer
 
-KINDS = (FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
 # The stage of the old layout whose shards stock loads.
 STAGE, SHARE = 1, 0
 
@@ -41,19 +39,9 @@ def ours(folder: Path) -> tuple[float, int]:
     arguments = dict(open_checkpoint(folder).args)
     arguments |= {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
     models = synthetic.local_models(synthetic.shapes_of(arguments), arguments)
-    buffer = synthetic.buffer_of(models, ModelRank(pipeline=1, tensor=0))
     begun = time.monotonic()
     checkpoint = open_checkpoint(folder)
-    wanted = []
-    (bucket,) = buffer.buckets
-    share = (bucket.stop - bucket.start) // arguments["data_parallel_size"]
-    for index, start, stop in bucket.placements:
-        low, high = max(start, SHARE * share), min(stop, (SHARE + 1) * share)
-        if low < high:
-            name = buffer.names[index]
-            tensors = {name: LogicalTensor(name, models.weights[name].tensor.shape, "float32")}
-            part = Slice(buffer.regions[index], low - start, high - start)
-            wanted += [WantedSlice(kind, part, tensors) for kind in KINDS]
+    wanted = synthetic.wanted_by(models, ModelRank(pipeline=1, tensor=0), SHARE)
     plan = make_plan(wanted, checkpoint)
     destinations = [torch.empty(want.slice.numel) for want in wanted]
     Transfer(checkpoint.reader).execute(plan, destinations)

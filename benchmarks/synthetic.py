@@ -171,6 +171,22 @@ def buffer_of(models: LocalModels, rank: ModelRank) -> PackedBuffer:
     return buffer
 
 
+def wanted_by(models: LocalModels, rank: ModelRank, share: int) -> list[WantedSlice]:
+    """What the optimizer of one data-parallel rank, `share`, holds of the one bucket of a model rank's buffer."""
+    buffer = buffer_of(models, rank)
+    (bucket,) = buffer.buckets
+    size = (bucket.stop - bucket.start) // models.layout.data
+    found = []
+    for index, start, stop in bucket.placements:
+        low, high = max(start, share * size), min(stop, (share + 1) * size)
+        if low < high:
+            name = buffer.names[index]
+            tensors = {name: LogicalTensor(name, models.weights[name].tensor.shape, "float32")}
+            part = Slice(buffer.regions[index], low - start, high - start)
+            found += [WantedSlice(kind, part, tensors) for kind in _STATES.values()]
+    return found
+
+
 def _buckets(models: LocalModels, rank: ModelRank, prefix: str, data_parallel: int) -> Iterator[tuple[Array, int]]:
     """The arrays of one model-parallel rank: a chunk for each parameter and data-parallel rank."""
     buffer = buffer_of(models, rank)
