@@ -79,6 +79,15 @@ def _rope() -> Setting:
     return Both(("rope_parameters", "rope_theta", "rope_scaling"), to_config, to_arguments)
 
 
+def scaled_gates(missing: float) -> Setting:
+    """The factor of the chosen experts' weights; `missing`: what its absence from a config means."""
+    return Both(
+        ("routed_scaling_factor",),
+        lambda arguments: {"routed_scaling_factor": float(arguments["moe_router_topk_scaling_factor"] or 1.0)},
+        lambda config: {"moe_router_topk_scaling_factor": config.get("routed_scaling_factor", missing)},
+    )
+
+
 def _layers() -> Setting:
     def to_config(arguments: Arguments) -> dict[str, Any]:
         pattern = [has_experts(arguments, layer) for layer in range(arguments["num_layers"])]

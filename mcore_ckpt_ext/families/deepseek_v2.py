@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import Arguments
-from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS
+from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS, scaled_gates
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, unrepresentable
 
@@ -38,11 +38,7 @@ class DeepSeekV2(Family):
     settings = (
         *SETTINGS,
         Both(("topk_method", "n_group", "topk_group"), _groups, _limits),
-        Both(
-            ("routed_scaling_factor",),
-            lambda arguments: {"routed_scaling_factor": float(arguments["moe_router_topk_scaling_factor"] or 1.0)},
-            lambda config: {"moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 1.0)},
-        ),
+        scaled_gates(1.0),
         Same("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
         Fixed("norm_topk_prob", False, {"moe_router_pre_softmax": True}),
         Fixed("mlp_bias", False, {}),

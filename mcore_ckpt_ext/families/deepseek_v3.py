@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import Arguments
-from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS
+from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS, scaled_gates
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
 from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Same
 
@@ -45,11 +45,7 @@ class DeepSeekV3(Family):
     settings = (
         *SETTINGS,
         Both(("n_group", "topk_group"), _groups, _limits),
-        Both(
-            ("routed_scaling_factor",),
-            lambda arguments: {"routed_scaling_factor": float(arguments["moe_router_topk_scaling_factor"] or 1.0)},
-            lambda config: {"moe_router_topk_scaling_factor": config.get("routed_scaling_factor", 2.5)},
-        ),
+        scaled_gates(2.5),
         Same("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
         Fixed("norm_topk_prob", True, {"moe_router_pre_softmax": False}),
         Fixed("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),

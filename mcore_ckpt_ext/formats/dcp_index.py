@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, Extent
@@ -15,8 +15,7 @@ from mcore_ckpt_ext.storage.safe_pickle import TensorReference, safe_loads
 METADATA_FILE = ".metadata"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
+class StoredChunk(NamedTuple):
     """A hyper-rectangle of a stored array, and the archive that holds it."""
 
     offsets: tuple[int, ...]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -312,7 +311,7 @@ def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[s
     if tensor.transposed:
         if stored.first or extent.numel != prod(tensor.shape):
             raise UnsupportedCheckpointError("a matrix shares its storage with others", where=tensor.name)
-        extent = replace(extent, turned_columns=tensor.shape[1])
+        extent = extent._replace(turned_columns=tensor.shape[1])
     regions: dict[str, list[Region]] = {}
     for region in tensor.regions:
         regions.setdefault(region.name, []).append(region)

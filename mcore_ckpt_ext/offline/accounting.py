@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.flat_buffers import KINDS, FlatBuffers
@@ -23,8 +22,7 @@ _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.(?:state\.(?P<shaped>\w+?)\.
 _GATHERED = ".param_state/shard_"
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPart:
+class StoredPart(NamedTuple):
     """`nbytes` of an array in a file; `tensor` is named as the file's own format names it."""
 
     file: str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mcore_ckpt_ext.errors import ModelMismatchError
 from mcore_ckpt_ext.model_space.slices import Slice
@@ -20,8 +20,7 @@ ITEM_SIZE: Mapping[str, int] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """One stored array of `numel` elements, in the torch archive of `length` bytes at `offset` of `file`.
 
     `record` names the archive's record that holds it; empty where the archive is that one tensor. The payload's own

@@ -32,14 +32,15 @@ class _Sealed(type):
 
 
 class Record(metaclass=_Sealed):
-    """An object known by its attributes only; stands for every class of torch's checkpoint metadata.
-
-    It has no `__setstate__`, so that the C unpickler fills it: a large checkpoint has hundreds of thousands.
-    """
+    """An object known by its attributes only; stands for every class of torch's checkpoint metadata."""
 
     def __init__(self, *arguments: object) -> None:
         """Members of an enum arrive here, with their value."""
         self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        # Kept as it is, not copied: a large checkpoint has hundreds of thousands.
+        self.__dict__ = state
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.__dict__})"
@@ -115,6 +116,13 @@ class TensorProperties(Record):
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = state[0]
+
+
+class Unread(Record):
+    """A part of the ranks' plans, which stand in the metadata beside what they led to: nobody reads them."""
+
+    def __setstate__(self, state: object) -> None:
+        """Forget it."""
 
 
 class _Stateless(metaclass=_Sealed):
@@ -264,7 +272,7 @@ class _SafeUnpickler(pickle.Unpickler):
         if module == "torch" and name in _DTYPES:
             return _DTYPES[name]
         if module.startswith(_METADATA_MODULES):
-            return TensorProperties if name == "TensorProperties" else _record_class(name)
+            return _RECORD_CLASSES.get(name) or _record_class(name)
         if module.partition(".")[0] in sys.stdlib_module_names and (module, name) not in _HARMLESS:
             raise UnsafePickleError(
                 "a pickle asks for a function that no checkpoint needs; nothing was executed",
@@ -285,13 +293,15 @@ class _SafeUnpickler(pickle.Unpickler):
         return StorageReference(dtype, str(key), int(numel))
 
 
+# `torch.distributed.checkpoint.planner` has the last two.
+_RECORD_CLASSES: dict[str, type[Record]] = {
+    "TensorProperties": TensorProperties, "WriteItem": Unread, "TensorWriteData": Unread,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=1024)
 def _record_class(name: str) -> type[Record]:
-    if name not in _RECORD_CLASSES:
-        _RECORD_CLASSES[name] = type(name, (Record,), {})
-    return _RECORD_CLASSES[name]
-
-
-_RECORD_CLASSES: dict[str, type[Record]] = {}
+    return type(name, (Record,), {})
 
 
 @lru_cache(maxsize=1024)
