@@ -62,6 +62,10 @@ class ResumeRefusedError(CheckpointError):
     """Some rank refused to resume; raised on every rank with the reasons of all."""
 
 
+class SaveFailedError(CheckpointError):
+    """A running job's checkpoint could not be saved; raised on every rank with the reasons of all."""
+
+
 class DestinationError(CheckpointError):
     """What is to be written exists already, or the disk refuses it; nothing was published."""
 

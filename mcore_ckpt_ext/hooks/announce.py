@@ -18,14 +18,14 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def announce(line: str) -> None:
-    """Write one line to stderr, on rank 0 only, and each line once in a process.
+def announce(line: str, *, every_rank: bool = False) -> None:
+    """Write one line to stderr, on rank 0 only unless it is some rank's own, and each line once in a process.
 
     Not through logging: Megatron raises or sets levels late and by its own flags, and what this package
     changes in a job must be seen without any of them.
     """
     text = " ".join(line.split())
-    if is_first_rank() and text not in _said:
+    if (every_rank or is_first_rank()) and text not in _said:
         _said.add(text)
         sys.stderr.write(f"{PREFIX}{text}\n")
         sys.stderr.flush()

@@ -28,8 +28,10 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import common_optimizers, sharding_type
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, fed, folder_to_feed, load_weights_alone
+from mcore_ckpt_ext.hooks.resuming import taking_what_is_whole
+from mcore_ckpt_ext.hooks.saving import Save, run_save
 from mcore_ckpt_ext.layout.parallel import placement_changes
-from mcore_ckpt_ext.layout.sidecar import RecordedGroup
+from mcore_ckpt_ext.layout.sidecar import RecordedGroup, SaveRecord
 from mcore_ckpt_ext.online.agreement import agreed, gather
 from mcore_ckpt_ext.online.live_optimizer import distributed_optimizers, stock_stumbles
 from mcore_ckpt_ext.online.record import merged, recorded_groups, write_sidecar
@@ -51,17 +53,29 @@ def wrap_load_checkpoint(original: Function) -> Function:
     def load_checkpoint(
         ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *positional: Any, **keywords: Any
     ) -> Any:
-        stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
-        scope = _scope(original)
         call = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         call.apply_defaults()
+        scope = _scope(original)
+        with taking_what_is_whole(scope, getattr(scope["get_args"](), call.arguments["load_arg"])):
+            return load(call.arguments, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+
+    def load(
+        given: Mapping[str, Any],
+        ddp_model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        *positional: Any,
+        **keywords: Any,
+    ) -> Any:
+        stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+        scope = _scope(original)
         arguments = scope["get_args"]()
-        chunks, directory = scope["unwrap_model"](ddp_model), getattr(arguments, call.arguments["load_arg"])
+        chunks, directory = scope["unwrap_model"](ddp_model), getattr(arguments, given["load_arg"])
         if not _resumes_distributed_optimizer(scope, optimizer):
             if optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
                 return stock()
             return load_weights_alone(scope, directory, chunks, stock)
-        looks = agreed("looking at the checkpoint", lambda: _look(scope, call.arguments))
+        looks = agreed("looking at the checkpoint", lambda: _look(scope, given))
         look = next((found for found in looks if found is not None), None)
         if look is None:
             return load_weights_alone(scope, directory, chunks, stock)
@@ -88,19 +102,46 @@ def wrap_load_checkpoint(original: Function) -> Function:
 
 
 def wrap_save_checkpoint(original: Function) -> Function:
-    """Around `save_checkpoint`: leave the sidecar in the iteration folder, for synchronous and asynchronous saves."""
+    """Around `save_checkpoint`: a torch_dist checkpoint is whole or not there, and has its sidecar."""
 
     @functools.wraps(original)
     def save_checkpoint(iteration: int, model: Any, optimizer: Any, *positional: Any, **keywords: Any) -> Any:
-        result = original(iteration, model, optimizer, *positional, **keywords)
+        stock = functools.partial(original, iteration, model, optimizer, *positional, **keywords)
         scope = _scope(original)
         call = inspect.signature(original).bind(iteration, model, optimizer, *positional, **keywords)
         call.apply_defaults()
-        if _saves_distributed_optimizer(scope, call.arguments):
-            _record(scope, call.arguments)
-        return result
+        if not _is_served(scope, call.arguments):
+            return stock()
+        return run_save(scope, _save_of(scope, call.arguments), stock)
 
     return save_checkpoint
+
+
+def _is_served(scope: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
+    """A persistent torch_dist checkpoint in a folder of the file system."""
+    arguments = scope["get_args"]()
+    folder = str(arguments.save or "://")
+    is_persistent = not call.get("non_persistent_ckpt", False)
+    return getattr(arguments, "ckpt_format", None) == TORCH_DIST and is_persistent and "://" not in folder
+
+
+def _save_of(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Save:
+    arguments, iteration, release = scope["get_args"](), int(call["iteration"]), bool(call.get("release", False))
+    groups: tuple[RecordedGroup, ...] = ()
+    if _saves_distributed_optimizer(scope, call):
+        optimizer = call["optimizer"]
+        if optimizer not in _recorded:
+            _recorded[optimizer] = _gathered(scope["unwrap_model"](call["model"]), optimizer)
+        groups = _recorded[optimizer]
+    folder = Path(scope["get_checkpoint_name"](arguments.save, iteration, release=release, return_base_dir=True))
+    return Save(
+        iteration=iteration,
+        folder=folder,
+        tracker=Path(scope["get_checkpoint_tracker_filename"](arguments.save)),
+        tracker_text="release" if release else str(iteration),
+        asynchronous=bool(getattr(arguments, "async_save", False)),
+        record=functools.partial(_record, folder, groups, vars(arguments), iteration),
+    )
 
 
 def _scope(original: Function) -> Mapping[str, Any]:
@@ -216,30 +257,22 @@ def _saves_distributed_optimizer(scope: Mapping[str, Any], call: Mapping[str, An
     return (
         call["optimizer"] is not None
         and getattr(arguments, "use_distributed_optimizer", False)
-        and arguments.ckpt_format == TORCH_DIST
         and not arguments.no_save_optim
-        and not call.get("non_persistent_ckpt", False)
     )
 
 
-def _record(scope: Mapping[str, Any], call: Mapping[str, Any]) -> None:
+def _record(
+    folder: Path, groups: tuple[RecordedGroup, ...], arguments: Mapping[str, Any], iteration: int, saved: SaveRecord
+) -> None:
     """Write the sidecar; a checkpoint without it is as good as before, so nothing here may fail the save."""
-    arguments, optimizer = scope["get_args"](), call["optimizer"]
-    if optimizer not in _recorded:
-        _recorded[optimizer] = _gathered(scope["unwrap_model"](call["model"]), optimizer)
-    if int(os.environ.get("RANK", "0")) or not _recorded[optimizer]:
+    if not groups:
         return
     try:
-        folder = scope["get_checkpoint_name"](
-            arguments.save, call["iteration"], release=call.get("release", False), return_base_dir=True
-        )
         # Behind a plus Megatron puts the commit of whatever repository it lies in.
         megatron = str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown")).partition("+")[0]
-        write_sidecar(
-            Path(folder), _recorded[optimizer], vars(arguments), call["iteration"], (__version__, megatron)
-        )
+        write_sidecar(folder, groups, arguments, iteration, (__version__, megatron), saved)
     except Exception as error:  # noqa: BLE001 - see the docstring
-        announce(f"no sidecar beside iteration {call['iteration']}: {error}; resuming will recover the layout instead")
+        announce(f"no sidecar beside iteration {iteration}: {error}; resuming will recover the layout instead")
 
 
 def _gathered(chunks: Any, optimizer: Any) -> tuple[RecordedGroup, ...]:

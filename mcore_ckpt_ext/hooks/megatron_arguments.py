@@ -1,4 +1,4 @@
-"""Make Megatron's ``--async-save`` asynchronous in fact.
+"""Make Megatron's ``--async-save`` asynchronous in fact, and take this package's own flags.
 
 Two defaults stand in its way:
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
@@ -26,10 +26,13 @@ from importlib import import_module
 from typing import ParamSpec, TypeVar
 
 from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.resuming import FALLBACK_ARGUMENT, FALLBACK_VARIABLE
+from mcore_ckpt_ext.hooks.saving import CONTINUE, POLICY_ARGUMENT, POLICY_VARIABLE, STOP
 
 P = ParamSpec("P")
 Arguments = TypeVar("Arguments", bound=Namespace)
 
+_PROVIDER = "extra_args_provider"
 FIRST_VERSION_THAT_NEEDS_THE_WORKER = (0, 16)
 
 
@@ -44,10 +47,13 @@ class Change:
 
 def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
     """Return a ``parse_args`` whose result saves asynchronously when ``--async-save`` asks for it."""
+    signature = inspect.signature(original)
 
     @wraps(original)
     def parse_args(*args: P.args, **kwargs: P.kwargs) -> Arguments:
-        arguments = original(*args, **kwargs)
+        call = signature.bind(*args, **kwargs)
+        call.arguments[_PROVIDER] = _with_own_flags(call.arguments.get(_PROVIDER))
+        arguments = original(*call.args, **call.kwargs)
         changes = asynchronous_save_changes(arguments, sys.argv[1:], megatron_version(), nvrx_problem)
         for change in changes:
             setattr(arguments, change.name, change.value)
@@ -57,6 +63,32 @@ def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
         return arguments
 
     return parse_args
+
+
+def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None) -> Callable[..., ArgumentParser]:
+    """The user's provider of extra arguments with this package's behind; none of their names is Megatron's."""
+
+    def provide(parser: ArgumentParser) -> ArgumentParser:
+        parser = provider(parser) if provider is not None else parser
+        group = parser.add_argument_group(title="mcore_ckpt_ext")
+        group.add_argument(
+            _flag(POLICY_ARGUMENT),
+            choices=[CONTINUE, STOP],
+            help=f"Whether training goes on when a checkpoint cannot be saved (default: {POLICY_VARIABLE}, or stop).",
+        )
+        group.add_argument(
+            _flag(FALLBACK_ARGUMENT),
+            action="store_true",
+            help="Resume from the newest whole checkpoint where the newest one is incomplete or damaged "
+            f"(also {FALLBACK_VARIABLE}=1).",
+        )
+        return parser
+
+    return provide
+
+
+def _flag(argument: str) -> str:
+    return f"--{argument.replace('_', '-')}"
 
 
 def asynchronous_save_changes(

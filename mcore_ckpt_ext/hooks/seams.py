@@ -25,6 +25,27 @@ SEAMS = (
         version_module="megatron.core",
     ),
     Seam(
+        module="megatron.training.async_utils",
+        attribute="schedule_async_save",
+        wrapper="mcore_ckpt_ext.hooks.saving:wrap_schedule_async_save",
+        parameters=("async_request",),
+        version_module="megatron.core",
+    ),
+    Seam(
+        module="megatron.training.async_utils",
+        attribute="maybe_finalize_async_save",
+        wrapper="mcore_ckpt_ext.hooks.saving:wrap_maybe_finalize_async_save",
+        parameters=("blocking",),
+        version_module="megatron.core",
+    ),
+    Seam(
+        module="megatron.core.dist_checkpointing.strategies.state_dict_saver",
+        attribute="save_state_dict_async_finalize",
+        wrapper="mcore_ckpt_ext.hooks.saving:wrap_save_state_dict_async_finalize",
+        parameters=("storage_writer", "global_metadata", "dist_wrapper"),
+        version_module="megatron.core",
+    ),
+    Seam(
         module="megatron.training.arguments",
         # Not validate_args: 0.16.x chooses the writer's queue between parse_args and validate_args
         # (megatron/training/initialize.py:86-92@0.16.1).

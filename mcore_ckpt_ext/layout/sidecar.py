@@ -44,15 +44,33 @@ class RecordedGroup:
     buckets: tuple[RecordedBucket, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class SaveRecord:
+    """What a save took: written when all of the checkpoint was on disk, and before the tracker file named it.
+
+    Attributes:
+        asynchronous: whether training went on meanwhile.
+        bytes: of all records.
+        seconds_stalled: for which training stood still, on rank 0.
+        seconds_in_background: from there until all was on disk.
+    """
+
+    asynchronous: bool
+    bytes: int
+    seconds_stalled: float
+    seconds_in_background: float
+
+
 @dataclass(frozen=True)
 class Sidecar:
-    """What the file holds: who wrote it, of which job, and the groups."""
+    """What the file holds: who wrote it, of which job, the groups, and what the save took if that is recorded."""
 
     written_by: str
     megatron: str
     iteration: int
     layout: Mapping[str, int]
     groups: tuple[RecordedGroup, ...]
+    saved: SaveRecord | None = None
 
     def to_json(self) -> str:
         """The file's text."""
@@ -75,9 +93,21 @@ class Sidecar:
                 iteration=int(data["iteration"]),
                 layout={str(name): int(size) for name, size in data["layout"].items()},
                 groups=tuple(_group(group) for group in data["groups"]),
+                saved=_save_record(data.get("saved")),
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"the sidecar lacks or misspells {error}") from error
+
+
+def _save_record(data: Mapping[str, Any] | None) -> SaveRecord | None:
+    if data is None:
+        return None
+    return SaveRecord(
+        asynchronous=bool(data["asynchronous"]),
+        bytes=int(data["bytes"]),
+        seconds_stalled=float(data["seconds_stalled"]),
+        seconds_in_background=float(data["seconds_in_background"]),
+    )
 
 
 def _group(data: Mapping[str, Any]) -> RecordedGroup:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout.sidecar import FILE_NAME, RecordedBucket, RecordedGroup, RecordedParameter, Sidecar
+from mcore_ckpt_ext.layout.sidecar import (
+    FILE_NAME,
+    RecordedBucket,
+    RecordedGroup,
+    RecordedParameter,
+    SaveRecord,
+    Sidecar,
+)
 from mcore_ckpt_ext.online.live_optimizer import LiveParameter, distributed_optimizers, live_parameters
+from mcore_ckpt_ext.storage.publish import replace
 
 
 def recorded_groups(chunks: Sequence[Any], optimizer: Any) -> list[RecordedGroup]:
@@ -66,6 +73,7 @@ def write_sidecar(
     arguments: Mapping[str, Any],
     iteration: int,
     versions: tuple[str, str],
+    saved: SaveRecord | None = None,
 ) -> None:
     """Write the sidecar into an iteration folder; a reader sees all of it or none.
 
@@ -75,13 +83,9 @@ def write_sidecar(
         arguments: Megatron's arguments of the run.
         iteration: the iteration saved.
         versions: of this package, and of megatron-core.
+        saved: what the save took, once it is complete on disk.
     """
     written_by, megatron = versions
     layout = {name: int(size) for name, size in asdict(ParallelLayout.from_arguments(arguments)).items()}
-    sidecar = Sidecar(f"mcore_ckpt_ext {written_by}", megatron, iteration, layout, tuple(groups))
-    partial = folder / f"{FILE_NAME}.partial"
-    with partial.open("w") as file:
-        file.write(sidecar.to_json())
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(folder / FILE_NAME)
+    sidecar = Sidecar(f"mcore_ckpt_ext {written_by}", megatron, iteration, layout, tuple(groups), saved)
+    replace(folder / FILE_NAME, sidecar.to_json())

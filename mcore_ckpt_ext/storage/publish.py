@@ -5,6 +5,7 @@ A kill at any moment leaves what was there before, or the new folder; what is un
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import json
@@ -95,12 +96,12 @@ class Publication:
         """
         try:
             for path in (*self.folder.rglob("*"), self.folder):
-                _flush(path)
+                flush(path)
             if self.destination.exists():
                 _exchange(self.folder, self.destination)
             else:
                 self.folder.rename(self.destination)
-            _flush(self.destination.parent)
+            flush(self.destination.parent)
             shutil.rmtree(self._root)
         except OSError as error:
             raise cannot_write(self.destination, error) from error
@@ -132,12 +133,36 @@ def cannot_write(path: Path, error: OSError) -> DestinationError:
     )
 
 
-def _flush(path: Path) -> None:
+def flush(path: Path) -> None:
+    """Flush a file or a folder to the disk.
+
+    Raises:
+        OSError: the disk refuses.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a small file so that a reader sees the old one or the new one, whole.
+
+    Raises:
+        OSError: the disk refuses; the file is as it was.
+    """
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def _exchange(first: Path, second: Path) -> None:

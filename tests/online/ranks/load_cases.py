@@ -25,6 +25,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.optimizer_reshard import OptimizerReshard
 
 hook: Any = importlib.import_module("mcore_ckpt_ext.hooks.megatron")
+resuming: Any = importlib.import_module("mcore_ckpt_ext.hooks.resuming")
 checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
 _PROGRESS = {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0}
 
@@ -44,7 +45,7 @@ class Witness:
         checkpointing.load_checkpoint = self._listening(checkpointing.load_checkpoint)
         training.load_checkpoint = checkpointing.load_checkpoint
         mcore_ckpt_ext.install()
-        hook.announce = self.lines.append
+        hook.announce = resuming.announce = self.lines.append
         for phase in ("prepare", "prove", "fill"):
             setattr(OptimizerReshard, phase, self._measured(phase, getattr(OptimizerReshard, phase)))
 

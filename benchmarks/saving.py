@@ -1,0 +1,93 @@
+"""What this package adds to the time for which a save holds up training, and what a slow writer does to the steps.
+
+    python benchmarks/saving.py FOLDER [--runs 5] [--layers 8 --hidden 256] [--ranks 8]
+
+Genuine Megatron 0.19.2 trains on CPU ranks (pipelines of two) and saves asynchronously every second iteration; jobs
+with the package and without it (`MCORE_CKPT_EXT=0`, Megatron's own flags for the same save) run in turn. The stall of a
+save is the time in `save_checkpoint` and in `maybe_finalize_async_save` on rank 0. The first save of a job is left out:
+the sidecar is gathered then, once, and the processes warm up; it is told by itself. Beside the ratio of the medians,
+which is noise on a small machine, stands the time spent in this package's own functions, measured in the same saves.
+
+Then one job with writers slowed by five seconds: the median step under way of a save against the median of all others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[1]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set above
+
+PLUGIN = Path(__file__).with_name("saving_rank.py")
+STOCK_FLAGS = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+SAVES, SLOWED = 6, 5.0
+
+
+def job(folder: Path, options: argparse.Namespace, name: str, plugged: bool, slowed: float = 0.0) -> dict[str, Any]:
+    """Run one job; what its rank 0 measured."""
+    iterations, interval = (2 * SAVES, 2) if not slowed else (options.steps, options.steps // 3)
+    arguments = toy_jobs.tiny_gpt(
+        1, 2, iterations=iterations, save=folder / name, save_interval=interval,
+        more=["--num-layers", str(options.layers), "--hidden-size", str(options.hidden), *STOCK_FLAGS],
+    )  # fmt: skip
+    report = folder / f"{name}.json"
+    environment = {
+        "MCORE_CKPT_EXT": "1" if plugged else "0",
+        "SAVING_REPORT": str(report),
+        "SAVING_SLOWED": str(slowed),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts"), str(REPOSITORY / "benchmarks")]),
+    }
+    result = launch.run(
+        options.ranks, launch.TRAIN_GPT, arguments, timeout=600, environment=environment, plugin_files=[PLUGIN]
+    )
+    if result.returncode:
+        raise SystemExit(result.output[-4000:])
+    return dict(json.loads(report.read_text()))
+
+
+def main() -> None:
+    """Run all jobs and print the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=60)
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    stalls: dict[bool, list[float]] = {False: [], True: []}
+    own: list[dict[str, float]] = []
+    first: list[float] = []
+    for number in range(options.runs):
+        for plugged in (False, True):
+            measured = job(options.folder, options, f"{number}-{plugged}", plugged)
+            stalls[plugged] += measured["stalls"][1:]
+            if plugged:
+                own += measured["own"][1:]
+                first.append(sum(measured["own"][0].values()))
+    stock, ours = statistics.median(stalls[False]), statistics.median(stalls[True])
+    part = statistics.median(sum(parts.values()) for parts in own)
+    print(f"stall of a save, median of {len(stalls[False])}: unplugged {stock:.3f} s, plugged {ours:.3f} s: "
+          f"{ours / stock:.3f} x")
+    print(f"in this package's own functions: {part * 1e3:.2f} ms a save, {100 * part / stock:.2f} % of the stall; "
+          f"the first save {statistics.median(first) * 1e3:.1f} ms")
+    for name in sorted({name for parts in own for name in parts}):
+        print(f"  {name}: {statistics.median(parts.get(name, 0.0) for parts in own) * 1e3:.2f} ms")
+    steps = job(options.folder, options, "slowed", True, SLOWED)["steps"]
+    under_way, usual = statistics.median(steps["under way"]), statistics.median(steps["usual"])
+    print(f"writers slowed by {SLOWED:.0f} s: a step {under_way * 1e3:.1f} ms under way of a save "
+          f"({len(steps['under way'])} steps), {usual * 1e3:.1f} ms otherwise ({len(steps['usual'])}): "
+          f"{under_way / usual:.2f} x")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,380 @@
+"""The seams of saving: a checkpoint is announced once it is a fact, and a writer that dies is noticed by every rank.
+
+What runs around `save_checkpoint`, `schedule_async_save`, `maybe_finalize_async_save` (megatron/training) and
+`save_state_dict_async_finalize` (megatron/core/dist_checkpointing/strategies/state_dict_saver.py); read in core_v0.7.0,
+0.12.3, 0.16.1, 0.19.0 and 0.19.2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
+
+from mcore_ckpt_ext.errors import CheckpointError, SaveFailedError
+from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
+from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.writers import (
+    WriterLostError,
+    bury,
+    drop_results,
+    renew_writers,
+    watch_last,
+    watched_start,
+)  # fmt: skip
+from mcore_ckpt_ext.layout.sidecar import SaveRecord
+from mcore_ckpt_ext.online.agreement import told_to_all
+from mcore_ckpt_ext.online.durable import (
+    SCRATCH_TRACKER,
+    discard,
+    prepare,
+    problems_on_disk,
+    publish_tracker,
+    stored_bytes,
+    tracked,
+)  # fmt: skip
+from mcore_ckpt_ext.online.writer import Report
+from mcore_ckpt_ext.storage.publish import flush
+
+Function = Callable[..., Any]
+
+POLICY_VARIABLE = "MCORE_CKPT_EXT_ON_SAVE_FAILURE"
+POLICY_ARGUMENT = "ckpt_ext_on_save_failure"
+STOP, CONTINUE = "stop", "continue"
+_POLL_SECONDS = 0.1
+# Whose finalisation functions end with a barrier, after something that rank 0 alone does: `metadata_finalize_fn` and,
+# since 0.18, `integrity_finalize_fn`.
+_WITH_BARRIER = "megatron.core.dist_checkpointing.serialization"
+_OF_TRAINING = "megatron.training"
+
+
+@dataclass
+class Save:
+    """One save of this job, on this rank."""
+
+    iteration: int
+    folder: Path
+    tracker: Path
+    tracker_text: str
+    asynchronous: bool
+    record: Callable[[SaveRecord], None]
+    began: float = field(default_factory=time.monotonic)
+    stalled: float = 0.0
+    bytes: int = 0
+    line: str = ""
+    report: Report = field(default_factory=Report)
+
+    @property
+    def scratch(self) -> Path:
+        """Where Megatron writes its tracker file; ours is written in one step, when it is true."""
+        return self.tracker.with_name(SCRATCH_TRACKER)
+
+
+# The save that is being planned, or finalised, by the calls beneath; and those that writers are at work on.
+_active: Save | None = None
+_under_way: list[Save] = []
+
+
+@contextlib.contextmanager
+def _activated(save: Save) -> Iterator[None]:
+    global _active
+    _active, before = save, _active
+    try:
+        yield
+    finally:
+        _active = before
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def run_save(scope: Mapping[str, Any], save: Save, stock: Callable[[], Any]) -> Any:
+    """Run one `save_checkpoint` of Megatron so that its checkpoint is whole or not there.
+
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        save: what is saved, and where.
+        stock: the original, with all its arguments.
+
+    Raises:
+        SaveFailedError: on every rank, unless the user wants to go on without.
+    """
+    reason = told_to_all(_attempt(lambda: prepare(save.folder, save.tracker)) if _is_first() else None)
+    if reason:
+        return _failed(SaveFailedError(f"iteration {save.iteration} cannot be saved to {save.folder}:\n  {reason}"))
+    tracker_name = "get_checkpoint_tracker_filename"
+    module: dict[str, Any] = scope  # type: ignore[assignment]  # a module's globals
+    original = module[tracker_name]
+    # A synchronous save may delete an older one as soon as it has written the tracker: then that must be the real one.
+    keeps_all = getattr(scope["get_args"](), "save_retain_interval", None) is None
+    redirected = _is_first() and (save.asynchronous or keeps_all)
+    if redirected:
+        module[tracker_name] = lambda *_, **__: str(save.scratch)
+    try:
+        with _activated(save):
+            result = stock()
+    except CheckpointException as error:
+        return _failed(SaveFailedError(f"iteration {save.iteration} was not saved: {_text_of(error)}"), [save])
+    except SaveFailedError as error:
+        return _failed(error, [save])
+    finally:
+        module[tracker_name] = original
+    save.stalled = time.monotonic() - save.began
+    if not save.asynchronous:
+        reason = told_to_all(_attempt(lambda: _publish(save, tracker=redirected)) if _is_first() else None)
+        if reason:
+            return _failed(SaveFailedError(f"iteration {save.iteration} was not saved:\n  {reason}"), [save])
+        announce(save.line)
+        _remove(save.scratch)
+    return result
+
+
+def _start_scratch(save: Save) -> None:
+    """Megatron reads the tracker before it writes it, to find what it may delete: it must find the present one."""
+    with contextlib.suppress(OSError):
+        shutil.copyfile(save.tracker, save.scratch)
+
+
+def _publish(save: Save, tracker: bool = True) -> None:
+    """On rank 0, once all files are written: flush, record, point the tracker to it.
+
+    Raises:
+        OSError: the disk refuses; the tracker names what it named.
+    """
+    flush(save.folder / CONFIG_FILE)
+    flush(save.folder)
+    taken = time.monotonic() - save.began
+    background = max(0.0, taken - save.stalled) if save.asynchronous else 0.0
+    save.record(SaveRecord(save.asynchronous, save.bytes, round(save.stalled, 4), round(background, 4)))
+    if tracker:
+        publish_tracker(save.tracker, save.tracker_text)
+    save.line = (
+        f"iteration {save.iteration} is complete on disk: {save.bytes / 1e6:,.1f} MB in {save.folder}, "
+        f"training stalled {save.stalled:.2f} s, {background:.2f} s in the background"
+    )
+
+
+def wrap_schedule_async_save(original: Function) -> Function:
+    """Around `schedule_async_save`: watch over the writer, and finalise so that no rank is left waiting."""
+
+    @functools.wraps(original)
+    def schedule_async_save(async_request: Any, *positional: Any, **keywords: Any) -> Any:
+        save = _active
+        if save is None:
+            return original(async_request, *positional, **keywords)
+        if async_request.finalize_fns:
+            steps = list(async_request.finalize_fns)
+            async_request.finalize_fns[:] = [functools.partial(_finalize, save, steps)]
+        module = inspect.getmodule(inspect.unwrap(original))
+        if module is not None and type(async_request).__module__.startswith("megatron."):
+            with watched_start(module):
+                result = original(_observed(async_request, save), *positional, **keywords)
+            watch_last(module, lambda problem: _with_report(problem, _under_way[0]) if _under_way else problem)
+        else:
+            result = original(async_request, *positional, **keywords)
+        if async_request.finalize_fns:
+            _under_way.append(save)
+        return result
+
+    return schedule_async_save
+
+
+def _observed(request: Any, save: Save) -> Any:
+    """The request with what its writer does reported; a field that is not there, or empty, stays so."""
+    names = [name for name in ("async_fn", "preload_fn") if getattr(request, name, None) is not None]
+    return request._replace(**{name: save.report.observed(getattr(request, name)) for name in names})
+
+
+class _NotFinalisedError(SaveFailedError):
+    """The writers are done, but this save is not whole; raised on every rank."""
+
+    def __init__(self, what: str, save: Save) -> None:
+        super().__init__(what)
+        self.save = save
+
+
+def wrap_maybe_finalize_async_save(original: Function) -> Function:
+    """Around `maybe_finalize_async_save`: never wait for what cannot come, and end a failed save as the user chose."""
+
+    @functools.wraps(original)
+    def maybe_finalize_async_save(*positional: Any, **keywords: Any) -> Any:
+        call = inspect.signature(original).bind(*positional, **keywords)
+        call.apply_defaults()
+        module = inspect.getmodule(inspect.unwrap(original))
+        stock = functools.partial(original, *positional, **keywords)
+        if module is None or not call.arguments["blocking"]:
+            return stock() if module is None or not _under_way else _finalized(module, stock)
+        while _under_way and not module.is_empty_async_queue():
+            _finalized(module, functools.partial(original, blocking=False))
+            time.sleep(_POLL_SECONDS if _under_way else 0)
+            for save in _under_way:
+                save.stalled += _POLL_SECONDS
+        if call.arguments.get("terminate"):
+            bury(module)
+        return stock()
+
+    return maybe_finalize_async_save
+
+
+def _finalized(module: ModuleType, stock: Callable[[], Any]) -> Any:
+    try:
+        return stock()
+    except WriterLostError as error:
+        lost = list(_under_way)
+        names = ", ".join(str(save.iteration) for save in lost)
+        renew_writers(module)
+        drop_results()
+        return _failed(SaveFailedError(f"iteration {names} was not saved:\n  {error}"), lost)
+    except _NotFinalisedError as error:
+        return _failed(error, [error.save])
+
+
+def _finalize(save: Save, steps: Sequence[Function]) -> None:
+    """What Megatron does when all writers are done, with every rank's errors told to all before the tracker moves.
+
+    Args:
+        save: the save.
+        steps: Megatron's own finalisation functions on this rank.
+
+    Raises:
+        SaveFailedError: on every rank.
+    """
+    began = time.monotonic()
+    shared = [step for step in steps if not step.__module__.startswith(_OF_TRAINING)]
+    own = [step for step in steps if step.__module__.startswith(_OF_TRAINING)]
+    problem, others_wait = None, False
+    with _activated(save):
+        for step in shared:
+            if problem is None:
+                problem = _attempt(step)
+                others_wait = problem is not None and step.__module__ == _WITH_BARRIER
+            if others_wait:
+                dist.barrier()
+    save.stalled += time.monotonic() - began
+    if problem is None and _is_first():
+        _start_scratch(save)
+        problem = _attempt(lambda: _publish(save))
+    reason = told_to_all(None if problem is None else _with_report(problem, save))
+    if reason is not None:
+        raise _NotFinalisedError(f"iteration {save.iteration} was not saved:\n  {reason}", save)
+    _under_way.remove(save)
+    announce(save.line)
+    for step in own:
+        if (failure := _attempt(step)) is not None:
+            announce(f"iteration {save.iteration} is saved, but then: {failure}", every_rank=True)
+    if _is_first():
+        _remove(save.scratch)
+
+
+def wrap_save_state_dict_async_finalize(original: Function) -> Function:
+    """Around the step that writes the index: rank 0's errors reach all ranks, and every file is looked at.
+
+    Where `finish` raises on rank 0, stock leaves the others in a broadcast for ever.
+    """
+
+    @functools.wraps(original)
+    def save_state_dict_async_finalize(
+        storage_writer: Any, global_metadata: Any, dist_wrapper: Any, *positional: Any, **keywords: Any
+    ) -> Any:
+        troubles: list[str] = []
+        finish, retrieve = storage_writer.finish, storage_writer.retrieve_write_results
+
+        def guarded_finish(metadata: Any, results: Any) -> None:
+            trouble = _attempt(lambda: finish(metadata, results))
+            if trouble is not None:
+                troubles.append(trouble)
+            elif _active is not None:
+                troubles.extend(problems_on_disk(metadata, _active.folder))
+                _active.bytes = stored_bytes(metadata)
+
+        def guarded_retrieve() -> Any:
+            try:
+                return retrieve()
+            except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's answer
+                return _wrap_exception(error)
+
+        storage_writer.finish, storage_writer.retrieve_write_results = guarded_finish, guarded_retrieve
+        try:
+            result = original(storage_writer, global_metadata, dist_wrapper, *positional, **keywords)
+        finally:
+            del storage_writer.finish, storage_writer.retrieve_write_results
+        reason = told_to_all("; ".join(troubles[:3]) or None)
+        if reason is not None:
+            raise SaveFailedError(reason)
+        return result
+
+    return save_state_dict_async_finalize
+
+
+def _attempt(work: Callable[[], object]) -> str | None:
+    """Do it; what went wrong, in one line, or None."""
+    try:
+        work()
+    except (Exception, CheckpointException) as error:  # noqa: BLE001 - told to all ranks by the caller
+        return _text_of(error)
+    return None
+
+
+def _text_of(error: BaseException) -> str:
+    """A user's error as it is, one of another kind with its class; of Megatron's collected ones, each rank's last line.
+
+    On ranks other than 0 Megatron's says nothing.
+    """
+    if isinstance(error, CheckpointException):
+        return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _with_report(problem: str, save: Save) -> str:
+    """The problem, and what the writer itself said of it."""
+    said = save.report.read()
+    return f"{problem}\n    it said: {said}".replace("\n", "\n    ") if said else problem
+
+
+def _failed(error: SaveFailedError, saves: Sequence[Save] = ()) -> None:
+    """Clear away what is left of failed saves, and go on or stop, as the user chose; the same on every rank.
+
+    Raises:
+        SaveFailedError: the user did not choose to go on.
+    """
+    for save in saves:
+        if save in _under_way:
+            _under_way.remove(save)
+    if _is_first():
+        discard(save.folder for save in saves if tracked(save.tracker) != save.iteration)
+        for save in saves:
+            _remove(save.scratch)
+    if policy() == CONTINUE:
+        announce(f"{error}; training goes on, the next checkpoint is tried as planned")
+        return
+    raise SaveFailedError(
+        str(error),
+        helps=f"--{POLICY_ARGUMENT.replace('_', '-')} continue (or {POLICY_VARIABLE}=continue) lets training go on; "
+        "earlier checkpoints are untouched",
+    ) from None
+
+
+def policy() -> str:
+    """`continue` or `stop`: the user's argument, else the environment's, else `stop`, as stock where it notices."""
+    arguments = sys.modules["megatron.training"].get_args()
+    chosen = getattr(arguments, POLICY_ARGUMENT, None) or os.environ.get(POLICY_VARIABLE, STOP)
+    return CONTINUE if chosen == CONTINUE else STOP
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+

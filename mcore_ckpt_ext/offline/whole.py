@@ -1,0 +1,88 @@
+"""Which iterations of a run are whole, by the cheap checks of `verify`: what a resume may take."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.canonical import is_canonical
+from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE
+from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.zarr import is_zarr
+from mcore_ckpt_ext.offline.verification import verify
+
+_ITERATION = re.compile(r"iter_(\d{7,})")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """How the checkpoint stands that a resume would take.
+
+    Attributes:
+        wanted: what the tracker, or the user, names.
+        problems: what is wrong with it; empty if nothing is.
+        newest_whole: the newest iteration of the run that is whole, None where none is; looked for only where the
+            wanted one is not.
+        unfinished: iterations that came after the wanted one and are not whole.
+        has_tracker: whether the tracker names anything at all.
+    """
+
+    wanted: str
+    problems: tuple[str, ...]
+    newest_whole: int | None
+    unfinished: tuple[int, ...]
+    has_tracker: bool = True
+
+
+def standing_of(run: Path, step: int | None = None) -> Standing | None:
+    """Look at what a resume from a run folder would take.
+
+    Args:
+        run: the run folder.
+        step: the iteration that the user names; otherwise the tracker names it.
+
+    Returns:
+        None where there is nothing to judge: no tracker, or a checkpoint of another kind than torch_dist.
+    """
+    tracker = run / TRACKER_FILE
+    if step is None and not tracker.exists():
+        return None
+    text = str(step) if step is not None else tracker.read_text(errors="replace").strip()
+    if text == "release":
+        return None
+    iterations = _iterations(run)
+    if not text.isdigit():
+        problem = f"{tracker} names no iteration, it holds {text[:40]!r}"
+        return Standing("what the tracker names", (problem,), _newest_whole(iterations), (), has_tracker=False)
+    wanted = int(text)
+    folder = iterations.get(wanted, run / f"iter_{wanted:07d}")
+    if is_legacy(folder) or is_canonical(folder) or is_zarr(folder):
+        return None
+    problems = problems_of(folder)
+    later = tuple(number for number, newer in iterations.items() if number > wanted and problems_of(newer))
+    others = {number: other for number, other in iterations.items() if number != wanted}
+    return Standing(f"iteration {wanted}", problems, _newest_whole(others) if problems else None, later)
+
+
+def problems_of(folder: Path) -> tuple[str, ...]:
+    """What is wrong with an iteration, by its files and its metadata; empty if nothing is."""
+    try:
+        found = verify(folder, quick=True)
+    except UnsupportedCheckpointError:  # whatever it is, it is not damage
+        return ()
+    except (CheckpointError, OSError) as error:
+        return (str(error),)
+    return tuple(f"{finding.where}: {finding.what}" for finding in found.findings if finding.severity == "error")
+
+
+def _iterations(run: Path) -> dict[int, Path]:
+    """Iteration folders by number, newest first."""
+    matches = ((_ITERATION.fullmatch(path.name), path) for path in run.iterdir() if path.is_dir())
+    found = {int(match[1]): path for match, path in matches if match is not None}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def _newest_whole(iterations: dict[int, Path]) -> int | None:
+    return next((number for number, folder in iterations.items() if not problems_of(folder)), None)

@@ -1,0 +1,84 @@
+"""Plugin: something happens at saves. `TEST_TROUBLE` is JSON: by the number of the save, from 1, `ranks` and `what`.
+
+In the writer process, before it writes: `sleep SECONDS`, `raise`, `SIGKILL`, `SIGSTOP`; with `preload`, before it has
+copied a tensor. In the training process: `full` lets the rank's file lie on a full disk, `vanish` removes the folder
+once the writer has its order, `idle` kills the writer and `lose` removes its file once it is done, and
+`kill rank|writer|all SECONDS` kills so long afterwards. With `settle`, all ranks wait for the outcome at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(os.environ["TEST_RANK_SCRIPTS"])))
+
+from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
+from megatron.training import async_utils, checkpointing, get_args
+from troubled_writing import troubled
+
+TROUBLE = {int(number): trouble for number, trouble in json.loads(os.environ["TEST_TROUBLE"]).items()}
+RANK = int(os.environ["RANK"])
+_IN_WRITER = ("sleep", "raise", "SIG")
+
+
+def install() -> None:
+    """Wrap the scheduling that `save_checkpoint` calls."""
+    original, saves = checkpointing.schedule_async_save, []
+
+    @functools.wraps(original)
+    def schedule(request: Any) -> Any:
+        saves.append(request)
+        trouble = TROUBLE.get(len(saves), {"ranks": [], "what": ""})
+        what = trouble["what"] if RANK in trouble["ranks"] else ""
+        if what.startswith(_IN_WRITER):
+            name = "preload_fn" if trouble.get("preload") else "async_fn"
+            request = request._replace(**{name: functools.partial(troubled, getattr(request, name), what)})
+        if what == "full":
+            (newest_folder() / f"__{RANK}_0.distcp").symlink_to("/dev/full")
+        if what.startswith("kill"):
+            kill_later(*what.split()[1:])
+        result = original(request)
+        if what == "vanish":
+            shutil.rmtree(newest_folder())
+        if what in ("idle", "lose"):
+            async_utils._async_calls_queue.async_calls[-1].async_caller._persistent_queue.join()
+        while what == "idle" and PersistentAsyncCaller._persistent_comp_q.empty():
+            time.sleep(0.01)  # it has written, but must have said so, too
+        if what == "lose":
+            (newest_folder() / f"__{RANK}_0.distcp").unlink()
+        if what == "idle":
+            PersistentAsyncCaller._persistent_process.kill()
+            PersistentAsyncCaller._persistent_process.join()
+        if trouble.get("settle"):
+            async_utils.maybe_finalize_async_save(blocking=True)
+        return result
+
+    checkpointing.schedule_async_save = schedule
+
+
+def newest_folder() -> Path:
+    """The folder of the save that is being scheduled."""
+    return max(path for path in Path(get_args().save).glob("iter_*") if path.is_dir())
+
+
+def kill_later(whom: str, seconds: str) -> None:
+    """Kill this `rank`, its `writer`, or `all` processes of the job, from a thread."""
+    writer = PersistentAsyncCaller._persistent_process.pid
+    killings = {
+        "rank": lambda: os.kill(os.getpid(), signal.SIGKILL),
+        "writer": lambda: os.kill(writer, signal.SIGKILL),
+        "all": lambda: os.killpg(0, signal.SIGKILL),
+    }
+    threading.Timer(float(seconds), killings[whom]).start()
+
+
+install()

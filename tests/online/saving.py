@@ -1,0 +1,70 @@
+"""Jobs that save in the background while something happens to them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.online.jobs import RANK_SCRIPTS, TIME_LIMIT, launch, toy_jobs
+
+INTERVAL = 2
+# Exactly the flags of existing scripts.
+ASYNCHRONOUS = ("--use-dist-ckpt", "--async-save")
+DURABLE = re.compile(
+    r"iteration (?P<iteration>\d+) is complete on disk: (?P<megabytes>[\d.,]+) MB in (?P<folder>\S+), "
+    r"training stalled (?P<stalled>[\d.]+) s, (?P<background>[\d.]+) s in the background"
+)
+
+
+def run_saving(
+    folder: Path,
+    iterations: int,
+    *,
+    ranks: int = 2,
+    save: Path | None = None,
+    load: Path | None = None,
+    trouble: Mapping[int, Mapping[str, Any]] | None = None,
+    more: Sequence[str] = ASYNCHRONOUS,
+    environment: Mapping[str, str] | None = None,
+) -> launch.RunResult:
+    """Train a tiny GPT, pipeline-parallel, with a checkpoint every two iterations; the result as it is."""
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = toy_jobs.tiny_gpt(
+        1,
+        2,
+        iterations=iterations,
+        save=save or folder / "checkpoints",
+        save_interval=INTERVAL,
+        load=load,
+        more=["--make-vocab-size-divisible-by", "128", *more],
+    )
+    troubles = {"TEST_TROUBLE": json.dumps(trouble or {}), "TEST_RANK_SCRIPTS": str(RANK_SCRIPTS)}
+    return launch.run(
+        ranks,
+        launch.TRAIN_GPT,
+        arguments,
+        timeout=TIME_LIMIT,
+        environment={**troubles, **(environment or {})},
+        plugin_files=[RANK_SCRIPTS / "trouble.py"],
+        log_file=folder / "log",
+    )
+
+
+def durable_lines(output: str) -> dict[int, re.Match[str]]:
+    """The lines that say that a checkpoint is complete on disk, by iteration; rank 0 prints one each."""
+    found = [match for line in output.splitlines() if line.startswith("[rank 0]") and (match := DURABLE.search(line))]
+    assert len({match["iteration"] for match in found}) == len(found) == output.count("is complete on disk")
+    return {int(match["iteration"]): match for match in found}
+
+
+def iterations_in(run: Path) -> list[int]:
+    """The iteration folders of a run."""
+    return sorted(int(path.name.removeprefix("iter_")) for path in run.glob("iter_*"))
+
+
+def tracked(run: Path) -> int:
+    """What the tracker names."""
+    return int((run / "latest_checkpointed_iteration.txt").read_text())

@@ -1,0 +1,171 @@
+"""Saving in the background with genuine Megatron-LM 0.19.2: real, durable, and no failure goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from megatron_on_cpu.launch import TIMED_OUT, RunResult
+
+from mcore_ckpt_ext.offline.comparison import compare
+from mcore_ckpt_ext.offline.whole import problems_of
+from tests.online.saving import durable_lines, iterations_in, run_saving, tracked
+
+SLOWED = 5
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saving")
+
+
+@pytest.fixture(scope="module")
+def synchronous(base: Path) -> RunResult:
+    """Saved at iterations 2, 4, ... without `--async-save`."""
+    result = run_saving(base / "synchronous", 4, more=["--use-dist-ckpt"])
+    assert result.returncode == 0, result.output[-6000:]
+    return result
+
+
+@pytest.fixture(scope="module")
+def slowed(base: Path) -> RunResult:
+    """The flags of existing scripts; the writers of iteration 4 are slowed by five seconds."""
+    trouble = {2: {"ranks": [0, 1], "what": f"sleep {SLOWED}"}}
+    result = run_saving(base / "slowed", 5, trouble=trouble)
+    assert result.returncode == 0, result.output[-6000:]
+    return result
+
+
+def test_one_line_says_what_was_chosen_and_why(slowed: RunResult) -> None:
+    lines = [line for line in slowed.output.splitlines() if "--async-save:" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("[rank 0]")
+    assert "async_strategy = mcore (nvrx cannot be used:" in lines[0]
+    assert "use_persistent_ckpt_worker = True (without it" in lines[0]
+
+
+def test_training_goes_on_while_the_writers_are_at_work(slowed: RunResult) -> None:
+    """Iteration 5 is trained between the scheduling of iteration 4 and its being complete."""
+    words = ("scheduled an async checkpoint save at iteration       4", "iteration        5/", "iteration 4 is comp")
+    places = [slowed.output.index(word) for word in words]
+    assert places == sorted(places)
+
+
+@pytest.mark.parametrize("iteration", [2, 4])
+def test_it_is_the_synchronous_checkpoint_bit_for_bit(
+    iteration: int, slowed: RunResult, synchronous: RunResult, base: Path
+) -> None:
+    folders = [base / name / "checkpoints" / f"iter_{iteration:07d}" for name in ("slowed", "synchronous")]
+    comparison = compare(*folders)
+    assert comparison.equal, comparison
+
+
+def test_the_record_says_what_the_save_took(slowed: RunResult, base: Path) -> None:
+    lines, run = durable_lines(slowed.output), base / "slowed" / "checkpoints"
+    assert sorted(lines) == iterations_in(run) == [2, 4, 5]
+    record = json.loads((run / "iter_0000004" / "mcore_ckpt_ext.json").read_text())["saved"]
+    assert record["asynchronous"] is True
+    assert record["seconds_in_background"] + record["seconds_stalled"] >= SLOWED
+    on_disk = sum(path.stat().st_size for path in (run / "iter_0000004").glob("*.distcp"))
+    assert record["bytes"] == on_disk
+    assert f"{record['bytes'] / 1e6:,.1f}" == lines[4]["megabytes"]
+    assert f"{record['seconds_stalled']:.2f}" == lines[4]["stalled"]
+
+
+def test_a_synchronous_save_has_its_line_and_record_too(synchronous: RunResult, base: Path) -> None:
+    run = base / "synchronous" / "checkpoints"
+    assert sorted(durable_lines(synchronous.output)) == iterations_in(run) == [2, 4]
+    assert tracked(run) == 4
+    record = json.loads((run / "iter_0000004" / "mcore_ckpt_ext.json").read_text())["saved"]
+    assert (record["asynchronous"], record["seconds_in_background"]) == (False, 0)
+
+
+def test_nothing_but_checkpoints_is_left(slowed: RunResult, base: Path) -> None:
+    found = sorted(path.name for path in (base / "slowed" / "checkpoints").iterdir())
+    assert found == ["iter_0000002", "iter_0000004", "iter_0000005", "latest_checkpointed_iteration.txt"]
+
+
+TROUBLES = {
+    1: {"ranks": [1], "what": "idle"},
+    2: {"ranks": [1], "what": "SIGKILL", "preload": True},
+    3: {"ranks": [1], "what": "raise", "settle": True},
+    4: {"ranks": [1], "what": "full", "settle": True},
+    5: {"ranks": [0], "what": "vanish", "settle": True},
+    6: {"ranks": [0], "what": "SIGSTOP", "settle": True},
+    8: {"ranks": [1], "what": "lose", "settle": True},
+}
+"""By the number of the save, which is half its iteration; a save that cannot begin does not count."""
+
+
+@pytest.fixture(scope="module")
+def troubled(base: Path) -> RunResult:
+    """One job that goes on through everything; a file bars the way to the folder of iteration 14."""
+    run = base / "troubled" / "checkpoints"
+    run.mkdir(parents=True)
+    (run / "iter_0000014").write_text("in the way")
+    environment = {"MCORE_CKPT_EXT_WRITER_PATIENCE": "8"}
+    more = ["--use-dist-ckpt", "--async-save", "--ckpt-ext-on-save-failure", "continue"]
+    return run_saving(base / "troubled", 20, trouble=TROUBLES, environment=environment, more=more)
+
+
+def test_training_goes_on_if_the_user_wants_it(troubled: RunResult) -> None:
+    assert troubled.returncode == 0, troubled.output[-6000:]
+    assert "iteration       20/      20" in troubled.output
+
+
+@pytest.mark.parametrize(
+    ("iteration", "cause"),
+    [
+        (4, r"rank 1: its writer \(pid \d+\) was killed by SIGKILL"),
+        (6, r"rank 1: .*ValueError: the writer has lost its pencil"),
+        (8, r"rank 1: .*\[Errno 28\] No space left on device"),
+        (10, r"No such file or directory"),
+        (12, r"rank 0: its writer \(pid \d+\) has not moved for \d+ s: stopped by a signal"),
+        (14, r"rank 0: FileExistsError"),
+        (18, r"__1_0\.distcp: it is not there, but its records need [\d,]+ bytes"),
+    ],
+)
+def test_each_failure_is_told_with_its_cause(iteration: int, cause: str, troubled: RunResult) -> None:
+    form = re.compile(rf"\[mcore_ckpt_ext\] iteration {iteration} (was not|cannot be) saved")
+    lines = [line for line in troubled.output.splitlines() if form.search(line)]
+    assert len(lines) == 1
+    assert re.search(cause, lines[0]), lines[0]
+    assert lines[0].endswith("training goes on, the next checkpoint is tried as planned")
+
+
+def test_what_failed_is_gone_and_what_was_saved_is_whole(troubled: RunResult, base: Path) -> None:
+    run = base / "troubled" / "checkpoints"
+    saved = sorted(durable_lines(troubled.output))
+    folders = [number for number in iterations_in(run) if number != 14]
+    assert folders == saved
+    assert saved == [2, 16, 20]
+    assert tracked(run) == 20
+    assert [problems_of(run / f"iter_{number:07d}") for number in saved] == [()] * len(saved)
+
+
+@pytest.fixture(scope="module")
+def stopped(base: Path) -> RunResult:
+    """The default: a writer is killed at the second save."""
+    return run_saving(base / "stopped", 8, trouble={2: {"ranks": [1], "what": "SIGKILL"}})
+
+
+def test_training_stops_on_every_rank_by_default(stopped: RunResult, base: Path) -> None:
+    assert stopped.returncode not in (0, TIMED_OUT)
+    for rank in (0, 1):
+        form = rf"^\[rank {rank}\] .*SaveFailedError: iteration 4(, 6)? was not saved"
+        assert re.search(form, stopped.output, re.MULTILINE)
+    assert "rank 1: its writer" in stopped.output
+    assert "--ckpt-ext-on-save-failure continue" in stopped.output
+    run = base / "stopped" / "checkpoints"
+    assert (iterations_in(run), tracked(run)) == ([2], 2)
+
+
+def test_a_read_only_folder_ends_the_job_with_a_message(base: Path) -> None:
+    """Not even root may make a folder there."""
+    result = run_saving(base / "read-only", 4, save=Path("/sys/kernel/checkpoints"))
+    assert result.returncode not in (0, TIMED_OUT)
+    for rank in (0, 1):
+        form = rf"^\[rank {rank}\] .*SaveFailedError: iteration 2 cannot be saved to /sys"
+        assert re.search(form, result.output, re.MULTILINE)
