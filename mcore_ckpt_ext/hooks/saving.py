@@ -28,10 +28,10 @@ from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.writers import (
     WriterLostError,
-    bury,
     drop_results,
     renew_writers,
     watch_last,
+    watched_end,
     watched_start,
 )  # fmt: skip
 from mcore_ckpt_ext.layout.sidecar import SaveRecord
@@ -222,9 +222,8 @@ def wrap_maybe_finalize_async_save(original: Function) -> Function:
             time.sleep(_POLL_SECONDS if _under_way else 0)
             for save in _under_way:
                 save.stalled += _POLL_SECONDS
-        if call.arguments.get("terminate"):
-            bury(module)
-        return stock()
+        with watched_end(module) if call.arguments.get("terminate") else contextlib.nullcontext():
+            return stock()
 
     return maybe_finalize_async_save
 

@@ -40,25 +40,49 @@ def watched_start(module: ModuleType) -> Iterator[None]:
         announce(f"the idle writer (pid {process.pid}) of a rank has died; a new one is started", every_rank=True)
         renew_writers(module)  # what it wrote has been taken up, and the request holds the present queue of results
         caller = _persistent_caller(module)
-    names = [name for name in ("preload_q", "_persistent_preload_q") if getattr(caller, name, None) is not None]
-    if caller is None or not names:
+    with _impatient(caller, "preload_q"):
+        yield
+
+
+@contextlib.contextmanager
+def watched_end(module: ModuleType) -> Iterator[None]:
+    """While a persistent writer is sent home: do not wait for one that has died, now or while it is waited for.
+
+    `PersistentAsyncCaller.close` waits without limit for an answer to its last order.
+    """
+    caller = _persistent_caller(module) if getattr(module, "_async_calls_queue", None) is not None else None
+    process = _process_of(caller)
+    if process is not None and not process.is_alive():
+        _end(caller)
+        caller = None
+    with _impatient(caller, "queue", give_up=lambda: _process_of(caller).kill()):
+        yield
+
+
+@contextlib.contextmanager
+def _impatient(caller: Any, name: str, give_up: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Within it, `join` of one of the queues of a persistent caller, its own or since 0.19 its class's, can give up."""
+    names = [found for found in (name, f"_persistent_{name}") if getattr(caller, found, None) is not None]
+    if not names:
         yield
         return
-    (name,) = names
-    setattr(caller, name, _ImpatientQueue(getattr(caller, name), lambda: _watch_of(caller)))
+    (attribute,) = names
+    is_own, queue = attribute in vars(caller), getattr(caller, attribute)
+    setattr(caller, attribute, _ImpatientQueue(queue, lambda: _watch_of(caller), give_up))
     try:
         yield
     finally:
-        waiting = vars(caller).pop(name)
-        if getattr(caller, name, None) is None:  # it was the caller's own, not its class's
-            setattr(caller, name, waiting.queue)
+        if is_own:
+            setattr(caller, attribute, queue)
+        else:
+            delattr(caller, attribute)
 
 
 class _ImpatientQueue:
     """A joinable queue whose `join` returns, too, when the process that should empty it cannot."""
 
-    def __init__(self, queue: Any, watch: Callable[[], WriterWatch | None]) -> None:
-        self.queue, self._watch = queue, watch
+    def __init__(self, queue: Any, watch: Callable[[], WriterWatch | None], give_up: Callable[[], None]) -> None:
+        self.queue, self._watch, self._give_up = queue, watch, give_up
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.queue, name)
@@ -80,6 +104,7 @@ class _ImpatientQueue:
                     condition.release()
             watch = self._watch()
             if watch is not None and watch.problem(owes=True):
+                self._give_up()
                 return
 
 
@@ -146,14 +171,6 @@ def watch_last(module: ModuleType, completed: Callable[[str], str]) -> None:
 
 class WriterLostError(SaveFailedError):
     """Some rank's writer is gone or stuck; raised on every rank."""
-
-
-def bury(module: ModuleType) -> None:
-    """Forget a persistent writer that died idle: Megatron would hand it its last order and wait for ever."""
-    caller = _persistent_caller(module) if getattr(module, "_async_calls_queue", None) is not None else None
-    process = _process_of(caller)
-    if process is not None and not process.is_alive():
-        _end(caller)
 
 
 def renew_writers(module: ModuleType) -> None:

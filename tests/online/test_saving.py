@@ -95,6 +95,7 @@ TROUBLES = {
     5: {"ranks": [0], "what": "vanish", "settle": True},
     6: {"ranks": [0], "what": "SIGSTOP", "settle": True},
     8: {"ranks": [1], "what": "lose", "settle": True},
+    9: {"ranks": [1], "what": "end"},
 }
 """By the number of the save, which is half its iteration; a save that cannot begin does not count."""
 
@@ -105,7 +106,7 @@ def troubled(base: Path) -> RunResult:
     run = base / "troubled" / "checkpoints"
     run.mkdir(parents=True)
     (run / "iter_0000014").write_text("in the way")
-    environment = {"MCORE_CKPT_EXT_WRITER_PATIENCE": "8"}
+    environment = {"MCORE_CKPT_EXT_WRITER_PATIENCE": "15"}
     more = ["--use-dist-ckpt", "--async-save", "--ckpt-ext-on-save-failure", "continue"]
     return run_saving(base / "troubled", 20, trouble=TROUBLES, environment=environment, more=more)
 

@@ -2,8 +2,9 @@
 
 In the writer process, before it writes: `sleep SECONDS`, `raise`, `SIGKILL`, `SIGSTOP`; with `preload`, before it has
 copied a tensor. In the training process: `full` lets the rank's file lie on a full disk, `vanish` removes the folder
-once the writer has its order, `idle` kills the writer and `lose` removes its file once it is done, and
-`kill rank|writer|all SECONDS` kills so long afterwards. With `settle`, all ranks wait for the outcome at once.
+once the writer has its order, `idle` kills the writer and `lose` removes its file once it is done, `end` kills the
+writer when it is sent home, and `kill rank|writer|all SECONDS` kills so long afterwards. With `settle`, all ranks wait
+for the outcome at once.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ def install() -> None:
         result = original(request)
         if what == "vanish":
             shutil.rmtree(newest_folder())
+        if what == "end":
+            kill_at_the_end()
         if what in ("idle", "lose"):
             async_utils._async_calls_queue.async_calls[-1].async_caller._persistent_queue.join()
         while what == "idle" and PersistentAsyncCaller._persistent_comp_q.empty():
@@ -68,6 +71,19 @@ def install() -> None:
 def newest_folder() -> Path:
     """The folder of the save that is being scheduled."""
     return max(path for path in Path(get_args().save).glob("iter_*") if path.is_dir())
+
+
+def kill_at_the_end() -> None:
+    """Kill the writer between the last look at it and its last order."""
+    close = PersistentAsyncCaller.close
+
+    @functools.wraps(close)
+    def close_with_a_kill(self: Any, abort: bool = False) -> None:
+        if self.process:
+            os.kill(self.process.pid, signal.SIGKILL)
+        close(self, abort)
+
+    PersistentAsyncCaller.close = close_with_a_kill
 
 
 def kill_later(whom: str, seconds: str) -> None:

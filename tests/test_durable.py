@@ -1,0 +1,111 @@
+"""What must be on disk before a save counts: judged by an index made of torch's own classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mcore_ckpt_ext.online.durable import (
+    discard,
+    finished_iterations,
+    prepare,
+    problems_on_disk,
+    publish_tracker,
+    stored_bytes,
+    tracked,
+)  # fmt: skip
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def index_of_two_ranks() -> Metadata:
+    """A weight of two chunks and an object, of 100 bytes each, in one file a rank."""
+    chunks = [ChunkStorageMetadata(torch.Size([first]), torch.Size([4])) for first in (0, 4)]
+    entries = {
+        "weight": TensorStorageMetadata(TensorProperties(torch.float32), torch.Size([8]), chunks),
+        "state": BytesStorageMetadata(),
+    }
+    records = {
+        MetadataIndex("weight", [0]): _StorageInfo("__0_0.distcp", 0, 100),
+        MetadataIndex("weight", [4]): _StorageInfo("__1_0.distcp", 0, 100),
+        MetadataIndex("state"): _StorageInfo("__0_0.distcp", 100, 100),
+    }
+    return Metadata(entries, storage_data=records)
+
+
+def written(folder: Path) -> Path:
+    (folder / "__0_0.distcp").write_bytes(bytes(200))
+    (folder / "__1_0.distcp").write_bytes(bytes(100))
+    return folder
+
+
+def test_a_whole_checkpoint_has_no_problem(tmp_path: Path) -> None:
+    index = index_of_two_ranks()
+    assert list(problems_on_disk(index, written(tmp_path))) == []
+    assert stored_bytes(index) == 300
+
+
+@pytest.mark.parametrize(
+    ("index", "name"), [(MetadataIndex("weight", [4]), "weight"), (MetadataIndex("state"), "state")]
+)
+def test_a_record_that_no_rank_wrote_is_named(index: MetadataIndex, name: str, tmp_path: Path) -> None:
+    metadata = index_of_two_ranks()
+    (metadata.storage_data or {}).pop(index)
+    problems = list(problems_on_disk(metadata, written(tmp_path)))
+    assert problems == [f"1 of 3 records were written by no rank, first {name}"]
+
+
+def test_a_file_that_is_gone_or_cut_off_is_named(tmp_path: Path) -> None:
+    folder = written(tmp_path)
+    (folder / "__0_0.distcp").write_bytes(bytes(199))
+    (folder / "__1_0.distcp").unlink()
+    assert list(problems_on_disk(index_of_two_ranks(), folder)) == [
+        "__0_0.distcp: 199 bytes, but its records need 200 bytes",
+        "__1_0.distcp: it is not there, but its records need 100 bytes",
+    ]
+
+
+def run_of(folder: Path, *iterations: int, latest: int) -> Path:
+    for iteration in iterations:
+        (folder / f"iter_{iteration:07d}").mkdir(parents=True)
+        (folder / f"iter_{iteration:07d}" / "metadata.json").write_text("{}")
+    publish_tracker(folder / TRACKER, str(latest))
+    return folder
+
+
+def test_saving_over_a_checkpoint_points_the_tracker_to_another_first(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 2, 4, latest=4)
+    prepare(run / "iter_0000004", run / TRACKER)
+    assert tracked(run / TRACKER) == 2
+    assert finished_iterations(run) == [2]
+
+
+def test_saving_over_the_only_checkpoint_leaves_no_tracker(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 4, latest=4)
+    prepare(run / "iter_0000004", run / TRACKER)
+    assert not (run / TRACKER).exists()
+
+
+def test_a_new_folder_changes_nothing_else(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 2, latest=2)
+    prepare(run / "iter_0000004", run / TRACKER)
+    assert tracked(run / TRACKER) == 2
+    assert list((run / "iter_0000004").iterdir()) == []
+
+
+def test_what_is_discarded_is_gone_and_the_rest_stays(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 2, 4, latest=2)
+    discard([run / "iter_0000004"])
+    assert finished_iterations(run) == [2]
+    assert not (run / "iter_0000004").exists()
