@@ -10,7 +10,7 @@ from typing import Any
 
 from tests.online.jobs import RANK_SCRIPTS, TIME_LIMIT, launch, toy_jobs
 
-INTERVAL = 2
+RANKS = 8
 # Exactly the flags of existing scripts.
 ASYNCHRONOUS = ("--use-dist-ckpt", "--async-save")
 DURABLE = re.compile(
@@ -23,34 +23,50 @@ def run_saving(
     folder: Path,
     iterations: int,
     *,
-    ranks: int = 2,
+    interval: int = 2,
     save: Path | None = None,
     load: Path | None = None,
     trouble: Mapping[int, Mapping[str, Any]] | None = None,
     more: Sequence[str] = ASYNCHRONOUS,
     environment: Mapping[str, str] | None = None,
+    script: Path | str = launch.TRAIN_GPT,
+    megatron: Path | None = None,
 ) -> launch.RunResult:
-    """Train a tiny GPT, pipeline-parallel, with a checkpoint every two iterations; the result as it is."""
+    """Train a tiny GPT, pipeline-parallel, with a checkpoint every few iterations; the result as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = toy_jobs.tiny_gpt(
         1,
         2,
         iterations=iterations,
         save=save or folder / "checkpoints",
-        save_interval=INTERVAL,
+        save_interval=interval,
         load=load,
         more=["--make-vocab-size-divisible-by", "128", *more],
     )
     troubles = {"TEST_TROUBLE": json.dumps(trouble or {}), "TEST_RANK_SCRIPTS": str(RANK_SCRIPTS)}
     return launch.run(
-        ranks,
-        launch.TRAIN_GPT,
+        RANKS,
+        script,
         arguments,
         timeout=TIME_LIMIT,
+        megatron=megatron,
         environment={**troubles, **(environment or {})},
         plugin_files=[RANK_SCRIPTS / "trouble.py"],
         log_file=folder / "log",
     )
+
+
+def run_held(folder: Path, **options: Any) -> launch.RunResult:
+    """Saved at iterations 4, 8 and 12; no writer of 8 begins before iteration 11 is trained, or the job never ends."""
+    held = {2: {"ranks": list(range(RANKS)), "what": "hold 3"}}
+    return run_saving(folder, 12, interval=4, trouble=held, **options)
+
+
+def assert_trained_meanwhile(output: str) -> None:
+    """Iteration 11 was trained between the scheduling of iteration 8 and its being complete."""
+    words = ("scheduled an async checkpoint save at iteration       8", "iteration       11/", "iteration 8 is comp")
+    places = [output.index(word) for word in words]
+    assert places == sorted(places)
 
 
 def durable_lines(output: str) -> dict[int, re.Match[str]]:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from megatron_on_cpu.dump_optimizer import assemble, training_state
 
+from mcore_ckpt_ext.offline.comparison import compare
 from tests.conftest import Fixture, fixture_named
 from tests.online.jobs import (
     LAST,
@@ -32,6 +33,7 @@ from tests.online.jobs import (
     train_and_save,
     with_vocabulary,
 )
+from tests.online.saving import assert_trained_meanwhile, durable_lines, run_held, run_saving
 
 VARIABLE = "MEGATRON_LM_PATH"
 OFF = {"MCORE_CKPT_EXT": "0"}
@@ -216,3 +218,18 @@ def test_0190_resumes_its_own_checkpoint_with_every_element(layout: Layout, tmp_
     assert_holds_the_truth(resumed, source)
     assert resumed.summary["format"] == "dp_reshardable"
     assert list(resumed.losses) == [SAVED + 1]
+
+
+@pytest.mark.skipif(checkout_version() not in ("0.16", "0.19"), reason=f"{VARIABLE} names neither 0.16 nor 0.19")
+def test_the_flags_of_existing_scripts_save_in_the_background(folder: Path) -> None:
+    """`--use-dist-ckpt --async-save`, nothing else: training goes on, and the checkpoint is the synchronous one."""
+    held = run_held(folder / "held", **job_options())
+    assert held.returncode == 0, held.output[-6000:]
+    assert_trained_meanwhile(held.output)
+    assert sorted(durable_lines(held.output)) == [4, 8, 12]
+    synchronous = run_saving(folder / "synchronous", 8, interval=4, more=["--use-dist-ckpt"], **job_options())
+    assert synchronous.returncode == 0, synchronous.output[-6000:]
+    for iteration in (4, 8):
+        name = f"iter_{iteration:07d}"
+        found = compare(*(folder / job / "checkpoints" / name for job in ("held", "synchronous")))
+        assert found.equal, found

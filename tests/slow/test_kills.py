@@ -11,13 +11,12 @@ from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.whole import problems_of, standing_of
 from tests.online.cases import Case, Outcomes, load_all
 from tests.online.jobs import LAST, Layout
-from tests.online.saving import durable_lines, iterations_in, run_saving, tracked
+from tests.online.saving import RANKS, durable_lines, iterations_in, run_saving, tracked
 
 KILLS = 30
 SAVES = (2, 3, 4)
 # What a save takes here, from its scheduling to its being complete, and a little more: seconds.
 WINDOW = 1.2
-RANKS = 2
 
 
 def trouble_of(number: int) -> dict[int, dict[str, object]]:

@@ -1,10 +1,10 @@
 """Plugin: something happens at saves. `TEST_TROUBLE` is JSON: by the number of the save, from 1, `ranks` and `what`.
 
-In the writer process, before it writes: `sleep SECONDS`, `raise`, `SIGKILL`, `SIGSTOP`; with `preload`, before it has
-copied a tensor. In the training process: `full` lets the rank's file lie on a full disk, `vanish` removes the folder
-once the writer has its order, `idle` kills the writer and `lose` removes its file once it is done, `end` kills the
-writer when it is sent home, and `kill rank|writer|all SECONDS` kills so long afterwards. With `settle`, all ranks wait
-for the outcome at once.
+In the writer process, before it writes: `hold STEPS` until training has gone on for so many steps, `raise`, `SIGKILL`,
+`SIGSTOP`; with `preload`, before it has copied a tensor. In the training process: `full` lets the rank's file lie on a
+full disk, `vanish` removes the folder once the writer has its order, `idle` kills the writer and `lose` removes its
+file once it is done, `end` kills the writer when it is sent home, and `kill rank|writer|all SECONDS` kills so long
+afterwards. With `settle`, all ranks wait for the outcome at once.
 """
 
 from __future__ import annotations
@@ -23,23 +23,27 @@ from typing import Any
 sys.path.insert(0, str(Path(os.environ["TEST_RANK_SCRIPTS"])))
 
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
-from megatron.training import async_utils, checkpointing, get_args
+from megatron.training import async_utils, checkpointing, get_args, training
 from troubled_writing import troubled
 
 TROUBLE = {int(number): trouble for number, trouble in json.loads(os.environ["TEST_TROUBLE"]).items()}
 RANK = int(os.environ["RANK"])
-_IN_WRITER = ("sleep", "raise", "SIG")
+_IN_WRITER = ("wait", "raise", "SIG")
+steps_until_release: dict[Path, int] = {}
 
 
 def install() -> None:
     """Wrap the scheduling that `save_checkpoint` calls."""
-    original, saves = checkpointing.schedule_async_save, []
+    original, step, saves = checkpointing.schedule_async_save, training.train_step, []
 
     @functools.wraps(original)
     def schedule(request: Any) -> Any:
         saves.append(request)
         trouble = TROUBLE.get(len(saves), {"ranks": [], "what": ""})
         what = trouble["what"] if RANK in trouble["ranks"] else ""
+        if what.startswith("hold"):
+            marker = Path(get_args().save).parent / f"released-{RANK}"
+            steps_until_release[marker], what = int(what.split()[1]), f"wait {marker}"
         if what.startswith(_IN_WRITER):
             name = "preload_fn" if trouble.get("preload") else "async_fn"
             request = request._replace(**{name: functools.partial(troubled, getattr(request, name), what)})
@@ -65,7 +69,16 @@ def install() -> None:
             async_utils.maybe_finalize_async_save(blocking=True)
         return result
 
-    checkpointing.schedule_async_save = schedule
+    @functools.wraps(step)
+    def train_step(*positional: Any, **keywords: Any) -> Any:
+        result = step(*positional, **keywords)
+        for marker in steps_until_release:
+            steps_until_release[marker] -= 1
+            if not steps_until_release[marker]:
+                marker.touch()
+        return result
+
+    checkpointing.schedule_async_save, training.train_step = schedule, train_step
 
 
 def newest_folder() -> Path:

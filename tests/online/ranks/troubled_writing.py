@@ -6,13 +6,15 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
 def troubled(work: Callable[..., Any], trouble: str, *positional: Any, **keywords: Any) -> Any:
-    """Do the writer's work after something has happened: `sleep SECONDS`, `raise`, or the name of a signal."""
-    if trouble.startswith("sleep"):
-        time.sleep(float(trouble.split()[1]))
+    """Do the writer's work after something has happened: `raise`, the name of a signal, or `wait FILE`: it comes."""
+    if trouble.startswith("wait "):
+        while not Path(trouble.removeprefix("wait ")).exists():
+            time.sleep(0.01)
     elif trouble == "raise":
         raise ValueError("the writer has lost its pencil")
     else:
