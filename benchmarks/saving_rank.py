@@ -50,11 +50,11 @@ def install() -> None:
     async_utils: Any = importlib.import_module("megatron.training.async_utils")
     if IS_PLUGGED:
         saving: Any = importlib.import_module("mcore_ckpt_ext.hooks.saving")
-        for name in OWN:
-            setattr(saving, name, timed(getattr(saving, name), functools.partial(add_own, name)))
         problems = saving.problems_on_disk
         # A generator's work is done when it is asked.
         saving.problems_on_disk = lambda *positional: list(problems(*positional))
+        for name in OWN:
+            setattr(saving, name, timed(getattr(saving, name), functools.partial(add_own, name)))
     save = training.save_checkpoint
 
     def save_checkpoint(*positional: Any, **keywords: Any) -> Any:

@@ -21,6 +21,7 @@ from mcore_ckpt_ext.online.durable import (
     finished_iterations,
     prepare,
     problems_on_disk,
+    publish,
     publish_tracker,
     stored_bytes,
     tracked,
@@ -109,3 +110,23 @@ def test_what_is_discarded_is_gone_and_the_rest_stays(tmp_path: Path) -> None:
     discard([run / "iter_0000004"])
     assert finished_iterations(run) == [2]
     assert not (run / "iter_0000004").exists()
+
+
+def test_publishing_that_fails_leaves_the_tracker_and_nothing_else(tmp_path: Path) -> None:
+    """The folder is gone, as after a failed mount."""
+    run = run_of(tmp_path / "run", 2, latest=2)
+    with pytest.raises(FileNotFoundError):
+        publish(run / "iter_0000004", "{}", run / TRACKER, "4")
+    assert tracked(run / TRACKER) == 2
+    (run / "iter_0000004").mkdir()  # but the file that Megatron writes last is not in it
+    with pytest.raises(FileNotFoundError):
+        publish(run / "iter_0000004", "{}", run / TRACKER, "4")
+    assert tracked(run / TRACKER) == 2
+    assert sorted(path.name for path in run.rglob("*") if path.is_file()) == [TRACKER, "metadata.json"]
+
+
+def test_published_are_the_sidecar_and_the_tracker(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 2, 4, latest=2)
+    publish(run / "iter_0000004", "{}", run / TRACKER, "4")
+    assert tracked(run / TRACKER) == 4
+    assert sorted(path.name for path in (run / "iter_0000004").iterdir()) == ["mcore_ckpt_ext.json", "metadata.json"]

@@ -34,7 +34,7 @@ from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.sidecar import RecordedGroup, SaveRecord
 from mcore_ckpt_ext.online.agreement import agreed, gather
 from mcore_ckpt_ext.online.live_optimizer import distributed_optimizers, stock_stumbles
-from mcore_ckpt_ext.online.record import merged, recorded_groups, write_sidecar
+from mcore_ckpt_ext.online.record import merged, recorded_groups, sidecar_text
 from mcore_ckpt_ext.optimizer_reshard import OptimizerReshard, unproven_names
 
 Function = Callable[..., Any]
@@ -140,7 +140,7 @@ def _save_of(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Save:
         tracker=Path(scope["get_checkpoint_tracker_filename"](arguments.save)),
         tracker_text="release" if release else str(iteration),
         asynchronous=bool(getattr(arguments, "async_save", False)),
-        record=functools.partial(_record, folder, groups, vars(arguments), iteration),
+        record=functools.partial(_record, groups, vars(arguments), iteration),
     )
 
 
@@ -262,17 +262,18 @@ def _saves_distributed_optimizer(scope: Mapping[str, Any], call: Mapping[str, An
 
 
 def _record(
-    folder: Path, groups: tuple[RecordedGroup, ...], arguments: Mapping[str, Any], iteration: int, saved: SaveRecord
-) -> None:
-    """Write the sidecar; a checkpoint without it is as good as before, so nothing here may fail the save."""
+    groups: tuple[RecordedGroup, ...], arguments: Mapping[str, Any], iteration: int, saved: SaveRecord
+) -> str:
+    """The sidecar's text; empty where it cannot be made: a checkpoint without it is as good as before."""
     if not groups:
-        return
+        return ""
     try:
         # Behind a plus Megatron puts the commit of whatever repository it lies in.
         megatron = str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown")).partition("+")[0]
-        write_sidecar(folder, groups, arguments, iteration, (__version__, megatron), saved)
+        return sidecar_text(groups, arguments, iteration, (__version__, megatron), saved)
     except Exception as error:  # noqa: BLE001 - see the docstring
         announce(f"no sidecar beside iteration {iteration}: {error}; resuming will recover the layout instead")
+        return ""
 
 
 def _gathered(chunks: Any, optimizer: Any) -> tuple[RecordedGroup, ...]:

@@ -24,7 +24,6 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from mcore_ckpt_ext.errors import CheckpointError, SaveFailedError
-from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.writers import (
     WriterLostError,
@@ -41,12 +40,11 @@ from mcore_ckpt_ext.online.durable import (
     discard,
     prepare,
     problems_on_disk,
-    publish_tracker,
+    publish,
     stored_bytes,
     tracked,
 )  # fmt: skip
 from mcore_ckpt_ext.online.writer import Report
-from mcore_ckpt_ext.storage.publish import flush
 
 Function = Callable[..., Any]
 
@@ -69,7 +67,7 @@ class Save:
     tracker: Path
     tracker_text: str
     asynchronous: bool
-    record: Callable[[SaveRecord], None]
+    record: Callable[[SaveRecord], str]
     began: float = field(default_factory=time.monotonic)
     stalled: float = 0.0
     bytes: int = 0
@@ -154,13 +152,10 @@ def _publish(save: Save, tracker: bool = True) -> None:
     Raises:
         OSError: the disk refuses; the tracker names what it named.
     """
-    flush(save.folder / CONFIG_FILE)
-    flush(save.folder)
     taken = time.monotonic() - save.began
     background = max(0.0, taken - save.stalled) if save.asynchronous else 0.0
-    save.record(SaveRecord(save.asynchronous, save.bytes, round(save.stalled, 4), round(background, 4)))
-    if tracker:
-        publish_tracker(save.tracker, save.tracker_text)
+    sidecar = save.record(SaveRecord(save.asynchronous, save.bytes, round(save.stalled, 4), round(background, 4)))
+    publish(save.folder, sidecar, save.tracker if tracker else None, save.tracker_text)
     save.line = (
         f"iteration {save.iteration} is complete on disk: {save.bytes / 1e6:,.1f} MB in {save.folder}, "
         f"training stalled {save.stalled:.2f} s, {background:.2f} s in the background"
@@ -254,13 +249,12 @@ def _finalize(save: Save, steps: Sequence[Function]) -> None:
     began = time.monotonic()
     shared = [step for step in steps if not step.__module__.startswith(_OF_TRAINING)]
     own = [step for step in steps if step.__module__.startswith(_OF_TRAINING)]
-    problem, others_wait = None, False
+    problem = None
     with _activated(save):
         for step in shared:
             if problem is None:
                 problem = _attempt(step)
-                others_wait = problem is not None and step.__module__ == _WITH_BARRIER
-            if others_wait:
+            if problem is not None and step.__module__ == _WITH_BARRIER:
                 dist.barrier()
     save.stalled += time.monotonic() - began
     if problem is None and _is_first():
@@ -310,7 +304,9 @@ def wrap_save_state_dict_async_finalize(original: Function) -> Function:
             result = original(storage_writer, global_metadata, dist_wrapper, *positional, **keywords)
         finally:
             del storage_writer.finish, storage_writer.retrieve_write_results
-        reason = told_to_all("; ".join(troubles[:3]) or None)
+        reason = "; ".join(troubles[:3]) or None
+        if _active is None or not _active.asynchronous:  # otherwise `_finalize` tells all, once for all its steps
+            reason = told_to_all(reason)
         if reason is not None:
             raise SaveFailedError(reason)
         return result

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE
 from mcore_ckpt_ext.formats.dcp_index import METADATA_FILE
 from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
-from mcore_ckpt_ext.storage.publish import flush, replace
+from mcore_ckpt_ext.storage.publish import flush, flush_all, replace, stage
 
 SCRATCH_TRACKER = f".{TRACKER_FILE}.scratch"
 _PROBE = ".mcore_ckpt_ext.probe"
@@ -111,6 +111,36 @@ def finished_iterations(run: Path) -> list[int]:
     """Iterations with the file that Megatron writes last, newest first."""
     found = (match for path in run.iterdir() if (match := _ITERATION.fullmatch(path.name)))
     return sorted((int(match[1]) for match in found if (run / match[0] / CONFIG_FILE).is_file()), reverse=True)
+
+
+def publish(folder: Path, sidecar: str, tracker: Path | None, text: str) -> None:
+    """Once all else of a checkpoint is written: put its sidecar beside it and point the tracker to it, for good.
+
+    Args:
+        folder: the iteration folder.
+        sidecar: the text of its sidecar; empty where there is none.
+        tracker: the tracker file; None where Megatron has written it.
+        text: what the tracker is to say.
+
+    Raises:
+        OSError: the disk refuses; the tracker names what it named.
+    """
+    files = {folder / FILE_NAME: sidecar} if sidecar else {}
+    files |= {tracker: text} if tracker is not None else {}
+    staged: dict[Path, Path] = {}
+    try:
+        for path, content in files.items():
+            staged[stage(path, content)] = path
+        flush_all([folder / CONFIG_FILE, folder, *staged])
+        for partial, path in staged.items():
+            partial.replace(path)
+    except OSError:
+        for partial in staged:
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
+        raise
+    with contextlib.suppress(OSError):  # the tracker names it by now: this is no failure any more
+        flush_all([folder, folder.parent])
 
 
 def publish_tracker(tracker: Path, text: str) -> None:

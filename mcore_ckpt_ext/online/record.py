@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import (
-    FILE_NAME,
     RecordedBucket,
     RecordedGroup,
     RecordedParameter,
@@ -17,7 +15,6 @@ from mcore_ckpt_ext.layout.sidecar import (
     Sidecar,
 )
 from mcore_ckpt_ext.online.live_optimizer import LiveParameter, distributed_optimizers, live_parameters
-from mcore_ckpt_ext.storage.publish import replace
 
 
 def recorded_groups(chunks: Sequence[Any], optimizer: Any) -> list[RecordedGroup]:
@@ -67,18 +64,16 @@ def merged(groups: Iterable[RecordedGroup]) -> tuple[RecordedGroup, ...]:
     return tuple(RecordedGroup(child, tuple(sorted(found)), buckets) for (child, buckets), found in indices.items())
 
 
-def write_sidecar(
-    folder: Path,
+def sidecar_text(
     groups: Iterable[RecordedGroup],
     arguments: Mapping[str, Any],
     iteration: int,
     versions: tuple[str, str],
     saved: SaveRecord | None = None,
-) -> None:
-    """Write the sidecar into an iteration folder; a reader sees all of it or none.
+) -> str:
+    """What the sidecar of a checkpoint says.
 
     Args:
-        folder: the iteration folder.
         groups: merged groups of all ranks.
         arguments: Megatron's arguments of the run.
         iteration: the iteration saved.
@@ -87,5 +82,4 @@ def write_sidecar(
     """
     written_by, megatron = versions
     layout = {name: int(size) for name, size in asdict(ParallelLayout.from_arguments(arguments)).items()}
-    sidecar = Sidecar(f"mcore_ckpt_ext {written_by}", megatron, iteration, layout, tuple(groups), saved)
-    replace(folder / FILE_NAME, sidecar.to_json())
+    return Sidecar(f"mcore_ckpt_ext {written_by}", megatron, iteration, layout, tuple(groups), saved).to_json()

@@ -2,7 +2,7 @@
 
 In the writer process, before it writes: `hold STEPS` until training has gone on for so many steps, `raise`, `SIGKILL`,
 `SIGSTOP`; with `preload`, before it has copied a tensor. In the training process: `full` lets the rank's file lie on a
-full disk, `vanish` removes the folder once the writer has its order, `idle` kills the writer and `lose` removes its
+full disk, `vanish` takes the folder away once the writer has its order, `idle` kills the writer and `lose` removes its
 file once it is done, `end` kills the writer when it is sent home, and `kill rank|writer|all SECONDS` kills so long
 afterwards. With `settle`, all ranks wait for the outcome at once.
 """
@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import json
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -53,7 +52,8 @@ def install() -> None:
             kill_later(*what.split()[1:])
         result = original(request)
         if what == "vanish":
-            shutil.rmtree(newest_folder())
+            # In one step: writers may be opening files in it.
+            newest_folder().rename(Path(get_args().save).parent / "vanished")
         if what == "end":
             kill_at_the_end()
         if what in ("idle", "lose"):
