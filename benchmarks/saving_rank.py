@@ -20,7 +20,9 @@ import torch
 
 IS_PLUGGED = os.environ["MCORE_CKPT_EXT"] == "1"
 # What a save calls of this package on rank 0, apart from what only passes on to Megatron.
-OWN = ("prepare", "told_to_all", "_start_scratch", "_publish", "_observed", "problems_on_disk", "stored_bytes")
+OWN = (
+    "prepare", "told_to_all", "_begin_publication", "_end_publication", "_observed", "problems_on_disk", "stored_bytes"
+)  # fmt: skip
 measured: dict[str, Any] = {
     "stalls": [],
     "own": [],

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -80,9 +81,25 @@ class Save:
         return self.tracker.with_name(SCRATCH_TRACKER)
 
 
+class _Publication(Thread):
+    """The last step of a save, on rank 0: training does not wait for the disk to keep what all ranks have written."""
+
+    def __init__(self, save: Save, own: Sequence[Function]) -> None:
+        super().__init__(name=f"publishing iteration {save.iteration}")
+        self.save, self.own = save, own
+        self.problem: str | None = None
+
+    def run(self) -> None:
+        self.problem = _attempt(lambda: _publish(self.save))
+
+
 # The save that is being planned, or finalised, by the calls beneath; and those that writers are at work on.
 _active: Save | None = None
 _under_way: list[Save] = []
+# Those whose publication began, and whose end not every rank knows; on rank 0 the thread at work, and what failed.
+_untold: list[Save] = []
+_publication: _Publication | None = None
+_unpublished: list[_Publication] = []
 
 
 @contextlib.contextmanager
@@ -110,7 +127,8 @@ def run_save(scope: Mapping[str, Any], save: Save, stock: Callable[[], Any]) -> 
     Raises:
         SaveFailedError: on every rank, unless the user wants to go on without.
     """
-    reason = told_to_all(_attempt(lambda: prepare(save.folder, save.tracker)) if _is_first() else None)
+    reason = told_to_all(_attempt(lambda: _begin(save)) if _is_first() else None)
+    _untold.clear()
     if reason:
         return _failed(SaveFailedError(f"iteration {save.iteration} cannot be saved to {save.folder}:\n  {reason}"))
     tracker_name = "get_checkpoint_tracker_filename"
@@ -138,6 +156,19 @@ def run_save(scope: Mapping[str, Any], save: Save, stock: Callable[[], Any]) -> 
         announce(save.line)
         _remove(save.scratch)
     return result
+
+
+def _begin(save: Save) -> None:
+    """On rank 0: see to it that the save before is published, and that this one has a place.
+
+    Raises:
+        SaveFailedError: the save before is not published.
+        OSError: the disk refuses this one.
+    """
+    _end_publication(wait=True)
+    if problem := _failed_publications():
+        raise SaveFailedError(problem)
+    prepare(save.folder, save.tracker)
 
 
 def _start_scratch(save: Save) -> None:
@@ -210,6 +241,7 @@ def wrap_maybe_finalize_async_save(original: Function) -> Function:
         call.apply_defaults()
         module = inspect.getmodule(inspect.unwrap(original))
         stock = functools.partial(original, *positional, **keywords)
+        _end_publication(wait=False)
         if module is None or not call.arguments["blocking"]:
             return stock() if module is None or not _under_way else _finalized(module, stock)
         while _under_way and not module.is_empty_async_queue():
@@ -217,6 +249,7 @@ def wrap_maybe_finalize_async_save(original: Function) -> Function:
             time.sleep(_POLL_SECONDS if _under_way else 0)
             for save in _under_way:
                 save.stalled += _POLL_SECONDS
+        _tell_of_publications()
         with watched_end(module) if call.arguments.get("terminate") else contextlib.nullcontext():
             return stock()
 
@@ -256,20 +289,74 @@ def _finalize(save: Save, steps: Sequence[Function]) -> None:
                 problem = _attempt(step)
             if problem is not None and step.__module__ == _WITH_BARRIER:
                 dist.barrier()
-    save.stalled += time.monotonic() - began
-    if problem is None and _is_first():
-        _start_scratch(save)
-        problem = _attempt(lambda: _publish(save))
     reason = told_to_all(None if problem is None else _with_report(problem, save))
+    save.stalled += time.monotonic() - began
     if reason is not None:
         raise _NotFinalisedError(f"iteration {save.iteration} was not saved:\n  {reason}", save)
     _under_way.remove(save)
-    announce(save.line)
-    for step in own:
+    _untold.append(save)
+    if _is_first():
+        _begin_publication(save, own)
+    else:
+        _do_own(save, own)
+
+
+def _do_own(save: Save, steps: Sequence[Function]) -> None:
+    """What the training script does of itself after a save: its log, its tracker file, older checkpoints to delete.
+
+    None of it communicates: `save_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
+    """
+    for step in steps:
         if (failure := _attempt(step)) is not None:
             announce(f"iteration {save.iteration} is saved, but then: {failure}", every_rank=True)
-    if _is_first():
-        _remove(save.scratch)
+
+
+def _begin_publication(save: Save, own: Sequence[Function]) -> None:
+    """On rank 0: flush, record and point the tracker to it, beside the training that goes on."""
+    global _publication
+    _end_publication(wait=True)
+    _start_scratch(save)
+    _publication = _Publication(save, own)
+    _publication.start()
+
+
+def _end_publication(wait: bool) -> None:
+    """On rank 0, where a publication is at its end: say so, and do what waited for it. Other ranks have none."""
+    global _publication
+    done = _publication
+    if done is None or (done.is_alive() and not wait):
+        return
+    done.join()
+    _publication = None
+    if done.problem is not None:
+        _unpublished.append(done)
+        _clear_away([done.save])
+        return
+    announce(done.save.line)
+    _do_own(done.save, done.own)
+    _remove(done.save.scratch)
+
+
+def _failed_publications() -> str | None:
+    """On rank 0: which saves could not be published, and why; asked once."""
+    text = "; ".join(f"iteration {done.save.iteration} was not saved: {done.problem}" for done in _unpublished)
+    _unpublished.clear()
+    return text or None
+
+
+def _tell_of_publications() -> None:
+    """Wait for what is being published, and let every rank know what came of it.
+
+    Raises:
+        SaveFailedError: on every rank, unless the user wants to go on without.
+    """
+    if not _untold:  # the same on every rank
+        return
+    _untold.clear()
+    _end_publication(wait=True)
+    reason = told_to_all(_failed_publications())
+    if reason is not None:
+        _failed(SaveFailedError(reason.removeprefix("rank 0: ")))
 
 
 def wrap_save_state_dict_async_finalize(original: Function) -> Function:
@@ -349,9 +436,7 @@ def _failed(error: SaveFailedError, saves: Sequence[Save] = ()) -> None:
         if save in _under_way:
             _under_way.remove(save)
     if _is_first():
-        discard(save.folder for save in saves if tracked(save.tracker) != save.iteration)
-        for save in saves:
-            _remove(save.scratch)
+        _clear_away(saves)
     if policy() == CONTINUE:
         announce(f"{error}; training goes on, the next checkpoint is tried as planned")
         return
@@ -360,6 +445,13 @@ def _failed(error: SaveFailedError, saves: Sequence[Save] = ()) -> None:
         helps=f"--{POLICY_ARGUMENT.replace('_', '-')} continue (or {POLICY_VARIABLE}=continue) lets training go on; "
         "earlier checkpoints are untouched",
     ) from None
+
+
+def _clear_away(saves: Sequence[Save]) -> None:
+    """What failed saves left, on rank 0."""
+    discard(save.folder for save in saves if tracked(save.tracker) != save.iteration)
+    for save in saves:
+        _remove(save.scratch)
 
 
 def policy() -> str:

@@ -23,6 +23,7 @@ def run_saving(
     folder: Path,
     iterations: int,
     *,
+    ranks: int = RANKS,
     interval: int = 2,
     save: Path | None = None,
     load: Path | None = None,
@@ -45,7 +46,7 @@ def run_saving(
     )
     troubles = {"TEST_TROUBLE": json.dumps(trouble or {}), "TEST_RANK_SCRIPTS": str(RANK_SCRIPTS)}
     return launch.run(
-        RANKS,
+        ranks,
         script,
         arguments,
         timeout=TIME_LIMIT,

@@ -97,7 +97,11 @@ TROUBLES = {
     5: {"ranks": [0], "what": "vanish", "settle": True},
     6: {"ranks": [0], "what": "SIGSTOP", "settle": True},
     8: {"ranks": [1], "what": "lose", "settle": True},
-    9: {"ranks": [1], "what": "end"},
+    9: {"ranks": [0], "what": "bar", "settle": True},
+    10: {"ranks": [0], "what": "clear", "settle": True},
+    11: {"ranks": [0], "what": "bar", "finish": True},
+    12: {"ranks": [0], "what": "clear"},
+    13: {"ranks": [1], "what": "end"},
 }
 """By the number of the save, which is half its iteration; a save that cannot begin does not count."""
 
@@ -110,12 +114,12 @@ def troubled(base: Path) -> RunResult:
     (run / "iter_0000014").write_text("in the way")
     environment = {"MCORE_CKPT_EXT_WRITER_PATIENCE": "15"}
     more = ["--use-dist-ckpt", "--async-save", "--ckpt-ext-on-save-failure", "continue"]
-    return run_saving(base / "troubled", 20, trouble=TROUBLES, environment=environment, more=more)
+    return run_saving(base / "troubled", 30, ranks=4, trouble=TROUBLES, environment=environment, more=more)
 
 
 def test_training_goes_on_if_the_user_wants_it(troubled: RunResult) -> None:
     assert troubled.returncode == 0, troubled.output[-6000:]
-    assert "iteration       20/      20" in troubled.output
+    assert "iteration       30/      30" in troubled.output
 
 
 @pytest.mark.parametrize(
@@ -128,6 +132,8 @@ def test_training_goes_on_if_the_user_wants_it(troubled: RunResult) -> None:
         (12, r"rank 0: its writer \(pid \d+\) has not moved for \d+ s: stopped by a signal"),
         (14, r"rank 0: FileExistsError"),
         (18, r"__1_0\.distcp: it is not there, but its records need [\d,]+ bytes"),
+        (20, r"IsADirectoryError"),
+        (26, r"rank 0: iteration 24 was not saved: IsADirectoryError"),
     ],
 )
 def test_each_failure_is_told_with_its_cause(iteration: int, cause: str, troubled: RunResult) -> None:
@@ -143,8 +149,8 @@ def test_what_failed_is_gone_and_what_was_saved_is_whole(troubled: RunResult, ba
     saved = sorted(durable_lines(troubled.output))
     folders = [number for number in iterations_in(run) if number != 14]
     assert folders == saved
-    assert saved == [2, 16, 20]
-    assert tracked(run) == 20
+    assert saved == [2, 16, 22, 28, 30]
+    assert tracked(run) == 30
     assert [problems_of(run / f"iter_{number:07d}") for number in saved] == [()] * len(saved)
 
 

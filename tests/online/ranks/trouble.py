@@ -3,8 +3,9 @@
 In the writer process, before it writes: `hold STEPS` until training has gone on for so many steps, `raise`, `SIGKILL`,
 `SIGSTOP`; with `preload`, before it has copied a tensor. In the training process: `full` lets the rank's file lie on a
 full disk, `vanish` takes the folder away once the writer has its order, `idle` kills the writer and `lose` removes its
-file once it is done, `end` kills the writer when it is sent home, and `kill rank|writer|all SECONDS` kills so long
-afterwards. With `settle`, all ranks wait for the outcome at once.
+file once it is done, `bar` bars the way of the new tracker file and `clear` clears it, `end` kills the writer when it
+is sent home, and `kill rank|writer|all SECONDS` kills so long afterwards. With `finish`, all ranks wait at once until
+all is written, with `settle` for the outcome, too.
 """
 
 from __future__ import annotations
@@ -54,6 +55,9 @@ def install() -> None:
         if what == "vanish":
             # In one step: writers may be opening files in it.
             newest_folder().rename(Path(get_args().save).parent / "vanished")
+        if what in ("bar", "clear"):
+            partial = Path(get_args().save) / "latest_checkpointed_iteration.txt.partial"
+            partial.mkdir() if what == "bar" else partial.rmdir()
         if what == "end":
             kill_at_the_end()
         if what in ("idle", "lose"):
@@ -65,6 +69,8 @@ def install() -> None:
         if what == "idle":
             PersistentAsyncCaller._persistent_process.kill()
             PersistentAsyncCaller._persistent_process.join()
+        while trouble.get("finish") and not async_utils.is_empty_async_queue():
+            async_utils.maybe_finalize_async_save(blocking=False)
         if trouble.get("settle"):
             async_utils.maybe_finalize_async_save(blocking=True)
         return result
