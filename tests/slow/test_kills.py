@@ -6,12 +6,11 @@ import random
 from pathlib import Path
 
 import pytest
-from megatron_on_cpu.launch import TIMED_OUT, RunResult
 
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.whole import problems_of, standing_of
 from tests.online.cases import Case, Outcomes, load_all
-from tests.online.jobs import LAST, Layout
+from tests.online.jobs import LAST, Layout, launch
 from tests.online.saving import RANKS, durable_lines, iterations_in, run_saving, tracked
 
 KILLS = 30
@@ -41,7 +40,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, RunResult]]:
+def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, launch.RunResult]]:
     """The run folder and the result of each job, after the kill."""
     base = tmp_path_factory.mktemp("killed")
     found = {}
@@ -52,7 +51,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, Ru
 
 
 @pytest.fixture(scope="session")
-def outcomes(killed: dict[int, tuple[Path, RunResult]], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+def outcomes(killed: dict[int, tuple[Path, launch.RunResult]], tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
     """Genuine Megatron resumes each of them."""
     cases = [Case(str(number), run) for number, (run, _) in killed.items()]
     return load_all(tmp_path_factory.mktemp("resumed"), Layout(1, 2, RANKS), cases)
@@ -60,11 +59,11 @@ def outcomes(killed: dict[int, tuple[Path, RunResult]], tmp_path_factory: pytest
 
 @pytest.mark.parametrize("number", range(KILLS))
 def test_resuming_finds_a_whole_checkpoint(
-    number: int, killed: dict[int, tuple[Path, RunResult]], outcomes: Outcomes, undisturbed: Path
+    number: int, killed: dict[int, tuple[Path, launch.RunResult]], outcomes: Outcomes, undisturbed: Path
 ) -> None:
     """What was said to be complete before the kill is there, or something newer; all that passes for whole is right."""
     run, result = killed[number]
-    assert result.returncode != TIMED_OUT
+    assert result.returncode != launch.TIMED_OUT
     standing = standing_of(run)
     assert standing is not None
     assert standing.problems == ()
