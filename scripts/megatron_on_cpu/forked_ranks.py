@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,10 @@ def main() -> int:
     _import_megatron(options.megatron)
     prepare_multiprocessing()
     ranks = Ranks()
-    port = free_port()
-    for rank in range(options.nproc):
-        ranks.fork(rank, partial(_run_rank, rank, options, port))
-    return ranks.wait()
+    with reserved_port() as port:
+        for rank in range(options.nproc):
+            ranks.fork(rank, partial(_run_rank, rank, options, port))
+        return ranks.wait()
 
 
 def _import_megatron(checkout: Path | None) -> None:
@@ -96,11 +96,17 @@ def prepare_multiprocessing() -> None:
     multiprocessing.get_context("spawn").Manager = multiprocessing.get_context("fork").Manager  # type: ignore[method-assign]
 
 
-def free_port() -> int:
-    """A port of this machine that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port for the ranks' store, kept from other jobs of this machine until the ranks are done.
+
+    A socket that is bound and does not listen keeps Linux from giving the port to a connection, and does not keep the
+    store from listening on it: both have SO_REUSEADDR.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def _run_rank(rank: int, options: argparse.Namespace, port: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 import torch
 from megatron_on_cpu import compat, redirect
-from megatron_on_cpu.forked_ranks import Ranks, free_port, prepare_multiprocessing
+from megatron_on_cpu.forked_ranks import Ranks, prepare_multiprocessing, reserved_port
 from megatron_on_cpu.fused_adam import FusedAdam
 from megatron_on_cpu.process import die_with_parent
 
@@ -219,11 +219,11 @@ def main() -> int:
     prepare_multiprocessing()
     for step in ORDER["steps"]:
         ranks = Ranks()
-        port = free_port()
-        for rank in range(step["ranks"]):
-            ranks.fork(rank, partial(run_rank, rank, port, step))
-        if failed := ranks.wait():
-            return failed
+        with reserved_port() as port:
+            for rank in range(step["ranks"]):
+                ranks.fork(rank, partial(run_rank, rank, port, step))
+            if failed := ranks.wait():
+                return failed
     return 0
 
 
