@@ -15,20 +15,27 @@ from mcore_ckpt_ext.errors import DestinationError
 from mcore_ckpt_ext.storage.publish import Publication
 from tests.conftest import fixture_named
 
-KILLS = 50
+KILLS = 20
+KINDS = [("p09", "torch_dist"), ("p02", "legacy"), ("p09", "canonical")]
 
 
-@pytest.mark.parametrize(("fixture", "to"), [("p09", "torch_dist"), ("p02", "legacy"), ("p09", "canonical")])
+@pytest.mark.parametrize(("fixture", "to"), KINDS)
 def test_killed_at_random_moments(fixture: str, to: str, tmp_path: Path) -> None:
+    """A few of the fifty of `tests/slow`."""
+    assert_survives_kills(KILLS, fixture, to, tmp_path)
+
+
+def assert_survives_kills(kills: int, fixture: str, to: str, folder: Path) -> None:
+    """Convert, kill and continue so many times: nothing half done passes for whole, and the bytes are the same."""
     program = Path(__file__).with_name("kill_conversions.py")
-    command = [sys.executable, str(program), str(fixture_named(fixture).run), str(tmp_path), to, str(KILLS)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    command = [sys.executable, str(program), str(fixture_named(fixture).run), str(folder), to, str(kills)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(result.stdout)
-    assert report["killed"] == KILLS
+    assert report["killed"] == kills
     assert report["half published"] == report["partial passes"] == report["different"] == 0
     # The moments were inside of the work: most kills left something to continue.
-    assert report["resumed"] > KILLS / 2
+    assert report["resumed"] > kills / 2
     # A process that died between the last rename and its own tidying leaves an empty folder at most.
     assert report["left behind"] <= report["published"]
 

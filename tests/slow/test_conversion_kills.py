@@ -1,0 +1,16 @@
+"""Conversions of each kind, killed at fifty random moments and continued; run by name, see README.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.offline.test_interruption import KINDS, assert_survives_kills
+
+KILLS = 50
+
+
+@pytest.mark.parametrize(("fixture", "to"), KINDS)
+def test_killed_at_random_moments(fixture: str, to: str, tmp_path: Path) -> None:
+    assert_survives_kills(KILLS, fixture, to, tmp_path)
