@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.storage.paths import as_path
 
-__all__ = ["Checkpoint", "TensorHandle", "iteration_folder", "open_checkpoint"]
+__all__ = ["Checkpoint", "TensorHandle", "iteration_folder", "iteration_folders", "iteration_number", "open_checkpoint"]
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
+_ITERATION = re.compile(r"iter_(\d{7,})")
 _BACKENDS = {TORCH_DIST: TorchDistCheckpoint, ZARR: ZarrCheckpoint}
 
 
@@ -67,6 +69,18 @@ def _open(folder: Path, witnesses: Sequence[ParameterOrder]) -> Checkpoint:
             where=str(folder),
         )
     return _BACKENDS[backend](folder, witnesses)
+
+
+def iteration_number(folder: Path) -> int | None:
+    """Which iteration a folder is named after; None for every other name."""
+    match = _ITERATION.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def iteration_folders(run: Path) -> dict[int, Path]:
+    """What a run folder has under the names of iterations, by number, newest first."""
+    found = {number: path for path in run.iterdir() if (number := iteration_number(path)) is not None}
+    return dict(sorted(found.items(), reverse=True))
 
 
 def iteration_folder(path: Path) -> Path:

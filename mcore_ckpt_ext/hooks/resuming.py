@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import ResumeRefusedError
-from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.announce import announce, is_first_rank
 from mcore_ckpt_ext.offline.whole import Standing, standing_of
 from mcore_ckpt_ext.online.agreement import agreed
 
@@ -61,7 +61,7 @@ def _looked(arguments: Any, directory: str | None) -> Standing | None:
     """Rank 0's look; every rank's would cost a big job's file system dearly."""
     served = directory and "://" not in str(directory) and hasattr(arguments, "ckpt_step")
     other_kind = getattr(arguments, "non_persistent_ckpt_type", None)
-    if not served or other_kind or os.environ.get("RANK", "0") != "0" or not Path(str(directory)).is_dir():
+    if not served or other_kind or not is_first_rank() or not Path(str(directory)).is_dir():
         return None
     return standing_of(Path(str(directory)), arguments.ckpt_step or None)
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException, _wrap_exception
 
 from mcore_ckpt_ext.errors import CheckpointError, SaveFailedError
-from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.announce import announce, is_first_rank
 from mcore_ckpt_ext.hooks.writers import (
     WriterLostError,
     drop_results,
@@ -112,10 +112,6 @@ def _activated(save: Save) -> Iterator[None]:
         _active = before
 
 
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
 def run_save(scope: Mapping[str, Any], save: Save, stock: Callable[[], Any]) -> Any:
     """Run one `save_checkpoint` of Megatron so that its checkpoint is whole or not there.
 
@@ -127,7 +123,7 @@ def run_save(scope: Mapping[str, Any], save: Save, stock: Callable[[], Any]) -> 
     Raises:
         SaveFailedError: on every rank, unless the user wants to go on without.
     """
-    reason = told_to_all(_attempt(lambda: _begin(save)) if _is_first() else None)
+    reason = told_to_all(_attempt(lambda: _begin(save)) if is_first_rank() else None)
     _untold.clear()
     if reason:
         return _failed(SaveFailedError(f"iteration {save.iteration} cannot be saved to {save.folder}:\n  {reason}"))
@@ -136,7 +132,7 @@ def run_save(scope: Mapping[str, Any], save: Save, stock: Callable[[], Any]) -> 
     original = module[tracker_name]
     # A synchronous save may delete an older one as soon as it has written the tracker: then that must be the real one.
     keeps_all = getattr(scope["get_args"](), "save_retain_interval", None) is None
-    redirected = _is_first() and (save.asynchronous or keeps_all)
+    redirected = is_first_rank() and (save.asynchronous or keeps_all)
     if redirected:
         module[tracker_name] = lambda *_, **__: str(save.scratch)
     try:
@@ -150,11 +146,12 @@ def run_save(scope: Mapping[str, Any], save: Save, stock: Callable[[], Any]) -> 
         module[tracker_name] = original
     save.stalled = time.monotonic() - save.began
     if not save.asynchronous:
-        reason = told_to_all(_attempt(lambda: _publish(save, tracker=redirected)) if _is_first() else None)
+        reason = told_to_all(_attempt(lambda: _publish(save, tracker=redirected)) if is_first_rank() else None)
         if reason:
             return _failed(SaveFailedError(f"iteration {save.iteration} was not saved:\n  {reason}"), [save])
-        announce(save.line)
-        _remove(save.scratch)
+        if is_first_rank():
+            announce(save.line)
+            _remove(save.scratch)
     return result
 
 
@@ -234,10 +231,11 @@ class _NotFinalisedError(SaveFailedError):
 
 def wrap_maybe_finalize_async_save(original: Function) -> Function:
     """Around `maybe_finalize_async_save`: never wait for what cannot come, and end a failed save as the user chose."""
+    signature = inspect.signature(original)  # training asks at every step
 
     @functools.wraps(original)
     def maybe_finalize_async_save(*positional: Any, **keywords: Any) -> Any:
-        call = inspect.signature(original).bind(*positional, **keywords)
+        call = signature.bind(*positional, **keywords)
         call.apply_defaults()
         module = inspect.getmodule(inspect.unwrap(original))
         stock = functools.partial(original, *positional, **keywords)
@@ -295,7 +293,7 @@ def _finalize(save: Save, steps: Sequence[Function]) -> None:
         raise _NotFinalisedError(f"iteration {save.iteration} was not saved:\n  {reason}", save)
     _under_way.remove(save)
     _untold.append(save)
-    if _is_first():
+    if is_first_rank():
         _begin_publication(save, own)
     else:
         _do_own(save, own)
@@ -304,7 +302,8 @@ def _finalize(save: Save, steps: Sequence[Function]) -> None:
 def _do_own(save: Save, steps: Sequence[Function]) -> None:
     """What the training script does of itself after a save: its log, its tracker file, older checkpoints to delete.
 
-    None of it communicates: `save_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
+    None of it communicates: `save_checkpoint`, megatron/training/checkpointing.py; read in core_v0.7.0, 0.12.3, 0.16.1
+    and 0.19.0.
     """
     for step in steps:
         if (failure := _attempt(step)) is not None:
@@ -435,7 +434,7 @@ def _failed(error: SaveFailedError, saves: Sequence[Save] = ()) -> None:
     for save in saves:
         if save in _under_way:
             _under_way.remove(save)
-    if _is_first():
+    if is_first_rank():
         _clear_away(saves)
     if policy() == CONTINUE:
         announce(f"{error}; training goes on, the next checkpoint is tried as planned")

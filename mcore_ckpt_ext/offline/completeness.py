@@ -8,22 +8,19 @@ core_v0.7.0 to 0.19.2.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.canonical import is_canonical
-from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE
+from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, iteration_folders, iteration_number
 from mcore_ckpt_ext.formats.dcp_index import METADATA_FILE, DcpIndex
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, some, warning
-
-_ITERATION = re.compile(r"^iter_(\d{7,})$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +39,7 @@ def locate(path: Path) -> Located:
     """
     if not path.is_dir():
         raise UnreadableCheckpointError("there is no such folder, or it cannot be read", where=str(path))
-    iterations = {int(m[1]): entry for entry in path.iterdir() if (m := _ITERATION.match(entry.name))}
+    iterations = iteration_folders(path)
     tracker = path / TRACKER_FILE
     if tracker.exists():
         return _tracked(path, tracker, iterations)
@@ -84,10 +81,10 @@ def _tracked(path: Path, tracker: Path, iterations: Mapping[int, Path]) -> Locat
 
 
 def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
-    match, tracker = _ITERATION.match(folder.name), folder.parent / TRACKER_FILE
-    if match and tracker.is_file():
+    number, tracker = iteration_number(folder), folder.parent / TRACKER_FILE
+    if number is not None and tracker.is_file():
         text = tracker.read_text(errors="replace").strip()
-        if text.isdigit() and int(text) < int(match[1]):
+        if text.isdigit() and int(text) < number:
             what = f"it names iteration {text}: this save was not finished, or not the last"
             yield warning(COMPLETE, str(tracker), what)
 

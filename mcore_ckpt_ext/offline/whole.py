@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.canonical import is_canonical
-from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE
+from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, iteration_folders
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.verification import verify
-
-_ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 @dataclass(frozen=True)
@@ -79,9 +76,7 @@ def problems_of(folder: Path) -> tuple[str, ...]:
 
 def _iterations(run: Path) -> dict[int, Path]:
     """Iteration folders by number, newest first."""
-    matches = ((_ITERATION.fullmatch(path.name), path) for path in run.iterdir() if path.is_dir())
-    found = {int(match[1]): path for match, path in matches if match is not None}
-    return dict(sorted(found.items(), reverse=True))
+    return {number: path for number, path in iteration_folders(run).items() if path.is_dir()}
 
 
 def _newest_whole(iterations: dict[int, Path]) -> int | None:

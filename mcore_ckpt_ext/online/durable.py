@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,16 +10,15 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE
+from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, iteration_folders, iteration_number
 from mcore_ckpt_ext.formats.dcp_index import METADATA_FILE
 from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
-from mcore_ckpt_ext.storage.publish import flush, flush_all, replace, stage
+from mcore_ckpt_ext.storage.publish import flush, flush_all, replace
 
 SCRATCH_TRACKER = f".{TRACKER_FILE}.scratch"
 _PROBE = ".mcore_ckpt_ext.probe"
 _PROBE_BYTES = 1 << 12
-_ITERATION = re.compile(r"iter_(\d{7,})")
 
 
 def stored_bytes(metadata: Metadata) -> int:
@@ -90,10 +88,10 @@ def prepare(folder: Path, tracker: Path) -> None:
 
 def _point_elsewhere(folder: Path, tracker: Path) -> None:
     """A tracker that names the folder names the newest other iteration that was finished, or goes."""
-    match = _ITERATION.fullmatch(folder.name)
-    if match is None or tracked(tracker) != int(match[1]):
+    own = iteration_number(folder)
+    if own is None or tracked(tracker) != own:
         return
-    others = [number for number in finished_iterations(folder.parent) if number != int(match[1])]
+    others = [number for number in finished_iterations(folder.parent) if number != own]
     if others:
         publish_tracker(tracker, str(others[0]))
     else:
@@ -109,8 +107,7 @@ def tracked(tracker: Path) -> int | None:
 
 def finished_iterations(run: Path) -> list[int]:
     """Iterations with the file that Megatron writes last, newest first."""
-    found = (match for path in run.iterdir() if (match := _ITERATION.fullmatch(path.name)))
-    return sorted((int(match[1]) for match in found if (run / match[0] / CONFIG_FILE).is_file()), reverse=True)
+    return [number for number, folder in iteration_folders(run).items() if (folder / CONFIG_FILE).is_file()]
 
 
 def publish(folder: Path, sidecar: str, tracker: Path | None, text: str) -> None:
@@ -127,18 +124,7 @@ def publish(folder: Path, sidecar: str, tracker: Path | None, text: str) -> None
     """
     files = {folder / FILE_NAME: sidecar} if sidecar else {}
     files |= {tracker: text} if tracker is not None else {}
-    staged: dict[Path, Path] = {}
-    try:
-        for path, content in files.items():
-            staged[stage(path, content)] = path
-        flush_all([folder / CONFIG_FILE, folder, *staged])
-        for partial, path in staged.items():
-            partial.replace(path)
-    except OSError:
-        for partial in staged:
-            with contextlib.suppress(OSError):
-                partial.unlink(missing_ok=True)
-        raise
+    replace(files, after=[folder / CONFIG_FILE, folder])
     with contextlib.suppress(OSError):  # the tracker names it by now: this is no failure any more
         flush_all([folder, folder.parent])
 
@@ -149,7 +135,7 @@ def publish_tracker(tracker: Path, text: str) -> None:
     Raises:
         OSError: the disk refuses; the tracker is as it was.
     """
-    replace(tracker, text)
+    replace({tracker: text})
     with contextlib.suppress(OSError):  # it names the checkpoint by now: this is no failure any more
         flush(tracker.parent)
 

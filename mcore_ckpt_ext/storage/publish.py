@@ -11,7 +11,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO
@@ -159,35 +159,27 @@ def flush_all(paths: Iterable[Path]) -> None:
             pass
 
 
-def stage(path: Path, text: str) -> Path:
-    """Write what is to replace a small file, beside it; returns where. To be flushed and renamed by the caller.
+def replace(files: Mapping[Path, str], after: Iterable[Path] = ()) -> None:
+    """Write small files so that a reader sees each as it was or as it is to be, whole.
+
+    Args:
+        files: the text of each.
+        after: files and folders that must be on the disk before the first takes its name.
 
     Raises:
-        OSError: the disk refuses; nothing is left.
+        OSError: the disk refuses; what has not taken its name is gone.
     """
-    partial = path.with_name(f"{path.name}.partial")
+    partials = {path: path.with_name(f"{path.name}.partial") for path in files}
     try:
-        partial.write_text(text)
+        for path, partial in partials.items():
+            partial.write_text(files[path])
+        flush_all([*after, *partials.values()])
+        for path, partial in partials.items():
+            partial.replace(path)
     except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        raise
-    return partial
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a small file so that a reader sees the old one or the new one, whole.
-
-    Raises:
-        OSError: the disk refuses; the file is as it was.
-    """
-    partial = stage(path, text)
-    try:
-        flush(partial)
-        partial.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            partial.unlink()
+        for partial in partials.values():
+            with contextlib.suppress(OSError):
+                partial.unlink(missing_ok=True)
         raise
 
 
