@@ -23,6 +23,7 @@ from mcore_ckpt_ext.online.durable import (
     problems_on_disk,
     publish,
     publish_tracker,
+    settle,
     stored_bytes,
     tracked,
 )  # fmt: skip
@@ -118,11 +119,15 @@ def test_publishing_that_fails_leaves_the_tracker_and_nothing_else(tmp_path: Pat
     with pytest.raises(FileNotFoundError):
         publish(run / "iter_0000004", "{}", run / TRACKER, "4")
     assert tracked(run / TRACKER) == 2
-    (run / "iter_0000004").mkdir()  # but the file that Megatron writes last is not in it
-    with pytest.raises(FileNotFoundError):
-        publish(run / "iter_0000004", "{}", run / TRACKER, "4")
-    assert tracked(run / TRACKER) == 2
     assert sorted(path.name for path in run.rglob("*") if path.is_file()) == [TRACKER, "metadata.json"]
+
+
+def test_what_lacks_the_file_that_megatron_writes_last_does_not_settle(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 2, latest=2)
+    settle(run / "iter_0000002")
+    (run / "iter_0000004").mkdir()
+    with pytest.raises(FileNotFoundError):
+        settle(run / "iter_0000004")
 
 
 def test_published_are_the_sidecar_and_the_tracker(tmp_path: Path) -> None:

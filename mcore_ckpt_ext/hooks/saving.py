@@ -15,9 +15,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from threading import Thread
 from types import ModuleType
 from typing import Any
 
@@ -42,6 +42,7 @@ from mcore_ckpt_ext.online.durable import (
     prepare,
     problems_on_disk,
     publish,
+    settle,
     stored_bytes,
     tracked,
 )  # fmt: skip
@@ -81,25 +82,23 @@ class Save:
         return self.tracker.with_name(SCRATCH_TRACKER)
 
 
-class _Publication(Thread):
+@dataclass(frozen=True)
+class _Publication:
     """The last step of a save, on rank 0: training does not wait for the disk to keep what all ranks have written."""
 
-    def __init__(self, save: Save, own: Sequence[Function]) -> None:
-        super().__init__(name=f"publishing iteration {save.iteration}")
-        self.save, self.own = save, own
-        self.problem: str | None = None
-
-    def run(self) -> None:
-        self.problem = _attempt(lambda: _publish(self.save))
+    save: Save
+    own: Sequence[Function]
+    problem: Future[str | None]
 
 
 # The save that is being planned, or finalised, by the calls beneath; and those that writers are at work on.
 _active: Save | None = None
 _under_way: list[Save] = []
-# Those whose publication began, and whose end not every rank knows; on rank 0 the thread at work, and what failed.
+# Those whose publication began, and whose end not every rank knows; on rank 0 the one at work, and what failed.
 _untold: list[Save] = []
+_publisher = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publishing")
 _publication: _Publication | None = None
-_unpublished: list[_Publication] = []
+_unpublished: list[str] = []
 
 
 @contextlib.contextmanager
@@ -180,6 +179,7 @@ def _publish(save: Save, tracker: bool = True) -> None:
     Raises:
         OSError: the disk refuses; the tracker names what it named.
     """
+    settle(save.folder)
     taken = time.monotonic() - save.began
     background = max(0.0, taken - save.stalled) if save.asynchronous else 0.0
     sidecar = save.record(SaveRecord(save.asynchronous, save.bytes, round(save.stalled, 4), round(background, 4)))
@@ -315,20 +315,18 @@ def _begin_publication(save: Save, own: Sequence[Function]) -> None:
     global _publication
     _end_publication(wait=True)
     _start_scratch(save)
-    _publication = _Publication(save, own)
-    _publication.start()
+    _publication = _Publication(save, own, _publisher.submit(_attempt, functools.partial(_publish, save)))
 
 
 def _end_publication(wait: bool) -> None:
     """On rank 0, where a publication is at its end: say so, and do what waited for it. Other ranks have none."""
     global _publication
     done = _publication
-    if done is None or (done.is_alive() and not wait):
+    if done is None or not (wait or done.problem.done()):
         return
-    done.join()
     _publication = None
-    if done.problem is not None:
-        _unpublished.append(done)
+    if (problem := done.problem.result()) is not None:
+        _unpublished.append(f"iteration {done.save.iteration} was not saved: {problem}")
         _clear_away([done.save])
         return
     announce(done.save.line)
@@ -338,7 +336,7 @@ def _end_publication(wait: bool) -> None:
 
 def _failed_publications() -> str | None:
     """On rank 0: which saves could not be published, and why; asked once."""
-    text = "; ".join(f"iteration {done.save.iteration} was not saved: {done.problem}" for done in _unpublished)
+    text = "; ".join(_unpublished)
     _unpublished.clear()
     return text or None
 

@@ -110,8 +110,17 @@ def finished_iterations(run: Path) -> list[int]:
     return [number for number, folder in iteration_folders(run).items() if (folder / CONFIG_FILE).is_file()]
 
 
+def settle(folder: Path) -> None:
+    """Have the disk keep what Megatron wrote last, and the names of all; its writers flush their own files.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    flush_all([folder / CONFIG_FILE, folder, folder.parent])
+
+
 def publish(folder: Path, sidecar: str, tracker: Path | None, text: str) -> None:
-    """Once all else of a checkpoint is written: put its sidecar beside it and point the tracker to it, for good.
+    """Once all else of a checkpoint is on the disk: put its sidecar beside it and point the tracker to it, for good.
 
     Args:
         folder: the iteration folder.
@@ -124,7 +133,7 @@ def publish(folder: Path, sidecar: str, tracker: Path | None, text: str) -> None
     """
     files = {folder / FILE_NAME: sidecar} if sidecar else {}
     files |= {tracker: text} if tracker is not None else {}
-    replace(files, after=[folder / CONFIG_FILE, folder])
+    replace(files)
     with contextlib.suppress(OSError):  # the tracker names it by now: this is no failure any more
         flush_all([folder, folder.parent])
 

@@ -159,12 +159,8 @@ def flush_all(paths: Iterable[Path]) -> None:
             pass
 
 
-def replace(files: Mapping[Path, str], after: Iterable[Path] = ()) -> None:
-    """Write small files so that a reader sees each as it was or as it is to be, whole.
-
-    Args:
-        files: the text of each.
-        after: files and folders that must be on the disk before the first takes its name.
+def replace(files: Mapping[Path, str]) -> None:
+    """Write small files, given their texts, so that a reader sees each as it was or as it is to be, whole.
 
     Raises:
         OSError: the disk refuses; what has not taken its name is gone.
@@ -173,7 +169,7 @@ def replace(files: Mapping[Path, str], after: Iterable[Path] = ()) -> None:
     try:
         for path, partial in partials.items():
             partial.write_text(files[path])
-        flush_all([*after, *partials.values()])
+        flush_all(partials.values())
         for path, partial in partials.items():
             partial.replace(path)
     except OSError:
