@@ -2,7 +2,7 @@
 
     python benchmarks/saving.py FOLDER [--runs 5] [--layers 8 --hidden 256] [--ranks 8]
 
-Genuine Megatron 0.19.2 trains on CPU ranks (pipelines of two) and saves asynchronously every second iteration; jobs
+Genuine Megatron 0.19.2 trains on CPU ranks (pipelines of two) and saves asynchronously every eighth iteration; jobs
 with the package and without it (`MCORE_CKPT_EXT=0`, Megatron's own flags for the same save) run in turn. The stall of a
 save is the time in `save_checkpoint` and in `maybe_finalize_async_save` on rank 0. The first save of a job is left out:
 the sidecar is gathered then, once, and the processes warm up; it is told by itself. Beside the ratio of the medians,
@@ -28,12 +28,13 @@ from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set abo
 
 PLUGIN = Path(__file__).with_name("saving_rank.py")
 STOCK_FLAGS = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
-SAVES, SLOWED = 6, 5.0
+# Steps between two saves: enough for the first to be on the disk, as in real jobs.
+INTERVAL, SAVES, SLOWED = 8, 6, 5.0
 
 
 def job(folder: Path, options: argparse.Namespace, name: str, plugged: bool, slowed: float = 0.0) -> dict[str, Any]:
     """Run one job; what its rank 0 measured."""
-    iterations, interval = (2 * SAVES, 2) if not slowed else (options.steps, options.steps // 3)
+    iterations, interval = (INTERVAL * SAVES, INTERVAL) if not slowed else (options.steps, options.steps // 3)
     arguments = toy_jobs.tiny_gpt(
         1, 2, iterations=iterations, save=folder / name, save_interval=interval,
         more=["--num-layers", str(options.layers), "--hidden-size", str(options.hidden), *STOCK_FLAGS],

@@ -1,8 +1,9 @@
 """The seams of saving: a checkpoint is announced once it is a fact, and a writer that dies is noticed by every rank.
 
 What runs around `save_checkpoint`, `schedule_async_save`, `maybe_finalize_async_save` (megatron/training) and
-`save_state_dict_async_finalize` (megatron/core/dist_checkpointing/strategies/state_dict_saver.py); read in core_v0.7.0,
-0.12.3, 0.16.1, 0.19.0 and 0.19.2.
+`save_state_dict_async_finalize` (megatron/core/dist_checkpointing/strategies/state_dict_saver.py, and for the strategy
+`nvrx` nvidia_resiliency_ext/checkpointing/async_ckpt/state_dict_saver.py); read in core_v0.7.0, 0.12.3, 0.16.1, 0.19.0
+and 0.19.2, and in nvidia-resiliency-ext 0.6.0.
 """
 
 from __future__ import annotations
@@ -58,6 +59,8 @@ _POLL_SECONDS = 0.1
 # since 0.18, `integrity_finalize_fn`.
 _WITH_BARRIER = "megatron.core.dist_checkpointing.serialization"
 _OF_TRAINING = "megatron.training"
+# Whose writers are known: the strategies `mcore` and `nvrx`.
+_WATCHED = ("megatron.", "nvidia_resiliency_ext.")
 
 
 @dataclass
@@ -202,7 +205,7 @@ def wrap_schedule_async_save(original: Function) -> Function:
             steps = list(async_request.finalize_fns)
             async_request.finalize_fns[:] = [functools.partial(_finalize, save, steps)]
         module = inspect.getmodule(inspect.unwrap(original))
-        if module is not None and type(async_request).__module__.startswith("megatron."):
+        if module is not None and type(async_request).__module__.startswith(_WATCHED):
             with watched_start(module):
                 result = original(_observed(async_request, save), *positional, **keywords)
             watch_last(module, lambda problem: _with_report(problem, _under_way[0]) if _under_way else problem)

@@ -46,6 +46,14 @@ SEAMS = (
         version_module="megatron.core",
     ),
     Seam(
+        # The same step of the strategy `nvrx`; read in 0.6.0, the first that Megatron 0.18 and later take.
+        module="nvidia_resiliency_ext.checkpointing.async_ckpt.state_dict_saver",
+        attribute="save_state_dict_async_finalize",
+        wrapper="mcore_ckpt_ext.hooks.saving:wrap_save_state_dict_async_finalize",
+        parameters=("storage_writer", "global_metadata", "dist_wrapper"),
+        version_module="nvidia_resiliency_ext",
+    ),
+    Seam(
         module="megatron.training.arguments",
         # Not validate_args: 0.16.x chooses the writer's queue between parse_args and validate_args
         # (megatron/training/initialize.py:86-92@0.16.1).

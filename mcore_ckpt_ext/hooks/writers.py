@@ -1,7 +1,8 @@
 """Megatron's background writers from the training process: none is waited for that cannot answer, all can be replaced.
 
 Works on `AsyncCallsQueue` and its callers, megatron/core/dist_checkpointing/strategies/async_utils.py, and on the one
-queue of a job in megatron/training/async_utils.py; read in core_v0.7.0, 0.12.3, 0.16.1, 0.19.0 and 0.19.2.
+queue of a job in megatron/training/async_utils.py; read in core_v0.7.0, 0.12.3, 0.16.1, 0.19.0 and 0.19.2. The strategy
+`nvrx` has the same classes in nvidia_resiliency_ext/checkpointing/async_ckpt/core.py; read in 0.6.0.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ from mcore_ckpt_ext.online.writer import WriterWatch
 _POLL_SECONDS = 0.1
 # Added to what ranks sum up when they ask whether all writers are done: more than there are ranks.
 _FAILED = 1 << 24
+# The modules with a queue of results, each the only one of its strategy in a process.
+_WITH_RESULTS = (
+    "megatron.core.dist_checkpointing.strategies.filesystem_async",
+    "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async",
+)
 _watches: dict[int, WriterWatch] = {}
 
 
@@ -193,6 +199,8 @@ def renew_writers(module: ModuleType) -> None:
         module._async_calls_queue = type(queue)()  # type: ignore[attr-defined]
     # The ranks compare the numbers of their calls, and not every rank may have had to start anew.
     _queue_of(module).call_idx = queue.call_idx
+    # nvrx keeps a started writer at its class until it is asked for; the old queue sends that one home when it goes.
+    _persistent_caller(module)
 
 
 def _end(caller: Any) -> None:
@@ -217,9 +225,10 @@ def drop_results() -> None:
 
     What a writer put into it for a save that is given up would be taken for the next one's.
     """
-    module = sys.modules["megatron.core.dist_checkpointing.strategies.filesystem_async"]
-    results = getattr(module, "_results_queue", None)
-    if results is not None:
-        with contextlib.suppress(Exception):
-            results._manager.shutdown()
-        module._results_queue = None  # type: ignore[attr-defined]
+    for name in _WITH_RESULTS:
+        module = sys.modules.get(name)
+        results = getattr(module, "_results_queue", None)
+        if results is not None:
+            with contextlib.suppress(Exception):
+                results._manager.shutdown()
+            module._results_queue = None  # type: ignore[union-attr]

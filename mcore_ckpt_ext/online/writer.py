@@ -22,8 +22,9 @@ PATIENCE_VARIABLE = "MCORE_CKPT_EXT_WRITER_PATIENCE"
 _PATIENCE = 300.0
 _REMARKABLE = 10.0
 _LOOK_EVERY = 0.5
-# What Megatron's writers log of errors that they turn into "Worker failure" (filesystem_async.py, 0.12.3 to 0.19.2).
-_LOGGER = "megatron.core.dist_checkpointing"
+# Where writers log the errors that they turn into "Worker failure" or a result (filesystem_async.py of Megatron 0.12.3
+# to 0.19.2, and of nvidia-resiliency-ext 0.6.0).
+_LOGGERS = ("megatron.core.dist_checkpointing", "nvidia_resiliency_ext.checkpointing.async_ckpt")
 _OUT_OF_MEMORY = Path("/sys/fs/cgroup/memory.events")
 
 
@@ -48,15 +49,17 @@ class Report:
 
 def _observed(work: Callable[..., Any], path: str, *positional: Any, **keywords: Any) -> Any:
     handler = _ToFile(path)
-    logger = logging.getLogger(_LOGGER)
-    logger.addHandler(handler)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for logger in loggers:
+        logger.addHandler(handler)
     try:
         return work(*positional, **keywords)
     except BaseException:
         _append(path, traceback.format_exc())
         raise
     finally:
-        logger.removeHandler(handler)
+        for logger in loggers:
+            logger.removeHandler(handler)
 
 
 class _ToFile(logging.Handler):

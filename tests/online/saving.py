@@ -32,6 +32,7 @@ def run_saving(
     environment: Mapping[str, str] | None = None,
     script: Path | str = launch.TRAIN_GPT,
     megatron: Path | None = None,
+    plugins: Sequence[Path] = (),
 ) -> launch.RunResult:
     """Train a tiny GPT, pipeline-parallel, with a checkpoint every few iterations; the result as it is."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +53,7 @@ def run_saving(
         timeout=TIME_LIMIT,
         megatron=megatron,
         environment={**troubles, **(environment or {})},
-        plugin_files=[RANK_SCRIPTS / "trouble.py"],
+        plugin_files=[*plugins, RANK_SCRIPTS / "trouble.py"],
         log_file=folder / "log",
     )
 

@@ -61,7 +61,8 @@ def install() -> None:
         if what == "end":
             kill_at_the_end()
         if what in ("idle", "lose"):
-            async_utils._async_calls_queue.async_calls[-1].async_caller._persistent_queue.join()
+            caller = async_utils._async_calls_queue.async_calls[-1].async_caller
+            (caller.queue if hasattr(caller, "queue") else caller._persistent_queue).join()
         while what == "idle" and PersistentAsyncCaller._persistent_comp_q.empty():
             time.sleep(0.01)  # it has written, but must have said so, too
         if what == "lose":
