@@ -26,10 +26,15 @@ _AUTOLOAD_SINCE = (2, 5)
 _OLDEST_TORCH = (2, 4)
 _ENTRY_POINTS = "torch.backends"
 _ENTRY = "mcore_ckpt_ext"
+# What to install for a seam's framework.
+_DISTRIBUTIONS = {"megatron": "megatron-core", "nvidia_resiliency_ext": "nvidia-resiliency-ext"}
 _SWITCHES = {
     "MCORE_CKPT_EXT": "0 switches the package off",
     "MCORE_CKPT_EXT_VERIFY": "full: checksums of all records before a resume",
     "MCORE_CKPT_EXT_ACCEPT_LOST": "1: resume although elements are lost",
+    "MCORE_CKPT_EXT_ON_SAVE_FAILURE": "continue: training goes on when a save fails",
+    "MCORE_CKPT_EXT_FALLBACK": "1: resume from the newest whole checkpoint",
+    "MCORE_CKPT_EXT_WRITER_PATIENCE": "seconds after which a silent writer is given up",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0: torch loads no plugins",
 }
 
@@ -75,7 +80,7 @@ def _lines(save: Path | None) -> Iterator[Line]:
     yield Line("python", "ok", f"{platform.python_version()}, {sys.executable}")
     version = _number(torch.__version__)
     yield Line("torch", "ok" if version >= _OLDEST_TORCH else "FAILED", torch.__version__)
-    for name in ("megatron-core", "colossalai", "transformer-engine", "safetensors"):
+    for name in ("megatron-core", "nvidia-resiliency-ext", "colossalai", "transformer-engine", "safetensors"):
         installed = _installed(name)
         yield Line(name, "ok" if installed else "note", installed or "not installed")
     for name, meaning in _SWITCHES.items():
@@ -112,11 +117,12 @@ def _hooks() -> Iterator[Line]:
     problems = {module: _import_problem(module) for module in modules}
     for seam in mcore_ckpt_ext.status():
         problem = problems.get(seam.seam.rpartition(".")[0])
+        framework = _DISTRIBUTIONS[seam.seam.partition(".")[0]]
         # Megatron appends the commit of whatever repository its folder lies in (megatron/core/package_info.py).
         version = f" of {seam.version.partition('+')[0]}" if seam.version else ""
         if seam.state == "patched":
             yield Line(seam.seam, "ok", f"patched{version}" + (f"; {seam.reason}" if seam.reason else ""))
-        elif problem is not None and _installed("megatron-core") is None:
+        elif problem is not None and _installed(framework) is None:
             yield Line(seam.seam, "note", f"not here: {problem}")
         else:
             yield Line(seam.seam, "FAILED", f"not patched{version}: {seam.reason or problem}")
