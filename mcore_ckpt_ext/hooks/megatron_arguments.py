@@ -54,12 +54,15 @@ def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
         call = signature.bind(*args, **kwargs)
         call.arguments[_PROVIDER] = _with_own_flags(call.arguments.get(_PROVIDER))
         arguments = original(*call.args, **call.kwargs)
-        changes = asynchronous_save_changes(arguments, sys.argv[1:], megatron_version(), nvrx_problem)
+        version = megatron_version()
+        changes = asynchronous_save_changes(arguments, sys.argv[1:], version, nvrx_problem)
         for change in changes:
             setattr(arguments, change.name, change.value)
         if changes:
             told = "; ".join(f"{change.name} = {change.value} ({change.reason})" for change in changes)
             announce(f"--async-save: {told}")
+        if hazard := offload_hazard(arguments, version):
+            announce(f"--async-save: {hazard}")
         return arguments
 
     return parse_args
@@ -108,6 +111,8 @@ def asynchronous_save_changes(
     """
     if not _saves_asynchronously(arguments) or version is None or version < FIRST_VERSION_THAT_NEEDS_THE_WORKER:
         return []
+    if not arguments.use_persistent_ckpt_worker and getattr(arguments, "optimizer_cpu_offload", False):
+        return []  # see offload_hazard
     changes = []
     if getattr(arguments, "async_strategy", None) == "nvrx":
         problem = find_nvrx_problem()
@@ -120,6 +125,25 @@ def asynchronous_save_changes(
         reason = f"without it Megatron {version[0]}.{version[1]} switches --async-save off"
         changes.append(Change("use_persistent_ckpt_worker", True, reason))
     return changes
+
+
+def offload_hazard(arguments: Namespace, version: tuple[int, int] | None) -> str | None:
+    """Say why this job's persistent writer is, or would be, a danger to its checkpoints; None where it is none.
+
+    It copies tensors from a GPU before training goes on, and reads those on the CPU later, where they lie: masters and
+    moments of an offloaded optimizer, which ``DistributedOptimizer`` hands out as they are
+    (``_get_main_param_and_optimizer_states``, megatron/core/optimizer/distrib_optimizer.py, and ``preload_tensors``,
+    filesystem_async.py of megatron-core 0.19.2 and of nvidia-resiliency-ext 0.6.0). Seen with the latter and tensors
+    on the CPU: weights of one step, masters of a later one.
+    """
+    if not (_saves_asynchronously(arguments) and getattr(arguments, "optimizer_cpu_offload", False)):
+        return None
+    danger = "a persistent writer reads what --optimizer-cpu-offload keeps on the CPU while training changes it"
+    if arguments.use_persistent_ckpt_worker:
+        return f"{danger}: checkpoints can be a mixture of steps; leave --use-persistent-ckpt-worker out"
+    if version is None or version < FIRST_VERSION_THAT_NEEDS_THE_WORKER:
+        return None  # a process forked for each save has the memory as it was
+    return f"{danger}, so it is not switched on, and Megatron saves synchronously"
 
 
 def _saves_asynchronously(arguments: Namespace) -> bool:

@@ -11,6 +11,7 @@ from mcore_ckpt_ext.hooks.megatron_arguments import (
     asynchronous_save_changes,
     megatron_version,
     nvrx_problem,
+    offload_hazard,
     wrap_parse_args,
 )
 
@@ -84,6 +85,22 @@ def test_a_flag_that_only_begins_alike_is_not_the_user_s_choice():
 )
 def test_other_jobs_are_left_alone(differences):
     assert asynchronous_save_changes(_arguments(**differences), [], (0, 19), _never) == []
+
+
+@pytest.mark.parametrize("version", [(0, 16), (0, 19)])
+def test_no_persistent_writer_gets_an_offloaded_optimizer(version):
+    arguments = _arguments(optimizer_cpu_offload=True)
+    assert asynchronous_save_changes(arguments, [], version, _never) == []
+    assert "so it is not switched on" in offload_hazard(arguments, version)
+    assert offload_hazard(_arguments(), version) is None
+
+
+def test_a_persistent_writer_of_the_user_s_stays_and_its_danger_is_told():
+    arguments = _arguments(optimizer_cpu_offload=True, use_persistent_ckpt_worker=True)
+    assert _changes(arguments) == {"async_strategy": "mcore"}
+    assert "can be a mixture of steps" in offload_hazard(arguments, (0, 14))
+    assert offload_hazard(_arguments(optimizer_cpu_offload=True), (0, 14)) is None
+    assert offload_hazard(_arguments(optimizer_cpu_offload=True, async_save=False), (0, 19)) is None
 
 
 @pytest.mark.parametrize("absent", ["async_save", "use_persistent_ckpt_worker", "ckpt_format", "save"])

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt_ext.offline.whole import problems_of
 from tests.online.jobs import RANK_SCRIPTS, TIME_LIMIT, launch, toy_jobs
 
 RANKS = 8
@@ -86,3 +87,19 @@ def iterations_in(run: Path) -> list[int]:
 def tracked(run: Path) -> int:
     """What the tracker names."""
     return int((run / "latest_checkpointed_iteration.txt").read_text())
+
+
+def assert_told(output: str, iteration: int, cause: str) -> None:
+    """One line says that a save failed, and why, in a job that goes on."""
+    form = re.compile(rf"\[mcore_ckpt_ext\] iteration {iteration} (was not|cannot be) saved")
+    lines = [line for line in output.splitlines() if form.search(line)]
+    assert len(lines) == 1, output[-6000:]
+    assert re.search(cause, lines[0]), lines[0]
+    assert lines[0].endswith("training goes on, the next checkpoint is tried as planned")
+
+
+def assert_whole(output: str, run: Path, iterations: Sequence[int]) -> None:
+    """These were said to be complete, and are; the tracker names the last."""
+    assert sorted(durable_lines(output)) == list(iterations)
+    assert tracked(run) == iterations[-1]
+    assert [problems_of(run / f"iter_{number:07d}") for number in iterations] == [()] * len(iterations)
