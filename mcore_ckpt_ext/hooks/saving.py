@@ -267,6 +267,8 @@ def _finalized(module: ModuleType, stock: Callable[[], Any]) -> Any:
         drop_results()
         return _failed(SaveFailedError(f"iteration {names} was not saved:\n  {error}"), lost)
     except _NotFinalisedError as error:
+        if _under_way == [error.save]:  # others hold the same queue
+            drop_results()
         return _failed(error, [error.save])
 
 
@@ -384,7 +386,9 @@ def wrap_save_state_dict_async_finalize(original: Function) -> Function:
             try:
                 return retrieve()
             except Exception as error:  # noqa: BLE001 - the other ranks wait for this rank's answer
-                return _wrap_exception(error)
+                # Its words only: frames of `multiprocessing` in a cycle of references crash CPython's collector
+                # ("deallocated BytesIO object has exported buffers").
+                return _wrap_exception(RuntimeError(_text_of(error)))
 
         storage_writer.finish, storage_writer.retrieve_write_results = guarded_finish, guarded_retrieve
         try:

@@ -223,7 +223,8 @@ def _end(caller: Any) -> None:
 def drop_results() -> None:
     """Forget the queue of results; the next save makes a new one, with a new manager.
 
-    What a writer put into it for a save that is given up would be taken for the next one's.
+    What a writer put into it for a save that is given up would be taken for the next one's; and the process that
+    manages it may be what has died.
     """
     for name in _WITH_RESULTS:
         module = sys.modules.get(name)

@@ -107,6 +107,7 @@ TROUBLES = {
     4: {"ranks": [1], "what": "full", "settle": True},
     5: {"ranks": [0], "what": "vanish", "settle": True},
     6: {"ranks": [0], "what": "SIGSTOP", "settle": True},
+    7: {"ranks": [1], "what": "mute", "settle": True},
     8: {"ranks": [1], "what": "lose", "settle": True},
     9: {"ranks": [0], "what": "bar", "settle": True},
     10: {"ranks": [0], "what": "clear", "settle": True},
@@ -133,6 +134,10 @@ def test_training_goes_on_if_the_user_wants_it(troubled: RunResult) -> None:
     assert "iteration       30/      30" in troubled.output
 
 
+def test_no_save_takes_the_results_of_one_that_was_given_up(troubled: RunResult) -> None:
+    assert "results of another" not in troubled.output
+
+
 @pytest.mark.parametrize(
     ("iteration", "cause"),
     [
@@ -142,6 +147,7 @@ def test_training_goes_on_if_the_user_wants_it(troubled: RunResult) -> None:
         (10, r"No such file or directory"),
         (12, r"rank 0: its writer \(pid \d+\) has not moved for \d+ s: stopped by a signal"),
         (14, r"rank 0: FileExistsError"),
+        (16, r"rank 1: .*(EOFError|ConnectionRefusedError|ConnectionResetError|BrokenPipeError)"),
         (18, r"__1_0\.distcp: it is not there, but its records need [\d,]+ bytes"),
         (20, r"IsADirectoryError"),
         (26, r"rank 0: iteration 24 was not saved: IsADirectoryError"),
@@ -153,8 +159,8 @@ def test_each_failure_is_told_with_its_cause(iteration: int, cause: str, trouble
 
 def test_what_failed_is_gone_and_what_was_saved_is_whole(troubled: RunResult, base: Path) -> None:
     run = base / "troubled" / "checkpoints"
-    assert [number for number in iterations_in(run) if number != 14] == [2, 16, 22, 28, 30]
-    assert_whole(troubled.output, run, [2, 16, 22, 28, 30])
+    assert [number for number in iterations_in(run) if number != 14] == [2, 22, 28, 30]
+    assert_whole(troubled.output, run, [2, 22, 28, 30])
 
 
 @pytest.fixture(scope="module")

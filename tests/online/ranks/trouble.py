@@ -2,10 +2,10 @@
 
 In the writer process, before it writes: `hold STEPS` until training has gone on for so many steps, `raise`, `SIGKILL`,
 `SIGSTOP`; with `preload`, before it has copied a tensor. In the training process: `full` lets the rank's file lie on a
-full disk, `vanish` takes the folder away once the writer has its order, `idle` kills the writer and `lose` removes its
-file once it is done, `bar` bars the way of the new tracker file and `clear` clears it, `end` kills the writer when it
-is sent home, and `kill rank|writer|all SECONDS` kills so long afterwards. With `finish`, all ranks wait at once until
-all is written, with `settle` for the outcome, too.
+full disk, `vanish` takes the folder away once the writer has its order, `idle` kills the writer, `lose` removes its
+file and `mute` kills the manager of its results once it is done, `bar` bars the way of the new tracker file and `clear`
+clears it, `end` kills the writer when it is sent home, and `kill rank|writer|all SECONDS` kills so long afterwards.
+With `finish`, all ranks wait at once until all is written, with `settle` for the outcome, too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(os.environ["TEST_RANK_SCRIPTS"])))
 
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import PersistentAsyncCaller
 from megatron.training import async_utils, checkpointing, get_args, training
 from troubled_writing import troubled
@@ -39,6 +40,9 @@ def install() -> None:
     @functools.wraps(original)
     def schedule(request: Any) -> Any:
         saves.append(request)
+        results = filesystem_async._results_queue
+        if async_utils.is_empty_async_queue() and results is not None and results.qsize():
+            print(f"save {len(saves)} begins with {results.qsize()} results of another", flush=True)
         trouble = TROUBLE.get(len(saves), {"ranks": [], "what": ""})
         what = trouble["what"] if RANK in trouble["ranks"] else ""
         if what.startswith("hold"):
@@ -60,11 +64,13 @@ def install() -> None:
             partial.mkdir() if what == "bar" else partial.rmdir()
         if what == "end":
             kill_at_the_end()
-        if what in ("idle", "lose"):
+        if what in ("idle", "lose", "mute"):
             caller = async_utils._async_calls_queue.async_calls[-1].async_caller
             (caller.queue if hasattr(caller, "queue") else caller._persistent_queue).join()
-        while what == "idle" and PersistentAsyncCaller._persistent_comp_q.empty():
+        while what in ("idle", "mute") and PersistentAsyncCaller._persistent_comp_q.empty():
             time.sleep(0.01)  # it has written, but must have said so, too
+        if what == "mute":
+            filesystem_async._results_queue._manager._process.kill()
         if what == "lose":
             (newest_folder() / f"__{RANK}_0.distcp").unlink()
         if what == "idle":
