@@ -88,8 +88,10 @@ def run_of(folder: Path, *iterations: int, latest: int) -> Path:
 
 def test_saving_over_a_checkpoint_points_the_tracker_to_another_first(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 2, 4, latest=4)
+    (tmp_path / "before").hardlink_to(run / TRACKER)
     prepare(run / "iter_0000004", run / TRACKER)
     assert tracked(run / TRACKER) == 2
+    assert (tmp_path / "before").read_text() == "4"  # replaced, not written over
     assert finished_iterations(run) == [2]
 
 
