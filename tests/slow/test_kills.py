@@ -16,8 +16,8 @@ from tests.online.saving import durable_lines, iterations_in, run_saving, tracke
 KILLS = 30
 SAVES = (2, 3, 4)
 # What a save takes here, from its scheduling to its being complete, and a little more: seconds.
-WINDOW = 1.6
-RANKS = 4
+WINDOW = 3.0
+RANKS = 8
 
 
 def trouble_of(number: int) -> dict[int, dict[str, object]]:
