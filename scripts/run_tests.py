@@ -26,7 +26,8 @@ CHECKS = (
 )
 # Beside all others, in the main environment; tests/colossalai is left out there by itself.
 SECOND_LANE = (
-    "tests/versions", "tests/huggingface", "tests/online/test_saving.py", "tests/online/test_parallelism.py"
+    "tests/versions", "tests/huggingface", "tests/online/test_saving.py", "tests/online/test_parallelism.py",
+    "tests/test_models_online.py",
 )  # fmt: skip
 
 
