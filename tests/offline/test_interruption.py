@@ -15,7 +15,7 @@ from mcore_ckpt_ext.errors import DestinationError
 from mcore_ckpt_ext.storage.publish import Publication
 from tests.conftest import fixture_named
 
-KILLS = 20
+KILLS = 10
 KINDS = [("p09", "torch_dist"), ("p02", "legacy"), ("p09", "canonical")]
 
 
