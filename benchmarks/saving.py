@@ -1,6 +1,6 @@
 """What this package adds to the time for which a save holds up training, and what a slow writer does to the steps.
 
-    python benchmarks/saving.py FOLDER [--runs 5] [--layers 8 --hidden 256] [--ranks 8]
+    python benchmarks/saving.py FOLDER [--runs 5] [--layers 8 --hidden 256] [--ranks 8] [--steps 60]
 
 Genuine Megatron 0.19.2 trains on CPU ranks (pipelines of two) and saves asynchronously every eighth iteration; jobs
 with the package and without it (`MCORE_CKPT_EXT=0`, Megatron's own flags for the same save) run in turn. The stall of a

@@ -111,8 +111,8 @@ def asynchronous_save_changes(
     """
     if not _saves_asynchronously(arguments) or version is None or version < FIRST_VERSION_THAT_NEEDS_THE_WORKER:
         return []
-    if not arguments.use_persistent_ckpt_worker and getattr(arguments, "optimizer_cpu_offload", False):
-        return []  # see offload_hazard
+    if not arguments.use_persistent_ckpt_worker and offload_hazard(arguments, version):
+        return []
     changes = []
     if getattr(arguments, "async_strategy", None) == "nvrx":
         problem = find_nvrx_problem()

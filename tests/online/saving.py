@@ -19,6 +19,17 @@ DURABLE = re.compile(
     r"training stalled (?P<stalled>[\d.]+) s, (?P<background>[\d.]+) s in the background"
 )
 
+CAUSES = {
+    "SIGKILL": r"rank 1: its writer \(pid \d+\) was killed by SIGKILL",
+    "raise": r"rank 1: .*ValueError: the writer has lost its pencil",
+    "full": r"rank 1: .*\[Errno 28\] No space left on device",
+    "vanish": r"No such file or directory",
+    "SIGSTOP": r"rank 0: its writer \(pid \d+\) has not moved for \d+ s: stopped by a signal",
+    "mute": r"rank 1: .*(EOFError|ConnectionRefusedError|ConnectionResetError|BrokenPipeError)",
+    "lose": r"__1_0\.distcp: it is not there, but its records need [\d,]+ bytes",
+}
+"""What is told of a trouble of `ranks/trouble.py`, where it strikes the rank that is named here."""
+
 
 def run_saving(
     folder: Path,

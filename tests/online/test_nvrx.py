@@ -17,6 +17,7 @@ from mcore_ckpt_ext.offline.comparison import compare
 from tests.online.jobs import RANK_SCRIPTS
 from tests.online.saving import (
     ASYNCHRONOUS,
+    CAUSES,
     assert_told,
     assert_trained_meanwhile,
     assert_whole,
@@ -92,13 +93,13 @@ def test_training_goes_on_and_the_checkpoint_is_the_synchronous_one(held: RunRes
 @pytest.mark.parametrize(
     ("iteration", "cause"),
     [
-        (2, r"rank 1: its writer \(pid \d+\) was killed by SIGKILL"),
-        (4, r"rank 1: .*ValueError: the writer has lost its pencil"),
-        (6, r"rank 1: .*\[Errno 28\] No space left on device"),
-        (8, r"No such file or directory"),
-        (10, r"rank 0: its writer \(pid \d+\) has not moved for \d+ s: stopped by a signal"),
-        (12, r"__1_0\.distcp: it is not there, but its records need [\d,]+ bytes"),
-        (16, r"rank 1: its writer \(pid \d+\) was killed by SIGKILL"),
+        (2, CAUSES["SIGKILL"]),
+        (4, CAUSES["raise"]),
+        (6, CAUSES["full"]),
+        (8, CAUSES["vanish"]),
+        (10, CAUSES["SIGSTOP"]),
+        (12, CAUSES["lose"]),
+        (16, CAUSES["SIGKILL"]),
     ],
 )
 def test_each_failure_is_told_with_its_cause(iteration: int, cause: str, troubled: RunResult) -> None:

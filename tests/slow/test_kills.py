@@ -11,13 +11,12 @@ from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.whole import problems_of, standing_of
 from tests.online.cases import Case, Outcomes, load_all
 from tests.online.jobs import LAST, Layout, launch
-from tests.online.saving import durable_lines, iterations_in, run_saving, tracked
+from tests.online.saving import RANKS, durable_lines, iterations_in, run_saving, tracked
 
 KILLS = 30
 SAVES = (2, 3, 4)
 # What a save takes here, from its scheduling to its being complete, and a little more: seconds.
 WINDOW = 3.0
-RANKS = 8
 
 
 def trouble_of(number: int) -> dict[int, dict[str, object]]:
@@ -35,7 +34,7 @@ def trouble_of(number: int) -> dict[int, dict[str, object]]:
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("undisturbed")
-    result = run_saving(folder, LAST, ranks=RANKS)
+    result = run_saving(folder, LAST)
     assert result.returncode == 0, result.output[-6000:]
     return folder / "checkpoints"
 
@@ -46,7 +45,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, la
     base = tmp_path_factory.mktemp("killed")
     found = {}
     for number in range(KILLS):
-        result = run_saving(base / str(number), LAST, ranks=RANKS, trouble=trouble_of(number))
+        result = run_saving(base / str(number), LAST, trouble=trouble_of(number))
         found[number] = base / str(number) / "checkpoints", result
     return found
 
