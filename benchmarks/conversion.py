@@ -24,28 +24,29 @@ import synthetic
 _CONVERT = """
 import json, resource, sys, torch, mcore_ckpt_ext
 from mcore_ckpt_ext.offline import conversion
+from mcore_ckpt_ext.targets import TARGETS
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 import time
 begun = time.monotonic()
-options = json.loads(sys.argv[3])
-mcore_ckpt_ext.convert(sys.argv[1], sys.argv[2], **options)
+target = TARGETS[sys.argv[3]](**json.loads(sys.argv[4]))
+mcore_ckpt_ext.convert(sys.argv[1], sys.argv[2], target)
 seconds = time.monotonic() - begun
 after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 print(json.dumps({"seconds": seconds, "memory": (after - before) * 1024}))
 """
 
 WORK = {
-    "torch_dist to torch_dist": ("source", {"to": "torch_dist"}),
+    "torch_dist to torch_dist": ("source", "torch_dist", {}),
     "torch_dist to legacy, TP2 x PP2": (
-        "source", {"to": "legacy", "tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+        "source", "legacy", {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
     ),
-    "legacy to torch_dist": ("legacy", {"to": "torch_dist"}),
+    "legacy to torch_dist": ("legacy", "torch_dist", {}),
 }  # fmt: skip
 
 
-def convert(source: Path, destination: Path, options: dict[str, object]) -> dict[str, float]:
+def convert(source: Path, destination: Path, to: str, options: dict[str, int]) -> dict[str, float]:
     """One conversion in a process of its own."""
-    command = [sys.executable, "-c", _CONVERT, str(source), str(destination), json.dumps(options)]
+    command = [sys.executable, "-c", _CONVERT, str(source), str(destination), to, json.dumps(options)]
     result = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, float] = json.loads(result.stdout)
     return found
@@ -74,14 +75,14 @@ def main() -> None:
     sizes = {name: getattr(options, name) for name in ("layers", "hidden", "feed_forward", "vocabulary")}
     total = synthetic.make(folder / "source", **sizes, file_bytes=1 << 29)
     print(f"source: {total / 1e9:.2f} GB")
-    for what, (source, wanted) in WORK.items():
+    for what, (source, to, wanted) in WORK.items():
         if source == "legacy" and not (folder / "legacy").exists():
-            convert(folder / "source", folder / "legacy", {"to": "legacy"})
+            convert(folder / "source", folder / "legacy", "legacy", {})
         seconds: list[float] = []
         copies: list[float] = []
         memory = 0.0
         for _ in range(options.runs):
-            done = convert(folder / source, folder / "out", wanted)
+            done = convert(folder / source, folder / "out", to, wanted)
             seconds.append(done["seconds"])
             memory = max(memory, done["memory"])
             copies.append(copy(folder / "out", folder / "copy"))

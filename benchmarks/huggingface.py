@@ -38,8 +38,12 @@ print(json.dumps({{"seconds": seconds, "memory": memory("VmHWM") - before}}))
 """
 
 OURS = _MEASURED.format(
-    imports="import torch, mcore_ckpt_ext\nfrom mcore_ckpt_ext.offline import conversion",
-    work="mcore_ckpt_ext.convert(source, destination, to=sys.argv[3])",
+    imports="""
+import torch, mcore_ckpt_ext
+from mcore_ckpt_ext.offline import conversion
+from mcore_ckpt_ext.targets import TARGETS
+""",
+    work="mcore_ckpt_ext.convert(source, destination, TARGETS[sys.argv[3]]())",
 )
 # What such scripts do: all arrays by name into memory, then layer by layer under the other names.
 SCRIPT = _MEASURED.format(

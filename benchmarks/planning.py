@@ -4,7 +4,7 @@
 
 The checkpoints below FOLDER have all metadata, and holes for tensors. One rank's work, in a process of its own: open
 the checkpoint, recover the layout as far as the rank needs it, plan, and look up every record that the plan reads; the
-same calls as in a live job (`OptimizerReshard.prepare`), the live optimizer's shards worked out from the arguments.
+same calls as in a live job (`optimizer_reshard.prepare`), the live optimizer's shards worked out from the arguments.
 """
 
 from __future__ import annotations

@@ -24,9 +24,9 @@ import synthetic
 import torch
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.flat_buffers import FlatBuffers
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
+from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
 from mcore_ckpt_ext.planning.plan import make_plan
 from mcore_ckpt_ext.transfer import Transfer
 

@@ -19,10 +19,14 @@ import saving_writer
 import torch
 
 IS_PLUGGED = os.environ["MCORE_CKPT_EXT"] == "1"
-# What a save calls of this package on rank 0, apart from what only passes on to Megatron.
+# What a save calls of this package on rank 0, apart from what only passes on to Megatron: module, its class, methods.
 OWN = (
-    "prepare", "told_to_all", "_begin_publication", "_end_publication", "_observed", "problems_on_disk", "stored_bytes"
-)  # fmt: skip
+    ("saving.durable", "Disk", ("prepare",)),
+    ("saving.ranks", "JobRanks", ("agree",)),
+    ("saving.publisher", "Publisher", ("begin", "end")),
+    ("saving.strategies", "MegatronWriters", ("claimed",)),
+    ("hooks.saving", None, ("problems_on_disk", "stored_bytes")),
+)
 measured: dict[str, Any] = {
     "stalls": [],
     "own": [],
@@ -55,8 +59,11 @@ def install() -> None:
         problems = saving.problems_on_disk
         # A generator's work is done when it is asked.
         saving.problems_on_disk = lambda *positional: list(problems(*positional))
-        for name in OWN:
-            setattr(saving, name, timed(getattr(saving, name), functools.partial(add_own, name)))
+        for module, kind, names in OWN:
+            place: Any = importlib.import_module(f"mcore_ckpt_ext.{module}")
+            place = getattr(place, kind) if kind else place
+            for name in names:
+                setattr(place, name, timed(getattr(place, name), functools.partial(add_own, name)))
     save = training.save_checkpoint
 
     def save_checkpoint(*positional: Any, **keywords: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.torch_dist_target import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
@@ -27,6 +28,7 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.writing import RecordWriter, lay_out
 
 _DTYPES = (torch.bfloat16, torch.float32)
@@ -81,7 +83,8 @@ def local_models(shapes: dict[str, tuple[int, ...]], arguments: dict[str, Any]) 
         name: StoredWeight(LogicalTensor(name, shape, "bfloat16"), _grid(name, shape, tensor))
         for name, shape in shapes.items()
     }
-    return LocalModels(weights, arguments, ParallelLayout.from_arguments(arguments), experts_apart=False)
+    job = JobArguments.of(arguments)
+    return LocalModels(weights, job, ParallelLayout.from_arguments(job), experts_apart=False)
 
 
 def _grid(name: str, shape: tuple[int, ...], tensor: int) -> tuple[tuple[int, ...], ...]:
@@ -99,8 +102,9 @@ def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabular
         layers, hidden, feed_forward, vocabulary, pipeline_model_parallel_size=4, data_parallel_size=2
     )
     iteration, records = make_empty(folder, arguments, file_bytes)
-    writer = RecordWriter(iteration, _noise_filler(), workers=2)
-    writer.write(list(enumerate(records)), lambda number, crc: None, lambda count: None)
+    with Folder.at(iteration) as content:
+        writer = RecordWriter(content, _noise_filler(), workers=2)
+        writer.write(list(enumerate(records)), lambda number, crc: None, lambda count: None)
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
@@ -109,7 +113,8 @@ def make_empty(folder: Path, arguments: dict[str, Any], file_bytes: int) -> tupl
     files, records, metadata = describe(arguments, file_bytes)
     iteration = folder / "iter_0001000"
     iteration.mkdir(parents=True)
-    lay_out(files, iteration)
+    with Folder.at(iteration) as content:
+        lay_out(files, content)
     config = json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}).encode()
     small = [(iteration / ".metadata", metadata), (iteration / "metadata.json", config)]
     for path, content in [*small, (folder / "latest_checkpointed_iteration.txt", b"1000")]:

@@ -1,8 +1,8 @@
 """Resume a Megatron-LM checkpoint, optimizer included, under another TP x PP layout.
 
-Importing this package costs next to nothing and imports neither torch nor a framework: torch itself
-imports it at the end of ``import torch`` (the ``torch.backends`` entry point). So every public name is
-looked up when it is first used (PEP 562).
+What is listed here is public, and all else is private. Importing this package costs next to nothing and imports neither
+torch nor a framework: torch itself imports it at the end of ``import torch`` (the ``torch.backends`` entry point). So
+every public name is looked up when it is first used (PEP 562).
 """
 
 from __future__ import annotations
@@ -10,20 +10,134 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+    from mcore_ckpt_ext.errors import (
+        CheckpointError,
+        DestinationError,
+        LayoutError,
+        ModelMismatchError,
+        ProofError,
+        ResumeRefusedError,
+        SaveFailedError,
+        UnreadableCheckpointError,
+        UnsafePickleError,
+        UnsupportedCheckpointError,
+        UsageError,
+    )  # fmt: skip
+    from mcore_ckpt_ext.formats.checkpoint import Checkpoint, TensorHandle, open_checkpoint
+    from mcore_ckpt_ext.formats.unread import Unread
     from mcore_ckpt_ext.hooks import install, status, uninstall
-    from mcore_ckpt_ext.offline.conversion import convert
+    from mcore_ckpt_ext.hooks.registry import SeamStatus
+    from mcore_ckpt_ext.layout.parallel import ParallelLayout
+    from mcore_ckpt_ext.offline.comparison import (
+        Comparison,
+        Fact,
+        KindComparison,
+        PaddingRows,
+        TensorDifference,
+        compare,
+    )  # fmt: skip
+    from mcore_ckpt_ext.offline.conversion import Report, convert
+    from mcore_ckpt_ext.offline.findings import Check, Finding, Verification
+    from mcore_ckpt_ext.offline.inspection import BufferMap, Inspection, StoredFile, StoredTensor, inspect
+    from mcore_ckpt_ext.offline.verification import verify
+    from mcore_ckpt_ext.offline.versions import Evidence, Resumption, Writer
+    from mcore_ckpt_ext.targets import Canonical, HuggingFace, Legacy, TorchDist
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "convert", "install", "open_checkpoint", "status", "uninstall"]
+__all__ = [
+    "BufferMap",
+    "Canonical",
+    "Check",
+    "Checkpoint",
+    "CheckpointError",
+    "Comparison",
+    "DestinationError",
+    "Evidence",
+    "Fact",
+    "Finding",
+    "HuggingFace",
+    "Inspection",
+    "KindComparison",
+    "LayoutError",
+    "Legacy",
+    "ModelMismatchError",
+    "PaddingRows",
+    "ParallelLayout",
+    "ProofError",
+    "Report",
+    "ResumeRefusedError",
+    "Resumption",
+    "SaveFailedError",
+    "SeamStatus",
+    "StoredFile",
+    "StoredTensor",
+    "TensorDifference",
+    "TensorHandle",
+    "TorchDist",
+    "Unread",
+    "UnreadableCheckpointError",
+    "UnsafePickleError",
+    "UnsupportedCheckpointError",
+    "UsageError",
+    "Verification",
+    "Writer",
+    "__version__",
+    "compare",
+    "convert",
+    "inspect",
+    "install",
+    "open_checkpoint",
+    "status",
+    "uninstall",
+    "verify",
+]
 
 _HOMES = {
+    "BufferMap": "mcore_ckpt_ext.offline.inspection",
+    "Canonical": "mcore_ckpt_ext.targets",
+    "Check": "mcore_ckpt_ext.offline.findings",
+    "Checkpoint": "mcore_ckpt_ext.formats.checkpoint",
+    "CheckpointError": "mcore_ckpt_ext.errors",
+    "Comparison": "mcore_ckpt_ext.offline.comparison",
+    "DestinationError": "mcore_ckpt_ext.errors",
+    "Evidence": "mcore_ckpt_ext.offline.versions",
+    "Fact": "mcore_ckpt_ext.offline.comparison",
+    "Finding": "mcore_ckpt_ext.offline.findings",
+    "HuggingFace": "mcore_ckpt_ext.targets",
+    "Inspection": "mcore_ckpt_ext.offline.inspection",
+    "KindComparison": "mcore_ckpt_ext.offline.comparison",
+    "LayoutError": "mcore_ckpt_ext.errors",
+    "Legacy": "mcore_ckpt_ext.targets",
+    "ModelMismatchError": "mcore_ckpt_ext.errors",
+    "PaddingRows": "mcore_ckpt_ext.offline.comparison",
+    "ParallelLayout": "mcore_ckpt_ext.layout.parallel",
+    "ProofError": "mcore_ckpt_ext.errors",
+    "Report": "mcore_ckpt_ext.offline.conversion",
+    "ResumeRefusedError": "mcore_ckpt_ext.errors",
+    "Resumption": "mcore_ckpt_ext.offline.versions",
+    "SaveFailedError": "mcore_ckpt_ext.errors",
+    "SeamStatus": "mcore_ckpt_ext.hooks.registry",
+    "StoredFile": "mcore_ckpt_ext.offline.inspection",
+    "StoredTensor": "mcore_ckpt_ext.offline.inspection",
+    "TensorDifference": "mcore_ckpt_ext.offline.comparison",
+    "TensorHandle": "mcore_ckpt_ext.formats.checkpoint",
+    "TorchDist": "mcore_ckpt_ext.targets",
+    "Unread": "mcore_ckpt_ext.formats.unread",
+    "UnreadableCheckpointError": "mcore_ckpt_ext.errors",
+    "UnsafePickleError": "mcore_ckpt_ext.errors",
+    "UnsupportedCheckpointError": "mcore_ckpt_ext.errors",
+    "UsageError": "mcore_ckpt_ext.errors",
+    "Verification": "mcore_ckpt_ext.offline.findings",
+    "Writer": "mcore_ckpt_ext.offline.versions",
+    "compare": "mcore_ckpt_ext.offline.comparison",
     "convert": "mcore_ckpt_ext.offline.conversion",
+    "inspect": "mcore_ckpt_ext.offline.inspection",
     "install": "mcore_ckpt_ext.hooks",
     "open_checkpoint": "mcore_ckpt_ext.formats.checkpoint",
     "status": "mcore_ckpt_ext.hooks",
     "uninstall": "mcore_ckpt_ext.hooks",
+    "verify": "mcore_ckpt_ext.offline.verification",
 }
 
 

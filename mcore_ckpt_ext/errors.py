@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class CheckpointError(Exception):
@@ -16,6 +18,13 @@ class CheckpointError(Exception):
         expected: what had to be there.
         where: file, tensor, rank.
         helps: which flag or step leads out.
+
+    Example:
+        >>> try:
+        ...     convert("run", "run", TorchDist(), force=True)
+        ... except CheckpointError as error:
+        ...     print(type(error).__name__)
+        DestinationError
     """
 
     def __init__(
@@ -66,8 +75,22 @@ class SaveFailedError(CheckpointError):
     """A running job's checkpoint could not be saved; raised on every rank with the reasons of all."""
 
 
+class UsageError(CheckpointError):
+    """An option makes no sense: alone, beside the others, or for this checkpoint."""
+
+
 class DestinationError(CheckpointError):
     """What is to be written exists already, or the disk refuses it; nothing was published."""
+
+
+def printable(text: str) -> str:
+    """The text with control characters, and what turns writing around, shown as escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+
+
+def shortened(text: str, most: int = 300) -> str:
+    """A text that a stranger may have made long and strange, as a message can show it."""
+    return printable(text if len(text) <= most else f"{text[:most]}...")
 
 
 @contextmanager
@@ -87,3 +110,26 @@ def interpreting(where: object) -> Iterator[None]:
             where=str(where),
             helps="run mcore-ckpt verify, and use another iteration; if that one is whole, please report this",
         ) from error
+
+
+def remedy(error: OSError) -> str:
+    """What helps when a file of a checkpoint cannot be opened."""
+    if isinstance(error, PermissionError):
+        return "read it as the user who may, or have its owner permit it (chmod)"
+    if isinstance(error, FileNotFoundError):
+        return "the save was interrupted or the copy is incomplete: use another iteration"
+    return "check the disk and the file system, or use another iteration"
+
+
+def some(names: Sequence[str], shown: int = 4) -> str:
+    """The first names, and how many more there are."""
+    more = len(names) - shown
+    return ", ".join(names[:shown]) + (f" and {more:,} more" if more > 0 else "")
+
+
+def readable(size: int) -> str:
+    """A size with three digits and a unit: `1.50 GiB`."""
+    value, unit = float(size), 0
+    while value >= 1024 and unit < len(_UNITS) - 1:
+        value, unit = value / 1024, unit + 1
+    return f"{size} B" if unit == 0 else f"{value:.{max(0, 3 - len(str(int(value))))}f} {_UNITS[unit]}"

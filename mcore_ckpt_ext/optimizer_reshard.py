@@ -1,42 +1,36 @@
 """The online feature: fill a live Megatron optimizer, of any layout, from a checkpoint of any other.
 
-Source = the checkpoint, target = this rank's shards. Three phases, and after each all ranks agree: `prepare` plans
-and touches nothing; `prove` reads the masters into memory of its own and compares them with the live weights;
-`fill` writes. A refusal in the first two leaves the optimizer as it was.
+Source = the checkpoint, target = this rank's shards. Three phases, each an object that the one before it makes, and
+after each all ranks agree: `prepare` plans and touches nothing; `Prepared.prove` reads the masters into memory of its
+own and compares them with the live weights; `Proven.fill` writes. A refusal in the first two leaves the optimizer as it
+was.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import ModelMismatchError, ProofError, UnsupportedCheckpointError
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import ModelMismatchError, ProofError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
-from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.layout.proof import BY_ROUNDING
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.online.agreement import agreed, gather
-from mcore_ckpt_ext.online.live_optimizer import (
-    LiveShard,
-    check_supported,
-    distributed_optimizers,
-    live_names,
-    live_parameters,
-    live_shards,
-    registered_names,
-    state_keys,
-)
-from mcore_ckpt_ext.online.param_groups import carried_groups
-from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan
+from mcore_ckpt_ext.online.agreement import agreed, agreed_here, gather
+from mcore_ckpt_ext.online.homes.home import LiveShard
+from mcore_ckpt_ext.online.live_job import LiveJob, check_same_kinds
+from mcore_ckpt_ext.online.param_groups import carried_groups, with_step
+from mcore_ckpt_ext.online.proving import prove
+from mcore_ckpt_ext.online.reading import Reading
+from mcore_ckpt_ext.settings import ACCEPT_LOST
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
-
-_PROOF_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -51,188 +45,202 @@ class Summary:
     elements: int
     bytes_read: int
     seconds: float
+    changed: int = 0
+    certainty: str = "proven equal to their weights"
 
     def __str__(self) -> str:
+        changed = f"; {self.changed} weights halfway between two took the one that this optimizer writes"
         return (
             f"optimizer resumed from {self.source} as {self.target}: {self.optimizer_format}, "
-            f"{self.bytes_read / 1e6:,.1f} MB read, {self.parameters} parameters proven equal to their weights "
+            f"{self.bytes_read / 1e6:,.1f} MB read, {self.parameters} parameters {self.certainty} "
             f"({self.elements:,} elements, layout by {' and '.join(self.witnesses)}), {self.seconds:.1f} s"
+            f"{changed if self.changed else ''}"
         )
 
 
+def prepare(
+    folder: Path,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    arguments: JobArguments,
+    *,
+    verify_all: bool = False,
+    accept_lost: bool = False,
+) -> Prepared:
+    """Open the checkpoint, recover its layout as far as this rank needs it, plan, and check every record; collective.
+
+    Args:
+        folder: the iteration folder.
+        chunks: the unwrapped model chunks.
+        optimizer: the live optimizer.
+        arguments: Megatron's arguments of the run.
+        verify_all: compare the checksums of all records, shared between the ranks.
+        accept_lost: take masters that the checkpoint lost from the weights, and moments as zero.
+
+    Raises:
+        ResumeRefusedError: on every rank, when some rank cannot.
+    """
+    started = time.monotonic()
+    job = agreed_here("reading the live model", lambda: LiveJob(chunks, optimizer))
+    views = gather(job.view)
+    agreed_here("comparing the optimizers of the ranks", lambda: check_same_kinds(views))
+    order = WitnessedOrder("the live model", [names for view in views for names in view.registered])
+    names = {name for view in views for name in view.names}
+
+    def plan() -> Prepared:
+        checkpoint = open_checkpoint(folder, witnesses=[order])
+        check_names(checkpoint, names)
+        if verify_all:
+            _verify_checksums(checkpoint, *_rank_and_size())
+        if not accept_lost:
+            _check_lost(checkpoint)
+        for shard in job.shards:
+            _check_kinds(checkpoint, shard)
+        stored = with_step(checkpoint.param_groups(), checkpoint.common, checkpoint.arguments.constant_batch_size)
+        return Prepared(
+            job,
+            checkpoint,
+            Reading(checkpoint, job.shards, accept_lost),
+            groups=[carried_groups(home.param_groups, stored) for home in job.homes],
+            scaler=checkpoint.grad_scaler(),
+            target=ParallelLayout.from_arguments(arguments),
+            parameters=len({name for view in views for name in view.trained}),
+            started=started,
+        )
+
+    return agreed_here("planning the resume", plan)
+
+
 @dataclass(frozen=True)
-class _RankView:
-    """What a rank tells the others before planning."""
+class Prepared:
+    """A resume that is planned; nothing is touched yet."""
 
-    names: list[str]
-    trained: list[str]
-    registered: list[list[str]]
-
-
-class OptimizerReshard:
-    """One resume of one rank; the methods are collective and are called in the order of the class text."""
-
-    def __init__(self, folder: Path, chunks: Sequence[Any], optimizer: Any, arguments: Mapping[str, Any]) -> None:
-        """Args: the iteration folder, the unwrapped model chunks, the live optimizer, the run's arguments."""
-        self._folder = folder
-        self._chunks = chunks
-        self._optimizers: list[Any] = distributed_optimizers(optimizer) or []
-        self._target = ParallelLayout.from_arguments(arguments)
-        self._shards: list[LiveShard] = []
-        self._moments = state_keys(self._optimizers)
-        self._landing: list[torch.Tensor] = []
-        self._parameters = 0
-        self._started = time.monotonic()
-
-    def prepare(self, verify_all: bool = False, accept_lost: bool = False) -> None:
-        """Open the checkpoint, recover its layout as far as this rank needs it, plan, and check every record.
-
-        Args:
-            verify_all: compare the checksums of all records, shared between the ranks.
-            accept_lost: take masters that the checkpoint lost from the weights, and moments as zero.
-
-        Raises:
-            ResumeRefusedError: on every rank, when some rank cannot.
-        """
-        views = agreed("reading the live model", self._view)
-        self._parameters = len({name for view in views for name in view.trained})
-        order = WitnessedOrder("the live model", [names for view in views for names in view.registered])
-        live = {name for view in views for name in view.names}
-        rank, ranks = _rank_and_size()
-
-        def plan() -> None:
-            self._checkpoint = open_checkpoint(self._folder, witnesses=[order])
-            check_names(self._checkpoint, live)
-            if verify_all:
-                _verify_checksums(self._checkpoint, rank, ranks)
-            wanted = [
-                WantedSlice(kind, shard.slice, shard.live.tensors, shard.live.may_pad)
-                for kind in (FP32_PARAM, *self._moments)
-                for shard in self._shards
-            ]
-            if not accept_lost:
-                _check_lost(self._checkpoint)
-            self._plan: Plan = make_plan(wanted, self._checkpoint, accept_lost)
-            for copy in self._plan.copies:
-                self._checkpoint.transfer.locate(copy.extent)
-            stored = self._checkpoint.param_groups()
-            self._groups = [carried_groups(o.optimizer.param_groups, stored) for o in self._optimizers]
-            self._scaler = self._checkpoint.grad_scaler()
-
-        agreed("planning the resume", plan)
+    job: LiveJob
+    checkpoint: Checkpoint
+    reading: Reading
+    groups: list[list[dict[str, Any]]]
+    scaler: dict[str, Any] | None
+    target: ParallelLayout
+    parameters: int
+    started: float
 
     @property
-    def plan(self) -> Plan:
-        """What this rank reads, and where it goes; known after `prepare`."""
-        return self._plan
+    def bytes_read(self) -> int:
+        """Payload bytes that this rank reads."""
+        return sum(plan.bytes_read for plan in self.reading.plans)
+
+    @property
+    def filled_elements(self) -> int:
+        """Elements of this rank's room that the checkpoint does not have."""
+        return sum(fill.stop - fill.start for plan in self.reading.plans for fill in plan.fills)
 
     @property
     def lost_elements(self) -> int:
-        """Elements, for each kind, that the checkpoint itself lost and that were accepted; known after `prepare`."""
-        return sum(self._checkpoint.optimizer.lost_elements().values())
+        """Elements, for each kind, that the checkpoint itself lost and that were accepted."""
+        return sum(self.checkpoint.optimizer.lost_elements().values())
 
     @property
     def random_state_grid(self) -> tuple[int, ...] | None:
-        """The grid of ranks that stored their random state; known after `prepare`."""
-        return self._checkpoint.random_state_grid()
+        """The grid of ranks that stored their random state."""
+        return self.checkpoint.random_state_grid()
 
     @property
-    def common(self) -> Mapping[str, Any]:
-        """The checkpoint's common state; known after `prepare`."""
-        return self._checkpoint.common
+    def certainty(self) -> str:
+        """How it is known that the masters belong to the weights, in words."""
+        checkpoint = self.checkpoint
+        if any(checkpoint.follow_from_weights(shard.name) for shard in self.job.shards):
+            return "joined from their weights and remainders"
+        return f"proven {'equal to their weights' if checkpoint.proof is BY_ROUNDING else checkpoint.proof.words}"
 
-    def prove(self) -> None:
+    def prove(self) -> Proven:
         """Read this rank's masters and compare them with the live weights, which the framework has loaded by now.
 
         The masters land in the memory that will hold the first moments afterwards: no byte is read twice, and no
-        rank holds more than its own shards.
+        rank holds more than its own shards. Collective.
 
         Raises:
             ResumeRefusedError: on every rank, when some rank's masters do not round to the weights.
         """
 
-        def work() -> None:
-            self._landing = [torch.empty_like(shard.main) for shard in self._shards]
-            masters = self._plan.of_kind(FP32_PARAM)
-            self._checkpoint.transfer.execute(masters, self._landing)
-            for fill in masters.fills:
-                # Rows of padded vocabulary, and lost elements that the user accepts: whatever the weights are.
-                part = slice(fill.start, fill.stop)
-                self._landing[fill.target][part] = self._shards[fill.target].weight[part].float()
-            for shard, master in zip(self._shards, self._landing, strict=True):
-                _prove(shard, master, self._folder)
+        def work() -> Proven:
+            masters = {shard: shard.home.room(shard) for shard in self.job.shards}
+            for shard, parts in self.reading.read(FP32_PARAM, masters).items():
+                for part in parts:
+                    # Rows of padded vocabulary, and lost elements that the user accepts: whatever the weights are.
+                    masters[shard][part] = shard.weight[part].float()
+            for shard, master in masters.items():
+                if not self.checkpoint.follow_from_weights(shard.name):
+                    prove(shard, master, self.checkpoint)
+            return Proven(self, masters)
 
-        agreed("proving the masters against the weights", work)
+        return agreed_here("proving the masters against the weights", work)
+
+
+@dataclass(frozen=True)
+class Proven:
+    """A resume whose masters are read, and proven to be those of the live weights; the optimizer is untouched yet."""
+
+    prepared: Prepared
+    masters: dict[LiveShard, torch.Tensor]
 
     def fill(self) -> Summary:
-        """Write masters, moments, parameter groups and the gradient scaler into the live optimizer.
+        """Write masters, moments, parameter groups and the gradient scaler into the live optimizer; collective.
 
         Raises:
             ResumeRefusedError: on every rank, when reading failed on some rank; the run must not go on.
         """
+        prepared, reading = self.prepared, self.prepared.reading
 
         def work() -> int:
-            with torch.no_grad():
-                for shard, master in zip(self._shards, self._landing, strict=True):
-                    shard.main.copy_(master)
-            more = [[torch.empty_like(shard.main) for shard in self._shards] for _ in self._moments[1:]]
-            moments = dict(zip(self._moments, [self._landing, *more], strict=True))
-            # Destinations by target index: the masters, which are done, then the moments, kind by kind.
-            destinations = [*self._landing, *(tensor for tensors in moments.values() for tensor in tensors)]
-            for kind, tensors in moments.items():
-                self._checkpoint.transfer.execute(self._plan.of_kind(kind), destinations)
-                for shard, tensor in zip(self._shards, tensors, strict=True):
-                    _set_state(shard, kind, tensor)
-            for optimizer, groups in zip(self._optimizers, self._groups, strict=True):
-                state: dict[str, Any] = {"optimizer": {"param_groups": groups}}
-                if self._scaler is not None:
-                    state["grad_scaler"] = self._scaler
-                optimizer.load_state_dict(state)
-            return self._plan.bytes_read
+            changed = sum(self._set_master(shard, master) for shard, master in self.masters.items())
+            for kind in reading.kinds:
+                rooms = {s: self.masters.pop(s, None) for s in reading.shards(kind)}
+                values = {shard: shard.home.room(shard) if room is None else room for shard, room in rooms.items()}
+                reading.read(kind, values)
+                for shard, tensor in values.items():
+                    shard.home.keep(shard, kind, tensor)
+            for home, groups in zip(prepared.job.homes, prepared.groups, strict=True):
+                home.finish(groups, prepared.scaler)
+            return changed
 
-        read = agreed("writing the optimizer", work, "it is partly written: do not train on, start again")
-        elements = gather(sum(shard.slice.numel for shard in self._shards))
-        witnesses = gather(self._checkpoint.optimizer.witnesses())
-        self._checkpoint.reader.close()
-        return Summary(
-            source=self._checkpoint.layout,
-            target=self._target,
-            optimizer_format=str(self._checkpoint.optimizer_format),
-            witnesses=tuple(sorted({label for labels in witnesses for label in labels})),
-            parameters=self._parameters,
-            elements=sum(elements),
-            bytes_read=sum(read),
-            seconds=time.monotonic() - self._started,
+        changed = agreed("writing the optimizer", work, "it is partly written: do not train on, start again")
+        if any(changed):
+            for home in prepared.job.homes:
+                home.share_weights()
+        return self._summary(sum(changed))
+
+    def _set_master(self, shard: LiveShard, master: torch.Tensor) -> int:
+        """Returns: weights that changed, for optimizers differ where a master lies halfway between two of them."""
+        shard.home.set_master(shard, master)
+        if shard.home.proof(shard) is not None and not self.prepared.checkpoint.follow_from_weights(shard.name):
+            return 0
+        rounded = shard.home.rounded(shard, master)
+        changed = int((rounded != shard.weight).sum())
+        if changed:
+            shard.weight.copy_(rounded)
+        return changed
+
+    def _summary(self, changed: int) -> Summary:
+        prepared, checkpoint = self.prepared, self.prepared.checkpoint
+        own = (
+            sum(shard.slice.numel for shard in prepared.job.shards),
+            prepared.bytes_read,
+            checkpoint.optimizer.witnesses(),
         )
-
-    def _view(self) -> _RankView:
-        check_supported(self._optimizers)
-        live = live_parameters(self._chunks)
-        self._shards = list(live_shards(self._optimizers, live))
-        ranks = [optimizer.data_parallel_group.rank() for optimizer in self._optimizers]
-        first_replica = not ranks or 0 in ranks
-        registered = [registered_names(chunk, live) for chunk in self._chunks] if first_replica else []
-        trained = list(dict.fromkeys(name for shard in self._shards for name in shard.live.tensors))
-        return _RankView(live_names(self._chunks) if first_replica else [], trained, registered)
-
-
-def unproven_names(chunks: Sequence[Any], optimizer: Any) -> list[str]:
-    """Parameters of the live optimizer whose masters do not round to the live weights; touches no checkpoint.
-
-    It is how a load by the framework itself is proven. Optimizers without plain fp32 masters are passed over.
-    """
-    optimizers = distributed_optimizers(optimizer) or []
-    try:
-        check_supported(optimizers)
-    except UnsupportedCheckpointError:
-        return []
-    found: dict[str, None] = {}
-    for shard in live_shards(optimizers, live_parameters(chunks)):
-        for begin in range(0, shard.main.numel(), _PROOF_BLOCK):
-            part = slice(begin, begin + _PROOF_BLOCK)
-            if first_mismatch(shard.main[part], shard.weight[part]) is not None:
-                found[shard.name] = None
-    return list(found)
+        elements, bytes_read, witnesses = zip(*gather(own), strict=True)
+        checkpoint.reader.close()
+        return Summary(
+            source=checkpoint.layout,
+            target=prepared.target,
+            optimizer_format=str(checkpoint.optimizer_format),
+            witnesses=tuple(sorted({label for labels in witnesses for label in labels})),
+            parameters=prepared.parameters,
+            elements=sum(elements),
+            bytes_read=sum(bytes_read),
+            seconds=time.monotonic() - prepared.started,
+            changed=changed,
+            certainty=prepared.certainty,
+        )
 
 
 def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
@@ -251,6 +259,26 @@ def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
         )
 
 
+def _check_kinds(checkpoint: Checkpoint, shard: LiveShard) -> None:
+    """Refuse an optimizer that keeps something else of a parameter than the one that wrote the checkpoint.
+
+    Raises:
+        ModelMismatchError: its state follows from nothing that is stored, or something stored would be dropped.
+    """
+    state = checkpoint.optimizer
+    stored = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None} - {FP32_PARAM}
+    wanted = set(shard.kinds)
+    if stored and stored != wanted:
+        raise ModelMismatchError(
+            "the optimizer keeps something else of a parameter than the one that wrote the checkpoint",
+            found=" and ".join(sorted(stored)),
+            expected=" and ".join(sorted(wanted)),
+            where=shard.name,
+            helps="resume with the optimizer of the checkpoint (--optimizer): what one kind keeps, Adam's moments or "
+            "Muon's momentum, does not follow from what another does; or with --no-load-optim",
+        )
+
+
 def _check_lost(checkpoint: Checkpoint) -> None:
     """Refuse a checkpoint that Megatron itself wrote with holes.
 
@@ -265,7 +293,7 @@ def _check_lost(checkpoint: Checkpoint) -> None:
             + ", ".join(f"{count} of {name}" for name, count in lost.items()),
             where=str(checkpoint.folder),
             helps="resume from an iteration saved without --dist-ckpt-optim-fully-reshardable, or set "
-            "MCORE_CKPT_EXT_ACCEPT_LOST=1: the lost masters are then taken from the weights, their moments are zero",
+            f"{ACCEPT_LOST.name}=1: the lost masters are then taken from the weights, their moments are zero",
         )
 
 
@@ -275,30 +303,6 @@ def _verify_checksums(checkpoint: Checkpoint, rank: int, ranks: int) -> None:
             TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()
 
 
-def _prove(shard: LiveShard, master: torch.Tensor, folder: Path) -> None:
-    for begin in range(0, master.numel(), _PROOF_BLOCK):
-        part = slice(begin, begin + _PROOF_BLOCK)
-        mismatch = first_mismatch(master[part], shard.weight[part])
-        if mismatch is not None:
-            raise ProofError(
-                "a master does not round to the weight beside it",
-                found=f"master {mismatch.master!r}",
-                expected=f"weight {mismatch.weight!r}",
-                where=f"{shard.name}, element {shard.slice.start + begin + mismatch.position} of this rank's part, "
-                f"{folder}",
-                helps="the checkpoint is damaged or its weights were edited after the save: resume from another "
-                "iteration, or with --no-load-optim and a fresh optimizer",
-            )
-
-
-def _set_state(shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-    inner = shard.optimizer.optimizer
-    group, order = shard.optimizer.model_param_group_index_map[shard.live.parameter]
-    main = inner.param_groups[group]["params"][order]
-    inner.state[main] = {**inner.state.get(main, {}), kind: values}
-
-
 def _rank_and_size() -> tuple[int, int]:
     distributed = torch.distributed
     return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)
-

@@ -7,22 +7,33 @@ else through a block of bounded size. Nothing here knows a format or a framework
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.planning.plan import Copy, Extent, Plan, Source, WantedSlice, make_plan
+from mcore_ckpt_ext.planning.extents import ArchivedRecord, Extent, PlainExtent, RawArray, Transposed
+from mcore_ckpt_ext.planning.plan import (
+    Copy,
+    Derivation,
+    Plan,
+    Source,
+    WantedSlice,
+    derivation_of,
+    make_plan,
+)
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.safe_pickle import StorageReference, TensorReference
 from mcore_ckpt_ext.storage.torch_archive import Payload, TorchArchive
 
 BLOCK_BYTES = 16 << 20
 DEFAULT_WORKERS = 4
+# By target index; a mapping may leave out targets that the plan does not serve.
+Destinations = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +65,7 @@ class Transfer:
         self._payloads: dict[tuple[str, int, str], Payload] = {}
         self._lock = threading.Lock()
 
-    def execute(self, plan: Plan, destinations: Sequence[torch.Tensor]) -> None:
+    def execute(self, plan: Plan, destinations: Destinations) -> None:
         """Fill the destinations, 1-D contiguous tensors by target index, by the plan.
 
         Raises:
@@ -81,7 +92,7 @@ class Transfer:
                 for column in range(0, length, limit):
                     width = min(limit, length - column)
                     first = source + row * source_stride + column
-                    elements = self._read_rows(payload, first, width, rows, source_stride, copy.extent.turned_columns)
+                    elements = self._read_rows(payload, first, width, rows, source_stride, copy.extent)
                     yield Block(elements, target + row * target_stride + column, width, rows, target_stride)
 
     def locate(self, extent: Extent) -> Payload:
@@ -90,21 +101,22 @@ class Transfer:
         Raises:
             UnreadableCheckpointError: what is stored there is not the array that the metadata describes.
         """
-        place = (extent.file, extent.offset, extent.record)
+        stored = extent.matrix if isinstance(extent, Transposed) else extent
+        place = (stored.file, stored.offset, stored.record if isinstance(stored, ArchivedRecord) else "")
         with self._lock:
             known = self._payloads.get(place)
         if known is None:
-            known = self._look_up(extent)
+            known = self._look_up(stored)
             with self._lock:
                 self._payloads[place] = known
         return known
 
-    def _look_up(self, extent: Extent) -> Payload:
-        if extent.is_raw:
+    def _look_up(self, extent: PlainExtent) -> Payload:
+        if isinstance(extent, RawArray):
             return self._raw(extent)
         archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
         dtype = getattr(torch, extent.dtype)
-        if extent.record:
+        if isinstance(extent, ArchivedRecord):
             storage = StorageReference(dtype, extent.record, extent.numel)
             tensor = TensorReference(storage, 0, (extent.numel,), (1,))
         else:
@@ -124,7 +136,7 @@ class Transfer:
             )
         return payload
 
-    def _raw(self, extent: Extent) -> Payload:
+    def _raw(self, extent: RawArray) -> Payload:
         size = self._reader.size(extent.file)
         if size < extent.offset + extent.length:
             raise UnreadableCheckpointError(
@@ -136,12 +148,12 @@ class Transfer:
             )
         return Payload(extent.file, extent.offset, getattr(torch, extent.dtype), (extent.numel,))
 
-    def _copy_all(self, copies: Sequence[Copy], destinations: Sequence[torch.Tensor]) -> None:
+    def _copy_all(self, copies: Sequence[Copy], destinations: Destinations) -> None:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)
             straight = destination.device.type == "cpu" and destination.dtype == payload.dtype
-            if straight and not copy.extent.turned_columns:
+            if straight and not isinstance(copy.extent, Transposed):
                 self._read_in_place(payload, copy, destination)
                 continue
             for block in self.blocks(copy):
@@ -156,10 +168,10 @@ class Transfer:
                 self._reader.read_into(payload.file, offset, memory[begin : begin + length * size])
 
     def _read_rows(
-        self, payload: Payload, first: int, length: int, count: int, stride: int, turned_columns: int = 0
+        self, payload: Payload, first: int, length: int, count: int, stride: int, extent: Extent | None = None
     ) -> torch.Tensor:
-        if turned_columns:
-            return self._read_turned(payload, first, length, count, stride, turned_columns)
+        if isinstance(extent, Transposed):
+            return self._read_transposed(payload, first, length, count, stride, extent.columns)
         elements = torch.empty(count * length, dtype=payload.dtype, device="cpu")
         memory, size = _bytes_of(elements), payload.dtype.itemsize
         for row in range(count):
@@ -167,7 +179,7 @@ class Transfer:
             self._reader.read_into(payload.file, offset, memory[row * length * size : (row + 1) * length * size])
         return elements
 
-    def _read_turned(
+    def _read_transposed(
         self, payload: Payload, first: int, length: int, count: int, stride: int, columns: int
     ) -> torch.Tensor:
         """As `_read_rows`, of the transpose of the stored matrix: the columns that hold the elements are read whole."""
@@ -175,20 +187,29 @@ class Transfer:
         last = first + (count - 1) * stride + length
         left, right = first // height, -(-last // height)
         stored = self._read_rows(payload, left, right - left, height, columns)
-        turned = stored.view(height, right - left).t().reshape(-1)
-        return turned.as_strided((count, length), (stride, 1), first - left * height).reshape(-1)
+        transposed = stored.view(height, right - left).t().reshape(-1)
+        return transposed.as_strided((count, length), (stride, 1), first - left * height).reshape(-1)
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().view(torch.uint8).numpy())
 
 
-def read_slice(source: Source, transfer: Transfer, kind: str, wanted: Slice) -> torch.Tensor:
-    """Read a slice of model space into a new 1-D tensor of the stored dtype.
+def read_slice(
+    source: Source, transfer: Transfer, kind: str, wanted: Slice, accept_lost: bool = False
+) -> torch.Tensor:
+    """Read a slice of model space into a new 1-D tensor of the tensor's dtype; what is derived is computed.
+
+    Args:
+        source: the checkpoint.
+        transfer: reads its files.
+        kind: of the tensors.
+        wanted: the elements.
+        accept_lost: what nobody holds is zero.
 
     Raises:
         ModelMismatchError: the checkpoint does not hold all of it.
-        UnreadableCheckpointError: a file is damaged.
+        CheckpointError: a file is damaged, or what values are derived from makes no sense.
     """
     tensors = {}
     for region in wanted.regions:
@@ -196,9 +217,36 @@ def read_slice(source: Source, transfer: Transfer, kind: str, wanted: Slice) -> 
         if tensor is None:
             raise KeyError(f"no {kind} {region.name} in this checkpoint")
         tensors[region.name] = tensor
+    return read_wanted(source, transfer, WantedSlice(kind, wanted, tensors), accept_lost)
+
+
+def read_wanted(source: Source, transfer: Transfer, wanted: WantedSlice, accept_lost: bool = False) -> torch.Tensor:
+    """As `read_slice`, of the tensors as a target knows them, in their dtype."""
+    names = [region.name for region in wanted.slice.regions]
+    derivation = derivation_of(source, wanted.kind, names[0])
+    if derivation is not None:
+        return _derived(derivation, transfer, wanted, accept_lost)
     # First the plan, which fails where elements are missing: only what is there is allocated.
-    plan = make_plan([WantedSlice(kind, wanted, tensors)], source)
-    dtype = getattr(torch, tensors[wanted.regions[0].name].dtype)
-    result = torch.empty(wanted.numel, dtype=dtype, device="cpu")
+    plan = make_plan([wanted], source, accept_lost)
+    result = torch.empty(wanted.slice.numel, dtype=getattr(torch, wanted.tensors[names[0]].dtype), device="cpu")
     transfer.execute(plan, [result])
+    return result
+
+
+def _derived(derivation: Derivation, transfer: Transfer, wanted: WantedSlice, accept_lost: bool) -> torch.Tensor:
+    inputs = []
+    for source, kind in derivation.needs:
+        tensors = {}
+        for name, tensor in wanted.tensors.items():
+            own = source.logical_tensor(kind, name)
+            if own is None:
+                raise UnreadableCheckpointError(
+                    "a tensor cannot be derived: what it is made from is not in the checkpoint",
+                    expected=f"{kind} {name}",
+                    where=f"{wanted.kind} {name}",
+                    helps="the checkpoint is incomplete or damaged: use another iteration",
+                )
+            tensors[name] = replace(own, shape=tensor.shape)
+        inputs.append(read_wanted(source, transfer, replace(wanted, kind=kind, tensors=tensors), accept_lost))
+    result: torch.Tensor = derivation.compute(*inputs)
     return result

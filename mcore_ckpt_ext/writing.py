@@ -9,12 +9,12 @@ import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 
 import torch
 
 from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.publish import cannot_write
 
 BLOCK_BYTES = 64 << 20
@@ -23,36 +23,34 @@ FillBlock = Callable[[Record, Block, torch.Tensor], None]
 """Fills a 1-D tensor, one element for each of the block, with the block's content; the gaps are zero already."""
 
 
-def lay_out(files: Iterable[OutputFile], folder: Path) -> None:
+def lay_out(files: Iterable[OutputFile], folder: Folder) -> None:
     """Make files at their full size, with the bytes that are known already.
 
     Raises:
         DestinationError: the disk refuses.
     """
     for file in files:
-        path = folder / file.name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            _lay_out_file(file, path)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+        _lay_out_file(file, folder)
 
 
-def _lay_out_file(file: OutputFile, path: Path) -> None:
-    # An interrupted run may have left it: what is in its records stays.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+def _lay_out_file(file: OutputFile, folder: Folder) -> None:
     try:
-        os.ftruncate(descriptor, file.length)
-        for position, data in file.literals:
-            _write(descriptor, memoryview(data), position)
-    finally:
-        os.close(descriptor)
+        # An interrupted run may have left it: what is in its records stays.
+        descriptor = folder.open(file.name, os.O_RDWR | os.O_CREAT)
+        try:
+            os.ftruncate(descriptor, file.length)
+            for position, data in file.literals:
+                _write(descriptor, memoryview(data), position)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise cannot_write(folder.path / file.name, error) from error
 
 
 class RecordWriter:
     """Fills records of the files below one folder, several at a time."""
 
-    def __init__(self, folder: Path, fill: FillBlock, workers: int, block_bytes: int = BLOCK_BYTES) -> None:
+    def __init__(self, folder: Folder, fill: FillBlock, workers: int, block_bytes: int = BLOCK_BYTES) -> None:
         self._folder = folder
         self._fill = fill
         self._workers = workers
@@ -121,7 +119,7 @@ class RecordWriter:
                 _write(descriptor, data, record.offset + block.start * size)
                 moved(len(data))
         except OSError as error:
-            raise cannot_write(self._folder / record.file, error) from error
+            raise cannot_write(self._folder.path / record.file, error) from error
         self._write_checksums(record, crc)
         return crc
 
@@ -140,12 +138,12 @@ class RecordWriter:
             for place in record.checksums:
                 _write(self._descriptor(record.file), memoryview(struct.pack("<I", crc)), place)
         except OSError as error:
-            raise cannot_write(self._folder / record.file, error) from error
+            raise cannot_write(self._folder.path / record.file, error) from error
 
     def _descriptor(self, file: str) -> int:
         with self._lock:
             if file not in self._descriptors:
-                self._descriptors[file] = os.open(self._folder / file, os.O_RDWR)
+                self._descriptors[file] = self._folder.open(file, os.O_RDWR)
             return self._descriptors[file]
 
     def _close(self) -> None:

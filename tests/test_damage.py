@@ -16,40 +16,10 @@ from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
 )
-from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.storage.torch_archive import TorchArchive
-from tests.conftest import Fixture, fixture_named
-
-MATRIX = "decoder.layers.1.mlp.linear_fc1.weight"
-
-
-def payload_position(checkpoint: Checkpoint, kind: str, name: str, element: int) -> tuple[Path, int]:
-    """File and byte of the first byte of one element of a tensor's first stored slice."""
-    stored = checkpoint.stored(kind, name)[0]
-    payload = checkpoint.transfer.locate(stored.extent)
-    size = payload.dtype.itemsize
-    return checkpoint.folder / payload.file, payload.offset + (stored.first + element) * size
-
-
-def flip(path: Path, position: int, bit: int = 0x40) -> None:
-    with path.open("r+b") as file:
-        file.seek(position)
-        (value,) = file.read(1)
-        file.seek(position)
-        file.write(bytes([value ^ bit]))
-
-
-def read_all(run: Path) -> None:
-    checkpoint = open_checkpoint(run)
-    for kind in checkpoint.kinds():
-        for name in checkpoint.names(kind):
-            checkpoint.tensor(kind, name).read()
-
-
-def verify_checksums(checkpoint: Checkpoint) -> None:
-    for file, offset, length in checkpoint.archives():
-        TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()
+from tests.harness.checkpoints import Fixture, fixture_named
+from tests.harness.damage import MATRIX, flip, payload_position, read_all, verify_checksums
 
 
 def test_a_byte_flipped_in_a_weight_is_seen_by_the_proof(damaged: Fixture) -> None:

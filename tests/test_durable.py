@@ -16,19 +16,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from mcore_ckpt_ext.online.durable import (
-    discard,
-    finished_iterations,
-    prepare,
-    problems_on_disk,
-    publish,
-    publish_tracker,
-    settle,
-    stored_bytes,
-    tracked,
-)  # fmt: skip
+from mcore_ckpt_ext.online.written import problems_on_disk, stored_bytes
+from mcore_ckpt_ext.saving.durable import Disk, finished_iterations
 
 TRACKER = "latest_checkpointed_iteration.txt"
+disk = Disk()
 
 
 def index_of_two_ranks() -> Metadata:
@@ -82,35 +74,35 @@ def run_of(folder: Path, *iterations: int, latest: int) -> Path:
     for iteration in iterations:
         (folder / f"iter_{iteration:07d}").mkdir(parents=True)
         (folder / f"iter_{iteration:07d}" / "metadata.json").write_text("{}")
-    publish_tracker(folder / TRACKER, str(latest))
+    (folder / TRACKER).write_text(str(latest))
     return folder
 
 
 def test_saving_over_a_checkpoint_points_the_tracker_to_another_first(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 2, 4, latest=4)
     (tmp_path / "before").hardlink_to(run / TRACKER)
-    prepare(run / "iter_0000004", run / TRACKER)
-    assert tracked(run / TRACKER) == 2
+    disk.prepare(run / "iter_0000004", run / TRACKER)
+    assert disk.tracked(run / TRACKER) == 2
     assert (tmp_path / "before").read_text() == "4"  # replaced, not written over
     assert finished_iterations(run) == [2]
 
 
 def test_saving_over_the_only_checkpoint_leaves_no_tracker(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 4, latest=4)
-    prepare(run / "iter_0000004", run / TRACKER)
+    disk.prepare(run / "iter_0000004", run / TRACKER)
     assert not (run / TRACKER).exists()
 
 
 def test_a_new_folder_changes_nothing_else(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 2, latest=2)
-    prepare(run / "iter_0000004", run / TRACKER)
-    assert tracked(run / TRACKER) == 2
+    disk.prepare(run / "iter_0000004", run / TRACKER)
+    assert disk.tracked(run / TRACKER) == 2
     assert list((run / "iter_0000004").iterdir()) == []
 
 
 def test_what_is_discarded_is_gone_and_the_rest_stays(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 2, 4, latest=2)
-    discard([run / "iter_0000004"])
+    disk.discard([run / "iter_0000004"])
     assert finished_iterations(run) == [2]
     assert not (run / "iter_0000004").exists()
 
@@ -119,21 +111,21 @@ def test_publishing_that_fails_leaves_the_tracker_and_nothing_else(tmp_path: Pat
     """The folder is gone, as after a failed mount."""
     run = run_of(tmp_path / "run", 2, latest=2)
     with pytest.raises(FileNotFoundError):
-        publish(run / "iter_0000004", "{}", run / TRACKER, "4")
-    assert tracked(run / TRACKER) == 2
+        disk.publish(run / "iter_0000004", "{}", run / TRACKER, "4")
+    assert disk.tracked(run / TRACKER) == 2
     assert sorted(path.name for path in run.rglob("*") if path.is_file()) == [TRACKER, "metadata.json"]
 
 
 def test_what_lacks_the_file_that_megatron_writes_last_does_not_settle(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 2, latest=2)
-    settle(run / "iter_0000002")
+    disk.settle(run / "iter_0000002")
     (run / "iter_0000004").mkdir()
     with pytest.raises(FileNotFoundError):
-        settle(run / "iter_0000004")
+        disk.settle(run / "iter_0000004")
 
 
 def test_published_are_the_sidecar_and_the_tracker(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 2, 4, latest=2)
-    publish(run / "iter_0000004", "{}", run / TRACKER, "4")
-    assert tracked(run / TRACKER) == 4
+    disk.publish(run / "iter_0000004", "{}", run / TRACKER, "4")
+    assert disk.tracked(run / TRACKER) == 4
     assert sorted(path.name for path in (run / "iter_0000004").iterdir()) == ["mcore_ckpt_ext.json", "metadata.json"]

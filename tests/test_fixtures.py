@@ -13,13 +13,13 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import LayoutError, ModelMismatchError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.formats.legacy import STORED_ORDER
-from mcore_ckpt_ext.formats.model_space_state import ModelSpaceState
-from mcore_ckpt_ext.formats.shifted_state import ShiftedState
 from mcore_ckpt_ext.layout import parameter_order
 from mcore_ckpt_ext.layout.sidecar import RecordedBucket, RecordedGroup, RecordedParameter, Sidecar
-from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.optimizers.shifted_state import ShiftedState
 from mcore_ckpt_ext.transfer import read_slice
-from tests.conftest import Fixture, fixture_named, part_of
+from tests.harness.checkpoints import Fixture, fixture_named, part_of
+from tests.harness.damage import wrong_masters
 
 KINDS = ("weight", "fp32_param", "exp_avg", "exp_avg_sq")
 
@@ -85,20 +85,6 @@ def test_the_lost_elements_are_those_of_an_independent_simulation() -> None:
     assert state.shifted == simulated["affected_tensors"]
     for name, counts in simulated["per_param"].items():
         assert state.lost("exp_avg", name) == [tuple(interval) for interval in counts["lost_ranges"]]
-
-
-def wrong_masters(fixture: Fixture) -> set[str]:
-    """Parameters whose masters, read as the arrays' names say, are not the live ones."""
-    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
-    written = ModelSpaceState(checkpoint.index)
-    wrong = set()
-    for key, expected in fixture.truth.items():
-        kind, _, name = key.partition(".")
-        if kind == "fp32_param":
-            whole = Slice.whole((Region.whole(name, tuple(expected.shape)),))
-            stored = read_slice(written, checkpoint.transfer, kind, whole)
-            wrong |= set() if torch.equal(stored, expected.reshape(-1)) else {name}
-    return wrong
 
 
 def test_discovery_by_content_finds_every_layout(flat_fixture: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore_ckpt_ext.layout.grad_buffer import BufferParameter, PackingRule, pack
-from tests.conftest import DATA, FIXTURES, Fixture
+from tests.harness.checkpoints import CORRUPTED, INTACT, fixture_named
 
 distributed = pytest.importorskip("megatron.core.distributed", reason="needs megatron-core 0.18 or later")
 optimizer = pytest.importorskip("megatron.core.optimizer.distrib_optimizer")
@@ -54,10 +54,10 @@ RULES = {
 
 # A job without distributed optimizer aligns nothing.
 # Without distributed optimizer there are no such buffers, and the jobs that wrote zarr did not report theirs.
-@pytest.mark.parametrize("name", [name for name in FIXTURES if "plain" not in name and "zarr" not in name])
+@pytest.mark.parametrize("name", [name for name in (*INTACT, *CORRUPTED) if "plain" not in name and "zarr" not in name])
 def test_equals_the_buffers_of_real_jobs(name: str) -> None:
     """Every gradient buffer that the job's ranks reported, laid out anew from its parameters' sizes alone."""
-    job = Fixture(DATA / name).job
+    job = fixture_named(name).job
     rule = RULES.get(job["megatron_version"], PackingRule.SINCE_0_13)
     tied = not job["args"]["untie_embeddings_and_output_weights"] and job["layout"]["pp"] > 1
     for rank in job["ranks"]:

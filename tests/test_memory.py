@@ -20,8 +20,8 @@ CHILD = """
 import ctypes, json, re, sys
 from pathlib import Path
 import torch
-from mcore_ckpt_ext.formats.dcp_index import StoredObject
-from mcore_ckpt_ext.formats.dp_zero import buffer_arrays
+from mcore_ckpt_ext.storage.dcp_index import StoredObject
+from mcore_ckpt_ext.optimizers.dp_zero import buffer_arrays
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.storage.files import FolderReader

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mcore_ckpt_ext.model_space.names import name_at, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import name_at, stacked_axes
 
 
 @pytest.mark.parametrize(

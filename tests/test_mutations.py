@@ -15,7 +15,7 @@ from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM
 from mcore_ckpt_ext.planning.plan import StoredSlice
-from tests.conftest import Fixture, fixture_named, part_of
+from tests.harness.checkpoints import Fixture, fixture_named, part_of
 
 FORMATS = ["p01", "p02", "p04", "p05", "p06", "p07"]
 LAYER = "decoder.layers"

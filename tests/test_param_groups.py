@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt_ext.errors import ModelMismatchError
-from mcore_ckpt_ext.online.param_groups import carried_groups
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.online.param_groups import carried_groups, override_bounds, with_step
 
 
 def group(wd_mult: float = 1.0, parameters: int = 1, **values: Any) -> dict[str, Any]:
@@ -66,3 +66,47 @@ def test_an_empty_group_without_counterpart_takes_the_step() -> None:
 def test_a_group_without_a_single_counterpart_is_refused(stored: list[dict[str, Any]]) -> None:
     with pytest.raises(ModelMismatchError, match="no single counterpart"):
         carried_groups([group(0.0)], stored)
+
+
+def test_overriding_gives_each_group_its_bounds() -> None:
+    """A decoupled learning rate is its own; what the arguments do not say stays."""
+    groups = [group(max_lr=1.0, min_lr=0.1), {**group(max_lr=2.0, min_lr=0.2), "is_decoupled_lr": True}]
+    override_bounds(groups, {"lr": 5.0, "min_lr": 0.5, "decoupled_lr": 6.0, "decoupled_min_lr": None})
+    assert [(one["max_lr"], one["min_lr"]) for one in groups] == [(5.0, 0.5), (6.0, 0.2)]
+
+
+def test_how_a_group_is_stepped_stays_the_live_jobs_own() -> None:
+    """Classes and devices of HybridDeviceOptimizer, and torch's fused kernels, belong to the job, not to its state."""
+    stored = group(lr=0.5, step=4, offload_fraction=0.5, cpu_optimizer_cls="AdamW", fused=True)
+    (carried,) = carried_groups([group(lr=0.0, offload_fraction=1.0)], [stored])
+    assert (carried["lr"], carried["step"], carried["offload_fraction"]) == (0.5, 4, 1.0)
+    assert not {"cpu_optimizer_cls", "fused"} & carried.keys()
+
+
+def test_a_step_that_is_there_twice_and_differs_is_refused() -> None:
+    with pytest.raises(UnsupportedCheckpointError, match="steps 4, 5.*one step.*another iteration"):
+        carried_groups([group()], [group(lr=0.5, step=4), group(lr=0.5, step=5)])
+
+
+SCHEDULED = {"iteration": 4, "opt_param_scheduler": {"num_steps": 32}}
+
+
+def test_a_step_that_was_not_written_is_that_of_the_other_groups() -> None:
+    groups = with_step([group(eps=1e-8), group(0.0, eps=1e-8, step=3)], SCHEDULED, 8)
+    assert [one["step"] for one in groups] == [3, 3]
+
+
+def test_a_step_that_was_written_nowhere_follows_from_the_schedule() -> None:
+    assert [one["step"] for one in with_step([group(eps=1e-8)], SCHEDULED, 8)] == [4]
+
+
+@pytest.mark.parametrize(("samples", "batch_size"), [(24, 8), (32, None), (None, 8)])
+def test_where_the_schedule_does_not_tell_the_step_it_is_refused(samples: int | None, batch_size: int | None) -> None:
+    """An iteration that was skipped, or batches of several sizes."""
+    common = {"iteration": 4, "opt_param_scheduler": {"num_steps": samples}}
+    with pytest.raises(UnsupportedCheckpointError, match="how many steps Adam has made.*--no-load-optim"):
+        with_step([group(eps=1e-8)], common, batch_size)
+
+
+def test_an_optimizer_without_steps_gets_none() -> None:
+    assert "step" not in with_step([group(momentum=0.9)], SCHEDULED, None)[0]

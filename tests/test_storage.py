@@ -9,12 +9,14 @@ import os
 import pickle
 import subprocess
 import sys
+import warnings
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError, UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.safe_pickle import Placeholder, TensorReference, safe_loads
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -144,7 +146,7 @@ def test_no_file_outside_of_the_folder_is_opened(name: str, tmp_path: Path) -> N
 
 def test_unpickling_needs_no_megatron() -> None:
     """The real metadata and common state are read in a process that has no Megatron at all."""
-    from tests.conftest import fixture_named
+    from tests.harness.checkpoints import fixture_named
 
     code = (
         "import sys; sys.modules['megatron'] = None; import mcore_ckpt_ext as m;"
@@ -153,3 +155,45 @@ def test_unpickling_needs_no_megatron() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["4", "4", "False"]
+
+
+def archived(members: list[tuple[str, bytes]], path: Path) -> TorchArchive:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # zipfile warns of a name that is there twice
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+            for name, content in members:
+                archive.writestr(name, content)
+    return TorchArchive(FolderReader(path.parent), path.name)
+
+
+ONE, TWO = (pickle.dumps([number], 2) for number in (1, 2))
+
+
+@pytest.mark.parametrize(
+    "second", ["archive/data.pkl", "archive/DATA.pkl", "other/data.pkl", "other/version"], ids=lambda name: name
+)
+def test_an_archive_that_two_readers_read_differently_is_refused(second: str, tmp_path: Path) -> None:
+    """Torch takes the first record of a name, the standard library the last."""
+    with pytest.raises(UnreadableCheckpointError, match="more than one"):
+        archived([("archive/data.pkl", ONE), (second, TWO)], tmp_path / "a.pt")
+
+
+@pytest.mark.parametrize("order", [b"big", b"middle", b"little" * 40])
+def test_another_order_of_bytes_is_refused(order: bytes, tmp_path: Path) -> None:
+    archive = archived([("archive/data.pkl", ONE), ("archive/byteorder", order)], tmp_path / "a.pt")
+    with pytest.raises(UnsupportedCheckpointError, match="order of bytes"):
+        archive.load()
+    assert archived([("archive/data.pkl", ONE), ("archive/byteorder", b"little")], tmp_path / "b.pt").load() == [1]
+
+
+@pytest.mark.parametrize("mark", ["neg", "conj"])
+def test_a_tensor_that_means_the_opposite_is_refused(mark: str, tmp_path: Path) -> None:
+    """Views of complex tensors bear such marks, and torch honours them."""
+    values = torch.tensor([1 + 2j, 3 - 1j])
+    marked = values.conj().imag if mark == "neg" else values.conj()
+    torch.save({"moment": marked}, tmp_path / "a.pt")
+    with pytest.raises(UnsafePickleError), FolderReader(tmp_path) as reader:
+        TorchArchive(reader, "a.pt").load()
+    torch.save({"moment": marked.resolve_neg().clone() if mark == "neg" else marked.real.clone()}, tmp_path / "b.pt")
+    with FolderReader(tmp_path) as reader:
+        assert TorchArchive(reader, "b.pt").load()["moment"].shape == (2,)

@@ -1,4 +1,4 @@
-"""Optimizer state that no weight can prove is refused with the reason: fp8 primary weights, masters in remainders.
+"""Optimizer state that no weight can prove is refused with the reason: fp8 primary weights, masters in half precision.
 
 Both need a GPU to be written. The real checkpoints here are edited to what those jobs write: keys and dtypes of the
 index, and the job's arguments.
@@ -19,9 +19,9 @@ import torch
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.optimizer_encodings import is_master
-from mcore_ckpt_ext.online.live_optimizer import check_supported
-from tests.conftest import Fixture, fixture_named
+from mcore_ckpt_ext.online.homes.recognition import check_supported
+from mcore_ckpt_ext.optimizers.refusals import is_master
+from tests.harness.checkpoints import Fixture, fixture_named
 
 FORMATS = ["p01", "p04", "p10"]
 
@@ -67,9 +67,9 @@ def test_buffers_of_quantised_parameters(tmp_path: Path) -> None:
     refused(open_checkpoint(fixture.run), "no weight is the plain rounding.*torch.uint8: fp8 or fp4 primary weights")
 
 
-def test_masters_that_are_remainders(copied: Fixture) -> None:
-    edit_index(copied, lambda key: key, torch.int16)
-    refused(open_checkpoint(copied.run), "masters of int16: a precision-aware optimizer with remainders")
+def test_masters_in_half_precision(copied: Fixture) -> None:
+    edit_index(copied, lambda key: key, torch.float16)
+    refused(open_checkpoint(copied.run), "masters of float16")
 
 
 @pytest.mark.parametrize("argument", ["fp8_param_gather", "fp4_param_gather"])
@@ -99,15 +99,10 @@ def live(**changes: Any) -> Any:
     return SimpleNamespace(**{**plain, **changes})
 
 
-def test_live_optimizers_without_plain_masters_are_refused() -> None:
+def test_live_optimizers_that_no_weight_proves_are_refused() -> None:
     check_supported([live()])
-    for optimizer, says in (
-        (live(config=SimpleNamespace(use_precision_aware_optimizer=True)), "--use-precision-aware-optimizer"),
-        (live(optimizer=SimpleNamespace(sub_optimizers=[])), "--optimizer-cpu-offload"),
-        (live(gbuf_ranges=[{(torch.uint8, torch.float32): []}]), "fp8 or fp4 primary weights"),
-    ):
-        with pytest.raises(UnsupportedCheckpointError, match=says):
-            check_supported([live(), optimizer])
+    with pytest.raises(UnsupportedCheckpointError, match="fp8 or fp4 primary weights"):
+        check_supported([live(), live(gbuf_ranges=[{(torch.uint8, torch.float32): []}])])
 
 
 def test_arguments_of_quantised_weights_in_legacy_files() -> None:

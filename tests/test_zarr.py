@@ -18,7 +18,7 @@ from mcore_ckpt_ext.formats.zarr import is_zarr, read_index
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer, read_slice
-from tests.conftest import Fixture, fixture_named
+from tests.harness.checkpoints import Fixture, fixture_named
 
 MATRIX = "decoder.layers.mlp.linear_fc1.weight"
 MASTER = f"optimizer.state.fp32_param.{MATRIX}"

@@ -3,116 +3,151 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any
 
+from mcore_ckpt_ext.cli.output import line
+from mcore_ckpt_ext.cli.processes import the_team
 from mcore_ckpt_ext.cli.progress import Progress
-from mcore_ckpt_ext.cli.sizes import parse_file_size, parse_size, readable
-from mcore_ckpt_ext.cli.together import the_team
-from mcore_ckpt_ext.formats.huggingface import LOCAL, TRANSFORMER_ENGINE
-from mcore_ckpt_ext.formats.huggingface_target import DTYPES, SHARD_BYTES
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
+from mcore_ckpt_ext.errors import UsageError, readable
 from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, DEFAULT_WORKERS, Report, convert
-from mcore_ckpt_ext.offline.estimate import disk_rate
-from mcore_ckpt_ext.offline.targets import FORMATS
 from mcore_ckpt_ext.offline.team import Team
+from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, TARGETS, Target
 
-HELP = "write a checkpoint in another format or layout, optimizer included"
+_FIELDS = {name: {field.name for field in fields(target)} for name, target in TARGETS.items()}
+
+
+@dataclass(frozen=True)
+class _Option:
+    """An option of targets: the field that it fills, and how it is written."""
+
+    field: str
+    flag: str
+    how: dict[str, Any]
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """The targets that have it, as `--to` names them."""
+        return tuple(name for name, names in _FIELDS.items() if self.field in names)
+
+
+def _option(field: str, flag: str = "", **how: Any) -> _Option:
+    return _Option(field, flag or f"--{field.replace('_', '-')}", how)
+
+
+# Layouts are spelt as Megatron spells them.
+_OPTIONS = (
+    _option("megatron_version", metavar="V", help="the version that will read it (default: the one installed)"),
+    _option("tensor_model_parallel_size", type=parse_count, metavar="N", help="tensor-parallel ranks of the reader"),
+    _option("pipeline_model_parallel_size", type=parse_count, metavar="N", help="pipeline ranks of the reader"),
+    _option("virtual_pipeline_model_parallel_size", type=parse_count, metavar="N", help="model chunks per such rank"),
+    _option("expert_model_parallel_size", type=parse_count, metavar="N", help="expert-parallel ranks of the reader"),
+    _option("transformer_impl", choices=LAYER_SPECS, help="of the reader; only for a Hugging Face source"),
+    _option("vocab_size", type=parse_count, metavar="N", help="the tokenizer's size: legacy pads to it, hf cuts to it"),
+    _option("tokenizer", metavar="PATH", help="folder of a tokenizer whose files are copied"),
+    _option("dtype", choices=DTYPES, help="of all floating-point tensors (default: as stored)"),
+    _option("kind", "--from", choices=EXPORTED_KINDS, help="what is exported (default: weight)"),
+    _option("max_shard_size", type=parse_file_size, metavar="SIZE", help="of a file of weights (default: 5GB)"),
+    _option("pickled", "--bin", action="store_true", help="pytorch_model.bin instead of safetensors"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options; layouts are spelt as Megatron spells them."""
+    """The command's options; those of targets stand in a group for each target, or for the targets that share them."""
     parser.add_argument("source", metavar="SRC", help="run folder, iteration folder, Hugging Face or canonical folder")
     parser.add_argument("destination", metavar="DST", help="the folder to make")
-    parser.add_argument("--to", required=True, choices=FORMATS, help="the format to write")
-    parser.add_argument("--megatron-version", help="the version that will read it (default: the installed)")
-    for name, what in (
-        ("tensor-model-parallel-size", "tensor-parallel ranks"),
-        ("pipeline-model-parallel-size", "pipeline ranks"),
-        ("virtual-pipeline-model-parallel-size", "model chunks a pipeline rank"),
-        ("expert-model-parallel-size", "expert-parallel ranks"),
-    ):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{what} of the job that will read (legacy)")
-    parser.add_argument(
-        "--vocab-size", type=int, metavar="N", help="the tokenizer's size, to pad as Megatron pads, or to cut (hf)"
-    )
-    parser.add_argument(
-        "--transformer-impl", choices=(TRANSFORMER_ENGINE, LOCAL), default=TRANSFORMER_ENGINE,
-        help="of the job that will read what comes from Hugging Face",
-    )  # fmt: skip
+    parser.add_argument("--to", required=True, choices=TARGETS, help="the format to write")
     parser.add_argument("--family", metavar="NAME", help="of the model, where it is not recognised; or path.py:Name")
-    parser.add_argument("--tokenizer", metavar="PATH", help="folder of a tokenizer whose files are copied (hf)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of all floating-point tensors (hf; default: as stored)")
-    parser.add_argument(
-        "--from", dest="kind", choices=(WEIGHT, FP32_PARAM), default=WEIGHT, help="what to export (hf)"
-    )
-    parser.add_argument(
-        "--max-shard-size", type=parse_file_size, default=SHARD_BYTES, metavar="SIZE",
-        help="of a file of weights (hf; default 5GB)",
-    )  # fmt: skip
-    parser.add_argument("--bin", action="store_true", help="pytorch_model.bin instead of safetensors (hf)")
     parser.add_argument("--dry-run", action="store_true", help="say what would be done")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
     parser.add_argument("--force", action="store_true", help="replace DST")
     parser.add_argument("--accept-lost", action="store_true", help="convert although the source lacks elements")
-    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads")
+    parser.add_argument(
+        "--drop", nargs="+", default=[], metavar="KIND", help="optimizer state to leave out where it cannot be carried"
+    )
+    parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="threads")
+    parser.add_argument(
+        "--join", action="store_true",
+        help="share the work with the processes of RANK, WORLD_SIZE and MASTER_ADDR; those of torchrun always do",
+    )  # fmt: skip
     parser.add_argument("--memory-limit", type=parse_size, default=DEFAULT_MEMORY, metavar="SIZE", help="default 1GiB")
+    for targets in sorted({option.targets for option in _OPTIONS}, key=lambda names: (len(names), names)):
+        group = parser.add_argument_group(f"only with {_spoken(targets)}")
+        for option in _OPTIONS:
+            if option.targets == targets:
+                group.add_argument(option.flag, dest=option.field, default=argparse.SUPPRESS, **option.how)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert and say what was done."""
-    with the_team() as team:
-        report = _converted(arguments, team)
+    target = _target(arguments)
+    with the_team(join=arguments.join) as team:
+        report = _converted(arguments, target, team)
         if team.rank == 0:
-            lines = _planned(report) if arguments.dry_run else _done(report)
-            sys.stdout.write("\n".join([*lines, *(f"note: {note}" for note in report.notes)]) + "\n")
+            for text in _planned(report) if arguments.dry_run else _done(report):
+                line(text)
+            for item in report.unread:
+                what = "carried as it is" if item.carried else "left out"
+                line(f"{what}: {item.key}, {readable(item.nbytes)}: {item.why or 'nothing here knows it'}")
+            for note in report.notes:
+                line(f"note: {note}")
     return 0
 
 
-def _converted(arguments: argparse.Namespace, team: Team) -> Report:
+def _target(arguments: argparse.Namespace) -> Target:
+    """What to write.
+
+    Raises:
+        UsageError: an option belongs to other targets.
+    """
+    given = [option for option in _OPTIONS if hasattr(arguments, option.field)]
+    for option in given:
+        if arguments.to not in option.targets:
+            raise UsageError(
+                f"{option.flag} has no meaning for --to {arguments.to}",
+                expected=f"it belongs to {_spoken(option.targets)}",
+                helps="leave it away, or choose another target",
+            )
+    chosen = {option.field: getattr(arguments, option.field) for option in given}
+    return TARGETS[arguments.to](**chosen)
+
+
+def _spoken(targets: tuple[str, ...]) -> str:
+    """`--to a`, `--to a or b`."""
+    *others, last = targets
+    return f"--to {', '.join(others)} or {last}" if others else f"--to {last}"
+
+
+def _converted(arguments: argparse.Namespace, target: Target, team: Team) -> Report:
     return convert(
         arguments.source,
         arguments.destination,
-        to=arguments.to,
-        megatron_version=arguments.megatron_version,
-        tensor_model_parallel_size=arguments.tensor_model_parallel_size,
-        pipeline_model_parallel_size=arguments.pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=arguments.virtual_pipeline_model_parallel_size,
-        expert_model_parallel_size=arguments.expert_model_parallel_size,
-        vocab_size=arguments.vocab_size,
-        transformer_impl=arguments.transformer_impl,
+        target,
         family=arguments.family,
-        tokenizer=arguments.tokenizer,
-        dtype=arguments.dtype,
-        kind=arguments.kind,
-        max_shard_size=arguments.max_shard_size,
-        pickled=arguments.bin,
         workers=arguments.workers,
         memory_limit=arguments.memory_limit,
         force=arguments.force,
         resume=arguments.resume,
         dry_run=arguments.dry_run,
         accept_lost=arguments.accept_lost,
+        drop=arguments.drop,
         progress=Progress() if team.rank == 0 else lambda done, total: None,
         team=team,
     )
 
 
-def _planned(report: Report) -> list[str]:
-    rate = disk_rate(report.destination)
-    return [
-        f"would write {report.destination}: {report.files} files, {readable(report.bytes_written)}",
-        f"would read {readable(report.bytes_read)} of tensors, through {readable(report.peak_memory)} of memory",
-        f"about {report.bytes_written / rate:.0f} s at the {readable(int(rate))}/s that this disk just wrote",
-    ]
+def _planned(report: Report) -> Iterator[str]:
+    yield f"would write {report.destination}: {report.files} files, {readable(report.bytes_written)}"
+    yield f"would read {readable(report.bytes_read)} of tensors, through {readable(report.peak_memory)} of memory"
 
 
-def _done(report: Report) -> list[str]:
-    lines = [
-        f"wrote {report.destination}: {report.files} files, {readable(report.bytes_written)} in {report.seconds:.1f} s",
-    ]
+def _done(report: Report) -> Iterator[str]:
+    size = readable(report.bytes_written)
+    yield f"wrote {report.destination}: {report.files} files, {size} in {report.seconds:.1f} s"
     if report.proven_elements:
-        lines.append(f"proven: {report.proven_elements:,} masters round to their weights")
+        yield f"proven: {report.proven_elements:,} masters round to their weights"
     if report.lost:
         lost = sum(report.lost.values())
-        lines.append(f"LOST in the source: {lost:,} elements of {len(report.lost)} parameters; their moments are zero")
-    return lines
+        yield f"LOST in the source: {lost:,} elements of {len(report.lost)} parameters; their moments are zero"

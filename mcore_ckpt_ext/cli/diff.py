@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from mcore_ckpt_ext.cli.output import as_json, heading, line, table
 from mcore_ckpt_ext.cli.progress import Progress
+from mcore_ckpt_ext.cli.sizes import parse_count
+from mcore_ckpt_ext.errors import readable
 from mcore_ckpt_ext.offline.comparison import KINDS, Comparison, KindComparison, TensorDifference, compare
 from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
 
@@ -20,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"compare only these: {', '.join(KINDS)}")
     parser.add_argument("--family", metavar="NAME", help="of a Hugging Face folder, where it is not recognised")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
-    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads")
+    parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="threads")
     parser.epilog = "Equal means bit by bit: NaN with the same bits are equal, 0.0 and -0.0 are not."
 
 
@@ -56,8 +58,19 @@ def _show(found: Comparison) -> None:
         more = sum(max(0, len(names) - _SHOWN) for names in (kind.only_in_a, kind.only_in_b, kind.different))
         if more:
             line(f"  and {more:,} more of {kind.kind}: --json lists them")
+    unread = [*(("A", item) for item in found.unread_a), *(("B", item) for item in found.unread_b)]
+    for side, item in unread[:_SHOWN]:
+        line(f"  not looked at, for nothing here knows it: {item.key} of {side}, {readable(item.nbytes)}")
     line()
-    line("equal in every bit" if found.equal else "DIFFERENT")
+    line(_conclusion(found, len(unread)))
+
+
+def _conclusion(found: Comparison, unread: int) -> str:
+    if found.equal:
+        return "equal in every bit"
+    if unread and all(kind.equal for kind in found.kinds):
+        return f"NOT KNOWN TO BE EQUAL: what was looked at is equal in every bit, {unread:,} keys were not looked at"
+    return "DIFFERENT"
 
 
 def _verdict(kind: KindComparison) -> str:

@@ -13,12 +13,15 @@ from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module, metadata
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.cli.output import as_json, line, printable, table
+from mcore_ckpt_ext.cli.output import as_json, line, table
+from mcore_ckpt_ext.errors import printable
+from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
+from mcore_ckpt_ext.versions import Version, parse_version
 
 State = Literal["ok", "note", "FAILED"]
 
@@ -28,15 +31,8 @@ _ENTRY_POINTS = "torch.backends"
 _ENTRY = "mcore_ckpt_ext"
 # What to install for a seam's framework.
 _DISTRIBUTIONS = {"megatron": "megatron-core", "nvidia_resiliency_ext": "nvidia-resiliency-ext"}
-_SWITCHES = {
-    "MCORE_CKPT_EXT": "0 switches the package off",
-    "MCORE_CKPT_EXT_VERIFY": "full: checksums of all records before a resume",
-    "MCORE_CKPT_EXT_ACCEPT_LOST": "1: resume although elements are lost",
-    "MCORE_CKPT_EXT_ON_SAVE_FAILURE": "continue: training goes on when a save fails",
-    "MCORE_CKPT_EXT_FALLBACK": "1: resume from the newest whole checkpoint",
-    "MCORE_CKPT_EXT_WRITER_PATIENCE": "seconds after which a silent writer is given up",
-    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0: torch loads no plugins",
-}
+# torch/__init__.py:_is_device_backend_autoload_enabled, 2.5 to 2.13.
+_AUTOLOAD = Setting("TORCH_DEVICE_BACKEND_AUTOLOAD", "0: torch loads no plugins", True, lambda text: text == "1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,39 +74,47 @@ def run(arguments: argparse.Namespace) -> int:
 def _lines(save: Path | None) -> Iterator[Line]:
     yield Line("mcore_ckpt_ext", "ok", f"{mcore_ckpt_ext.__version__}, {Path(mcore_ckpt_ext.__file__).parent}")
     yield Line("python", "ok", f"{platform.python_version()}, {sys.executable}")
-    version = _number(torch.__version__)
-    yield Line("torch", "ok" if version >= _OLDEST_TORCH else "FAILED", torch.__version__)
+    version = parse_version(torch.__version__)
+    yield Line("torch", "ok" if version and version >= _OLDEST_TORCH else "FAILED", torch.__version__)
     for name in ("megatron-core", "nvidia-resiliency-ext", "colossalai", "transformer-engine", "safetensors"):
         installed = _installed(name)
         yield Line(name, "ok" if installed else "note", installed or "not installed")
-    for name, meaning in _SWITCHES.items():
-        value = os.environ.get(name)
-        yield Line(name, "ok" if value is None else "note", f"{printable(value)!r} ({meaning})" if value else "not set")
+    yield from (_setting(setting) for setting in (*SETTINGS, _AUTOLOAD))
     yield _autoload(version)
     yield from _hooks()
     if save is not None:
         yield _writable(save)
 
 
-def _autoload(version: tuple[int, ...]) -> Line:
+def _setting(setting: Setting[Any]) -> Line:
+    """Whether a variable is set, and what it then does; one that nobody understands does nothing."""
+    if setting.text is None:
+        return Line(setting.name, "ok", "not set")
+    found = f"{printable(setting.text)!r}"
+    if not setting.is_understood:
+        return Line(setting.name, "FAILED", f"{found} is not understood, so it is as if not set ({setting.meaning})")
+    return Line(setting.name, "note", f"{found} ({setting.meaning})")
+
+
+def _autoload(version: Version | None) -> Line:
     """Whether `import torch` puts the hooks in place."""
     what = "torch loads the hooks"
     by_hand = "call mcore_ckpt_ext.install() in the training script"
-    if version < _AUTOLOAD_SINCE:
+    if version is None or version < _AUTOLOAD_SINCE:
         return Line(what, "note", f"no: torch before 2.5 loads no plugins; {by_hand}")
-    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
+    if not _AUTOLOAD.value:
         return Line(what, "note", f"no: TORCH_DEVICE_BACKEND_AUTOLOAD=0; {by_hand}")
     if not any(entry.name == _ENTRY for entry in metadata.entry_points(group=_ENTRY_POINTS)):
         return Line(what, "FAILED", f"no: the package is on the path, but not installed (pip install); or {by_hand}")
-    if os.environ.get("MCORE_CKPT_EXT") == "0":
-        return Line(what, "note", "no: MCORE_CKPT_EXT=0")
+    if not SWITCH.value:
+        return Line(what, "note", f"no: {SWITCH.name}=0")
     return Line(what, "ok", "yes, at the end of `import torch`")
 
 
 def _hooks() -> Iterator[Line]:
     """Import what the hooks wait for, as a job would, and see how each stands."""
-    if os.environ.get("MCORE_CKPT_EXT") == "0":
-        yield Line("hooks", "note", "switched off: MCORE_CKPT_EXT=0")
+    if not SWITCH.value:
+        yield Line("hooks", "note", f"switched off: {SWITCH.name}=0")
         return
     mcore_ckpt_ext.install()
     modules = {seam.seam.rpartition(".")[0] for seam in mcore_ckpt_ext.status()}
@@ -157,7 +161,3 @@ def _installed(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
-
-
-def _number(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdigit())

@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt_ext.cli.output import as_json, heading, line, message, table
 from mcore_ckpt_ext.cli.page import page
-from mcore_ckpt_ext.cli.sizes import readable
+from mcore_ckpt_ext.errors import readable
 from mcore_ckpt_ext.offline.inspection import Inspection, StoredFile, inspect
 
 _FILES_SHOWN = 32
@@ -42,11 +42,11 @@ def _show(found: Inspection) -> None:
     table(
         [
             ("format", found.format),
-            ("optimizer", found.optimizer_format or "none"),
+            ("optimizer", ": ".join(filter(None, (found.optimizer_format, found.optimizer))) or "none"),
             ("layout", f"{found.layout_text}, {found.layout['world']:,} ranks"),
             ("iteration", found.iteration),
-            ("written by", f"Megatron {found.writer.version}"),
-            ("sidecar", "yes: the layout of the gradient buffers is recorded" if found.sidecar else "no"),
+            ("written by", _writer(found.writer.version)),
+            ("sidecar", _sidecar(found)),
         ]
     )
     heading("how the version is known")
@@ -62,6 +62,16 @@ def _show(found: Inspection) -> None:
     _show_files(found)
     heading("who can resume it, optimizer included")
     table([(item.who, item.versions, item.layouts, item.note) for item in found.resumptions])
+
+
+def _sidecar(found: Inspection) -> str:
+    if found.sidecar_problem:
+        return f"not believed, for it cannot be read: {found.sidecar_problem}"
+    return "yes: the layout of the gradient buffers is recorded" if found.sidecar else "no"
+
+
+def _writer(version: str) -> str:
+    return f"Megatron {version}" if version[:1].isdigit() else version
 
 
 def _show_bytes(by_kind: Mapping[str, int], on_disk: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -35,16 +36,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     try:
         code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
     except CheckpointError as error:
         message(f"error: {error}")
         return UNUSABLE
     except BrokenPipeError:
-        # Whoever read the output, `head` say, has seen enough; Python must not try to flush the rest.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _forget_output()  # whoever read it, `head` say, has seen enough
         return DONE
     except OSError as error:
         message(f"error: {error.strerror}: {error.filename}" if error.filename else f"error: {error}")
+        _forget_output()
         return UNUSABLE
     except KeyboardInterrupt:
         message("interrupted")
@@ -53,6 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         message(f"a defect of mcore_ckpt_ext, please report it:\n{traceback.format_exc()}")
         return UNUSABLE
     return code
+
+
+def _forget_output() -> None:
+    """Python must not try to flush what could not be written, once more, at its end."""
+    if sys.stdout is not None:
+        with contextlib.suppress(OSError, ValueError):  # of a stream that is no file there is nothing to flush
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _parser(words: Sequence[str]) -> argparse.ArgumentParser:

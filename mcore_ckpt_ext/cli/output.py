@@ -6,11 +6,14 @@ Names come from the checkpoints of strangers: what a terminal would obey is show
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
+
+from mcore_ckpt_ext.errors import printable
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -47,15 +50,25 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: S
 
 def as_json(result: DataclassInstance) -> None:
     """Write a result as JSON, in one line."""
-    _write(sys.stdout, json.dumps(asdict(result)))
+    _write(sys.stdout, json_text(asdict(result)))
 
 
-def printable(text: str) -> str:
-    """The text with control characters, and what turns writing around, shown as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+def json_text(value: object) -> str:
+    """JSON as its standard has it: numbers that are not finite become text (`"NaN"`, `"Infinity"`)."""
+    return json.dumps(_finite(value), allow_nan=False)
 
 
-def _write(stream: TextIO, text: str) -> None:
+def _finite(value: object) -> object:
+    if isinstance(value, float) and not math.isfinite(value):
+        return json.dumps(value)
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _write(stream: TextIO | None, text: str) -> None:
+    if stream is None:  # whoever started the program closed it (`>&-`), and wants the exit code alone
+        return
     shown = "\n".join(printable(part) for part in text.split("\n"))
     encoding = stream.encoding or "utf-8"
     stream.write(shown.encode(encoding, "backslashreplace").decode(encoding) + "\n")

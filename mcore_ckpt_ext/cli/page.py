@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from importlib import resources
 
+from mcore_ckpt_ext.cli.output import json_text
 from mcore_ckpt_ext.offline.inspection import Inspection
 
 _PLACE = "/*DATA*/"
@@ -14,7 +14,7 @@ _PLACE = "/*DATA*/"
 def page(found: Inspection) -> str:
     """The page's text. The script reads the data with `JSON.parse` and shows names as text, never as HTML."""
     template = resources.files("mcore_ckpt_ext.cli").joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace(_PLACE, embedded(json.dumps(asdict(found))), 1)
+    return template.replace(_PLACE, embedded(json_text(asdict(found))), 1)
 
 
 def embedded(text: str) -> str:

@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from mcore_ckpt_ext.cli.sizes import readable
+from mcore_ckpt_ext.errors import readable
 
 _TERMINAL_SECONDS = 0.2
 _PLAIN_SECONDS = 10.0
@@ -19,10 +19,12 @@ class Progress:
         self._clock = clock
         self._begun = self._shown = clock()
         self._first: int | None = None
-        self._terminal = sys.stderr.isatty()
+        self._terminal = sys.stderr is not None and sys.stderr.isatty()
 
     def __call__(self, done: int, total: int) -> None:
         """Take note of a step; safe to call often."""
+        if sys.stderr is None:
+            return
         now = self._clock()
         if self._first is None:
             self._first = done  # what an interrupted run had done says nothing about the rate

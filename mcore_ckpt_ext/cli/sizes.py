@@ -5,16 +5,8 @@ from __future__ import annotations
 import argparse
 import re
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-_SIZE = re.compile(r"^(\d+(?:\.\d+)?)\s*([kmgtp]?)(i?b)?$", re.IGNORECASE)
-
-
-def readable(size: int) -> str:
-    """A size with three digits and a unit: `1.50 GiB`."""
-    value, unit = float(size), 0
-    while value >= 1024 and unit < len(_UNITS) - 1:
-        value, unit = value / 1024, unit + 1
-    return f"{size} B" if unit == 0 else f"{value:.{max(0, 3 - len(str(int(value))))}f} {_UNITS[unit]}"
+_DIGITS = 15
+_SIZE = re.compile(rf"^(\d{{1,{_DIGITS}}}(?:\.\d{{1,{_DIGITS}}})?)\s*([kmgtp]?)(i?b)?$", re.IGNORECASE | re.ASCII)
 
 
 def parse_size(text: str) -> int:
@@ -33,6 +25,18 @@ def parse_file_size(text: str) -> int:
 
 def _parsed(text: str, unit: int) -> int:
     match = _SIZE.match(text.strip())
-    if not match:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 4GiB")
-    return int(float(match[1]) * unit ** " kmgtp".index(match[2].lower() or " "))
+    size = int(float(match[1]) * unit ** " kmgtp".index(match[2].lower() or " ")) if match else 0
+    if not size:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a size; write for example 4GiB")
+    return size
+
+
+def parse_count(text: str) -> int:
+    """A whole number of 1 or more.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text)):
+        raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of 1 or more")
+    return int(text)

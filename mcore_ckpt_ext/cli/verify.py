@@ -6,6 +6,7 @@ import argparse
 
 from mcore_ckpt_ext.cli.output import as_json, heading, line, table
 from mcore_ckpt_ext.cli.progress import Progress
+from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.offline.findings import Verification
 from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
 from mcore_ckpt_ext.offline.verification import verify
@@ -16,12 +17,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
     parser.add_argument("--quick", action="store_true", help="look at metadata only")
     parser.add_argument("--json", action="store_true", help="the result as JSON")
-    parser.add_argument("--workers", type=int, default=DEFAULT_WORKERS, metavar="N", help="threads")
+    parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="threads")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and say what was found."""
-    found = verify(arguments.path, quick=arguments.quick, workers=max(1, arguments.workers), progress=Progress())
+    found = verify(arguments.path, quick=arguments.quick, workers=arguments.workers, progress=Progress())
     if arguments.json:
         as_json(found)
     else:

@@ -1,78 +1,180 @@
-"""Megatron's arguments of a job, completed, and the sizes of parameters that follow from them."""
+"""The arguments of a job as its model follows from them, and the sizes of parameters that follow in turn."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-
-Arguments = Mapping[str, Any]
-
-# What an argument means where a checkpoint does not have it, because its version did not yet (megatron/training/
-# arguments.py and TransformerConfig, megatron/core/transformer/transformer_config.py, core_v0.7.0 to 0.19.2).
-_DEFAULTS: dict[str, Any] = {
-    "normalization": "LayerNorm", "layernorm_epsilon": 1e-5, "layernorm_zero_centered_gamma": False,
-    "position_embedding_type": "learned_absolute", "rotary_base": 10000, "rotary_percent": 1.0,
-    "rotary_interleaved": False, "use_rope_scaling": False, "rope_scaling_factor": 8.0, "no_rope_freq": None,
-    "rotary_seq_len_interpolation_factor": None, "window_size": None, "window_attn_skip_freq": None,
-    "swiglu": False, "squared_relu": False, "quick_geglu": False, "openai_gelu": False, "bias_gelu_fusion": True,
-    "gated_linear_unit": False, "add_bias_linear": True, "add_qkv_bias": False, "qk_layernorm": False,
-    "qk_l2_norm": False, "attention_output_gate": False, "softmax_type": "vanilla", "softmax_scale": None,
-    "apply_residual_connection_post_layernorm": False, "untie_embeddings_and_output_weights": False,
-    "init_method_std": 0.02, "attention_dropout": 0.1, "hidden_dropout": 0.1, "multi_latent_attention": False,
-    "num_experts": None, "moe_layer_freq": 1, "moe_router_topk": 2, "moe_router_pre_softmax": False,
-    "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False, "moe_router_num_groups": None,
-    "moe_router_group_topk": None, "moe_router_topk_scaling_factor": None, "moe_ffn_hidden_size": None,
-    "moe_shared_expert_intermediate_size": None, "moe_shared_expert_gate": False, "moe_aux_loss_coeff": 0.0,
-    "mtp_num_layers": None, "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64,
-    "v_head_dim": 128, "rope_type": None, "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
-    "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1, "kv_channels": None,
-    "transformer_impl": "transformer_engine", "attention_softcap": None, "final_logit_softcap": None,
-    "scaled_embeddings": False,
-}  # fmt: skip
-_OLD_NAMES = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
+from mcore_ckpt_ext.model_space.names import LayerSpec, module_and_leaf, of_experts, under_spec
 
 
-def complete(arguments: Arguments) -> dict[str, Any]:
-    """All arguments that a family looks at, the missing ones with what their absence means."""
-    known = {name: value for name, value in arguments.items() if value is not None or name not in _DEFAULTS}
-    for old, new in _OLD_NAMES.items():
-        if known.get(old) is not None:
-            known.setdefault(new, known[old])
-    found = {**_DEFAULTS, **known}
+@dataclass(frozen=True, kw_only=True)
+class ModelArguments:
+    """What makes a model, complete: every argument has a value.
+
+    A default here is what an argument means where a job does not have it, because its version did not yet
+    (megatron/training/arguments.py and TransformerConfig, megatron/core/transformer/transformer_config.py, core_v0.7.0
+    to 0.19.2). None is Megatron's own None.
+
+    Attributes:
+        job: what the job states, of which this is made.
+    """
+
+    job: JobArguments = field(repr=False)
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    ffn_hidden_size: int
+    vocab_size: int | None = None
+    max_position_embeddings: int | None = None
+    transformer_impl: str = "transformer_engine"
+    untie_embeddings_and_output_weights: bool = False
+    scaled_embeddings: bool = False
+    final_logit_softcap: float | None = None
+    init_method_std: float = 0.02
+
+    normalization: str = "LayerNorm"
+    layernorm_epsilon: float = 1e-5
+    layernorm_zero_centered_gamma: bool = False
+    apply_residual_connection_post_layernorm: bool = False
+    add_bias_linear: bool = True
+    hidden_dropout: float = 0.1
+
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: float = 10000
+    rotary_percent: float = 1.0
+    rotary_interleaved: bool = False
+    rotary_seq_len_interpolation_factor: float | None = None
+    use_rope_scaling: bool = False
+    rope_scaling_factor: float = 8.0
+    no_rope_freq: int | Sequence[int] | None = None
+    rope_type: str | None = None
+    rotary_scaling_factor: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+    beta_fast: float = 32
+    beta_slow: float = 1
+    original_max_position_embeddings: int = 4096
+
+    add_qkv_bias: bool = False
+    qk_layernorm: bool = False
+    qk_l2_norm: bool = False
+    attention_output_gate: bool = False
+    attention_dropout: float = 0.1
+    attention_softcap: float | None = None
+    softmax_type: str = "vanilla"
+    softmax_scale: float | None = None
+    window_size: Sequence[int] | None = None
+    window_attn_skip_freq: int | Sequence[int] | None = None
+    multi_latent_attention: bool = False
+    q_lora_rank: int | None = None
+    kv_lora_rank: int = 32
+    qk_head_dim: int = 128
+    qk_pos_emb_head_dim: int = 64
+    v_head_dim: int = 128
+
+    swiglu: bool = False
+    squared_relu: bool = False
+    quick_geglu: bool = False
+    openai_gelu: bool = False
+    gated_linear_unit: bool = False
+    bias_gelu_fusion: bool = True
+
+    num_experts: int | None = None
+    moe_layer_freq: int | Sequence[int] = 1
+    moe_ffn_hidden_size: int
+    moe_router_topk: int = 2
+    moe_router_pre_softmax: bool = False
+    moe_router_score_function: str = "softmax"
+    moe_router_enable_expert_bias: bool = False
+    moe_router_num_groups: int | None = None
+    moe_router_group_topk: int | None = None
+    moe_router_topk_scaling_factor: float | None = None
+    moe_shared_expert_intermediate_size: int | None = None
+    moe_shared_expert_gate: bool = False
+    moe_aux_loss_coeff: float | Sequence[float] = 0.0
+    mtp_num_layers: int | None = None
+
+    def value(self, name: str) -> Any:
+        """An argument that a table names; of one that makes no model what the job states, None where it does not.
+
+        Raises:
+            UnsupportedCheckpointError: it is none that is looked at here, and the job does not state it either.
+        """
+        return getattr(self, name) if name in _NAMES else self.job.value(name)
+
+    def known(self, name: str) -> Any:
+        """As `value`, of an argument that must be known.
+
+        Raises:
+            UnsupportedCheckpointError: it is not.
+        """
+        value = self.value(name)
+        if value is None:
+            raise _unsaid(name, self.job)
+        return value
+
+    def stated(self) -> dict[str, Any]:
+        """The arguments by name: what the job states, and what that means for the model."""
+        return {**self.job.stated, **{name: getattr(self, name) for name in _NAMES}}
+
+
+_NAMES = tuple(one.name for one in fields(ModelArguments) if one.name != "job")
+DEFAULTS = {one.name: one.default for one in fields(ModelArguments) if one.default is not MISSING}
+"""What an argument means where a job does not have it."""
+
+
+def complete(job: JobArguments) -> ModelArguments:
+    """The model that follows from the arguments of a job.
+
+    Raises:
+        UnsupportedCheckpointError: the job does not say of what size it is.
+    """
+    known = {name: value for name in _NAMES if (value := getattr(job, name)) is not None}
+    for old, new in (("norm_epsilon", "layernorm_epsilon"), ("apply_layernorm_1p", "layernorm_zero_centered_gamma")):
+        if (value := getattr(job, old)) is not None:
+            known.setdefault(new, value)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if not found.get(name):
-            raise UnsupportedCheckpointError(
-                "the checkpoint does not say of what size its model is", expected=name,
-                helps="only checkpoints that hold Megatron's arguments can be converted to Hugging Face",
-            )  # fmt: skip
-    heads = found["num_attention_heads"]
-    if not found.get("group_query_attention"):
-        found["num_query_groups"] = heads
-    found["kv_channels"] = found["kv_channels"] or found["hidden_size"] // heads
-    found["ffn_hidden_size"] = found.get("ffn_hidden_size") or 4 * found["hidden_size"]
-    found["moe_ffn_hidden_size"] = found["moe_ffn_hidden_size"] or found["ffn_hidden_size"]
-    if found.get("use_rotary_position_embeddings"):
-        found["position_embedding_type"] = "rope"
-    return found
+        if not known.get(name):
+            raise _unsaid(name, job)
+    hidden, heads = known["hidden_size"], known["num_attention_heads"]
+    if not job.group_query_attention:
+        known["num_query_groups"] = heads
+    known["kv_channels"] = known.get("kv_channels") or hidden // heads
+    known["ffn_hidden_size"] = known.get("ffn_hidden_size") or 4 * hidden
+    known["moe_ffn_hidden_size"] = known.get("moe_ffn_hidden_size") or known["ffn_hidden_size"]
+    if job.use_rotary_position_embeddings:
+        known["position_embedding_type"] = "rope"
+    return ModelArguments(job=job, **known)
 
 
-def has_experts(arguments: Arguments, layer: int) -> bool:
+def _unsaid(name: str, job: JobArguments) -> UnsupportedCheckpointError:
+    return UnsupportedCheckpointError(
+        "the checkpoint does not say of what size its model is", expected=name, where=job.source,
+        helps="only checkpoints that hold Megatron's arguments can be converted to Hugging Face",
+    )  # fmt: skip
+
+
+def has_experts(arguments: ModelArguments, layer: int) -> bool:
     """Whether a decoder layer has experts (`get_gpt_decoder_layer_specs`, models/gpt/gpt_layer_specs.py)."""
-    if not arguments["num_experts"]:
+    if not arguments.num_experts:
         return False
-    frequency = arguments["moe_layer_freq"]
-    return bool(frequency[layer]) if isinstance(frequency, (list, tuple)) else layer % int(frequency) == 0
+    frequency = arguments.moe_layer_freq
+    return layer % frequency == 0 if isinstance(frequency, int) else bool(frequency[layer])
 
 
-def is_gated(arguments: Arguments) -> bool:
+def is_gated(arguments: ModelArguments) -> bool:
     """Whether `linear_fc1` holds a gate, too."""
-    return any(arguments[name] for name in ("swiglu", "quick_geglu", "gated_linear_unit"))
+    return any(arguments.value(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit"))
 
 
-def parameter_shape(name: str, arguments: Arguments) -> tuple[int, ...]:
+def parameter_shape(name: str, arguments: ModelArguments) -> tuple[int, ...]:
     """The shape of a parameter of `GPTModel`, the vocabulary not padded.
 
     Sources, core_v0.12 to 0.19.2: attention.py, multi_latent_attention.py, mlp.py, moe/ of megatron/core/transformer.
@@ -84,10 +186,10 @@ def parameter_shape(name: str, arguments: Arguments) -> tuple[int, ...]:
     Raises:
         UnsupportedCheckpointError: no rule says so.
     """
-    *_, module, leaf = ["", *name.split(".")]
+    module, leaf = module_and_leaf(name)
     if leaf in ("expert_bias", "gate_weight"):
-        return (int(arguments["num_experts"]),) if leaf == "expert_bias" else (1, int(arguments["hidden_size"]))
-    found = _linear(name, module, arguments) or _norm(name, arguments)
+        return (arguments.num_experts or 0,) if leaf == "expert_bias" else (1, arguments.hidden_size)
+    found = _linear(name, module, arguments) or _norm(module, leaf, arguments)
     if found is None:
         raise UnsupportedCheckpointError("it is not known of what shape a parameter is", where=name)
     if leaf.startswith("layer_norm_"):
@@ -95,21 +197,21 @@ def parameter_shape(name: str, arguments: Arguments) -> tuple[int, ...]:
     return found[:1] if leaf == "bias" else found
 
 
-def _linear(name: str, module: str, arguments: Arguments) -> tuple[int, int] | None:
+def _linear(name: str, module: str, arguments: ModelArguments) -> tuple[int, int] | None:
     """(output features, input features)."""
 
     def size(argument: str) -> int:
-        return int(arguments[argument] or 0)
+        return int(arguments.value(argument) or 0)
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
     gates = 2 if is_gated(arguments) else 1
     ffn = size(
-        "moe_ffn_hidden_size" if ".experts.experts." in name
+        "moe_ffn_hidden_size" if of_experts(name)
         else "moe_shared_expert_intermediate_size" if ".shared_experts." in name
         else "ffn_hidden_size"
     )  # fmt: skip
     latent = size("qk_head_dim") + size("qk_pos_emb_head_dim")
-    values = size("v_head_dim") if arguments["multi_latent_attention"] else size("kv_channels")
+    values = size("v_head_dim") if arguments.multi_latent_attention else size("kv_channels")
     shapes = {
         "word_embeddings": (size("vocab_size"), hidden),
         "position_embeddings": (size("max_position_embeddings"), hidden),
@@ -128,30 +230,19 @@ def _linear(name: str, module: str, arguments: Arguments) -> tuple[int, int] | N
     return shapes.get(module)
 
 
-def _norm(name: str, arguments: Arguments) -> tuple[int, ...] | None:
-    latent = arguments["multi_latent_attention"]
+def _norm(module: str, leaf: str, arguments: ModelArguments) -> tuple[int, ...] | None:
+    latent = arguments.multi_latent_attention
     widths = {
         "input_layernorm": "hidden_size", "pre_mlp_layernorm": "hidden_size", "final_layernorm": "hidden_size",
         "q_layernorm": "q_lora_rank" if latent else "kv_channels", "k_layernorm": "kv_channels",
         "kv_layernorm": "kv_lora_rank", "post_layernorm": "hidden_size",
     }  # fmt: skip
-    match = re.search(r"(\w+norm)\.(?:weight|bias)$", name)
-    return (int(arguments[widths[match[1]]] or 0),) if match and match[1] in widths else None
+    known = module in widths and leaf in ("weight", "bias")
+    return (int(arguments.value(widths[module]) or 0),) if known else None
 
 
-# Names as the Transformer Engine spec stores them, and as the local one does (`sharded_state_dict_keys_map` of
-# gpt_layer_specs.py; with latent attention its norms are modules of their own under their own names).
-_LATENT_LOCAL = {
-    ".self_attention.linear_q_up_proj.layer_norm_": ".self_attention.q_layernorm.",
-    ".self_attention.linear_kv_up_proj.layer_norm_": ".self_attention.kv_layernorm.",
-    ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
-}
-_LOCAL = {".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_"}
-
-
-def spec_name(name: str, arguments: Arguments) -> str:
+def spec_name(name: str, arguments: ModelArguments) -> str:
     """The model-space name under the layer spec that the arguments choose, of one under Transformer Engine's."""
-    if arguments["transformer_impl"] == "local":
-        for engine, local in (_LATENT_LOCAL if arguments["multi_latent_attention"] else _LOCAL).items():
-            name = name.replace(engine, local)
-    return name
+    if arguments.transformer_impl != "local":
+        return name
+    return under_spec(name, LayerSpec.LOCAL_LATENT if arguments.multi_latent_attention else LayerSpec.LOCAL)

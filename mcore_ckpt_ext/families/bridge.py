@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from mcore_ckpt_ext.families.arguments import Arguments, is_gated
+from mcore_ckpt_ext.families.arguments import ModelArguments, is_gated
 from mcore_ckpt_ext.families.family import Family
 
 # Fields of the providers that have the names of Megatron's arguments.
@@ -32,7 +32,7 @@ _LATENT = (
 )  # fmt: skip
 
 
-def run_config(family: Family, arguments: Arguments) -> str:
+def run_config(family: Family, arguments: ModelArguments) -> str:
     """The file's text for a model that nobody has trained yet."""
     content = {
         "model": _model(family, arguments),
@@ -42,29 +42,29 @@ def run_config(family: Family, arguments: Arguments) -> str:
     return re.sub(r"(?<=: )(-?\d+)e(?=[+-]\d)", r"\1.0e", json.dumps(content, indent=2)) + "\n"
 
 
-def _model(family: Family, arguments: Arguments) -> dict[str, Any]:
-    names = list(_SAME) + list(_EXPERTS if arguments["num_experts"] else ())
+def _model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
+    names = list(_SAME) + list(_EXPERTS if arguments.num_experts else ())
     provider = "gpt_provider.GPTModelProvider"
-    if arguments["multi_latent_attention"]:
+    if arguments.multi_latent_attention:
         provider, names = "mla_provider.MLAModelProvider", [*names, *_LATENT]
-    model = {name: arguments.get(name) for name in names}
+    model = {name: arguments.value(name) for name in names}
     model |= {
         "_target_": f"megatron.bridge.models.{family.bridge_provider or provider}",
         "_call_": True,
         **family.bridge_fields(arguments),
-        "activation_func": _named("torch.nn.functional.silu" if arguments["swiglu"] else _gelu(arguments)),
+        "activation_func": _named("torch.nn.functional.silu" if arguments.swiglu else _gelu(arguments)),
         "gated_linear_unit": is_gated(arguments),
-        "share_embeddings_and_output_weights": not arguments["untie_embeddings_and_output_weights"],
-        "seq_length": arguments["max_position_embeddings"],
-        "rope_scaling": arguments["use_rope_scaling"],
-        "rope_scaling_factor": arguments["rope_scaling_factor"],
-        "seq_len_interpolation_factor": arguments["rotary_seq_len_interpolation_factor"],
-        "num_moe_experts": arguments["num_experts"],
+        "share_embeddings_and_output_weights": not arguments.untie_embeddings_and_output_weights,
+        "seq_length": arguments.max_position_embeddings,
+        "rope_scaling": arguments.use_rope_scaling,
+        "rope_scaling_factor": arguments.rope_scaling_factor,
+        "seq_len_interpolation_factor": arguments.rotary_seq_len_interpolation_factor,
+        "num_moe_experts": arguments.num_experts,
         "should_pad_vocab": True,
-        "make_vocab_size_divisible_by": arguments["make_vocab_size_divisible_by"],
-        "bf16": arguments["bf16"],
-        "fp16": arguments["fp16"],
-        "params_dtype": _named(str(arguments["params_dtype"])),
+        "make_vocab_size_divisible_by": arguments.job.make_vocab_size_divisible_by,
+        "bf16": arguments.job.bf16,
+        "fp16": arguments.job.fp16,
+        "params_dtype": _named(str(arguments.job.params_dtype)),
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
@@ -73,8 +73,8 @@ def _model(family: Family, arguments: Arguments) -> dict[str, Any]:
     return model
 
 
-def _gelu(arguments: Arguments) -> str:
-    approximated = arguments["bias_gelu_fusion"] or arguments["openai_gelu"]
+def _gelu(arguments: ModelArguments) -> str:
+    approximated = arguments.bias_gelu_fusion or arguments.openai_gelu
     return "megatron.core.activations.fast_gelu" if approximated else "torch.nn.functional.gelu"
 
 

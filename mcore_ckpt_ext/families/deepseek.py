@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import Arguments, has_experts
+from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
 from mcore_ckpt_ext.families.family import Rule
 from mcore_ckpt_ext.families.settings import (
     NO_WINDOW,
@@ -34,12 +34,12 @@ _YARN = (
 )  # fmt: skip
 
 
-def compressed_queries(arguments: Arguments, layer: int) -> bool:
+def compressed_queries(arguments: ModelArguments, layer: int) -> bool:
     """Whether queries are projected down first."""
-    return bool(arguments["q_lora_rank"])
+    return bool(arguments.q_lora_rank)
 
 
-def plain_queries(arguments: Arguments, layer: int) -> bool:
+def plain_queries(arguments: ModelArguments, layer: int) -> bool:
     """Whether they are not (V2-Lite)."""
     return not compressed_queries(arguments, layer)
 
@@ -61,11 +61,11 @@ RULES = (
 
 
 def _rope() -> Setting:
-    def to_config(arguments: Arguments) -> dict[str, Any]:
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
         scaling = None
-        if arguments["rope_type"] != "rope":
-            scaling = {"rope_type": "yarn", **{key: arguments[ours] for key, ours, _ in _YARN}}
-        return {"rope_theta": float(arguments["rotary_base"]), "rope_scaling": scaling}
+        if arguments.rope_type != "rope":
+            scaling = {"rope_type": "yarn", **{key: arguments.value(ours) for key, ours, _ in _YARN}}
+        return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         found = rope_parameters(config)
@@ -83,14 +83,14 @@ def scaled_gates(missing: float) -> Setting:
     """The factor of the chosen experts' weights; `missing`: what its absence from a config means."""
     return Both(
         ("routed_scaling_factor",),
-        lambda arguments: {"routed_scaling_factor": float(arguments["moe_router_topk_scaling_factor"] or 1.0)},
+        lambda arguments: {"routed_scaling_factor": float(arguments.moe_router_topk_scaling_factor or 1.0)},
         lambda config: {"moe_router_topk_scaling_factor": config.get("routed_scaling_factor", missing)},
     )
 
 
 def _layers() -> Setting:
-    def to_config(arguments: Arguments) -> dict[str, Any]:
-        pattern = [has_experts(arguments, layer) for layer in range(arguments["num_layers"])]
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        pattern = [has_experts(arguments, layer) for layer in range(arguments.num_layers)]
         return {"first_k_dense_replace": pattern.index(True) if any(pattern) else len(pattern), "moe_layer_freq": 1}
 
     def to_arguments(config: Config) -> dict[str, Any]:
@@ -99,8 +99,8 @@ def _layers() -> Setting:
         pattern = [int(layer >= first and layer % step == 0) for layer in layers]
         return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
-    def why_not(arguments: Arguments) -> list[str]:
-        pattern = [has_experts(arguments, layer) for layer in range(arguments["num_layers"])]
+    def why_not(arguments: ModelArguments) -> list[str]:
+        pattern = [has_experts(arguments, layer) for layer in range(arguments.num_layers)]
         return [] if any(pattern) and pattern == sorted(pattern) else ["no experts from some layer on"]
 
     return Both(("first_k_dense_replace", "moe_layer_freq"), to_config, to_arguments, why_not)
@@ -109,16 +109,16 @@ def _layers() -> Setting:
 def _shared() -> Setting:
     """All shared experts together are one in Megatron."""
 
-    def to_config(arguments: Arguments) -> dict[str, Any]:
-        size = arguments["moe_shared_expert_intermediate_size"]
-        return {"n_shared_experts": size // arguments["moe_ffn_hidden_size"]}
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        size = arguments.known("moe_shared_expert_intermediate_size")
+        return {"n_shared_experts": size // arguments.moe_ffn_hidden_size}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         return {"moe_shared_expert_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"]}
 
-    def why_not(arguments: Arguments) -> list[str]:
-        size = arguments["moe_shared_expert_intermediate_size"]
-        return [] if size and size % arguments["moe_ffn_hidden_size"] == 0 else ["no whole number of shared experts"]
+    def why_not(arguments: ModelArguments) -> list[str]:
+        size = arguments.moe_shared_expert_intermediate_size
+        return [] if size and size % arguments.moe_ffn_hidden_size == 0 else ["no whole number of shared experts"]
 
     return Both(("n_shared_experts",), to_config, to_arguments, why_not)
 
@@ -128,14 +128,14 @@ SETTINGS: tuple[Setting, ...] = (
     Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
     Both(
         ("num_key_value_heads",),
-        lambda arguments: {"num_key_value_heads": arguments["num_attention_heads"]},
+        lambda arguments: {"num_key_value_heads": arguments.num_attention_heads},
         lambda config: {},
     ),
     # Megatron's own width of a head, which latent attention does not use.
     Both(("head_dim", "qk_head_dim"), lambda arguments: {}, lambda config: {}),
     Both(
         ("q_lora_rank",),
-        lambda arguments: {"q_lora_rank": arguments["q_lora_rank"]},
+        lambda arguments: {"q_lora_rank": arguments.q_lora_rank},
         lambda config: {"q_lora_rank": config.get("q_lora_rank", 1536)},
     ),
     Size("kv_lora_rank", "kv_lora_rank", 512), Size("qk_nope_head_dim", "qk_head_dim", 128),

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS, scaled_gates
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, unrepresentable
 
 
-def _groups(arguments: Arguments) -> dict[str, Any]:
-    groups, chosen = arguments["moe_router_num_groups"], arguments["moe_router_group_topk"]
+def _groups(arguments: ModelArguments) -> dict[str, Any]:
+    groups, chosen = arguments.moe_router_num_groups, arguments.moe_router_group_topk
     method = "group_limited_greedy" if groups else "greedy"
     return {"topk_method": method, "n_group": groups or 1, "topk_group": chosen or 1}
 
@@ -45,9 +47,9 @@ class DeepSeekV2(Family):
         Needs({"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}),
     )
 
-    def notices(self, arguments: Arguments) -> list[str]:
-        """See `Family`."""
-        if not arguments["moe_router_num_groups"]:
+    @override
+    def notices(self, arguments: ModelArguments) -> list[str]:
+        if not arguments.moe_router_num_groups:
             return []
         return [
             "groups of experts: Hugging Face ranks a group by its best expert, Megatron by the sum of its best "

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS, scaled_gates
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
 from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Same
@@ -20,10 +20,10 @@ _EXPERT_BIAS = Rule(
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 
 
-def _groups(arguments: Arguments) -> dict[str, Any]:
+def _groups(arguments: ModelArguments) -> dict[str, Any]:
     return {
-        "n_group": arguments["moe_router_num_groups"] or 1,
-        "topk_group": arguments["moe_router_group_topk"] or 1,
+        "n_group": arguments.moe_router_num_groups or 1,
+        "topk_group": arguments.moe_router_group_topk or 1,
     }
 
 
@@ -55,13 +55,14 @@ class DeepSeekV3(Family):
         Both(
             ("num_nextn_predict_layers",),
             lambda arguments: {"num_nextn_predict_layers": 0},
-            lambda config: {"left_out_layers": config.get("num_nextn_predict_layers", 1)},
+            lambda config: {},
         ),
     )
 
-    def without_place(self, names: Collection[str], arguments: Arguments) -> set[str]:
-        """See `Family`: the layers after the last one, too, which predict further tokens."""
-        following = range(arguments["num_layers"], arguments["num_layers"] + int(arguments.get("left_out_layers") or 0))
-        return super().without_place(names, arguments) | {
+    def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
+        """The layers after the last one, too, which predict further tokens."""
+        further = int(config.get("num_nextn_predict_layers", 1) or 0)
+        following = range(arguments.num_layers, arguments.num_layers + further)
+        return super().without_place(names, arguments, config) | {
             name for name in names if (match := _LAYER.match(name)) and int(match[1]) in following
         }

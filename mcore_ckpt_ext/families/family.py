@@ -11,34 +11,43 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.families.arguments import Arguments, complete, has_experts, parameter_shape, spec_name
+from mcore_ckpt_ext.families.arguments import (
+    DEFAULTS,
+    ModelArguments,
+    complete,
+    has_experts,
+    parameter_shape,
+    spec_name,
+)
 from mcore_ckpt_ext.families.rows import WHOLE, Rows
 from mcore_ckpt_ext.families.settings import Config, Setting
+from mcore_ckpt_ext.families.values import checked_values
 from mcore_ckpt_ext.model_space.slices import Region
 
-Condition = Callable[[Arguments, int], bool]
+Condition = Callable[[ModelArguments, int], bool]
 """Told a job's arguments and the decoder layer (0 outside of the layers), whether a rule holds there."""
 
 
-def always(arguments: Arguments, layer: int) -> bool:
+def always(arguments: ModelArguments, layer: int) -> bool:
     """In every model and layer."""
     return True
 
 
-def dense(arguments: Arguments, layer: int) -> bool:
+def dense(arguments: ModelArguments, layer: int) -> bool:
     """In layers without experts."""
     return not has_experts(arguments, layer)
 
 
-def with_experts(arguments: Arguments, layer: int) -> bool:
+def with_experts(arguments: ModelArguments, layer: int) -> bool:
     """In layers with experts."""
     return has_experts(arguments, layer)
 
 
-def untied(arguments: Arguments, layer: int) -> bool:
+def untied(arguments: ModelArguments, layer: int) -> bool:
     """In models whose output layer is not the word embedding."""
-    return bool(arguments["untie_embeddings_and_output_weights"])
+    return bool(arguments.untie_embeddings_and_output_weights)
 
 
 @dataclass(frozen=True)
@@ -105,14 +114,14 @@ class Family:
         """For messages and `--family`."""
         return type(self).__name__
 
-    def config(self, arguments: Arguments) -> dict[str, Any]:
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
         """`config.json` for a job's arguments, completed and with the true `vocab_size`."""
         found: dict[str, Any] = {"architectures": [self.architecture], "model_type": self.model_type}
         for setting in self.settings:
             found |= setting.config(arguments)
         return found
 
-    def arguments(self, config: Config) -> dict[str, Any]:
+    def arguments(self, config: Config) -> ModelArguments:
         """A job's arguments for a `config.json`.
 
         Raises:
@@ -122,42 +131,43 @@ class Family:
         try:
             for setting in self.settings:
                 found |= setting.arguments(config)
-            return complete(found)
+            checked_values(found, DEFAULTS)
+            return complete(JobArguments.of(found, source="config.json"))
         except (KeyError, TypeError, ValueError) as error:
             raise UnsupportedCheckpointError(
                 "config.json lacks a key, or one has a value that it cannot have", found=str(error), where="config.json"
             ) from error
 
-    def misfits(self, arguments: Arguments) -> list[str]:
+    def misfits(self, arguments: ModelArguments) -> list[str]:
         """Why a job with these arguments does not train this family; empty where it does."""
         return [reason for setting in self.settings for reason in setting.misfits(arguments)]
 
-    def rather_another(self, arguments: Arguments) -> list[str]:
+    def rather_another(self, arguments: ModelArguments) -> list[str]:
         """Why a model with these arguments, which would fit, rather bears another family's name if nobody says so."""
         return []
 
-    def without_place(self, names: Collection[str], arguments: Arguments) -> set[str]:
+    def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
         """Those of a folder's tensors that have no place in Megatron, told and not converted."""
-        tied = set() if arguments["untie_embeddings_and_output_weights"] else {"lm_head.weight"}
+        tied = set() if arguments.untie_embeddings_and_output_weights else {"lm_head.weight"}
         return set(matching(names, self.left_out)) | (tied & set(names))
 
     def __repr__(self) -> str:
         """The same in every process, for an interrupted conversion is known by what it was told."""
         return f"{type(self).__module__}:{self.name}"
 
-    def notices(self, arguments: Arguments) -> list[str]:
+    def notices(self, arguments: ModelArguments) -> list[str]:
         """What a user should know of models with these arguments."""
         return []
 
-    def bridge_fields(self, arguments: Arguments) -> dict[str, Any]:
+    def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:
         """Fields that only the family's own class in Megatron-Bridge has."""
         return {}
 
-    def shape(self, name: str, arguments: Arguments) -> tuple[int, ...]:
+    def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:
         """The shape of one of Megatron's parameters, the vocabulary not padded; `name` as in the rules."""
         return parameter_shape(name, arguments)
 
-    def tensors(self, arguments: Arguments, present: Collection[str] | None = None) -> list[HuggingFaceTensor]:
+    def tensors(self, arguments: ModelArguments, present: Collection[str] | None = None) -> list[HuggingFaceTensor]:
         """All tensors of a model.
 
         Args:
@@ -166,7 +176,7 @@ class Family:
         """
         found = []
         for rule in self._rules_for(present or ()):
-            for layer in range(int(arguments["num_layers"])) if "{layer}" in rule.hugging_face else (0,):
+            for layer in range(arguments.num_layers) if "{layer}" in rule.hugging_face else (0,):
                 if rule.where(arguments, layer):
                     found += list(self._tensors_of(rule, layer, arguments))
         return found
@@ -177,8 +187,8 @@ class Family:
         replaced = {rule.megatron for rule in first}
         return [rule for rule in self.rules if rule.megatron not in replaced] + first
 
-    def _tensors_of(self, rule: Rule, layer: int, arguments: Arguments) -> Iterator[HuggingFaceTensor]:
-        experts = range(int(arguments["num_experts"])) if "{expert}" in rule.megatron else range(1)
+    def _tensors_of(self, rule: Rule, layer: int, arguments: ModelArguments) -> Iterator[HuggingFaceTensor]:
+        experts = range(arguments.num_experts or 0) if "{expert}" in rule.megatron else range(1)
         parts = [self._tensor(rule, layer, expert, arguments) for expert in experts]
         if "{expert}" in rule.hugging_face or "{expert}" not in rule.megatron:
             yield from parts
@@ -186,7 +196,7 @@ class Family:
             regions = tuple(region for part in parts for region in part.regions)
             yield HuggingFaceTensor(parts[0].name, (len(parts), *parts[0].shape), regions)
 
-    def _tensor(self, rule: Rule, layer: int, expert: int, arguments: Arguments) -> HuggingFaceTensor:
+    def _tensor(self, rule: Rule, layer: int, expert: int, arguments: ModelArguments) -> HuggingFaceTensor:
         generic = rule.megatron.format(layer=layer, expert=expert)
         shape = self.shape(generic, arguments)
         name = spec_name(generic, arguments)

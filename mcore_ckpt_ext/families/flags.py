@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.arguments import ModelArguments
 
 # Arguments with a value, and the value that they have without a flag (megatron/training/arguments.py, 0.12 to 0.19.2).
 _VALUES: dict[str, Any] = {
@@ -36,24 +36,24 @@ _OFF = {"add_bias_linear": "--disable-bias-linear"}
 _NAMES = {"layernorm_epsilon": "--norm-epsilon", "layernorm_zero_centered_gamma": "--apply-layernorm-1p"}
 
 
-def training_flags(arguments: Arguments) -> list[str]:
+def training_flags(arguments: ModelArguments) -> list[str]:
     """The words of the command line that describe the model; the job's own (layout, data, optimizer) are left out."""
     values = dict(_VALUES)
-    if arguments["num_experts"]:
+    if arguments.num_experts:
         values |= _EXPERTS
-    if arguments["multi_latent_attention"]:
+    if arguments.multi_latent_attention:
         values |= _LATENT
         del values["kv_channels"]
     words: list[str] = []
     for name, default in values.items():
-        value = arguments.get(name)
+        value = arguments.value(name)
         if value is not None and value != default:
             words += [_flag(name), _word(value)]
-    if arguments["num_query_groups"] != arguments["num_attention_heads"]:
-        words += ["--group-query-attention", "--num-query-groups", str(arguments["num_query_groups"])]
-    words += [_flag(name) for name in _SWITCHES if arguments.get(name)]
-    words += [flag for name, flag in _OFF.items() if not arguments[name]]
-    if not (arguments["swiglu"] or arguments["bias_gelu_fusion"]):
+    if arguments.num_query_groups != arguments.num_attention_heads:
+        words += ["--group-query-attention", "--num-query-groups", str(arguments.num_query_groups)]
+    words += [_flag(name) for name in _SWITCHES if arguments.value(name)]
+    words += [flag for name, flag in _OFF.items() if not arguments.value(name)]
+    if not (arguments.swiglu or arguments.bias_gelu_fusion):
         words.append("--no-bias-gelu-fusion")
     return words
 

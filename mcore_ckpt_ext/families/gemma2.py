@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from typing_extensions import override
+
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.settings import (
     DENSE,
@@ -37,16 +39,16 @@ def _windows(config: Config) -> dict[str, Any]:
     return {**window(config.get("sliding_window", 4096)), "window_attn_skip_freq": 2}
 
 
-def _why_not(arguments: Arguments) -> list[str]:
-    return [] if arguments["window_size"] and arguments["window_attn_skip_freq"] == 2 else ["no window in turn"]
+def _why_not(arguments: ModelArguments) -> list[str]:
+    return [] if arguments.window_size and arguments.window_attn_skip_freq == 2 else ["no window in turn"]
 
 
 def _scale(config: Config) -> dict[str, Any]:
     return {"softmax_scale": config.get("query_pre_attn_scalar", 256) ** -0.5}
 
 
-def _scalar(arguments: Arguments) -> dict[str, Any]:
-    scale = arguments["softmax_scale"] or arguments["kv_channels"] ** -0.5
+def _scalar(arguments: ModelArguments) -> dict[str, Any]:
+    scale = arguments.softmax_scale or arguments.kv_channels ** -0.5
     scalar = round(scale**-2, 6)
     return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 
@@ -80,22 +82,22 @@ class Gemma2(Family):
         Both(("sliding_window", "layer_types"), lambda arguments: {"sliding_window": window_of(arguments)}, _windows,
              _why_not),
         Both(("query_pre_attn_scalar",), _scalar, _scale),
-        Both(("attn_logit_softcapping",), lambda arguments: {"attn_logit_softcapping": arguments["attention_softcap"]},
+        Both(("attn_logit_softcapping",), lambda arguments: {"attn_logit_softcapping": arguments.attention_softcap},
              lambda config: {"attention_softcap": config.get("attn_logit_softcapping", 50.0)}),
         Both(("final_logit_softcapping",),
-             lambda arguments: {"final_logit_softcapping": arguments["final_logit_softcap"]},
+             lambda arguments: {"final_logit_softcapping": arguments.final_logit_softcap},
              lambda config: {"final_logit_softcap": config.get("final_logit_softcapping", 30.0)}),
         Needs({"scaled_embeddings": True}),
     )  # fmt: skip
 
-    def bridge_fields(self, arguments: Arguments) -> dict[str, Any]:
-        """See `Family`."""
+    @override
+    def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:
         return {
             **_scalar(arguments),
-            "attn_logit_softcapping": arguments["attention_softcap"],
-            "final_logit_softcapping": arguments["final_logit_softcap"],
+            "attn_logit_softcapping": arguments.attention_softcap,
+            "final_logit_softcapping": arguments.final_logit_softcap,
         }
 
-    def notices(self, arguments: Arguments) -> list[str]:
-        """See `Family`."""
+    @override
+    def notices(self, arguments: ModelArguments) -> list[str]:
         return ["Megatron Core's GPTModel has no Gemma 2; names are those of Megatron-Bridge's"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, joined, transposed
 from mcore_ckpt_ext.families.settings import (
@@ -25,10 +25,10 @@ _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
 
 
-def _why_not(arguments: Arguments) -> list[str]:
+def _why_not(arguments: ModelArguments) -> list[str]:
     """Hugging Face's GPT-2 knows no grouped queries, no heads of another size, and no output layer of its own."""
-    heads, hidden = arguments["num_attention_heads"], arguments["hidden_size"]
-    grouped = arguments["num_query_groups"] != heads or arguments["kv_channels"] * heads != hidden
+    heads, hidden = arguments.num_attention_heads, arguments.hidden_size
+    grouped = arguments.num_query_groups != heads or arguments.kv_channels * heads != hidden
     return ["grouped queries, or heads of a size of their own"] if grouped else []
 
 
@@ -36,9 +36,9 @@ def _inner_size(config: Config) -> dict[str, Any]:
     return {"ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"]}
 
 
-def _activation(arguments: Arguments) -> dict[str, Any]:
+def _activation(arguments: ModelArguments) -> dict[str, Any]:
     # With the fusion, Megatron approximates by tanh (fusions/fused_bias_gelu.py); without, it does not (mlp.py).
-    approximated = arguments["bias_gelu_fusion"] or arguments["openai_gelu"]
+    approximated = arguments.bias_gelu_fusion or arguments.openai_gelu
     return {"activation_function": "gelu_new" if approximated else "gelu"}
 
 
@@ -81,8 +81,8 @@ class GPT2(Family):
         Size("vocab_size", "vocab_size", 50257),
         Same("layer_norm_epsilon", "layernorm_epsilon", 1e-5), Same("initializer_range", "init_method_std", 0.02),
         Same("attn_pdrop", "attention_dropout", 0.1), Same("resid_pdrop", "hidden_dropout", 0.1),
-        Both(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments["hidden_dropout"]}, lambda config: {}),
-        Both(("n_inner",), lambda arguments: {"n_inner": arguments["ffn_hidden_size"]}, _inner_size, _why_not),
+        Both(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments.hidden_dropout}, lambda config: {}),
+        Both(("n_inner",), lambda arguments: {"n_inner": arguments.ffn_hidden_size}, _inner_size, _why_not),
         Both(("activation_function",), _activation, _fusion),
         Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
         Fixed("scale_attn_weights", True, {}), Fixed("scale_attn_by_inverse_layer_idx", False, {}),

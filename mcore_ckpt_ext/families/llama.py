@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import DENSE, NO_WINDOW, Fixed, Needs, llama_like
 
@@ -20,11 +22,11 @@ class Llama(Family):
         Fixed("mlp_bias", False, {}),
     )  # fmt: skip
 
-    def notices(self, arguments: Arguments) -> list[str]:
-        """See `Family`."""
-        if not arguments["use_rope_scaling"] or arguments["rope_scaling_factor"] == 8.0:
+    @override
+    def notices(self, arguments: ModelArguments) -> list[str]:
+        if not arguments.use_rope_scaling or arguments.rope_scaling_factor == 8.0:
             return []
         return [
-            f"positions are scaled by {arguments['rope_scaling_factor']}, but Megatron's pretrain_gpt.py does not pass "
+            f"positions are scaled by {arguments.rope_scaling_factor}, but Megatron's pretrain_gpt.py does not pass "
             "--rope-scaling-factor on and scales by 8 (gpt_builders.py, seen in 0.12 to 0.19)"
         ]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import DENSE, Needs, llama_like, sliding_window
 
@@ -21,6 +23,6 @@ class Mistral(Family):
         }),
     )  # fmt: skip
 
-    def rather_another(self, arguments: Arguments) -> list[str]:
-        """See `Family`."""
-        return [] if arguments["window_size"] else ["no window, as Llama"]
+    @override
+    def rather_another(self, arguments: ModelArguments) -> list[str]:
+        return [] if arguments.window_size else ["no window, as Llama"]

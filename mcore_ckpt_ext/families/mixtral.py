@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
 from mcore_ckpt_ext.families.settings import Both, Config, Needs, Same, checked_size, llama_like, sliding_window
 
 _ROUTER = Rule("model.layers.{layer}.mlp.gate.weight", "decoder.layers.{layer}.mlp.router.weight", where=with_experts)
 
 
-def _sizes(arguments: Arguments) -> dict[str, Any]:
-    return {"num_local_experts": arguments["num_experts"], "intermediate_size": arguments["moe_ffn_hidden_size"]}
+def _sizes(arguments: ModelArguments) -> dict[str, Any]:
+    return {"num_local_experts": arguments.num_experts, "intermediate_size": arguments.moe_ffn_hidden_size}
 
 
 def _experts(config: Config) -> dict[str, Any]:
@@ -21,8 +21,8 @@ def _experts(config: Config) -> dict[str, Any]:
     return {"num_experts": count, "moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]}
 
 
-def _why_not(arguments: Arguments) -> list[str]:
-    ours = bool(arguments["num_experts"]) and arguments["moe_layer_freq"] == 1
+def _why_not(arguments: ModelArguments) -> list[str]:
+    ours = bool(arguments.num_experts) and arguments.moe_layer_freq == 1
     return [] if ours else ["no experts in all layers"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mcore_ckpt_ext.families.arguments import Arguments, has_experts
+from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
 from mcore_ckpt_ext.families.parts import SOFTMAX_ROUTING
 from mcore_ckpt_ext.families.settings import Both, Config, Same, Setting, Size, checked_size
 
@@ -12,8 +12,8 @@ from mcore_ckpt_ext.families.settings import Both, Config, Same, Setting, Size, 
 def expert_layers() -> Setting:
     """Which layers have experts: every `decoder_sparse_step`-th but `mlp_only_layers`, against a frequency or list."""
 
-    def to_config(arguments: Arguments) -> dict[str, Any]:
-        layers = range(arguments["num_layers"])
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        layers = range(arguments.num_layers)
         return {
             "decoder_sparse_step": 1,
             "mlp_only_layers": [layer for layer in layers if not has_experts(arguments, layer)],
@@ -25,8 +25,8 @@ def expert_layers() -> Setting:
         pattern = [int((layer + 1) % step == 0 and layer not in plain) for layer in layers]
         return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
-    def why_not(arguments: Arguments) -> list[str]:
-        return [] if arguments["num_experts"] else ["no experts"]
+    def why_not(arguments: ModelArguments) -> list[str]:
+        return [] if arguments.num_experts else ["no experts"]
 
     return Both(("decoder_sparse_step", "mlp_only_layers"), to_config, to_arguments, why_not)
 
@@ -35,7 +35,7 @@ def expert_count(default: int) -> Setting:
     """The number of experts; transformers 5 writes it for some classes as `num_local_experts`."""
     return Both(
         ("num_experts", "num_local_experts"),
-        lambda arguments: {"num_experts": arguments["num_experts"]},
+        lambda arguments: {"num_experts": arguments.num_experts},
         lambda config: {"num_experts": checked_size("num_experts", _count(config, default))},
     )
 
@@ -48,7 +48,7 @@ def normalised_choice(by_default: bool = False) -> Setting:
     """Whether the chosen experts' probabilities are normalised among themselves: softmax after the choice."""
     return Both(
         ("norm_topk_prob",),
-        lambda arguments: {"norm_topk_prob": not arguments["moe_router_pre_softmax"]},
+        lambda arguments: {"norm_topk_prob": not arguments.moe_router_pre_softmax},
         lambda config: {"moe_router_pre_softmax": not config.get("norm_topk_prob", by_default)},
     )
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3
 from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
@@ -35,7 +35,7 @@ class Fit:
     """A family, and why a checkpoint is not of it; no reason where it is."""
 
     family: Family
-    arguments: dict[str, Any]
+    arguments: ModelArguments
     reasons: Sequence[str]
 
 
@@ -94,7 +94,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
 
 
 def family_of_megatron(
-    arguments: Arguments, names: Collection[str], wanted: Family | None = None, once: str | None = None
+    arguments: ModelArguments, names: Collection[str], wanted: Family | None = None, once: str | None = None
 ) -> Fit:
     """The one family that a Megatron checkpoint fits, with the arguments under which it does.
 
@@ -131,14 +131,14 @@ def family_of_megatron(
     )  # fmt: skip
 
 
-def fit(family: Family, arguments: Arguments, names: Collection[str]) -> Fit:
+def fit(family: Family, arguments: ModelArguments, names: Collection[str]) -> Fit:
     """How a Megatron checkpoint fits a family, under whichever layer spec its names are of."""
     if misfits := family.misfits(arguments):
-        return Fit(family, dict(arguments), misfits)
+        return Fit(family, arguments, misfits)
     left_out = set(matching(names, family.megatron_left_out))
     found: list[Fit] = []
-    for spec in dict.fromkeys((arguments["transformer_impl"], "transformer_engine", "local")):
-        under = {**arguments, "transformer_impl": spec}
+    for spec in dict.fromkeys((arguments.transformer_impl, "transformer_engine", "local")):
+        under = replace(arguments, transformer_impl=spec)
         try:
             expected = set(parameter_shapes(family.tensors(under)))
         except UnsupportedCheckpointError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.arguments import ModelArguments
 
 Span = tuple[int, int]
 """First row and number of rows."""
@@ -18,21 +18,21 @@ class Rows:
     `spans` is told the number of rows and the job's arguments.
     """
 
-    spans: Callable[[int, Arguments], Sequence[Span]]
+    spans: Callable[[int, ModelArguments], Sequence[Span]]
     transposed: bool = False
 
 
-def _whole(rows: int, arguments: Arguments) -> Sequence[Span]:
+def _whole(rows: int, arguments: ModelArguments) -> Sequence[Span]:
     return [(0, rows)]
 
 
-def _of_groups(which: str) -> Callable[[int, Arguments], Sequence[Span]]:
+def _of_groups(which: str) -> Callable[[int, ModelArguments], Sequence[Span]]:
     """`linear_qkv` holds, one query group after the other, its queries, its key and its value (attention.py)."""
 
-    def spans(rows: int, arguments: Arguments) -> Iterator[Span]:
-        head = int(arguments["kv_channels"])
-        groups = int(arguments["num_query_groups"])
-        queries = int(arguments["num_attention_heads"]) // groups
+    def spans(rows: int, arguments: ModelArguments) -> Iterator[Span]:
+        head = arguments.kv_channels
+        groups = arguments.num_query_groups
+        queries = arguments.num_attention_heads // groups
         first, count = {"query": (0, queries), "key": (queries, 1), "value": (queries + 1, 1)}[which]
         for group in range(groups):
             yield (group * (queries + 2) + first) * head, count * head
@@ -40,7 +40,7 @@ def _of_groups(which: str) -> Callable[[int, Arguments], Sequence[Span]]:
     return lambda rows, arguments: list(spans(rows, arguments))
 
 
-def _half(which: int) -> Callable[[int, Arguments], Sequence[Span]]:
+def _half(which: int) -> Callable[[int, ModelArguments], Sequence[Span]]:
     """A gated `linear_fc1` holds the gate, then the up projection (mlp.py)."""
     return lambda rows, arguments: [(which * (rows // 2), rows // 2)]
 

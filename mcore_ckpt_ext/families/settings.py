@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.families.arguments import Arguments
+from mcore_ckpt_ext.families.arguments import ModelArguments
 
 Config = Mapping[str, Any]
 
@@ -19,7 +21,7 @@ class Setting(Protocol):
     def keys(self) -> Sequence[str]:
         """The keys of `config.json` that it explains."""
 
-    def config(self, arguments: Arguments) -> dict[str, Any]:
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
         """The keys for a job's arguments."""
 
     def arguments(self, config: Config) -> dict[str, Any]:
@@ -29,7 +31,7 @@ class Setting(Protocol):
             UnsupportedCheckpointError: Megatron has no arguments for it.
         """
 
-    def misfits(self, arguments: Arguments) -> list[str]:
+    def misfits(self, arguments: ModelArguments) -> list[str]:
         """Why a job with these arguments has no such model; empty where it has."""
 
 
@@ -43,22 +45,22 @@ class Same:
 
     @property
     def keys(self) -> Sequence[str]:
-        """See `Setting`."""
+        """The keys of `config.json` that it explains."""
         return (self.key,)
 
-    def config(self, arguments: Arguments) -> dict[str, Any]:
-        """See `Setting`."""
-        return {self.key: arguments[self.argument]}
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
+        """The keys for a job's arguments."""
+        return {self.key: arguments.value(self.argument)}
 
     def arguments(self, config: Config) -> dict[str, Any]:
-        """See `Setting`."""
+        """The arguments for a `config.json`."""
         value = config.get(self.key, self.default)
         if value is None and self.default is None and self.key not in config:
             raise UnsupportedCheckpointError("config.json lacks a key", expected=self.key)
         return {self.argument: value}
 
-    def misfits(self, arguments: Arguments) -> list[str]:
-        """See `Setting`."""
+    def misfits(self, arguments: ModelArguments) -> list[str]:
+        """Why a job with these arguments has no such model; empty where it has."""
         return []
 
 
@@ -72,8 +74,12 @@ class Size(Same):
 
     counted: bool = False
 
+    @override
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
+        return {self.key: arguments.known(self.argument)}
+
+    @override
     def arguments(self, config: Config) -> dict[str, Any]:
-        """See `Setting`."""
         found = super().arguments(config)
         checked_size(self.key, found[self.argument], _MANY if self.counted else 1 << 40)
         return found
@@ -96,72 +102,71 @@ def checked_size(key: str, value: Any, limit: int = _MANY) -> int:
 class Fixed:
     """A key that has one value in all models of a family, which arguments with one value stand for.
 
-    `needed`: arguments and their values; `absent` is what a missing key means, by default the value itself.
+    `needed`: arguments and their values. A missing key means the value.
     """
 
     key: str
     value: Any
     needed: Mapping[str, Any]
-    absent: Any = ...
 
     @property
     def keys(self) -> Sequence[str]:
-        """See `Setting`."""
+        """The keys of `config.json` that it explains."""
         return (self.key,)
 
-    def config(self, arguments: Arguments) -> dict[str, Any]:
-        """See `Setting`."""
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
+        """The keys for a job's arguments."""
         return {self.key: self.value}
 
     def arguments(self, config: Config) -> dict[str, Any]:
-        """See `Setting`."""
-        found = config.get(self.key, self.value if self.absent is ... else self.absent)
+        """The arguments for a `config.json`."""
+        found = config.get(self.key, self.value)
         if found != self.value:
             raise unrepresentable(self.key, found, f"{self.value}")
         return dict(self.needed)
 
-    def misfits(self, arguments: Arguments) -> list[str]:
-        """See `Setting`."""
+    def misfits(self, arguments: ModelArguments) -> list[str]:
+        """Why a job with these arguments has no such model; empty where it has."""
         return misfits(self.needed, arguments)
 
 
 @dataclass(frozen=True)
 class Needs:
-    """Arguments that have one value in all models of a family, and no key in `config.json`."""
+    """ModelArguments that have one value in all models of a family, and no key in `config.json`."""
 
     needed: Mapping[str, Any]
     keys: Sequence[str] = ()
 
-    def config(self, arguments: Arguments) -> dict[str, Any]:
-        """See `Setting`."""
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
+        """The keys for a job's arguments."""
         return {}
 
     def arguments(self, config: Config) -> dict[str, Any]:
-        """See `Setting`."""
+        """The arguments for a `config.json`."""
         return dict(self.needed)
 
-    def misfits(self, arguments: Arguments) -> list[str]:
-        """See `Setting`."""
+    def misfits(self, arguments: ModelArguments) -> list[str]:
+        """Why a job with these arguments has no such model; empty where it has."""
         return misfits(self.needed, arguments)
 
 
 @dataclass(frozen=True)
 class Sets:
-    """Arguments that the family's models are trained with and that do not tell it apart."""
+    """ModelArguments that the family's models are trained with and that do not tell it apart."""
 
     values: Mapping[str, Any]
     keys: Sequence[str] = ()
 
-    def config(self, arguments: Arguments) -> dict[str, Any]:
-        """See `Setting`."""
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
+        """The keys for a job's arguments."""
         return {}
 
     def arguments(self, config: Config) -> dict[str, Any]:
-        """See `Setting`."""
+        """The arguments for a `config.json`."""
         return dict(self.values)
 
-    def misfits(self, arguments: Arguments) -> list[str]:
-        """See `Setting`."""
+    def misfits(self, arguments: ModelArguments) -> list[str]:
+        """Why a job with these arguments has no such model; empty where it has."""
         return []
 
 
@@ -170,20 +175,20 @@ class Both:
     """Anything else: two functions, and optionally one that says why arguments do not fit."""
 
     keys: Sequence[str]
-    to_config: Callable[[Arguments], dict[str, Any]]
+    to_config: Callable[[ModelArguments], dict[str, Any]]
     to_arguments: Callable[[Config], dict[str, Any]]
-    why_not: Callable[[Arguments], list[str]] = lambda arguments: []
+    why_not: Callable[[ModelArguments], list[str]] = lambda arguments: []
 
-    def config(self, arguments: Arguments) -> dict[str, Any]:
-        """See `Setting`."""
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
+        """The keys for a job's arguments."""
         return self.to_config(arguments)
 
     def arguments(self, config: Config) -> dict[str, Any]:
-        """See `Setting`."""
+        """The arguments for a `config.json`."""
         return self.to_arguments(config)
 
-    def misfits(self, arguments: Arguments) -> list[str]:
-        """See `Setting`."""
+    def misfits(self, arguments: ModelArguments) -> list[str]:
+        """Why a job with these arguments has no such model; empty where it has."""
         return self.why_not(arguments)
 
 
@@ -196,12 +201,12 @@ def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpoin
     )  # fmt: skip
 
 
-def misfits(needed: Mapping[str, Any], arguments: Arguments) -> list[str]:
-    """Arguments that have another value than needed."""
+def misfits(needed: Mapping[str, Any], arguments: ModelArguments) -> list[str]:
+    """ModelArguments that have another value than needed."""
     return [
-        f"{name} is {arguments.get(name)!r}, not {value!r}"
+        f"{name} is {arguments.value(name)!r}, not {value!r}"
         for name, value in needed.items()
-        if (arguments.get(name) or None) != (value or None)
+        if (arguments.value(name) or None) != (value or None)
     ]
 
 
@@ -211,7 +216,7 @@ def tied(by_default: bool) -> Setting:
     key = "tie_word_embeddings"
     return Both(
         (key,),
-        lambda arguments: {key: not arguments["untie_embeddings_and_output_weights"]},
+        lambda arguments: {key: not arguments.untie_embeddings_and_output_weights},
         lambda config: {"untie_embeddings_and_output_weights": not config.get(key, by_default)},
     )
 
@@ -226,15 +231,15 @@ def query_groups(key: str = "num_key_value_heads") -> Setting:
             raise unrepresentable(key, groups, f"a divisor of {heads} heads")
         return {"group_query_attention": groups != heads, "num_query_groups": groups}
 
-    return Both((key,), lambda arguments: {key: arguments["num_query_groups"]}, to_arguments)
+    return Both((key,), lambda arguments: {key: arguments.num_query_groups}, to_arguments)
 
 
 def head_size(always: bool = False) -> Setting:
     """`head_dim`; written `always`, or only where it does not follow from the other sizes."""
 
-    def to_config(arguments: Arguments) -> dict[str, Any]:
-        implied = arguments["kv_channels"] * arguments["num_attention_heads"] == arguments["hidden_size"]
-        return {} if implied and not always else {"head_dim": arguments["kv_channels"]}
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        implied = arguments.kv_channels * arguments.num_attention_heads == arguments.hidden_size
+        return {} if implied and not always else {"head_dim": arguments.kv_channels}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         implied = config["hidden_size"] // config["num_attention_heads"]
@@ -262,14 +267,14 @@ def rope(theta: float = 10000.0) -> Setting:
     """
     fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
-    def to_config(arguments: Arguments) -> dict[str, Any]:
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
         scaling: dict[str, Any] | None = None
-        if arguments["use_rope_scaling"]:
-            scaling = {"rope_type": "llama3", "factor": float(arguments["rope_scaling_factor"]), **fixed}
-        elif arguments["rotary_seq_len_interpolation_factor"]:
-            factor = float(arguments["rotary_seq_len_interpolation_factor"])
+        if arguments.use_rope_scaling:
+            scaling = {"rope_type": "llama3", "factor": float(arguments.rope_scaling_factor), **fixed}
+        elif arguments.rotary_seq_len_interpolation_factor:
+            factor = float(arguments.rotary_seq_len_interpolation_factor)
             scaling = {"rope_type": "linear", "factor": factor}
-        return {"rope_theta": float(arguments["rotary_base"]), "rope_scaling": scaling}
+        return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         found = rope_parameters(config, theta)
@@ -304,9 +309,9 @@ def window(size: int | None) -> dict[str, Any]:
     return {"window_size": (size - 1, 0) if size else None}
 
 
-def window_of(arguments: Arguments) -> int | None:
+def window_of(arguments: ModelArguments) -> int | None:
     """The size of the sliding window in tokens, the token itself among them; None without."""
-    return int(arguments["window_size"][0]) + 1 if arguments["window_size"] else None
+    return int(arguments.window_size[0]) + 1 if arguments.window_size else None
 
 
 # What no family here has, and what would change its mathematics if a job had it.

@@ -11,22 +11,30 @@ from typing import Any, Protocol
 
 import torch
 
-from mcore_ckpt_ext.errors import ProofError, interpreting
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import interpreting, shortened
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
-from mcore_ckpt_ext.formats.stacking import ShardedKey, sharded_key, stacks_layers
+from mcore_ckpt_ext.formats.stacking import stacks_layers
+from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, known_orders
-from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.layout.proof import Proof, proof_of
 from mcore_ckpt_ext.layout.proposals import Proposal, by_order, by_sidecar
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
+from mcore_ckpt_ext.layout.sidecar import MOST_BYTES as SIDECAR_BYTES
 from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.model_space.names import ShardedKey, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.plan import Source, StoredSlice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
+from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.remote import folder_reader
+from mcore_ckpt_ext.storage.runs import RELEASE
 from mcore_ckpt_ext.transfer import Transfer, read_slice
+from mcore_ckpt_ext.versions import parse_version
 
 
 class Weights(Source, Protocol):
@@ -35,20 +43,8 @@ class Weights(Source, Protocol):
     def names(self) -> list[str]:
         """All names."""
 
-
-class OptimizerState(Source, Protocol):
-    """The optimizer state of a checkpoint, in model space."""
-
-    kinds: tuple[str, ...]
-
-    def names(self) -> list[str]:
-        """All parameters with optimizer state."""
-
-    def witnesses(self) -> list[str]:
-        """Where the layouts that were needed so far are known from."""
-
-    def lost_elements(self) -> dict[str, int]:
-        """Parameters of which the checkpoint lacks elements, and of how many, for each kind."""
+    def copies(self, kind: str, name: str) -> Copies:
+        """The parts of a tensor, and of each part its copies."""
 
 
 class Checkpoint(ABC):
@@ -71,6 +67,7 @@ class Checkpoint(ABC):
         self.reader = folder_reader(folder)
         self.transfer = Transfer(self.reader)
         self._witnesses = tuple(witnesses)
+        self._without_optimizer = False
 
     @property
     @abstractmethod
@@ -84,8 +81,21 @@ class Checkpoint(ABC):
 
     @property
     @abstractmethod
+    def stored_optimizer_format(self) -> str | None:
+        """The name of the stored optimizer's encoding, Megatron's own where it has one; None without an optimizer."""
+
+    @property
     def optimizer_format(self) -> str | None:
-        """The name of the optimizer's encoding, Megatron's own where it has one; None without an optimizer."""
+        """The same, and None where the optimizer is to be left out."""
+        return None if self._without_optimizer else self.stored_optimizer_format
+
+    def leave_out_optimizer(self) -> None:
+        """From now on the checkpoint is one of weights alone."""
+        self._without_optimizer = True
+
+    def unread(self, *, objects: bool = True) -> list[Unread]:
+        """Every stored key that nothing here reads, from metadata; with `objects` also from small pickled objects."""
+        return []
 
     @property
     @abstractmethod
@@ -104,6 +114,14 @@ class Checkpoint(ABC):
     @abstractmethod
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups as each rank group stored them, with repetitions."""
+
+    def chain(self) -> list[dict[str, Any]]:
+        """The settings of each chained optimizer, as the common state of `torch_dist` has them.
+
+        Groups without parameters, and a step where it is no group's. Empty where DistributedOptimizers hold everything,
+        or can: their groups follow from `param_groups`.
+        """
+        return []
 
     @abstractmethod
     def grad_scaler(self) -> dict[str, Any] | None:
@@ -127,9 +145,19 @@ class Checkpoint(ABC):
         return dict(vars(self.common["args"])) if "args" in self.common else {}
 
     @cached_property
+    def arguments(self) -> JobArguments:
+        """What is known of the arguments of that job.
+
+        Raises:
+            UnreadableCheckpointError: one has a value that it cannot have.
+        """
+        recorded = parse_version(self.sidecar.megatron) if self.sidecar else None
+        return JobArguments.of(self.args, source=f"the arguments in {self.folder}", version=recorded)
+
+    @cached_property
     def layout(self) -> ParallelLayout:
         """The parallel layout of the job that wrote the checkpoint."""
-        return ParallelLayout.from_arguments(self.args)
+        return ParallelLayout.from_arguments(self.arguments)
 
     @property
     def iteration(self) -> int:
@@ -139,7 +167,7 @@ class Checkpoint(ABC):
     @property
     def released(self) -> bool:
         """Whether it is a model to begin with, of no iteration of a job (Megatron's `release` folder)."""
-        return self.folder.name == "release"
+        return self.folder.name == RELEASE
 
     @property
     def vocabulary(self) -> int | None:
@@ -148,11 +176,26 @@ class Checkpoint(ABC):
 
     def notices(self) -> list[str]:
         """What whoever converts it should know."""
-        return []
+        problem = self.sidecar_problem
+        found = [f"{SIDECAR_FILE} is not believed, for it cannot be read: {problem}"] if problem else []
+        state = self.optimizer if self.optimizer_format else None
+        if state is not None and PARAM_REMAINDER in state.kinds:
+            state.names()  # by now the layout is known
+            known = " and ".join(state.witnesses())
+            found.append(
+                f"masters are joined of bf16 weights and int16 remainders, placed by {known}, and written whole: stock "
+                "Megatron takes them up without --use-precision-aware-optimizer"
+            )
+        return found
 
     def companions(self) -> dict[str, bytes]:
         """Small files that belong to the model, its tokenizer for example, by name."""
-        return companions(self.folder / TOKENIZER_FOLDER)
+        return companions(self.folder, self.companions_below)
+
+    @property
+    def companions_below(self) -> str:
+        """In which folder of the checkpoint they lie; empty for the checkpoint itself."""
+        return TOKENIZER_FOLDER
 
     @cached_property
     def models(self) -> LocalModels:
@@ -162,17 +205,17 @@ class Checkpoint(ABC):
             tensor = self.weights.logical_tensor(WEIGHT, name)
             if tensor is not None:
                 stored[name] = StoredWeight(tensor, _grid(self.weights.stored(WEIGHT, name)))
-        return LocalModels(stored, self.args, self.layout, self.experts_apart, self.layers())
+        return LocalModels(stored, self.arguments, self.layout, self.experts_apart, self.layers())
 
     def layers(self) -> list[list[range]] | None:
         """Global decoder layers by `[pipeline rank][virtual stage]`, where the format itself shows them."""
         return None
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """Of each name its array in `torch_dist`, and the index on the axes that count layers and experts."""
+        """The array of each name in `torch_dist`, and its index on the axes that count layers and experts."""
         names = self.weights.names()
-        stacked = stacks_layers(names, self.args)
-        return {name: sharded_key(name, stacked) for name in names}
+        stacked = stacks_layers(names, self.arguments)
+        return {name: parse(name).sharded_key(stacked) for name in names}
 
     def random_state_grid(self) -> tuple[int, ...] | None:
         """Ranks for which the state of the random generators is stored as one array; None where it is not."""
@@ -180,42 +223,76 @@ class Checkpoint(ABC):
 
     def orders(self) -> list[ParameterOrder]:
         """The witnesses of the order in which parameters were registered."""
-        return [*self._witnesses, *known_orders(self.args)]
+        return [*self._witnesses, *known_orders(self.arguments)]
 
-    def proposals(self, rules: Sequence[PackingRule]) -> list[Proposal]:
-        """The witnesses of the gradient buffers' layout, the one to believe first at the front."""
-        recorded = [by_sidecar(self.models, self.sidecar)] if self.sidecar else []
-        return recorded + [by_order(self.models, order, rule) for order in self.orders() for rule in rules]
+    def proposals(self, rules: Sequence[PackingRule], models: LocalModels) -> list[Proposal]:
+        """The witnesses of the gradient buffers' layout, the one to believe first at the front.
 
-    @cached_property
+        Args:
+            rules: the packing rules that may have been followed.
+            models: the parameters that the buffers hold.
+        """
+        recorded = [by_sidecar(models, self.sidecar)] if self.sidecar else []
+        return recorded + [by_order(models, order, rule) for order in self.orders() for rule in rules]
+
+    @property
     def sidecar(self) -> Sidecar | None:
         """The layout recorded beside the checkpoint, if there is a readable one."""
-        path = self.folder / SIDECAR_FILE
+        return self._sidecar_and_problem[0]
+
+    @property
+    def sidecar_problem(self) -> str | None:
+        """Why the sidecar that is there cannot be read."""
+        return self._sidecar_and_problem[1]
+
+    @cached_property
+    def _sidecar_and_problem(self) -> tuple[Sidecar | None, str | None]:
+        # A missing or foreign sidecar only means one witness fewer: the layout is proven either way.
         try:
-            return Sidecar.from_json(path.read_text())
-        except (OSError, ValueError):
-            # A missing or foreign sidecar only means one witness fewer: the layout is proven either way.
-            return None
+            return Sidecar.from_json(read_file(self.folder, SIDECAR_FILE, SIDECAR_BYTES).decode()), None
+        except FileNotFoundError:
+            return None, None
+        except OSError as error:
+            return None, error.strerror or str(error)
+        except ValueError as error:
+            return None, shortened(str(error))
 
     def kinds(self) -> tuple[str, ...]:
         """All kinds that the checkpoint holds."""
         return (WEIGHT, *(self.optimizer.kinds if self.optimizer_format else ()))
 
+    def carried_kinds(self) -> tuple[str, ...]:
+        """The kinds that hold all there is, without those that others were derived from."""
+        return (WEIGHT, *(self.optimizer.carried_kinds if self.optimizer_format else ()))
+
     def names(self, kind: str) -> list[str]:
         """Model-space names of one kind."""
         if kind == WEIGHT:
             return self.weights.names()
-        return self.optimizer.names() if kind in self.optimizer.kinds else []
+        return self.optimizer.names(kind) if kind in self.optimizer.kinds else []
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """See `planning.plan.Source`."""
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
         source: Source = self.weights if kind == WEIGHT else self.optimizer
         return source.logical_tensor(kind, name)
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """See `planning.plan.Source`."""
+        """All slices that hold elements of a tensor."""
         source: Source = self.weights if kind == WEIGHT else self.optimizer
         return source.stored(kind, name)
+
+    def derivation(self, kind: str, name: str) -> Derivation | None:
+        """How a tensor is derived; None where it is stored."""
+        return None if kind == WEIGHT else self.optimizer.derivation(kind, name)
+
+    @cached_property
+    def proof(self) -> Proof:
+        """How the masters that the checkpoint stores are proven."""
+        return proof_of(self.arguments)
+
+    def follow_from_weights(self, name: str) -> bool:
+        """Whether a parameter's masters are made from its very weights, which leaves nothing to prove."""
+        return self.derivation(FP32_PARAM, name) is not None
 
     def tensor(self, kind: str, name: str) -> TensorHandle:
         """The handle of one tensor.
@@ -260,17 +337,13 @@ class TensorHandle:
 
     def _proven(self, wanted: Region) -> torch.Tensor:
         values = self._read(self.kind, wanted)
-        if self.kind != WEIGHT:
+        if self.kind != WEIGHT and not self.checkpoint.follow_from_weights(wanted.name):
             masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, wanted)
-            mismatch = first_mismatch(masters, self._read(WEIGHT, wanted))
-            if mismatch is not None:
-                raise ProofError(
-                    "a master does not round to the weight beside it",
-                    found=f"master {mismatch.master!r}",
-                    expected=f"weight {mismatch.weight!r}",
-                    where=f"{wanted.name}, element {mismatch.position} of {wanted}, {self.checkpoint.folder}",
-                    helps="the checkpoint is damaged, or its weights were edited after the save",
-                )
+            self.checkpoint.proof.check(
+                masters,
+                self._read(WEIGHT, wanted),
+                lambda position: f"{wanted.name}, element {position} of {wanted}, {self.checkpoint.folder}",
+            )
         return values.view(wanted.sizes)
 
     def _read(self, kind: str, region: Region) -> torch.Tensor:

@@ -13,14 +13,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint, OptimizerState
-from mcore_ckpt_ext.formats.stacking import ShardedKey
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.unread import COMMON_KEYS, Unread, in_common_state, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.optimizers.masters import with_masters
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, Extent, StoredSlice, WantedSlice
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, StoredOnce, StoredSlice, WantedSlice
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_tree import decode, encode
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file, read_header, read_json
@@ -56,61 +62,69 @@ class CanonicalCheckpoint(Checkpoint):
         self._arrays = _Arrays(self.reader, folder)
 
     @cached_property
+    @override
     def common(self) -> dict[str, Any]:
-        """See the base class."""
         return dict(decode(self._about["common"]))
 
     @property
+    @override
     def weights(self) -> _Arrays:
-        """See the base class."""
         return self._arrays
 
     @property
-    def optimizer_format(self) -> str | None:
-        """See the base class."""
+    @override
+    def stored_optimizer_format(self) -> str | None:
         return NAME if self._arrays.kinds else None
 
     @property
+    @override
     def optimizer(self) -> OptimizerState:
-        """See the base class."""
-        return _Optimizer(self._arrays)
+        return with_masters(_Optimizer(self._arrays, frozenset(self._about.get("undistributed", ()))), self._arrays)
 
     @property
+    @override
     def experts_apart(self) -> bool:
-        """See the base class."""
         return bool(self._about["experts_apart"])
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """See the base class; the source's own are recorded."""
+        """The source's own are recorded."""
         return {name: (str(key), tuple(index)) for name, (key, index) in self._about["sharded_keys"].items()}
 
+    @override
     def param_groups(self) -> list[dict[str, Any]]:
-        """See the base class."""
         return list(decode(self._about["param_groups"]))
 
+    @override
+    def chain(self) -> list[dict[str, Any]]:
+        return list(decode(self._about.get("chain", [])))
+
+    @override
     def grad_scaler(self) -> dict[str, Any] | None:
-        """See the base class."""
         scaler = decode(self._about["grad_scaler"])
         return None if scaler is None else dict(scaler)
 
+    @override
     def extra_states(self) -> Mapping[str, Any]:
-        """See the base class."""
         return dict(decode(self._about["extra_states"]))
 
+    @override
     def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        """See the base class."""
         return {tuple(place): decode(state) for place, state in self._about["random_states"]}
 
+    def unread(self, *, objects: bool = True) -> list[Unread]:
+        """Every array has its kind and name."""
+        return joined(in_common_state(self.common, COMMON_KEYS))
+
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        """See the base class: there are none."""
+        """There are none."""
         return iter(())
 
 
-class _Arrays:
+class _Arrays(StoredOnce):
     """All arrays of a folder by (kind, name); as `Weights`, those of the kind `weight`."""
 
     def __init__(self, reader: FolderReader, folder: Path) -> None:
-        self._tensors: dict[tuple[str, str], tuple[LogicalTensor, Extent]] = {}
+        self._tensors: dict[tuple[str, str], tuple[LogicalTensor, RawArray]] = {}
         for file in sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values())):
             for key, tensor, extent in read_header(reader, str(file)):
                 kind, _, name = key.partition(".")
@@ -121,17 +135,18 @@ class _Arrays:
         """Names of the weights."""
         return [name for kind, name in self._tensors if kind == WEIGHT]
 
-    def state_names(self) -> list[str]:
-        """Names of the parameters with optimizer state."""
-        return list(dict.fromkeys(name for kind, name in self._tensors if kind != WEIGHT))
+    def state_names(self, of_kind: str | None) -> list[str]:
+        """Names of the parameters with optimizer state of a kind, or of any."""
+        found = (name for kind, name in self._tensors if kind != WEIGHT and of_kind in (None, kind))
+        return list(dict.fromkeys(found))
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """See `planning.plan.Source`."""
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
         found = self._tensors.get((kind, name))
         return found[0] if found else None
 
+    @override
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """See `planning.plan.Source`."""
         found = self._tensors.get((kind, name))
         if found is None:
             return []
@@ -139,29 +154,36 @@ class _Arrays:
         return [StoredSlice(Slice.whole((Region.whole(name, tensor.shape),)), extent, 0)]
 
 
-class _Optimizer:
+class _Optimizer(OptimizerState):
     """The arrays that are not weights."""
 
-    def __init__(self, arrays: _Arrays) -> None:
+    def __init__(self, arrays: _Arrays, undistributed: frozenset[str]) -> None:
         self.kinds = arrays.kinds
-        self.logical_tensor = arrays.logical_tensor
-        self.stored = arrays.stored
-        self.names = arrays.state_names
+        self._arrays = arrays
+        self._undistributed = undistributed
 
-    def witnesses(self) -> list[str]:
-        """Where the layout is known from."""
-        return ["the arrays' own names"]
+    @override
+    def is_distributed(self, name: str) -> bool:
+        return name not in self._undistributed
 
-    def lost_elements(self) -> dict[str, int]:
-        """None: they would not have been written."""
-        return {}
+    @override
+    def names(self, kind: str | None = None) -> list[str]:
+        return self._arrays.state_names(kind)
+
+    @override
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        return self._arrays.logical_tensor(kind, name)
+
+    @override
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        return self._arrays.stored(kind, name)
 
 
 def canonical_output(checkpoint: Checkpoint) -> Output:
     """The files of a checkpoint in this format, and where each tensor goes."""
     batches: list[list[tuple[str, LogicalTensor]]] = [[]]
     size = 0
-    for kind in checkpoint.kinds():
+    for kind in checkpoint.carried_kinds():
         for name in checkpoint.names(kind):
             tensor = checkpoint.logical_tensor(kind, name)
             if tensor is None:
@@ -193,6 +215,8 @@ def canonical_output(checkpoint: Checkpoint) -> Output:
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything beside the arrays."""
+    state = checkpoint.optimizer if checkpoint.optimizer_format else None
+    undistributed = [name for name in state.names() if not state.is_distributed(name)] if state else []
     return {
         "format": _MARK,
         "version": _VERSION,
@@ -205,6 +229,8 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
         "experts_apart": checkpoint.experts_apart,
         "sharded_keys": {name: [key, list(index)] for name, (key, index) in checkpoint.sharded_keys().items()},
         "param_groups": encode(checkpoint.param_groups() if checkpoint.optimizer_format else []),
+        "chain": encode(checkpoint.chain() if checkpoint.optimizer_format else []),
+        "undistributed": undistributed,
         "grad_scaler": encode(checkpoint.grad_scaler() if checkpoint.optimizer_format else None),
         "extra_states": encode(dict(checkpoint.extra_states())),
         "random_states": [[list(place), encode(state)] for place, state in checkpoint.random_states().items()],

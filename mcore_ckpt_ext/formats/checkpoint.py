@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, interpreting
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.base import Checkpoint, TensorHandle
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
+from mcore_ckpt_ext.formats.plain_dcp import NAMES, is_plain_dcp
+from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE, TorchDistCheckpoint, sharded_backend
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint, sharded_backend
 from mcore_ckpt_ext.formats.zarr import NAME as ZARR
 from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 from mcore_ckpt_ext.storage.paths import as_path
+from mcore_ckpt_ext.storage.runs import iteration_folder, no_checkpoint
 
-__all__ = ["Checkpoint", "TensorHandle", "iteration_folder", "iteration_folders", "iteration_number", "open_checkpoint"]
+__all__ = ["Checkpoint", "TensorHandle", "open_checkpoint"]
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
-_ITERATION = re.compile(r"iter_(\d{7,})")
 _BACKENDS = {TORCH_DIST: TorchDistCheckpoint, ZARR: ZarrCheckpoint}
 
 
@@ -47,6 +47,16 @@ def open_checkpoint(
     Raises:
         UnreadableCheckpointError: there is no finished checkpoint.
         UnsupportedCheckpointError: it is of a kind that this version does not read.
+
+    Example:
+        >>> checkpoint = open_checkpoint("run")
+        >>> checkpoint.iteration, str(checkpoint.layout), checkpoint.optimizer_format
+        (4, 'TP2 x PP2 x DP2', 'dp_reshardable')
+        >>> checkpoint.kinds()
+        ('weight', 'fp32_param', 'exp_avg', 'exp_avg_sq')
+        >>> handle = checkpoint.tensor("exp_avg", "decoder.layers.3.mlp.linear_fc1.weight")
+        >>> handle.shape, handle.dtype, handle.read().ndim
+        ((128, 32), torch.float32, 2)
     """
     with interpreting(path):
         folder = iteration_folder(as_path(path))
@@ -60,44 +70,14 @@ def _open(folder: Path, witnesses: Sequence[ParameterOrder]) -> Checkpoint:
         return CanonicalCheckpoint(folder, witnesses)
     if is_legacy(folder):
         return LegacyCheckpoint(folder, witnesses)
-    backend = sharded_backend(folder)
+    if not any(path.suffix == ".distcp" or path.name in (CONFIG_FILE, METADATA_FILE) for path in folder.iterdir()):
+        raise no_checkpoint(folder)
+    backend = NAMES if is_plain_dcp(folder) else sharded_backend(folder)
     if backend not in _BACKENDS:
         raise UnsupportedCheckpointError(
-            "the checkpoint's backend is not read by this version",
+            "the checkpoint's format is not read by this version",
             found=backend,
             expected=" or ".join(_BACKENDS),
             where=str(folder),
         )
     return _BACKENDS[backend](folder, witnesses)
-
-
-def iteration_number(folder: Path) -> int | None:
-    """Which iteration a folder is named after; None for every other name."""
-    match = _ITERATION.fullmatch(folder.name)
-    return int(match[1]) if match else None
-
-
-def iteration_folders(run: Path) -> dict[int, Path]:
-    """What a run folder has under the names of iterations, by number, newest first."""
-    found = {number: path for path in run.iterdir() if (number := iteration_number(path)) is not None}
-    return dict(sorted(found.items(), reverse=True))
-
-
-def iteration_folder(path: Path) -> Path:
-    """The iteration folder that a run folder's tracker names, or `path` itself where it has no tracker.
-
-    Source: `read_metadata` and `get_checkpoint_name`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
-    """
-    if not path.is_dir():
-        raise UnreadableCheckpointError(
-            "there is no such folder, or it cannot be read", where=str(path), helps="check the path given to --load"
-        )
-    tracker = path / TRACKER_FILE
-    if not tracker.exists():
-        return path
-    text = tracker.read_text().strip()
-    if text == "release":
-        return path / "release"
-    if not text.isdigit():
-        raise UnreadableCheckpointError("the tracker file names no iteration", found=text[:40], where=str(tracker))
-    return path / f"iter_{int(text):07d}"

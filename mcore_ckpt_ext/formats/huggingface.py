@@ -5,30 +5,35 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
+from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, parameter_shapes
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.recognition import family_of_config
-from mcore_ckpt_ext.formats.base import Checkpoint, OptimizerState
+from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import (
     CONFIG,
     StoredTensor,
-    companions,
     read_config,
     read_tensors,
 )  # fmt: skip
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.extents import Extent, RawArray, Transposed
+from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
 
 NAME = "hf"
 TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
@@ -73,8 +78,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         super().__init__(folder, witnesses)
         self.config = read_config(folder)
         self.family = family or family_of_config(self.config, str(folder / CONFIG))
-        found = self.family.arguments(self.config)
-        self._settings = {**found, "transformer_impl": transformer_impl}
+        self._model = replace(self.family.arguments(self.config), transformer_impl=transformer_impl)
         stored = read_tensors(self.reader)
         self.left_out: list[str] = []
         self._weights = _Weights(self._matched(stored))
@@ -84,15 +88,15 @@ class HuggingFaceCheckpoint(Checkpoint):
         prefix = self.family.optional_prefix
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
-        layers, experts = self._settings["num_layers"], self._settings["num_experts"] or 1
+        layers, experts = self._model.num_layers, self._model.num_experts or 1
         if layers > len(stored) or layers * experts > _STACKED * len(stored):
             raise UnreadableCheckpointError(
                 "config.json describes more layers or experts than the folder can hold",
                 found=f"{len(stored)} tensors", expected=f"{layers} layers, {experts} experts", where=str(self.folder),
             )  # fmt: skip
         self._check_tied(stored)
-        expected = {tensor.name: tensor for tensor in self.family.tensors(self._settings, stored)}
-        ignored = self.family.without_place(stored.keys(), self._settings) - expected.keys()
+        expected = {tensor.name: tensor for tensor in self.family.tensors(self._model, stored)}
+        ignored = self.family.without_place(stored.keys(), self._model, self.config) - expected.keys()
         self.left_out = sorted(ignored)
         missing = [name for name in expected if name not in stored]
         surplus = [name for name in stored if name not in expected and name not in ignored]
@@ -116,7 +120,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         """A tied model's own copy of the output layer is left out, so it must be one."""
         copy = stored.get("lm_head.weight")
         embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
-        if self._settings["untie_embeddings_and_output_weights"] or copy is None or embedding is None:
+        if self._model.untie_embeddings_and_output_weights or copy is None or embedding is None:
             return
         if copy.shape != embedding.shape or not self._same_bytes(copy, embedding):
             raise UnreadableCheckpointError(
@@ -139,19 +143,19 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """See the base class: what a release checkpoint says of the job that reads it."""
+        """What a release checkpoint says of the job that reads it."""
         dtypes = self._weights.dtypes
         arguments = {
-            **self._settings,
+            **self._model.stated(),
             "padded_vocab_size": -(-self.vocabulary // _PADDING) * _PADDING,
             "make_vocab_size_divisible_by": _PADDING,
-            "seq_length": self._settings["max_position_embeddings"],
-            "norm_epsilon": self._settings["layernorm_epsilon"],
-            "apply_layernorm_1p": self._settings["layernorm_zero_centered_gamma"],
+            "seq_length": self._model.max_position_embeddings,
+            "norm_epsilon": self._model.layernorm_epsilon,
+            "apply_layernorm_1p": self._model.layernorm_zero_centered_gamma,
             # True whatever the positions are, and compared on loading (`check_checkpoint_args`).
             "add_position_embedding": True,
             "moe_grouped_gemm": bool(
-                self._settings["num_experts"] and self._settings["transformer_impl"] == TRANSFORMER_ENGINE
+                self._model.num_experts and self._model.transformer_impl == TRANSFORMER_ENGINE
             ),
             "bf16": "bfloat16" in dtypes,
             "fp16": "float16" in dtypes and "bfloat16" not in dtypes,
@@ -174,24 +178,25 @@ class HuggingFaceCheckpoint(Checkpoint):
         }
 
     @property
+    @override
     def released(self) -> bool:
-        """See the base class."""
         return True
 
     @property
+    @override
     def vocabulary(self) -> int:
-        """See the base class."""
-        return int(self._settings["vocab_size"])
+        return int(self._model.known("vocab_size"))
 
-    def companions(self) -> dict[str, bytes]:
-        """See the base class."""
-        return companions(self.folder)
+    @property
+    @override
+    def companions_below(self) -> str:
+        return ""
 
     def notices(self) -> list[str]:
         """What a user should know of this model."""
         explained = {key for setting in self.family.settings for key in setting.keys}
         others = sorted(self.config.keys() - explained - _HARMLESS)
-        found = self.family.notices(self._settings)
+        found = self.family.notices(self._model)
         if self.left_out:
             more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
             found.append(f"left out, for Megatron has no place for it: {', '.join(self.left_out[:_SHOWN])}{more}")
@@ -202,66 +207,66 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def training_flags(self) -> list[str]:
         """The words of the command line of `pretrain_gpt.py` that describe this model."""
-        return training_flags(self.args)
+        return training_flags(complete(self.arguments))
 
     def run_config(self) -> str:
         """What Megatron-Bridge asks of a checkpoint of this model."""
-        return run_config(self.family, self.args)
+        return run_config(self.family, complete(self.arguments))
 
     @property
+    @override
     def weights(self) -> _Weights:
-        """See the base class."""
         return self._weights
 
     @property
-    def optimizer_format(self) -> str | None:
-        """See the base class: there is none."""
+    def stored_optimizer_format(self) -> str | None:
+        """There is none."""
         return None
 
     @property
+    @override
     def optimizer(self) -> OptimizerState:
-        """See the base class."""
         raise UnsupportedCheckpointError("a Hugging Face folder holds no optimizer", where=str(self.folder))
 
     @property
+    @override
     def experts_apart(self) -> bool:
-        """See the base class."""
         return False
 
+    @override
     def param_groups(self) -> list[dict[str, Any]]:
-        """See the base class."""
         return []
 
+    @override
     def grad_scaler(self) -> dict[str, Any] | None:
-        """See the base class."""
         return None
 
     def extra_states(self) -> Mapping[str, Any]:
-        """See the base class: what fresh modules store, for Megatron misses it otherwise.
+        """What fresh modules store, for Megatron misses it otherwise.
 
         Of the Transformer Engine spec every linear and norm has an empty one, of the local spec the linears have None
         (`get_extra_state`, extensions/transformer_engine.py and tensor_parallel/layers.py, core_v0.12 to 0.19.2).
         """
-        engine = self._settings["transformer_impl"] == TRANSFORMER_ENGINE
+        engine = self._model.transformer_impl == TRANSFORMER_ENGINE
         modules = dict.fromkeys(name.rpartition(".")[0] for name in self._weights.names() if "decoder." in name)
         states: dict[str, Any] = {}
         for module in modules:
             kind = module.rpartition(".")[2]
             if kind.startswith("linear_") or (engine and kind.endswith("norm")):
-                states[f"{module}._extra_state"] = torch.empty(0, dtype=torch.uint8) if engine else None
+                states[f"{module}.{EXTRA_STATE}"] = torch.empty(0, dtype=torch.uint8) if engine else None
         return states
 
+    @override
     def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        """See the base class."""
         return {}
 
+    @override
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        """See the base class."""
-        files = {stored.extent.file for _, stored in self._weights.matched if not stored.extent.is_raw}
+        files = {stored.extent.file for _, stored in self._weights.matched if not isinstance(stored.extent, RawArray)}
         return ((file, 0, self.reader.size(file)) for file in sorted(files))
 
 
-class _Weights:
+class _Weights(StoredOnce):
     """The arrays, in model space."""
 
     kinds: tuple[str, ...] = ()
@@ -297,21 +302,21 @@ class _Weights:
         return list(self._tensors)
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """See `planning.plan.Source`."""
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
         return self._tensors.get(name) if kind == WEIGHT else None
 
+    @override
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """See `planning.plan.Source`."""
         return self._slices.get(name, []) if kind == WEIGHT else []
 
 
 def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[str, StoredSlice]]:
     """The slices that a tensor holds of each parameter, whose regions lie one after the other in it."""
-    extent = stored.extent
+    extent: Extent = stored.extent
     if tensor.transposed:
         if stored.first or extent.numel != prod(tensor.shape):
             raise UnsupportedCheckpointError("a matrix shares its storage with others", where=tensor.name)
-        extent = extent._replace(turned_columns=tensor.shape[1])
+        extent = Transposed(stored.extent, tensor.shape[1])
     regions: dict[str, list[Region]] = {}
     for region in tensor.regions:
         regions.setdefault(region.name, []).append(region)

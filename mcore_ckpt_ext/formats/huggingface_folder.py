@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.dcp_index import StoredObject, extent_of
-from mcore_ckpt_ext.planning.plan import Extent
+from mcore_ckpt_ext.planning.extents import PlainExtent
+from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.paths import is_remote
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference
-from mcore_ckpt_ext.storage.safetensors import read_header, read_json
+from mcore_ckpt_ext.storage.safetensors import WRITER, read_header, read_json, writer_of
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 CONFIG = "config.json"
@@ -30,7 +34,8 @@ _TOKENIZER = (
     "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
-_COMPANION_LIMIT = 256 << 20
+COMPANIONS = (CONFIG, GENERATION_CONFIG, *_TOKENIZER)
+"""The small files that belong to a model, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +43,7 @@ class StoredTensor:
     """A tensor of the folder: its shape in elements, the array that holds it, and the first of its elements there."""
 
     shape: tuple[int, ...]
-    extent: Extent
+    extent: PlainExtent
     first: int = 0
 
 
@@ -137,22 +142,55 @@ def _tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTe
         yield str(name), StoredTensor(value.shape, extent_of(value, _whole_file(reader, file)), value.offset)
 
 
+def written_by_us(folder: Path) -> bool:
+    """Whether every file of weights in a folder says that this package wrote it."""
+    reader = FolderReader(folder)
+    plain = [writer_of(reader, path.name) for path in folder.glob("*.safetensors")]
+    pickled = [TorchArchive(reader, path.name).writer() for path in folder.glob("*.bin")]
+    return {*plain, *pickled} == {WRITER}
+
+
 def _whole_file(reader: FolderReader, file: str) -> StoredObject:
     return StoredObject(file, 0, reader.size(file))
 
 
-def companions(folder: Path) -> dict[str, bytes]:
+def companions(folder: Path, below: str = "") -> dict[str, bytes]:
     """The small files that belong to a model: its tokenizer, and the two configurations.
 
     Args:
-        folder: of a model, or of a tokenizer alone; nothing where there is no such folder.
+        folder: of a checkpoint, of a model, or of a tokenizer alone; nothing where there is no such folder.
+        below: the folder in it that they lie in.
     """
     found: dict[str, bytes] = {}
-    for name in (CONFIG, GENERATION_CONFIG, *_TOKENIZER):
-        path = folder / name
-        if path.is_file() and path.stat().st_size <= _COMPANION_LIMIT:
-            found[name] = path.read_bytes()
+    for name in COMPANIONS:
+        with contextlib.suppress(OSError):
+            found[name] = read_file(folder, _joined(below, name))
     return found
+
+
+def _joined(below: str, name: str) -> str:
+    return f"{below}/{name}" if below else name
+
+
+def refused_companions(folder: Path, below: str = "") -> dict[str, str]:
+    """Those that are there and not taken over, with the reason."""
+    found: dict[str, str] = {}
+    for name in COMPANIONS:
+        if is_remote(folder) or not os.path.lexists(folder / below / name):
+            continue
+        if reason := _why_unreadable(folder, _joined(below, name)):
+            found[name] = reason
+    return found
+
+
+def _why_unreadable(folder: Path, name: str) -> str | None:
+    try:
+        read_file(folder, name)
+    except FileNotFoundError:
+        return "a link to nowhere"
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
 
 
 def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

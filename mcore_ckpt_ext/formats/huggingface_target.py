@@ -8,57 +8,34 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 from typing import Any, cast
 
 import torch
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
+from mcore_ckpt_ext.model_space.names import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage.archive_layout import archive_layout
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
-from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file
+from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, json_file, lay_out_file
+from mcore_ckpt_ext.targets import HuggingFace
 
-SHARD_BYTES = 5 * 10**9
-DTYPES = ("float32", "bfloat16", "float16")
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 # What belongs to the file that a folder's `config.json` was made from, and not to the model.
 _OF_THE_FILE = {"torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map", "quantization_config"}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHOWN = 6
-
-
-@dataclass(frozen=True)
-class HuggingFaceOptions:
-    """What to write.
-
-    Attributes:
-        family: what the user says that the model is; by default it is recognised.
-        vocab_size: tokens without Megatron's padding; by default from the tokenizer, or from the arguments.
-        dtype: of all floating-point tensors; by default as stored.
-        kind: `weight`, or `fp32_param` for the optimizer's masters.
-        shard_bytes: the most bytes of tensors that a file holds, unless it is one tensor.
-        pickled: `pytorch_model.bin` instead of safetensors.
-        tokenizer: small files that belong to the model, by name.
-    """
-
-    family: Family | None = None
-    vocab_size: int | None = None
-    dtype: str | None = None
-    kind: str = WEIGHT
-    shard_bytes: int = SHARD_BYTES
-    pickled: bool = False
-    tokenizer: Mapping[str, bytes] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,20 +47,25 @@ class _Tensor:
 
 
 class HuggingFaceTarget:
-    """Lays out one folder."""
+    """Lays out one folder.
 
-    def __init__(self, checkpoint: Checkpoint, options: HuggingFaceOptions) -> None:
+    `family`: what the user says that the model is; by default it is recognised. `tokenizer`: small files that the user
+    adds to the model's own, by name.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: HuggingFace, family: Family | None, tokenizer: Mapping[str, bytes]
+    ) -> None:
         """Raises: UnsupportedCheckpointError, when it is of no known family, or a size is not known."""
         self._checkpoint = checkpoint
         self._options = options
-        self._companions = {**checkpoint.companions(), **(options.tokenizer or {})}
+        self._companions = {**checkpoint.companions(), **tokenizer}
         names = checkpoint.weights.names()
-        arguments = complete(checkpoint.args)
-        arguments["vocab_size"] = self._vocabulary(arguments)
+        model = complete(checkpoint.arguments)
+        arguments = replace(model, vocab_size=self._vocabulary(checkpoint.arguments))
         once = json_of(self._companions, CONFIG).get("model_type")
-        self.fit: Fit = family_of_megatron(arguments, names, options.family, once)
+        self.fit: Fit = family_of_megatron(arguments, names, family, once)
         self.left_out = matching(names, self.fit.family.megatron_left_out)
-        self.notes = [f"the model is a {self.fit.family.name}", *self.fit.family.notices(self.fit.arguments)]
         asked = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
         self._masters = set(checkpoint.names(FP32_PARAM)) if asked else set()
         if options.kind == FP32_PARAM and not self._masters:
@@ -93,12 +75,11 @@ class HuggingFaceTarget:
             )  # fmt: skip
         self._tensors = self.fit.family.tensors(self.fit.arguments)
         self._check_shapes()
-        self._tell()
 
     def output(self) -> Output:
         """All files, and where each tensor goes."""
         tensors = [self._laid_out(tensor) for tensor in self._tensors]
-        shards = list(_shards(tensors, self._options.shard_bytes))
+        shards = list(_shards(tensors, self._options.max_shard_size))
         stem, suffix = ("pytorch_model", "bin") if self._options.pickled else ("model", "safetensors")
         files: list[OutputFile] = []
         records: list[Record] = []
@@ -116,13 +97,16 @@ class HuggingFaceTarget:
             }
             index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
             files.append(json_file(f"{stem}.{suffix}.index.json", index))
-        return Output([*files, *self._small_files(tensors)], records)
-
-    def _small_files(self, tensors: Sequence[_Tensor]) -> list[OutputFile]:
         sizes: dict[str, int] = {}
         for tensor in tensors:
             sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
-        config = self._config(max(sizes, key=lambda dtype: sizes[dtype]))
+        config = self._config()
+        missing = [key for key in _TOKENS[:2] if key not in config]
+        # The classes' own defaults belong to the released models, and are wrong for any other vocabulary.
+        config |= {**dict.fromkeys(missing), "torch_dtype": max(sizes, key=lambda dtype: sizes[dtype])}
+        return Output([*files, *self._small_files(config)], records, tuple(self._notes(missing)))
+
+    def _small_files(self, config: Mapping[str, Any]) -> list[OutputFile]:
         tokens = {key: config[key] for key in _TOKENS if config.get(key) is not None}
         generation = json_of(self._companions, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
         files = [
@@ -132,7 +116,7 @@ class HuggingFaceTarget:
         ]
         return [*files, json_file(GENERATION_CONFIG, generation), json_file(CONFIG, config, last=True)]
 
-    def _config(self, dtype: str) -> dict[str, Any]:
+    def _config(self) -> dict[str, Any]:
         """What the arguments say, and of a `config.json` beside them what they cannot say."""
         family = self.fit.family
         config = family.config(self.fit.arguments)
@@ -144,25 +128,18 @@ class HuggingFaceTarget:
                 for key, value in beside.items()
                 if key not in explained | _OF_THE_FILE and key not in config
             }
-        missing = [key for key in _TOKENS[:2] if key not in config]
-        if missing:
-            # The classes' own defaults belong to the released models, and are wrong for any other vocabulary.
-            config |= dict.fromkeys(missing)
-            self.notes.append(
-                f"config.json has no {' and '.join(missing)}: name a folder that has, --tokenizer PATH, or edit it"
-            )
-        return {**config, "torch_dtype": dtype}
+        return config
 
-    def _vocabulary(self, arguments: Mapping[str, Any]) -> int:
+    def _vocabulary(self, arguments: JobArguments) -> int:
         known = self._options.vocab_size or self._checkpoint.vocabulary or tokens_of(self._companions)
-        if known is None and arguments.get("vocab_size"):
+        if known is None and arguments.vocab_size:
             # Up to 0.17 the end of a document was one more (null_tokenizer.py).
-            plain = arguments.get("tokenizer_type") == "NullTokenizer" and "null_tokenizer_pad_id" not in arguments
-            known = int(arguments["vocab_size"]) + plain
+            plain = arguments.tokenizer_type == "NullTokenizer" and not arguments.is_known("null_tokenizer_pad_id")
+            known = arguments.vocab_size + plain
         if known is None:
             raise UnsupportedCheckpointError(
                 "it is not known how many tokens the vocabulary has without Megatron's padding",
-                found=f"{arguments.get('padded_vocab_size')} rows with it", where=str(self._checkpoint.folder),
+                found=f"{arguments.padded_vocab_size} rows with it", where=str(self._checkpoint.folder),
                 helps="say how many, --vocab-size N, or where the tokenizer is, --tokenizer PATH",
             )  # fmt: skip
         return known
@@ -175,25 +152,28 @@ class HuggingFaceTarget:
             longer = name in VOCABULARY and found[1:] == shape[1:] and found[0] > shape[0]
             if found != shape and not longer:
                 wrong.append(f"{name} is {found}, not {shape}")
-            elif longer and name == VOCABULARY[0]:
-                self.notes.append(f"{found[0] - shape[0]} rows of padding are removed from the vocabulary")
         if wrong:
             raise UnsupportedCheckpointError(
                 "the checkpoint's arguments contradict its parameters", found="; ".join(wrong[:_SHOWN]),
                 where=str(self._checkpoint.folder), helps="is --vocab-size right?",
             )  # fmt: skip
 
-    def _tell(self) -> None:
+    def _notes(self, missing: Sequence[str]) -> Iterator[str]:
+        """What whoever loads the folder should know; `missing`: tokens that `config.json` has no number for."""
+        family = self.fit.family
+        yield f"the model is a {family.name}"
+        yield from family.notices(self.fit.arguments)
+        shapes = parameter_shapes(self._tensors)
+        padding = self._source(WEIGHT, VOCABULARY[0]).shape[0] - shapes[VOCABULARY[0]][0]
+        if padding:
+            yield f"{padding} rows of padding are removed from the vocabulary"
         if self.left_out:
-            more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
-            self.notes.append(
-                f"left out, for Hugging Face's {self.fit.family.name} has no place for it: "
-                f"{', '.join(self.left_out[:_SHOWN])}{more}"
-            )
-        if self._masters:
-            plain = [name for name in parameter_shapes(self._tensors) if name not in self._masters]
-            if plain:
-                self.notes.append(f"without a master, so taken from the weights: {', '.join(plain[:_SHOWN])}")
+            yield f"left out, for Hugging Face's {family.name} has no place for it: {some(self.left_out, _SHOWN)}"
+        plain = [name for name in shapes if name not in self._masters]
+        if self._masters and plain:
+            yield f"without a master, so taken from the weights: {some(plain, _SHOWN)}"
+        if missing:
+            yield f"config.json has no {' and '.join(missing)}: name a folder that has, --tokenizer PATH, or edit it"
 
     def _source(self, kind: str, name: str) -> LogicalTensor:
         tensor = self._checkpoint.logical_tensor(kind, name)
@@ -245,7 +225,7 @@ def _pickled(name: str, shard: Sequence[_Tensor]) -> tuple[OutputFile, list[Reco
         (tensor.declared.key, DeclaredTensor(getattr(torch, tensor.declared.dtype), tensor.declared.shape, tensor))
         for tensor in shard
     )
-    archive = archive_layout(state)
+    archive = archive_layout(state, WRITER)
     records = []
     for archived in archive.tensors:
         tensor = cast("_Tensor", archived.tag)

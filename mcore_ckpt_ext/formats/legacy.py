@@ -16,26 +16,46 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint, OptimizerState
-from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredObject
-from mcore_ckpt_ext.formats.dp_zero import LEGACY, buffer_arrays
-from mcore_ckpt_ext.formats.flat_buffers import FlatArray, FlatState, GroupKey
-from mcore_ckpt_ext.formats.legacy_masters import NAME as PER_PARAMETER
-from mcore_ckpt_ext.formats.legacy_masters import LegacyMasters, rank_optimizers
+from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.legacy_weights import LegacyWeights, RankModel
-from mcore_ckpt_ext.formats.optimizer_encodings import check_provable, flat_optimizer
+from mcore_ckpt_ext.formats.portable_state import portable_child
+from mcore_ckpt_ext.formats.unread import (
+    COMMON_KEYS,
+    UNKNOWN,
+    Unread,
+    in_common_state,
+    in_optimizer,
+    joined,
+    tensors_in,
+)
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.local_parameters import layers_of
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder
+from mcore_ckpt_ext.optimizers.description import MOMENTUM
+from mcore_ckpt_ext.optimizers.dp_zero import LEGACY, buffer_arrays, legacy_optimizer
+from mcore_ckpt_ext.optimizers.flat_buffers import FlatArray, FlatState, GroupKey
+from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS, LegacyMasters, RankOptimizers
+from mcore_ckpt_ext.optimizers.legacy_masters import NAME as PER_PARAMETER
+from mcore_ckpt_ext.optimizers.masters import with_masters
+from mcore_ckpt_ext.optimizers.refusals import check_provable
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.storage.dcp_index import StoredObject
+from mcore_ckpt_ext.storage.safe_pickle import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "torch"
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 STORED_ORDER = "the order of the stored model"
+# In `distrib_optim.pt` a tensor lies below the optimizer's number, the buffer's, its dtypes and the kind's name.
+_DEPTH_OF_BUFFERS = 5
 _RANK_FOLDER = re.compile(r"^mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 # What belongs to one rank alone; everything else is the same on all of them.
+# What the optimizers that are not distributed keep of a parameter.
+_STATES = "exp_avg|exp_avg_sq|momentum_buffer|step"
 _PRIVATE = ("model", "optimizer", "rng_state", "rerun_state_machine")
 
 
@@ -93,42 +113,44 @@ class LegacyCheckpoint(Checkpoint):
     def common(self) -> dict[str, Any]:
         """What all ranks stored alike, from the first of them."""
         state = self._first_state
-        common = {key: value for key, value in state.items() if not str(key).startswith(_PRIVATE)}
+        archive = TorchArchive(self.reader, f"{_rank_folders(self.folder)[0]}/{MODEL_FILE}")
+        shared = {key: value for key, value in state.items() if not str(key).startswith(_PRIVATE)}
+        common: dict[str, Any] = archive.with_values(shared)
         common.setdefault("iteration", state.get("total_iters", 0))
         return common
 
     @cached_property
     def weights(self) -> LegacyWeights:
         """The model's arrays."""
-        return LegacyWeights(self._rank_models(), self.args, self.layout)
+        return LegacyWeights(self._rank_models(), self.arguments, self.layout)
 
     @cached_property
-    def optimizer_format(self) -> str | None:
-        """See the base class."""
+    @override
+    def stored_optimizer_format(self) -> str | None:
         if self._buffer_files:
             return LEGACY
         return PER_PARAMETER if any(rank.optimizers for rank in self._ranks) else None
 
     @cached_property
+    @override
     def optimizer(self) -> OptimizerState:
-        """See the base class."""
-        check_provable(self, DcpIndex({}, {}, {}))
+        check_provable(self, None, [str(self.optimizer_format)])
         if self.optimizer_format == LEGACY:
-            return flat_optimizer(self, LEGACY, FlatState(self._flat_arrays(), joined=True, chunked=False))
-        if self.optimizer_format is None or self.args.get("use_distributed_optimizer"):
+            return legacy_optimizer(self, FlatState(self._flat_arrays(), joined=True, chunked=False))
+        if self.optimizer_format is None or self.arguments.use_distributed_optimizer:
             raise UnreadableCheckpointError(
                 "the checkpoint holds no optimizer state",
                 expected=f"{OPTIMIZER_FILE} in the rank folders, or `optimizer` in each {MODEL_FILE}",
                 where=str(self.folder),
                 helps="resume with --no-load-optim for the weights alone",
             )
-        optimizers_of = {f"{rank.folder}/{MODEL_FILE}": rank.optimizers for rank in self._ranks}
-        return LegacyMasters(rank_optimizers(self.weights, optimizers_of), self.args, self.layout, self.transfer)
+        masters = LegacyMasters(self._rank_optimizers(), self.arguments, self.layout, self.transfer)
+        return with_masters(masters, self.weights)
 
     @cached_property
     def experts_apart(self) -> bool:
-        """See the base class: one chained optimizer more than the dense chunks need."""
-        return self._children > 1 + bool(self.args.get("overlap_param_gather_with_optimizer_step"))
+        """One chained optimizer more than the dense chunks need."""
+        return self._children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
 
     def layers(self) -> list[list[range]]:
         """Global decoder layers by `[pipeline rank][virtual stage]`, counted from what the ranks stored.
@@ -149,8 +171,8 @@ class LegacyCheckpoint(Checkpoint):
         """The order of the stored model first: it is the very order that made the gradient buffers."""
         return [WitnessedOrder(STORED_ORDER, self.weights.registered()), *super().orders()]
 
+    @override
     def param_groups(self) -> list[dict[str, Any]]:
-        """See the base class."""
         return [
             group
             for rank in self._ranks
@@ -158,16 +180,25 @@ class LegacyCheckpoint(Checkpoint):
             for group in child.get("optimizer", child).get("param_groups", [])
         ]
 
+    def chain(self) -> list[dict[str, Any]]:
+        """Adam in mixed precision is what a DistributedOptimizer holds as well, and becomes one."""
+        if self.optimizer_format != PER_PARAMETER:
+            return []
+        children = self._ranks[0].optimizers
+        if all(MASTERS in child for child in children) and MOMENTUM not in self.optimizer.kinds:
+            return []
+        return [portable_child(child) for child in children]
+
+    @override
     def grad_scaler(self) -> dict[str, Any] | None:
-        """See the base class."""
         first = self._ranks[0]
         scalers = [child["grad_scaler"] for child in first.optimizers if child.get("grad_scaler")]
         # The scale is a tensor.
         archive = TorchArchive(self.reader, f"{first.folder}/{MODEL_FILE}")
         return dict(archive.with_values(scalers[0])) if scalers else None
 
+    @override
     def extra_states(self) -> Mapping[str, Any]:
-        """See the base class."""
         found: dict[str, Any] = {}
         for rank in self._rank_models():
             archive = TorchArchive(self.reader, rank.place.file)
@@ -176,8 +207,8 @@ class LegacyCheckpoint(Checkpoint):
                     found[name] = archive.with_values(value)
         return found
 
+    @override
     def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        """See the base class."""
         found: dict[tuple[int, ...], Any] = {}
         for rank in self._ranks:
             if rank.state.get("rng_state") is not None and rank.expert == 0:
@@ -185,8 +216,8 @@ class LegacyCheckpoint(Checkpoint):
                 found[rank.pipeline, rank.tensor] = archive.with_values(rank.state["rng_state"])
         return found
 
+    @override
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        """See the base class."""
         for file in (*(f"{rank.folder}/{MODEL_FILE}" for rank in self._ranks), *self._buffer_files):
             yield file, 0, self.reader.size(file)
 
@@ -196,6 +227,30 @@ class LegacyCheckpoint(Checkpoint):
             yield RankFile(f"{rank.folder}/{MODEL_FILE}", rank.tensor, rank.pipeline, rank.expert, rank.state)
         for rank, place, entries in self._buffers:
             yield RankFile(place.file, rank.tensor, rank.pipeline, rank.expert, dict(enumerate(entries)))
+
+    def unread(self, *, objects: bool = True) -> list[Unread]:
+        """Keys of several ranks are joined."""
+        found: list[Unread] = []
+        for rank in self._ranks:
+            known = {*COMMON_KEYS, *(chunk for chunk in rank.state if _is_model(chunk)), "rng_state", "total_iters"}
+            common = {key: value for key, value in rank.state.items() if key != "optimizer"}
+            found += in_common_state(common, known)
+            if self.stored_optimizer_format == PER_PARAMETER:
+                found += (item for item in _unread_of(rank) if not _in_masters(item.key))
+            else:
+                found += _unread_of(rank)
+            found += self._unknown_files(rank.folder)
+        for *_, entries in self._buffers:
+            for path, nbytes in tensors_in(entries, (OPTIMIZER_FILE,)):
+                if len(path) != _DEPTH_OF_BUFFERS or not path[2].isdigit():
+                    found.append(Unread(".".join(path), UNKNOWN, nbytes))
+        return joined(found)
+
+    def _unknown_files(self, folder: str) -> Iterator[Unread]:
+        """Files beside those that are read, of optimizers that are not read (`layer_wise_optimizer_0.pt`)."""
+        for path in sorted((self.folder / folder).glob("*.pt")):
+            if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
+                yield Unread(path.name, UNKNOWN, path.stat().st_size)
 
     @cached_property
     def _first_state(self) -> Mapping[str, Any]:
@@ -262,7 +317,7 @@ class LegacyCheckpoint(Checkpoint):
 
     @cached_property
     def _buffers(self) -> list[tuple[_RankState, StoredObject, list[Any]]]:
-        """Of each such file: its rank, its place, and one entry for each chained optimizer."""
+        """The rank, the place and the entries, one for each chained optimizer, of each such file."""
         found = []
         for file, rank in self._buffer_files.items():
             content = TorchArchive(self.reader, file).load()
@@ -289,13 +344,40 @@ class LegacyCheckpoint(Checkpoint):
                     state[child, index] = buffer_arrays(content, place, place.file)
         return state
 
+    def _rank_optimizers(self) -> list[RankOptimizers]:
+        """What each rank folder holds of its optimizers, and the parameters that they are for."""
+        optimizers_of = {f"{rank.folder}/{MODEL_FILE}": rank.optimizers for rank in self._ranks}
+        parameters: dict[str, list[tuple[str, TensorReference]]] = {}
+        found: dict[str, RankOptimizers] = {}
+        for rank, named in self.weights.models:
+            file = rank.place.file
+            own = parameters.setdefault(file, [])
+            own.extend(named)
+            found[file] = RankOptimizers(rank.tensor, rank.place, optimizers_of[file], own)
+        return list(found.values())
+
     def _expert_index(self, rank: _RankState) -> int:
-        """See `FlatBuffers` for the two ways of counting."""
+        """The rank's place among all expert ranks, counted in whichever of the two ways its version counts."""
         layout = self.layout
-        if "expert_tensor_parallel_size" in self.args:
+        if self.arguments.is_known("expert_tensor_parallel_size"):
             tensor = rank.tensor % layout.expert_tensor
             return tensor + layout.expert_tensor * (rank.expert + layout.expert * rank.pipeline)
         return rank.tensor + layout.tensor * (rank.pipeline + layout.pipeline * rank.expert)
+
+
+def _is_model(key: object) -> bool:
+    """Whether a rank's state holds a model chunk under a key."""
+    return bool(re.fullmatch(r"model\d*", str(key)))
+
+
+def _unread_of(rank: _RankState) -> Iterator[Unread]:
+    for optimizer in rank.optimizers:
+        yield from in_optimizer(optimizer)
+
+
+def _in_masters(key: str) -> bool:
+    """Whether a tensor is one that `LegacyMasters` reads: a master, or state by parameter number."""
+    return bool(re.match(rf"optimizer\.({MASTERS}\.|(optimizer\.)?state\.\d+\.({_STATES})$)", key))
 
 
 def _rank_folders(folder: Path) -> list[str]:

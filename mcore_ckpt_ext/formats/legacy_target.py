@@ -17,26 +17,36 @@ from typing import Any, cast
 
 import torch
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.flat_buffers import KINDS
-from mcore_ckpt_ext.formats.parameter_orders import order_for
-from mcore_ckpt_ext.formats.target import distinct_groups, portable_arguments
+from mcore_ckpt_ext.formats.legacy_whole_state import WholeStates
+from mcore_ckpt_ext.formats.portable_state import (
+    distinct_groups,
+    portable_arguments,
+    portable_chain,
+    writable_extra_states,
+    writable_random_states,
+    writable_state,
+)
+from mcore_ckpt_ext.formats.reader_order import order_for
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
 from mcore_ckpt_ext.layout.local_parameters import LocalNames, shard_grid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout.parameter_order import WORD_EMBEDDINGS, ParameterOrder, registration_order
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, registration_order
 from mcore_ckpt_ext.layout.proposals import PackedBuffer, packed_buffers
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE, OUTPUT_LAYER, WORD_EMBEDDINGS, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.optimizers.flat_buffers import KINDS
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage.archive_layout import archive_layout
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 
 OLDEST = (0, 9)
-_VOCABULARY = (WORD_EMBEDDINGS, "output_layer.weight", "output_layer.bias")
+_VOCABULARY = (WORD_EMBEDDINGS, OUTPUT_LAYER, "output_layer.bias")
 # Which state a job's own data iterators and retries are in says nothing to other ranks.
 _NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine")
 _STATE_NAMES = {kind: state for state, kind in KINDS.items()}
@@ -61,7 +71,7 @@ class LegacyTarget:
     `arguments`: Megatron's arguments of the job that will read it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, arguments: Mapping[str, Any], version: tuple[int, int]) -> None:
+    def __init__(self, checkpoint: Checkpoint, arguments: JobArguments, version: tuple[int, int]) -> None:
         """Raises: UnsupportedCheckpointError, where that layout or version cannot be written."""
         if version < OLDEST:
             raise UnsupportedCheckpointError(
@@ -69,7 +79,7 @@ class LegacyTarget:
                 expected=f"{OLDEST[0]}.{OLDEST[1]} or later",
             )  # fmt: skip
         self._checkpoint = checkpoint
-        self._arguments = dict(arguments)
+        self._arguments = arguments
         self._version = version
         self.layout = ParallelLayout.from_arguments(arguments)
         if self.layout.expert > 1 and self.layout.expert_tensor != self.layout.tensor:
@@ -77,13 +87,13 @@ class LegacyTarget:
                 "legacy files do not say which part of its experts a rank has", found=str(self.layout),
                 helps="choose expert and model tensor parallel sizes that are equal, or convert --to torch_dist",
             )  # fmt: skip
-        if arguments.get("overlap_param_gather_with_optimizer_step"):
+        if arguments.overlap_param_gather_with_optimizer_step:
             raise UnsupportedCheckpointError(
                 "--overlap-param-gather-with-optimizer-step splits the optimizer in a way that is not written",
                 helps="convert --to torch_dist",
             )
         self._names = LocalNames(self._arguments)
-        self.notes: list[str] = []
+        self._left_out: list[str] = []
 
     def output(self) -> Output:
         """All rank files, and where each tensor goes."""
@@ -102,15 +112,22 @@ class LegacyTarget:
                     dtype = str(tensor.dtype).removeprefix("torch.")
                     content = cast("tuple[Placed, ...]", tensor.tag)  # the tags that this module gives
                     records.append(Record(path, tensor.offset, dtype, tensor.numel, content, tensor.checksums))
-        if "padded_vocab_size" in self._arguments:
-            rows = int(self._arguments["padded_vocab_size"])
-            self.notes.append(
+        return Output(files, records, tuple(self._notes()))
+
+    def _notes(self) -> Iterator[str]:
+        """What the job that reads the files has to know."""
+        if self._whole is None:
+            yield f"parameters in gradient buffers: the order of {self._order.label}"
+        else:
+            yield "the optimizer is written as it was: without --use-distributed-optimizer"
+        if rows := self._arguments.padded_vocab_size:
+            yield (
                 f"the embedding has {rows} rows: a job that pads otherwise needs "
                 f"--make-vocab-size-divisible-by {rows // self.layout.tensor}"
             )
+        yield from self._left_out
         if not self._same_ranks:
-            self.notes.append("the state of the random generators belongs to other ranks: resume with --no-load-rng")
-        return Output(files, records)
+            yield "the state of the random generators belongs to other ranks: resume with --no-load-rng"
 
     def _ranks(self) -> Iterator[_Rank]:
         layout = self.layout
@@ -123,13 +140,13 @@ class LegacyTarget:
         weights = {}
         for name in self._checkpoint.weights.names():
             tensor = self._tensor(WEIGHT, name)
-            ranks = self.layout.expert_tensor if ".experts.experts." in name else self.layout.tensor
+            ranks = self.layout.expert_tensor if of_experts(name) else self.layout.tensor
             weights[name] = StoredWeight(tensor, shard_grid(name, tensor.shape, ranks, self._arguments, self._version))
         models = LocalModels(weights, self._arguments, self.layout, experts_apart=self.layout.expert > 1)
         if models.chunks is None:
             raise UnsupportedCheckpointError(
                 "it is not known which layers each pipeline rank of that layout has",
-                found=f"{self._arguments.get('num_layers')} layers, {self.layout}",
+                found=f"{self._arguments.num_layers} layers, {self.layout}",
                 helps="choose a pipeline size, and virtual stages, that divide the layers evenly",
             )
         return models
@@ -140,38 +157,43 @@ class LegacyTarget:
         if tensor is None:
             raise UnsupportedCheckpointError("the checkpoint lacks a tensor that it names", where=f"{kind} {name}")
         if name in _VOCABULARY:
-            return replace(tensor, shape=(int(self._arguments["padded_vocab_size"]), *tensor.shape[1:]))
+            return replace(tensor, shape=(self._arguments.whole("padded_vocab_size"), *tensor.shape[1:]))
         return tensor
 
     def _state(self, rank: _Rank) -> dict[str, Any]:
         """What `generate_state_dict` puts together."""
         source = self._checkpoint
-        state = {key: value for key, value in source.common.items() if key not in _NOT_CARRIED}
-        state["args"] = portable_arguments(argparse.Namespace(**self._arguments))
+        state = dict(self._common)
         chunks = [self._chunk(rank, stage) for stage in range(self.layout.virtual_pipeline)]
         if len(chunks) == 1:
             state["model"] = chunks[0]
         else:
             state |= {f"model{number}": chunk for number, chunk in enumerate(chunks)}
-        if source.optimizer_format is not None:
+        if self._whole is not None:
+            stages = range(self.layout.virtual_pipeline)
+            parameters = [name for stage in stages for name in self._registered(rank, stage)]
+            state["optimizer"] = self._whole.of_rank(parameters, lambda kind, name: self._part(name, rank, kind))
+        elif source.optimizer_format is not None:
             children = [self._settings(rank, child) for child in range(self._children)]
             state["optimizer"] = children if len(children) > 1 else children[0]
         if self._same_ranks:
             state["rng_state"] = self._random_states[rank.pipeline, rank.tensor]
         return state
 
+    @cached_property
+    def _common(self) -> dict[str, Any]:
+        left = (*_NOT_CARRIED, "args")
+        common = {key: value for key, value in self._checkpoint.common.items() if key not in left}
+        state = writable_state(common, self._left_out)
+        state["args"] = portable_arguments(
+            argparse.Namespace(**self._arguments.stated), self._version, self._left_out
+        )
+        return state
+
     def _chunk(self, rank: _Rank, stage: int) -> OrderedDict[str, Any]:
         """The `state_dict` of one model chunk, parameters in the order of registration."""
         models, last = self._models, self._is_last(rank, stage)
-        names = [name for name in (models.chunks or [])[rank.pipeline][stage] if self._holds(rank, name)]
-        parameters = registration_order(names, self._order, tied_copy=last and models.has_tied_copy)
-        if parameters is None and self._checkpoint.optimizer_format is None:
-            parameters = names  # which the weights alone need not, for they are loaded by name
-        if parameters is None:
-            raise UnsupportedCheckpointError(
-                "the order in which the model registers its parameters is not known", where=f"{rank}",
-                helps="convert --to torch_dist, which needs no order",
-            )  # fmt: skip
+        parameters = self._registered(rank, stage)
         first_layer = self._first_layer(rank, stage)
         chunk: OrderedDict[str, Any] = OrderedDict()
         for name in [*parameters, *self._buffers_of(rank, stage)]:
@@ -180,11 +202,25 @@ class LegacyTarget:
         for name in self._extra_states(rank, stage):
             chunk[self._names.local(name, first_layer, self._first_expert(rank), False)] = self._states[name]
         if last:
-            chunk.setdefault("output_layer._extra_state", None)  # the output layer is a ColumnParallelLinear
+            chunk.setdefault(f"output_layer.{EXTRA_STATE}", None)  # the output layer is a ColumnParallelLinear
         return chunk
 
-    def _part(self, name: str, rank: _Rank) -> DeclaredTensor:
-        """A rank's part of a weight."""
+    def _registered(self, rank: _Rank, stage: int) -> list[str]:
+        """The parameters of one model chunk, in the order of registration."""
+        models, last = self._models, self._is_last(rank, stage)
+        names = [name for name in (models.chunks or [])[rank.pipeline][stage] if self._holds(rank, name)]
+        parameters = registration_order(names, self._order, tied_copy=last and models.has_tied_copy)
+        if parameters is not None:
+            return parameters
+        if self._checkpoint.optimizer_format is None:
+            return names  # the weights alone are loaded by name
+        raise UnsupportedCheckpointError(
+            "the order in which the model registers its parameters is not known", where=f"{rank}",
+            helps="convert --to torch_dist, which needs no order",
+        )  # fmt: skip
+
+    def _part(self, name: str, rank: _Rank, kind: str = WEIGHT) -> DeclaredTensor:
+        """A rank's part of a weight, or of its state."""
         if name in self._models.weights:
             tensor = self._models.weights[name].tensor
             regions = self._regions(name, self._tensor_rank(name, rank))
@@ -195,7 +231,9 @@ class LegacyTarget:
         for axis, size in enumerate(regions[0].sizes):
             # Two bands of a gated projection lie one after the other.
             shape[axis] = sum(region.sizes[axis] for region in regions) if axis == 0 else size
-        wanted = self._wanted(WEIGHT, Slice.whole(regions), tensor)
+        if kind != WEIGHT:
+            tensor = replace(tensor, dtype="float32")
+        wanted = self._wanted(kind, Slice.whole(regions), tensor)
         return DeclaredTensor(getattr(torch, tensor.dtype), tuple(shape), (Placed(0, wanted),))
 
     def _wanted(self, kind: str, part: Slice, tensor: LogicalTensor) -> WantedSlice:
@@ -208,7 +246,7 @@ class LegacyTarget:
         return regions
 
     def _tensor_rank(self, name: str, rank: _Rank) -> int:
-        return rank.tensor % (self.layout.expert_tensor if ".experts.experts." in name else self.layout.tensor)
+        return rank.tensor % (self.layout.expert_tensor if of_experts(name) else self.layout.tensor)
 
     def _holds(self, rank: _Rank, name: str) -> bool:
         owners = {owner.expert for owner in self._models.ranks_of(name)}
@@ -220,7 +258,7 @@ class LegacyTarget:
         return layers[rank.pipeline][stage].start if layers else 0
 
     def _first_expert(self, rank: _Rank) -> int:
-        return rank.expert * (int(self._arguments.get("num_experts") or 0) // self.layout.expert)
+        return rank.expert * ((self._arguments.num_experts or 0) // self.layout.expert)
 
     def _is_last(self, rank: _Rank, stage: int) -> bool:
         return (rank.pipeline, stage) == (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
@@ -229,18 +267,18 @@ class LegacyTarget:
         """What is stored with the model and is no parameter: biases of the experts' router, for example."""
         span = self._models.layers_by_chunk[rank.pipeline][stage] if self._models.layers_by_chunk else range(0)
         others = [name for name in self._checkpoint.weights.names() if name not in self._models.weights]
-        return [name for name in others if (self._names.layer_of(name) or 0) in span]
+        return [name for name in others if (parse(name).layer or 0) in span]
 
     @cached_property
     def _states(self) -> Mapping[str, Any]:
-        return self._checkpoint.extra_states()
+        return writable_extra_states(self._checkpoint, self._left_out)
 
     def _extra_states(self, rank: _Rank, stage: int) -> list[str]:
         span = self._models.layers_by_chunk[rank.pipeline][stage] if self._models.layers_by_chunk else range(0)
-        first, count = self._first_expert(rank), int(self._arguments.get("num_experts") or 0) // self.layout.expert
+        first, count = self._first_expert(rank), (self._arguments.num_experts or 0) // self.layout.expert
         found = []
         for name in self._states:
-            layer, expert = self._names.layer_of(name), self._names.expert_of(name)
+            layer, expert = parse(name).layer, parse(name).expert
             here = layer in span if layer is not None else self._is_last(rank, stage)
             if here and (expert is None or first <= expert < first + count):
                 found.append(name)
@@ -248,7 +286,7 @@ class LegacyTarget:
 
     @cached_property
     def _random_states(self) -> Mapping[tuple[int, ...], Any]:
-        return self._checkpoint.random_states()
+        return writable_random_states(self._checkpoint, self._left_out)
 
     @property
     def _same_ranks(self) -> bool:
@@ -257,6 +295,18 @@ class LegacyTarget:
         expected = set(product(range(layout.pipeline), range(layout.tensor)))
         same = (layout.tensor, layout.pipeline) == (source.tensor, source.pipeline)
         return same and set(self._random_states) == expected
+
+    @cached_property
+    def _whole(self) -> WholeStates | None:
+        """What is written of optimizers that are not distributed; None where there is none."""
+        apart = self.layout.expert > 1
+        chain = portable_chain(self._checkpoint.chain() if self._checkpoint.optimizer_format else [], apart)
+        if any("param_state_sharding_type" in child for child in chain):
+            raise UnsupportedCheckpointError(
+                "a chain of distributed and other optimizers is not written to legacy files",
+                helps="convert --to torch_dist",
+            )
+        return WholeStates(self._checkpoint, chain, apart) if chain else None
 
     @property
     def _children(self) -> int:
@@ -295,7 +345,7 @@ class LegacyTarget:
 
     def _optimizers(self, rank: _Rank) -> list[dict[Any, Any] | None]:
         """The flat buffers of each chained optimizer; the dense one's lie beside the first expert rank."""
-        if self._checkpoint.optimizer_format is None:
+        if self._checkpoint.optimizer_format is None or self._whole is not None:
             return [None]
         found: list[dict[Any, Any] | None] = []
         for child in range(self._children):
@@ -321,7 +371,7 @@ class LegacyTarget:
             numel = sum(bucket.numel_unpadded for bucket in buffer.buckets)
             arrays: dict[str, Any] = {
                 _STATE_NAMES.get(kind, kind): DeclaredTensor(torch.float32, (numel,), self._content(buffer, kind))
-                for kind in self._checkpoint.optimizer.kinds
+                for kind in self._checkpoint.optimizer.carried_kinds
             }
             state[number] = {_dtypes(buffer): {**arrays, "numel_unpadded": numel}}
         return state
@@ -341,9 +391,7 @@ class LegacyTarget:
 
     @cached_property
     def _order(self) -> ParameterOrder:
-        order = order_for(self._checkpoint, self._arguments, self.layout.expert > 1)
-        self.notes.append(f"parameters in gradient buffers: the order of {order.label}")
-        return order
+        return order_for(self._checkpoint, self._arguments, self.layout.expert > 1)
 
 
 def _dtypes(buffer: PackedBuffer) -> tuple[torch.dtype, ...]:

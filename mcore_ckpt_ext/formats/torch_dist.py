@@ -13,15 +13,34 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint, OptimizerState
-from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject, read_index
-from mcore_ckpt_ext.formats.optimizer_encodings import has_experts_apart, open_optimizer
-from mcore_ckpt_ext.formats.stacking import ShardedKey
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.portable_state import once
+from mcore_ckpt_ext.formats.unread import (
+    COMMON_KEYS,
+    RERUN_STATE,
+    UNKNOWN,
+    Unread,
+    in_common_state,
+    joined,
+    of_the_job,
+    optimizer_kind,
+    tensors_in,
+)  # fmt: skip
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor, name_at, stacked_axes
-from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
+from mcore_ckpt_ext.optimizers.encoding import StoredKeys
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognised
+from mcore_ckpt_ext.planning.extents import RawArray
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, StoredOnce, StoredSlice
+from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject, read_index
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "torch_dist"
@@ -31,11 +50,10 @@ COMMON_OBJECT = "common_state/shard_0_1"
 _OPTIMIZER_PREFIXES = ("optimizer.", "chained_")
 _STATE_OBJECTS = ".optimizer/shard_0_1"
 _RANDOM_STATE = "rng_state/shard_"
-_EXTRA_STATE = "._extra_state"
 _SCALER_OBJECTS = ".grad_scaler/shard_0_1"
 
 
-class StackedWeights:
+class StackedWeights(StoredOnce):
     """The model's arrays in model space: layer and expert axes become part of the name."""
 
     def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
@@ -52,18 +70,18 @@ class StackedWeights:
         return list(self._places)
 
     def places(self) -> Mapping[str, ShardedKey]:
-        """Of each name its array, and the index on the stacked axes."""
+        """The array of each name, and its index on the stacked axes."""
         return self._places
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """See `planning.plan.Source`."""
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
         if kind != WEIGHT or name not in self._places:
             return None
         key, index = self._places[name]
         return LogicalTensor(name, self._arrays[key].shape[len(index) :], self._arrays[key].dtype)
 
+    @override
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """See `planning.plan.Source`."""
         key, index = self._places[name]
         stacked = len(index)
         return [
@@ -127,14 +145,24 @@ class TorchDistCheckpoint(Checkpoint):
         return common
 
     @cached_property
-    def optimizer_format(self) -> str | None:
-        """Megatron's name of the optimizer's sharding type; None without a distributed optimizer."""
-        return sharding_type(self.common)
+    def stored_optimizer_format(self) -> str | None:
+        """What the keys show, whatever the common state calls it."""
+        return format_name(self._optimizer_keys)
+
+    @cached_property
+    def _optimizer_keys(self) -> StoredKeys:
+        """What is stored of the optimizers."""
+        index = self._index
+        label = sharding_type(self.common)
+        return StoredKeys(
+            index.arrays, index.objects, index.natural_shapes, index.chunks_show_parameters, label, self.object
+        ).of_optimizers()
 
     @cached_property
     def experts_apart(self) -> bool:
-        """See the base class."""
-        return has_experts_apart(self._index, self.args)
+        """One chained optimizer more than the dense chunks need."""
+        children = optimizer_children([*self._index.arrays, *self._index.objects])
+        return children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
 
     @cached_property
     def optimizer(self) -> OptimizerState:
@@ -143,7 +171,32 @@ class TorchDistCheckpoint(Checkpoint):
         Raises:
             UnsupportedCheckpointError: it is in a format that is not read.
         """
-        return open_optimizer(self, self._index, self.object)
+        return open_optimizer(self, self._optimizer_keys)
+
+    @override
+    def unread(self, *, objects: bool = True) -> list[Unread]:
+        within = self._unread_in_objects() if objects else ()
+        return joined([*self._unread_keys(), *in_common_state(self.common, COMMON_KEYS), *within])
+
+    def _unread_keys(self) -> Iterator[Unread]:
+        """Arrays and objects of the index that belong to nothing known."""
+        claimed = {key for _, own in recognised(self._optimizer_keys) for key in own}
+        for key, array in self._index.arrays.items():
+            if key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
+                nbytes = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
+                yield Unread(key, optimizer_kind(key), nbytes)
+        for key, place in self._index.objects.items():
+            if key.startswith(RERUN_STATE):
+                yield of_the_job(key.rpartition("/shard_")[0], place.length)
+            elif key not in claimed and not _is_read(key):
+                yield Unread(key, optimizer_kind(key), place.length)
+
+    def _unread_in_objects(self) -> Iterator[Unread]:
+        """Tensors in the small objects of optimizers, beside the parameter groups."""
+        for key in self._keys(_STATE_OBJECTS):
+            for path, nbytes in tensors_in(self.object(key), (key,)):
+                if "param_groups" not in path:
+                    yield Unread(".".join(path), UNKNOWN, nbytes)
 
     @property
     def index(self) -> DcpIndex:
@@ -167,7 +220,20 @@ class TorchDistCheckpoint(Checkpoint):
         for key in self._keys(_STATE_OBJECTS):
             found.extend(self._values(key)["param_groups"])
         for child in self._common_optimizers():
-            found.extend((child.get("optimizer") or {}).get("param_groups", []))
+            # Of a job in fp32 the entry is torch's own dict (`FP32Optimizer`, megatron/core/optimizer/optimizer.py).
+            found.extend((child.get("optimizer") or child).get("param_groups", []))
+        return found
+
+    @override
+    def chain(self) -> list[dict[str, Any]]:
+        if all(encoding.distributed for encoding in encodings_named(self.optimizer_format)):
+            return []
+        found = []
+        for number, child in enumerate(self._common_optimizers()):
+            mark = f"chained_{number}."
+            stored = [self._values(key)["param_groups"] for key in self._keys(_STATE_OBJECTS) if key.startswith(mark)]
+            groups = [group for of_rank in stored for group in of_rank]
+            found.append({**child, "optimizer": {"param_groups": once(groups)}} if groups else child)
         return found
 
     def grad_scaler(self) -> dict[str, Any] | None:
@@ -189,21 +255,21 @@ class TorchDistCheckpoint(Checkpoint):
         return None
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """See the base class; the checkpoint itself shows them."""
+        """The checkpoint itself shows them."""
         return self.weights.places()
 
+    @override
     def extra_states(self) -> Mapping[str, Any]:
-        """See the base class."""
         found = {}
         for key, _, shard in (name.rpartition("/shard_") for name in self._index.objects):
-            if key.endswith(_EXTRA_STATE):
+            if is_extra_state(key):
                 offsets = [int(number) for number in shard.partition("_")[0].split(".")]
                 value = self._values(f"{key}/shard_{shard}")
                 found[name_at(key, offsets[: stacked_axes(key)])] = value
         return found
 
+    @override
     def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        """See the base class."""
         found = {}
         for key in self._index.objects:
             if key.startswith(_RANDOM_STATE):
@@ -214,7 +280,7 @@ class TorchDistCheckpoint(Checkpoint):
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """Every archive of the checkpoint: (file, offset, length)."""
         for array in self._index.arrays.values():
-            for extent in (chunk.extent for chunk in array.chunks if not chunk.extent.is_raw):
+            for extent in (chunk.extent for chunk in array.chunks if not isinstance(chunk.extent, RawArray)):
                 yield extent.file, extent.offset, extent.length
         for stored in self._index.objects.values():
             yield stored.file, stored.offset, stored.length
@@ -239,6 +305,12 @@ class TorchDistCheckpoint(Checkpoint):
                 where=where,
             )
         return loaded[0]
+
+
+def _is_read(key: str) -> bool:
+    """Whether an object that is no optimizer's is read."""
+    name, _, _ = key.rpartition("/shard_")
+    return key == COMMON_OBJECT or key.startswith(_RANDOM_STATE) or is_extra_state(name)
 
 
 def common_optimizers(common: Mapping[str, Any]) -> list[dict[Any, Any]]:
@@ -272,7 +344,11 @@ def sharded_backend(folder: Path) -> str:
     """
     path = folder / CONFIG_FILE
     try:
-        return str(json.loads(path.read_text())["sharded_backend"])
+        return str(json.loads(read_file(folder, CONFIG_FILE))["sharded_backend"])
+    except PermissionError as error:
+        raise UnreadableCheckpointError(
+            "the checkpoint may not be read", found=error.strerror, where=str(path), helps=remedy(error)
+        ) from error
     except OSError as error:
         raise UnreadableCheckpointError(
             "this is no finished torch_dist checkpoint: Megatron writes metadata.json last",

@@ -19,11 +19,18 @@ import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE, MODEL_SPACE
-from mcore_ckpt_ext.formats.stacking import sharded_key
-from mcore_ckpt_ext.formats.target import distinct_groups, portable_arguments
+from mcore_ckpt_ext.formats.portable_state import (
+    distinct_groups,
+    portable_arguments,
+    portable_chain,
+    writable_extra_states,
+    writable_random_states,
+    writable_state,
+)
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE, in_some_layer, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, MODEL_SPACE
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
 from mcore_ckpt_ext.storage.archive_layout import ArchiveLayout, archive_layout
@@ -78,7 +85,9 @@ class TorchDistTarget:
         self._version = version
         self._experts_apart = experts_apart
         self._keys = checkpoint.sharded_keys()
-        self.notes: list[str] = []
+        self._left_out: list[str] = []
+        self._source_chain = checkpoint.chain() if checkpoint.optimizer_format is not None else []
+        self._random_states = dict(self._random_state_objects())
 
     def output(self) -> Output:
         """All files of the folder, and where each tensor goes."""
@@ -98,7 +107,8 @@ class TorchDistTarget:
         files, records, metadata = writer.finish(with_shapes=self._version < (0, 16))
         small.append(_small_file(".metadata", metadata))
         small.append(replace(_small_file("metadata.json", self._config()), last=True))
-        return Output([*files, *small], records)
+        afresh = "the state of the random generators is not carried: they start anew on resuming"
+        return Output([*files, *small], records, (*self._left_out, *(() if self._random_states else (afresh,))))
 
     def _config(self) -> bytes:
         """`CheckpointingConfig` (megatron/core/dist_checkpointing/core.py); without common backend since 0.19."""
@@ -112,12 +122,23 @@ class TorchDistTarget:
         yield from self._arrays_of(WEIGHT, source.weights.names(), "")
         if source.optimizer_format is None:
             return
-        for kind in source.optimizer.kinds:
-            state = "param" if kind == FP32_PARAM and self._version >= (0, 15) else kind
-            yield from self._arrays_of(kind, source.optimizer.names(), f"optimizer.state.{state}.")
+        optimizer = source.optimizer
+        for kind in optimizer.carried_kinds:
+            for distributed in (True, False):
+                names = [name for name in optimizer.names(kind) if self._is_distributed(name) == distributed]
+                if kind == FP32_PARAM and not distributed:
+                    names = [name for name in names if self._tensor(WEIGHT, name).dtype != "float32"]
+                gathered = kind == FP32_PARAM and distributed and self._version >= (0, 15)
+                state = "param" if gathered else kind
+                yield from self._arrays_of(kind, names, f"optimizer.state.{state}.", distributed)
 
-    def _arrays_of(self, kind: str, names: Sequence[str], prefix: str) -> Iterator[Array]:
-        """The arrays of one kind: tensors with the same key, stacked."""
+    def _is_distributed(self, name: str) -> bool:
+        return not self._source_chain or self._checkpoint.optimizer.is_distributed(name)
+
+    def _arrays_of(
+        self, kind: str, names: Sequence[str], prefix: str, distributed: bool = False
+    ) -> Iterator[Array]:
+        """The arrays of one kind: tensors with the same key, stacked; `distributed`: of a DistributedOptimizer."""
         stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         for name in names:
             key, index = self._keys[name]
@@ -127,7 +148,7 @@ class TorchDistTarget:
             counts = tuple(max(axis) + 1 for axis in zip(*(index for index, _ in members), strict=True))
             shape, dtype = tensors[0].shape, tensors[0].dtype
             whole = counts + shape
-            reshaped = kind != WEIGHT and self._reshapes(whole)
+            reshaped = distributed and self._reshapes(whole)
             chunks: list[Chunk] = []
             for (index, _), tensor in zip(members, tensors, strict=True):
                 cut = _flat_chunk if reshaped else _chunks
@@ -147,7 +168,7 @@ class TorchDistTarget:
         """Chained optimizers mark their keys in 0.8 to 0.13 (`ChainedOptimizer.sharded_state_dict`)."""
         if kind == WEIGHT or not self._experts_apart or self._version >= (0, 14):
             return ""
-        return f"chained_{int('.experts.experts.' in key)}."
+        return f"chained_{int(of_experts(key))}."
 
     def _tensor(self, kind: str, name: str) -> LogicalTensor:
         tensor = self._checkpoint.logical_tensor(kind, name)
@@ -158,21 +179,22 @@ class TorchDistTarget:
     def _objects(self) -> Iterator[tuple[str, Any]]:
         """Pickled objects by key: extra states, and the random states where their ranks keep their meaning."""
         counts: dict[str, tuple[int, ...]] = {}
-        layers = [found for found in self._keys.values() if found[0].startswith("decoder.layers.")]
+        layers = [found for found in self._keys.values() if in_some_layer(found[0])]
         # Experts are stacked always: whether layers are, an axis more tells.
-        stacked = any(len(index) > (".experts.experts." in key) for key, index in layers)
+        stacked = any(len(index) > of_experts(key) for key, index in layers)
         states: list[tuple[str, tuple[int, ...], Any]] = []
-        for name, value in self._checkpoint.extra_states().items():
-            key, index = sharded_key(name, stacked)
-            if key != "output_layer._extra_state":  # left out by `GPTModel.sharded_state_dict`
+        for name, value in writable_extra_states(self._checkpoint, self._left_out).items():
+            key, index = parse(name).sharded_key(stacked)
+            if key != f"output_layer.{EXTRA_STATE}":  # left out by `GPTModel.sharded_state_dict`
                 states.append((key, index or (0,), value))
                 counts[key] = tuple(map(max, counts.get(key, states[-1][1]), states[-1][1]))
         for key, index, value in states:
             yield f"{key}/shard_{_dotted(index)}_{_dotted([count + 1 for count in counts[key]])}", value
-        yield from self._random_states()
+        yield from self._random_states.items()
 
-    def _random_states(self) -> Iterator[tuple[str, Any]]:
-        states = self._checkpoint.random_states()
+    def _random_state_objects(self) -> Iterator[tuple[str, Any]]:
+        """The states of the random generators by key; none where the reading job's ranks would be others."""
+        states = writable_random_states(self._checkpoint, self._left_out)
         grid = tuple(max(axis) + 1 for axis in zip(*states, strict=True)) if states else ()
         layout = self._checkpoint.layout
         # In 0.16 with several expert ranks, and only there, the grid has a data-parallel axis (`get_rng_state`).
@@ -180,24 +202,25 @@ class TorchDistTarget:
         if len(grid) == axes and len(states) == prod(grid):
             for place, value in states.items():
                 yield f"rng_state/shard_{_dotted(place)}_{_dotted(grid)}", value
-        else:
-            self.notes.append("the state of the random generators is not carried: they start anew on resuming")
 
     def _common(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """The common state as that version's `save_checkpoint` writes it."""
         source = self._checkpoint
-        common = {key: value for key, value in source.common.items() if key not in _NOT_CARRIED}
-        common["args"] = arguments = portable_arguments(common["args"])
+        common = {key: value for key, value in source.common.items() if key not in (*_NOT_CARRIED, "args")}
+        common = writable_state(common, self._left_out)
+        common["args"] = arguments = portable_arguments(source.common["args"], self._version, self._left_out)
         arguments.ckpt_format = "torch_dist"
         arguments.use_dist_ckpt = True
         arguments.no_save_rng = not any(key.startswith("rng_state/") for key in objects)
         content: dict[str, Any] = {}
         if source.optimizer_format is not None:
-            arguments.use_distributed_optimizer = True
-            arguments.ckpt_fully_parallel_save = True  # up to 0.12 this chooses `fully_sharded_model_space`
             encoding = FULLY_RESHARDABLE if self._version >= (0, 15) else MODEL_SPACE
-            common["optimizer"] = self._optimizer_entry(encoding)
-            content["distrib_optim_sharding_type"] = encoding
+            children = self._chain(encoding) or self._distributed(encoding)
+            common["optimizer"] = dict(enumerate(children)) if len(children) > 1 else children[0]
+            if any("param_state_sharding_type" in child for child in children):
+                content["distrib_optim_sharding_type"] = encoding
+            arguments.use_distributed_optimizer = all("param_state_sharding_type" in child for child in children)
+            arguments.ckpt_fully_parallel_save = True  # up to 0.12 this chooses `fully_sharded_model_space`
         if self._version >= (0, 13):
             written = source.common.get("content_metadata") or {}
             content["singleton_local_shards"] = bool(written.get("singleton_local_shards", False))
@@ -207,8 +230,14 @@ class TorchDistTarget:
             common["content_metadata"] = content
         return common
 
-    def _optimizer_entry(self, encoding: str) -> dict[Any, Any]:
-        """One entry, or one for each chained optimizer: the dense parameters', then the experts'."""
+    def _chain(self, encoding: str) -> list[dict[str, Any]]:
+        """The entry of each chained optimizer, where not all are distributed."""
+        children = portable_chain(self._source_chain, self._experts_apart)
+        marked = "param_state_sharding_type"
+        return [{**child, marked: encoding} if marked in child else child for child in children]
+
+    def _distributed(self, encoding: str) -> list[dict[str, Any]]:
+        """The entry of each distributed optimizer: the dense parameters', then the experts'."""
         children = []
         for groups in distinct_groups(self._checkpoint.param_groups(), self._experts_apart):
             child: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": encoding}
@@ -216,7 +245,7 @@ class TorchDistTarget:
             if scaler is not None:
                 child["grad_scaler"] = scaler
             children.append(child)
-        return dict(enumerate(children)) if len(children) > 1 else children[0]
+        return children
 
 
 def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[Chunk]:

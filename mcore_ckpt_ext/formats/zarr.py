@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint, sharded_backend
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, Extent
+from mcore_ckpt_ext.planning.extents import RawArray
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject
 
 NAME = "zarr"
 _DESCRIPTION = ".zarray"
@@ -75,7 +77,7 @@ def read_index(folder: Path) -> DcpIndex:
 def _array(path: Path) -> StoredArray:
     where = path / _DESCRIPTION
     try:
-        described = json.loads(where.read_text())
+        described = json.loads(read_file(path.parent, f"{path.name}/{_DESCRIPTION}"))
         shape, sizes = (tuple(int(size) for size in described[name]) for name in ("shape", "chunks"))
         separator = str(described.get("dimension_separator", "."))
         dtype, plain = described["dtype"], {name: described[name] for name in _PLAIN}
@@ -118,4 +120,4 @@ def _chunks(
         inside = tuple(min(size, whole - start) for size, whole, start in zip(sizes, shape, offsets, strict=True))
         file = f"{path.name}/{separator.join(map(str, number)) or '0'}"
         length = prod(sizes) * ITEM_SIZE[dtype]
-        yield StoredChunk(offsets, inside, Extent(file, 0, length, dtype, prod(inside), is_raw=True))
+        yield StoredChunk(offsets, inside, RawArray(file, 0, length, dtype, prod(inside)))

@@ -6,7 +6,6 @@ own catch-all, so it stays this small.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,27 +19,43 @@ def install() -> None:
 
     A second call changes nothing. With ``MCORE_CKPT_EXT=0`` in the environment nothing is installed,
     so that an operator can switch the package off under a script that calls this by hand.
-    """
-    from mcore_ckpt_ext.hooks.autoload import switched_off
 
-    if not switched_off():
+    Example:
+        >>> install()
+        >>> {seam.state for seam in status()} <= {"patched", "waiting for import", "not patched"}
+        True
+    """
+    from mcore_ckpt_ext.settings import SWITCH
+
+    if SWITCH.value:
         _registry().install()
 
 
 def uninstall() -> None:
-    """Give every framework its own functions back; wrappers that others put on top keep working."""
+    """Give every framework its own functions back; wrappers that others put on top keep working.
+
+    Example:
+        >>> uninstall()
+        >>> any(seam.state == "patched" for seam in status())
+        False
+    """
     _registry().uninstall()
 
 
 def status() -> list[SeamStatus]:
-    """Tell for each seam: waiting for import, patched, or not patched and why."""
+    """Tell for each seam: waiting for import, patched, or not patched and why.
+
+    Example:
+        >>> [seam.seam for seam in status()][0]
+        'megatron.training.checkpointing.load_checkpoint'
+    """
     return _registry().status()
 
 
-@functools.cache
 def _registry() -> HookRegistry:
-    """Return the one registry of the process, made on first use."""
+    """Return the wrapped seams of the process, noted on first use."""
+    from mcore_ckpt_ext.hooks.process import PROCESS
     from mcore_ckpt_ext.hooks.registry import HookRegistry
     from mcore_ckpt_ext.hooks.seams import SEAMS
 
-    return HookRegistry(SEAMS)
+    return PROCESS.one(HookRegistry, lambda: HookRegistry(SEAMS))

@@ -1,13 +1,49 @@
-"""One-line messages to the user, visible whether or not logging is configured yet."""
+"""One-line messages to the user, through the logger `mcore_ckpt_ext`.
+
+A program that wants them elsewhere, or not at all, gives that logger a handler of its own (a `NullHandler` silences it)
+or a level; until it does, they go to stderr.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 
-PREFIX = "[mcore_ckpt_ext] "
-# Megatron parses its arguments more than once: what was said need not be said again.
-_said: set[str] = set()
+from mcore_ckpt_ext.hooks.process import PROCESS
+
+NAME = "mcore_ckpt_ext"
+PREFIX = f"[{NAME}] "
+
+
+class Said(set[str]):
+    """The lines of this process: Megatron parses its arguments more than once, and once is enough for the user."""
+
+
+class OwnHandler(logging.Handler):
+    """Writes to what stderr is at that time, as long as the logger has no other handler."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line."""
+        if logging.getLogger(NAME).handlers == [self]:
+            sys.stderr.write(f"{PREFIX}{self.format(record)}\n")
+            sys.stderr.flush()
+
+
+def own_logger() -> logging.Logger:
+    """The package's logger, with a handler and a level where the program gave it none.
+
+    The level does not depend on that of the root logger, which Megatron sets late and by a flag (`setup_logging`,
+    megatron/training/initialize.py, core_v0.7.0 to 0.19.2); and what is written here, the root logger's handlers need
+    not repeat.
+    """
+    logger = logging.getLogger(NAME)
+    if not logger.handlers:
+        logger.addHandler(PROCESS.one(OwnHandler))
+        logger.propagate = False
+        if logger.level == logging.NOTSET:
+            logger.setLevel(logging.INFO)
+    return logger
 
 
 def is_first_rank() -> bool:
@@ -19,13 +55,10 @@ def is_first_rank() -> bool:
 
 
 def announce(line: str, *, every_rank: bool = False) -> None:
-    """Write one line to stderr, on rank 0 only unless it is some rank's own, and each line once in a process.
+    """Tell the user one line, on rank 0 only unless it is some rank's own, and each line once in a process."""
+    from mcore_ckpt_ext.errors import printable
 
-    Not through logging: Megatron raises or sets levels late and by its own flags, and what this package
-    changes in a job must be seen without any of them.
-    """
-    text = " ".join(line.split())
-    if (every_rank or is_first_rank()) and text not in _said:
-        _said.add(text)
-        sys.stderr.write(f"{PREFIX}{text}\n")
-        sys.stderr.flush()
+    text, said = printable(" ".join(line.split())), PROCESS.one(Said)
+    if (every_rank or is_first_rank()) and text not in said:
+        said.add(text)
+        own_logger().info("%s", text)

@@ -2,15 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-SWITCH = "MCORE_CKPT_EXT"
-
-
-def switched_off() -> bool:
-    """Tell whether the user's environment switches this package off (``MCORE_CKPT_EXT=0``)."""
-    return os.environ.get(SWITCH) == "0"
-
 
 def register() -> None:
     """Install the hooks; never raise.

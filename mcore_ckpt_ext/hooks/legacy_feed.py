@@ -12,7 +12,7 @@ running layout. Everything after it is stock.
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,22 +21,25 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
-from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, Checkpoint, iteration_folder, open_checkpoint
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.zarr import NAME as ZARR
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.online.agreement import agreed
-from mcore_ckpt_ext.online.live_optimizer import LiveParameter, live_names, live_parameters
+from mcore_ckpt_ext.online.live_model import LiveParameter, live_names, live_parameters
 from mcore_ckpt_ext.optimizer_reshard import check_names
 from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
+from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folder, iteration_name
 
 _DISTRIBUTED = "use_distributed_optimizer"
-_BASE_LOADER = "_load_base_checkpoint"
 # `check_checkpoint_args` compares these; they follow from the tensor- and pipeline-parallel size.
 _FOLLOWS_LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size", "make_vocab_size_divisible_by",
@@ -51,7 +54,7 @@ def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
     try:
         if not step and not (run / TRACKER_FILE).exists():
             return None
-        folder = run / f"iter_{int(step):07d}" if step else iteration_folder(run)
+        folder = run / iteration_name(int(step)) if step else iteration_folder(run)
     except CheckpointError:  # whatever it is, it is stock Megatron's to tell
         return None
     return folder if is_legacy(folder) or (is_zarr(folder) and not _reads_zarr()) else None
@@ -75,16 +78,16 @@ def changes_of(folder: Path, arguments: Any) -> list[str]:
     try:
         if checkpoint.format == ZARR:
             return ["the format zarr"]
-        changes = placement_changes(checkpoint.args, vars(arguments))
+        changes = placement_changes(checkpoint.arguments, JobArguments.of(vars(arguments)))
         # Without it the optimizer's state is in no file that the distributed optimizer would open.
-        written = checkpoint.args.get(_DISTRIBUTED)
+        written = checkpoint.arguments.use_distributed_optimizer
         return changes if written or not getattr(arguments, _DISTRIBUTED, False) else [*changes, _DISTRIBUTED]
     finally:
         checkpoint.reader.close()
 
 
 def load_weights_alone(
-    scope: Mapping[str, Any], directory: str | None, chunks: Sequence[Any], stock: Callable[[], Any]
+    scope: MutableMapping[str, Any], directory: str | None, chunks: Sequence[Any], stock: Callable[[], Any]
 ) -> Any:
     """A load that leaves the optimizer out: stock's own, but fed where stock could not load it by itself.
 
@@ -114,7 +117,7 @@ def load_weights_alone(
 
 
 @contextmanager
-def fed(scope: Mapping[str, Any], folder: Path, chunks: Sequence[Any]) -> Iterator[None]:
+def fed(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any]) -> Iterator[None]:
     """Feed the loads within this scope; the model is not touched before every rank has its part.
 
     Raises:
@@ -132,13 +135,8 @@ def fed(scope: Mapping[str, Any], folder: Path, chunks: Sequence[Any]) -> Iterat
         # The kind of checkpoint is told since 0.9.
         return (*found, scope["CheckpointType"].LEGACY) if "CheckpointType" in scope else found
 
-    module: dict[str, Any] = scope  # type: ignore[assignment]  # a module's globals
-    original, no_load_rng = module[_BASE_LOADER], arguments.no_load_rng
-    module[_BASE_LOADER], arguments.no_load_rng = load_base_checkpoint, True
-    try:
+    with rebound(scope, _load_base_checkpoint=load_base_checkpoint), rebound(vars(arguments), no_load_rng=True):
         yield
-    finally:
-        module[_BASE_LOADER], arguments.no_load_rng = original, no_load_rng
 
 
 def _rank_state(folder: Path, chunks: Sequence[Any], arguments: Any, live: set[str]) -> dict[str, Any]:
@@ -159,7 +157,7 @@ def _rank_state(folder: Path, chunks: Sequence[Any], arguments: Any, live: set[s
 def _model_state(checkpoint: Checkpoint, chunk: Any, described: Mapping[int, LiveParameter]) -> dict[str, Any]:
     """A `state_dict` for one model chunk under its own names; what is no tensor stays as the live chunk has it."""
     state: dict[str, Any] = dict(chunk.state_dict(keep_vars=True))
-    local = [name for name, value in state.items() if isinstance(value, torch.Tensor) and not _is_extra(name)]
+    local = [name for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(name)]
     for name in local:
         if id(state[name]) not in described:
             raise ModelMismatchError("the model has a tensor that its own sharded state dict does not list", where=name)
@@ -170,8 +168,3 @@ def _model_state(checkpoint: Checkpoint, chunk: Any, described: Mapping[int, Liv
     return state | {
         name: values.view(live.parameter.shape) for name, live, values in zip(local, tensors, filled, strict=True)
     }
-
-
-def _is_extra(name: str) -> bool:
-    """Transformer Engine's own state, which carries no weights."""
-    return name.endswith("_extra_state")

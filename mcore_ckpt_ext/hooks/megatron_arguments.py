@@ -16,7 +16,6 @@ the writer's queue before it calls ``validate_args`` (megatron/training/initiali
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Sequence
@@ -26,8 +25,8 @@ from importlib import import_module
 from typing import ParamSpec, TypeVar
 
 from mcore_ckpt_ext.hooks.announce import announce
-from mcore_ckpt_ext.hooks.resuming import FALLBACK_ARGUMENT, FALLBACK_VARIABLE
-from mcore_ckpt_ext.hooks.saving import CONTINUE, POLICY_ARGUMENT, POLICY_VARIABLE, STOP
+from mcore_ckpt_ext.settings import CONTINUE, FALLBACK, ON_SAVE_FAILURE, STOP
+from mcore_ckpt_ext.versions import Version, parse_version
 
 P = ParamSpec("P")
 Arguments = TypeVar("Arguments", bound=Namespace)
@@ -75,23 +74,20 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
         parser = provider(parser) if provider is not None else parser
         group = parser.add_argument_group(title="mcore_ckpt_ext")
         group.add_argument(
-            _flag(POLICY_ARGUMENT),
+            ON_SAVE_FAILURE.flag,
             choices=[CONTINUE, STOP],
-            help=f"Whether training goes on when a checkpoint cannot be saved (default: {POLICY_VARIABLE}, or stop).",
+            help="Whether training goes on when a checkpoint cannot be saved "
+            f"(default: {ON_SAVE_FAILURE.name}, or {ON_SAVE_FAILURE.default}).",
         )
         group.add_argument(
-            _flag(FALLBACK_ARGUMENT),
+            FALLBACK.flag,
             action="store_true",
             help="Resume from the newest whole checkpoint where the newest one is incomplete or damaged "
-            f"(also {FALLBACK_VARIABLE}=1).",
+            f"(also {FALLBACK.name}=1).",
         )
         return parser
 
     return provide
-
-
-def _flag(argument: str) -> str:
-    return f"--{argument.replace('_', '-')}"
 
 
 def asynchronous_save_changes(
@@ -166,11 +162,9 @@ def _is_given(flag: str, command_line: Sequence[str]) -> bool:
     return any(word == flag or word.startswith(f"{flag}=") for word in command_line)
 
 
-def megatron_version() -> tuple[int, int] | None:
+def megatron_version() -> Version | None:
     """Return (major, minor) of the imported megatron.core, None where it does not tell."""
-    version = getattr(sys.modules.get("megatron.core"), "__version__", "")
-    numbers = re.match(r"(\d+)\.(\d+)", str(version))
-    return (int(numbers[1]), int(numbers[2])) if numbers else None
+    return parse_version(getattr(sys.modules.get("megatron.core"), "__version__", ""))
 
 
 def nvrx_problem() -> str | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -16,13 +15,12 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from mcore_ckpt_ext.hooks.announce import is_first_rank
+from mcore_ckpt_ext.hooks.announce import is_first_rank, own_logger
 from mcore_ckpt_ext.hooks.post_import import PostImportFinder
 
 Function = Callable[..., Any]
 State = Literal["waiting for import", "patched", "not patched"]
 
-logger = logging.getLogger("mcore_ckpt_ext")
 
 
 class Seam(NamedTuple):
@@ -163,7 +161,7 @@ class HookRegistry:
             told = self._reasons.get(seam) == reason
             self._reasons[seam] = reason
         if is_first_rank() and not told:
-            logger.warning("%s is left as it is: %s", seam, reason)
+            own_logger().warning("%s is left as it is: %s", seam, reason)
 
     def _is_ours(self, seam: Seam, function: Function) -> bool:
         with self._lock:

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import ResumeRefusedError
 from mcore_ckpt_ext.hooks.announce import announce, is_first_rank
+from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.offline.whole import Standing, standing_of
 from mcore_ckpt_ext.online.agreement import agreed
+from mcore_ckpt_ext.settings import FALLBACK
 
-FALLBACK_VARIABLE = "MCORE_CKPT_EXT_FALLBACK"
-FALLBACK_ARGUMENT = "ckpt_ext_fallback"
 _SHOWN = 3
 
 
 @contextmanager
-def taking_what_is_whole(scope: Mapping[str, Any], directory: str | None) -> Iterator[None]:
+def taking_what_is_whole(scope: MutableMapping[str, Any], directory: str | None) -> Iterator[None]:
     """Have the load within this scope take the newest whole iteration, if the one it wants is not whole.
 
     `ckpt_step` outweighs the tracker in `load_checkpoint` and what it calls, but only once `read_metadata` has read it,
@@ -43,18 +42,14 @@ def taking_what_is_whole(scope: Mapping[str, Any], directory: str | None) -> Ite
     if standing.newest_whole is None:
         yield  # nothing to choose from: the load itself finds out, and names what it misses
         return
-    if not _may_fall_back(arguments):
+    if not FALLBACK.chosen(arguments):
         raise _refusal(standing, str(directory))
     what = "; ".join(standing.problems[:_SHOWN])
     announce(f"{standing.wanted} is not whole ({what}); resuming from iteration {standing.newest_whole} instead")
     chosen = standing.newest_whole
-    module: dict[str, Any] = scope  # type: ignore[assignment]  # a module's globals
-    step, read_metadata = arguments.ckpt_step, module["read_metadata"]
-    arguments.ckpt_step, module["read_metadata"] = chosen, lambda *_, **__: (chosen, False)
-    try:
+    named = rebound(scope, read_metadata=lambda *_, **__: (chosen, False))
+    with named, rebound(vars(arguments), ckpt_step=chosen):
         yield
-    finally:
-        arguments.ckpt_step, module["read_metadata"] = step, read_metadata
 
 
 def _looked(arguments: Any, directory: str | None) -> Standing | None:
@@ -66,10 +61,6 @@ def _looked(arguments: Any, directory: str | None) -> Standing | None:
     return standing_of(Path(str(directory)), arguments.ckpt_step or None)
 
 
-def _may_fall_back(arguments: Any) -> bool:
-    return bool(getattr(arguments, FALLBACK_ARGUMENT, False)) or os.environ.get(FALLBACK_VARIABLE) == "1"
-
-
 def _refusal(standing: Standing, directory: str) -> ResumeRefusedError:
     found = "; ".join(standing.problems[:_SHOWN])
     if len(standing.problems) > _SHOWN:
@@ -78,7 +69,7 @@ def _refusal(standing: Standing, directory: str) -> ResumeRefusedError:
     by_hand = f"--ckpt-step {number}" if standing.has_tracker else f"writing {number} into the tracker file"
     helps = (
         f"iteration {number} is whole: {by_hand} takes it, "
-        f"--{FALLBACK_ARGUMENT.replace('_', '-')} (or {FALLBACK_VARIABLE}=1) always takes the newest whole one"
+        f"{FALLBACK.flag} (or {FALLBACK.name}=1) always takes the newest whole one"
     )
     return ResumeRefusedError(
         "mcore_ckpt_ext refused while looking for a whole checkpoint; the optimizer is untouched\n  "

@@ -20,7 +20,7 @@ SEAMS = (
     Seam(
         module="megatron.training.checkpointing",
         attribute="save_checkpoint",
-        wrapper="mcore_ckpt_ext.hooks.megatron:wrap_save_checkpoint",
+        wrapper="mcore_ckpt_ext.hooks.saving:wrap_save_checkpoint",
         parameters=("iteration", "model", "optimizer", "opt_param_scheduler"),
         version_module="megatron.core",
     ),

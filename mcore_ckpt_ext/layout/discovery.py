@@ -17,7 +17,7 @@ import torch
 from mcore_ckpt_ext.errors import LayoutError
 from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, GroupLayout, OptimizerGroup, Placement
 from mcore_ckpt_ext.layout.grad_buffer import align
-from mcore_ckpt_ext.layout.parameter_order import split_layer
+from mcore_ckpt_ext.model_space.names import split_layer
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 _SAMPLE = 64

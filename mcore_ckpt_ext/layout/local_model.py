@@ -5,24 +5,16 @@ Everything follows from the stored weights, whose chunks are the tensor-parallel
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import Any
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk
-from mcore_ckpt_ext.layout.parameter_order import WORD_EMBEDDINGS, split_layer
-from mcore_ckpt_ext.layout.split_parameters import split_parameters
+from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS, is_module_buffer, parse, split_layer, split_parameters
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
-
-_EXPERT = re.compile(r"\.experts\.experts\.(\d+)\.")
-
-# Stored with the model, but module buffers and not parameters (moe/router.py: `expert_bias`,
-# `local_tokens_per_expert`, since core_v0.10.0).
-_MODULE_BUFFER = re.compile(r"\.router\.(expert_bias|local_tokens_per_expert)$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +48,7 @@ class LocalModels:
     def __init__(
         self,
         weights: Mapping[str, StoredWeight],
-        arguments: Mapping[str, Any],
+        arguments: JobArguments,
         layout: ParallelLayout,
         experts_apart: bool,
         layers: list[list[range]] | None = None,
@@ -65,7 +57,7 @@ class LocalModels:
 
         `layers`: global decoder layers by `[pipeline rank][virtual stage]`; None to take them from the arguments.
         """
-        self.weights = {name: weight for name, weight in weights.items() if not _MODULE_BUFFER.search(name)}
+        self.weights = {name: weight for name, weight in weights.items() if not is_module_buffer(name)}
         self.arguments = arguments
         self.layout = layout
         self.experts_apart = experts_apart
@@ -73,12 +65,21 @@ class LocalModels:
         self._parts = split_parameters(self.weights)
         # Split parameters go by their first part; these are the others.
         self._first_of = {name: first for first, names in self._parts.items() for name in names[1:]}
-        self._expert_of = {name: int(match[1]) for name in self.weights if (match := _EXPERT.search(name))}
+        self._expert_of = {
+            name: expert for name in self.weights if (expert := parse(name).expert) is not None
+        }
+
+    def without(self, names: Collection[str]) -> LocalModels:
+        """The same ranks, as if they did not hold some parameters."""
+        left = {name: weight for name, weight in self.weights.items() if name not in names}
+        if len(left) == len(self.weights):
+            return self
+        return LocalModels(left, self.arguments, self.layout, self.experts_apart, self._layers)
 
     @property
     def ties_embeddings(self) -> bool:
         """Whether the output layer is the word embedding (`--untie-embeddings-and-output-weights` is off)."""
-        return not self.arguments.get("untie_embeddings_and_output_weights", False)
+        return not self.arguments.untie_embeddings_and_output_weights
 
     @cached_property
     def layers_by_chunk(self) -> list[list[range]] | None:
@@ -149,7 +150,7 @@ class LocalModels:
         expert = self._expert_of.get(name)
         if expert is None or not self.experts_apart:
             return None
-        return expert * self.layout.expert // int(self.arguments["num_experts"])
+        return expert * self.layout.expert // self.arguments.whole("num_experts")
 
     def _tensor_size(self, name: str) -> int:
         return self.layout.expert_tensor if name in self._expert_of else self.layout.tensor

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import accumulate
-from typing import Any
 
+from mcore_ckpt_ext.arguments import MOST_RANKS, JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 
 # Many times the largest job there has been: arguments that say more are damaged, and would be walked rank by rank.
-_MOST_RANKS, _MOST_OF_A_MODEL = 1 << 22, 1 << 14
+_MOST_OF_A_MODEL = 1 << 14
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class ParallelLayout:
     world: int
 
     @classmethod
-    def from_arguments(cls, arguments: Mapping[str, Any]) -> ParallelLayout:
+    def from_arguments(cls, arguments: JobArguments) -> ParallelLayout:
         """Read Megatron's parsed arguments (`megatron/training/arguments.py`, `validate_args`, 0.7 to 0.19).
 
         `data_parallel_size` there leaves the context-parallel ranks out.
@@ -35,27 +34,21 @@ class ParallelLayout:
         Raises:
             UnreadableCheckpointError: they describe no job that can have run.
         """
-
-        def size(name: str, default: int = 1) -> int:
-            value = arguments.get(name)
-            return int(value) if value else default
-
-        tensor, pipeline = size("tensor_model_parallel_size"), size("pipeline_model_parallel_size")
-        context, expert = size("context_parallel_size"), size("expert_model_parallel_size")
-        data = size("data_parallel_size")
+        tensor, pipeline = arguments.tensor_model_parallel_size or 1, arguments.pipeline_model_parallel_size or 1
+        context, data = arguments.context_parallel_size or 1, arguments.data_parallel_size or 1
         layout = cls(
             tensor=tensor,
             pipeline=pipeline,
-            virtual_pipeline=size("virtual_pipeline_model_parallel_size") if pipeline > 1 else 1,
-            expert=expert,
-            expert_tensor=size("expert_tensor_parallel_size", tensor),
+            virtual_pipeline=(arguments.virtual_pipeline_model_parallel_size or 1) if pipeline > 1 else 1,
+            expert=arguments.expert_model_parallel_size or 1,
+            expert_tensor=arguments.expert_tensor_parallel_size or tensor,
             context=context,
             data=data,
-            world=size("world_size", tensor * pipeline * context * data),
+            world=arguments.world_size or tensor * pipeline * context * data,
         )
         sizes = asdict(layout)
-        largest = max(tensor * pipeline, layout.expert_tensor * expert, pipeline * layout.virtual_pipeline)
-        if min(sizes.values()) < 1 or layout.world > _MOST_RANKS or largest > _MOST_OF_A_MODEL:
+        largest = max(tensor * pipeline, layout.expert_tensor * layout.expert, pipeline * layout.virtual_pipeline)
+        if layout.world > MOST_RANKS or largest > _MOST_OF_A_MODEL:
             raise UnreadableCheckpointError("the arguments of the job name a layout that cannot be", found=sizes)
         return layout
 
@@ -69,7 +62,7 @@ class ParallelLayout:
         return " x ".join(parts)
 
 
-def layers_by_chunk(arguments: Mapping[str, Any], layout: ParallelLayout) -> list[list[range]] | None:
+def layers_by_chunk(arguments: JobArguments, layout: ParallelLayout) -> list[list[range]] | None:
     """Global decoder layers of every model chunk: `result[pipeline rank][virtual stage]`.
 
     Rules: `get_transformer_layer_offset` (megatron/core/transformer/transformer_layer.py) and
@@ -78,7 +71,7 @@ def layers_by_chunk(arguments: Mapping[str, Any], layout: ParallelLayout) -> lis
     Returns:
         None for layouts that these rules do not describe (`--pipeline-model-parallel-layout`).
     """
-    if arguments.get("pipeline_model_parallel_layout"):
+    if arguments.pipeline_model_parallel_layout:
         return None
     counts = _layers_per_stage(arguments, layout.pipeline)
     virtual = layout.virtual_pipeline
@@ -93,36 +86,35 @@ def layers_by_chunk(arguments: Mapping[str, Any], layout: ParallelLayout) -> lis
     for stage in range(virtual):
         for rank, count in enumerate(counts):
             built = count // virtual
-            if rank == 0 and stage == 0 and arguments.get("account_for_embedding_in_pipeline_split"):
+            if rank == 0 and stage == 0 and arguments.account_for_embedding_in_pipeline_split:
                 built -= 1
             if rank == len(counts) - 1 and stage == virtual - 1:
-                built -= bool(arguments.get("account_for_loss_in_pipeline_split"))
+                built -= bool(arguments.account_for_loss_in_pipeline_split)
             chunks[rank].append(range(following, following + built))
             following += built
-    return chunks if following == arguments.get("num_layers") else None
+    return chunks if following == arguments.num_layers else None
 
 
-def _hybrid_segments(arguments: Mapping[str, Any]) -> list[int]:
+def _hybrid_segments(arguments: JobArguments) -> list[int]:
     """Layers of each pipeline segment of a hybrid model whose pattern names the segments: `M*M-|M*M-`; else empty.
 
     Source: megatron/core/models/hybrid/hybrid_layer_allocation.py (core_v0.17.0 to 0.19.2); what stands behind a slash
     belongs to multi-token prediction.
     """
-    pattern = arguments.get("hybrid_layer_pattern")
-    segments = pattern.partition("/")[0].split("|") if isinstance(pattern, str) else []
+    segments = (arguments.hybrid_layer_pattern or "").partition("/")[0].split("|")
     return [len(segment) for segment in segments] if len(segments) > 1 else []
 
 
-def _layers_per_stage(arguments: Mapping[str, Any], pipeline: int) -> list[int] | None:
+def _layers_per_stage(arguments: JobArguments, pipeline: int) -> list[int] | None:
     """Layers of each pipeline rank over all its chunks; embedding and loss counted as layers where they are."""
-    total = arguments.get("num_layers")
-    if not isinstance(total, int):
+    total = arguments.num_layers
+    if total is None:
         return None
-    first = arguments.get("decoder_first_pipeline_num_layers")
-    last = arguments.get("decoder_last_pipeline_num_layers")
+    first = arguments.decoder_first_pipeline_num_layers
+    last = arguments.decoder_last_pipeline_num_layers
     if first is None and last is None:
-        total += bool(arguments.get("account_for_embedding_in_pipeline_split"))
-        total += bool(arguments.get("account_for_loss_in_pipeline_split"))
+        total += bool(arguments.account_for_embedding_in_pipeline_split)
+        total += bool(arguments.account_for_loss_in_pipeline_split)
         return None if total % pipeline else [total // pipeline] * pipeline
     middle = pipeline - (first is not None) - (last is not None)
     left = total - (first or 0) - (last or 0)
@@ -147,7 +139,7 @@ _PLACING_ARGUMENTS = (
 )  # fmt: skip
 
 
-def placement_changes(written: Mapping[str, Any], running: Mapping[str, Any]) -> list[str]:
+def placement_changes(written: JobArguments, running: JobArguments) -> list[str]:
     """Arguments in which two jobs differ so that their gradient buffers do; empty where the buffers are alike.
 
     An argument that one version does not know yet counts as unchanged.
@@ -155,12 +147,13 @@ def placement_changes(written: Mapping[str, Any], running: Mapping[str, Any]) ->
     changes = [
         name
         for name in _PLACING_ARGUMENTS
-        if name in written and name in running and str(written[name] or 0) != str(running[name] or 0)
+        if written.is_known(name)
+        and running.is_known(name)
+        and str(written.value(name) or 0) != str(running.value(name) or 0)
     ]
     # The default bucket size follows the number of data-parallel ranks.
     ranks = [ParallelLayout.from_arguments(job) for job in (written, running)]
-    by_default = not any(running.get(name) for name in ("ddp_bucket_size", "ddp_num_buckets"))
-    if running.get("overlap_grad_reduce") and by_default:
+    if running.overlap_grad_reduce and not (running.ddp_bucket_size or running.ddp_num_buckets):
         sizes = [max(40, layout.data * layout.context) for layout in ranks]
         changes += ["data_parallel_size"] if sizes[0] != sizes[1] else []
     return changes

@@ -8,18 +8,16 @@ of its linear); core_v0.7.0 to 0.19.2.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.(.+)$")
-_EXPERT = re.compile(r"^mlp\.experts\.experts\.(\d+)\.(.+)$")
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.model_space.names import OUTPUT_LAYER, WORD_EMBEDDINGS, in_layer, parse, split_layer
 
 _BEFORE_LAYERS = (WORD_EMBEDDINGS, "embedding.position_embeddings.weight", "embedding.tokentype_embeddings.weight")
 _AFTER_LAYERS = (
     "decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight",  # GPT, hybrid models
-    "output_layer.weight", "output_layer.bias",
+    OUTPUT_LAYER, "output_layer.bias",
 )  # fmt: skip
 
 
@@ -70,20 +68,20 @@ class KnownOrder:
         self._experts_by_matrix = experts_by_matrix
 
     def arrange(self, layer: int, suffixes: Sequence[str]) -> list[str] | None:
-        """See `ParameterOrder`."""
+        """The suffixes of one layer in registration order; None if this witness does not know them all."""
         keys = [self._key(suffix) for suffix in suffixes]
         known = [(key, suffix) for key, suffix in zip(keys, suffixes, strict=True) if key is not None]
         return [suffix for _, suffix in sorted(known)] if len(known) == len(suffixes) else None
 
     def _key(self, suffix: str) -> tuple[int, ...] | None:
-        expert = _EXPERT.match(suffix)
-        if not expert:
+        name = parse(suffix)
+        if name.experts != "mlp.experts" or name.expert is None:
             rank = self._rank.get(suffix)
             return None if rank is None else (rank,)
         matrices = _both("linear_fc1", "linear_fc2")
-        if expert[2] not in matrices:
+        if name.rest not in matrices:
             return None
-        number, matrix = int(expert[1]), matrices.index(expert[2])
+        number, matrix = name.expert, matrices.index(name.rest)
         # Grouped experts register weight0, bias0, weight1, ... of linear_fc1, then of linear_fc2; sequential
         # experts register each expert's own two linears (moe/experts.py; measured, 0.19.2).
         order = (matrix // 2, number, matrix % 2) if self._experts_by_matrix else (number, matrix)
@@ -113,26 +111,20 @@ class WitnessedOrder:
                     ranks.setdefault(suffix, len(ranks))
 
     def arrange(self, layer: int, suffixes: Sequence[str]) -> list[str] | None:
-        """See `ParameterOrder`."""
+        """The suffixes of one layer in registration order; None if this witness does not know them all."""
         ranks = self._layers.get(layer, {})
         return sorted(suffixes, key=ranks.__getitem__) if all(suffix in ranks for suffix in suffixes) else None
 
 
-def known_orders(arguments: Mapping[str, object]) -> list[ParameterOrder]:
+def known_orders(arguments: JobArguments) -> list[ParameterOrder]:
     """The known orders, the one that the checkpoint's own arguments name first."""
     local = [LOCAL, LOCAL_GROUPED]
     engine = [TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_SEQUENTIAL]
-    if arguments.get("num_experts") and not arguments.get("moe_grouped_gemm"):
+    if arguments.num_experts and not arguments.moe_grouped_gemm:
         engine.reverse()
-    elif arguments.get("moe_grouped_gemm"):
+    elif arguments.moe_grouped_gemm:
         local.reverse()
-    return [*local, *engine] if arguments.get("transformer_impl") == "local" else [*engine, *local]
-
-
-def split_layer(name: str) -> tuple[int | None, str]:
-    """(global decoder layer, suffix) of a model-space name; (None, name) outside of the layers."""
-    match = _LAYER.match(name)
-    return (int(match[1]), match[2]) if match else (None, name)
+    return [*local, *engine] if arguments.transformer_impl == "local" else [*engine, *local]
 
 
 def registration_order(
@@ -165,5 +157,5 @@ def registration_order(
         suffixes = order.arrange(layer, layers[layer])
         if suffixes is None:
             return None
-        result += [f"decoder.layers.{layer}.{suffix}" for suffix in suffixes]
+        result += [in_layer(layer, suffix) for suffix in suffixes]
     return result + after

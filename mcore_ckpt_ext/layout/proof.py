@@ -3,13 +3,26 @@
 It holds because `DistributedOptimizer.step` writes the weights by a plain cast of the masters
 (`_copy_main_params_to_model_params`, megatron/core/optimizer/distrib_optimizer.py, core_v0.7.0 to 0.19.2).
 Where weights are fp32, weight and master are one and the same.
+
+Transformer Engine's kernel for a precision-aware optimizer cuts bf16 weights out of its masters: rounded to nearest,
+too, but ties go away from zero and not to the even neighbour (`AdamFunctorMasterParamRemainder`,
+transformer_engine/common/multi_tensor/adam.cu, 2.1 to 2.20). For such jobs both roundings of a tie are right.
+
+Masters that a job keeps in fp16 (`--main-params-dtype fp16`) are not those that its weights were cast from: the kernel
+rounds one fp32 number to both, and the fp16 one is scaled by the largest of its tensor (`_apply_scale`,
+transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20). There the proof is nearness: each master lies within
+half a step of bf16 and half a step of fp16 of its weight. That shows a misplaced parameter, not every flipped bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import ProofError
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -27,6 +40,38 @@ class Mismatch:
         return f"master {self.master!r}, weight {self.weight!r} at element {self.position} ({self.count} in all)"
 
 
+@dataclass(frozen=True)
+class Proof:
+    """A way of proving masters: `words` say how, `first_mismatch` compares masters with weights of the same shape."""
+
+    words: str
+    first_mismatch: Callable[[torch.Tensor, torch.Tensor], Mismatch | None]
+
+    def check(
+        self, masters: torch.Tensor, weights: torch.Tensor, where: Callable[[int], str], instead: str = ""
+    ) -> None:
+        """Refuse masters that are not those of their weights.
+
+        Args:
+            masters: fp32, or what the optimizer keeps instead.
+            weights: of the same shape, as stored or live.
+            where: names the element at a position of the compared order.
+            instead: what the user can do, where it is known.
+
+        Raises:
+            ProofError: a master does not round to its weight.
+        """
+        mismatch = self.first_mismatch(masters, weights)
+        if mismatch is not None:
+            raise ProofError(
+                "a master does not round to the weight beside it",
+                found=f"master {mismatch.master!r}",
+                expected=f"weight {mismatch.weight!r}",
+                where=where(mismatch.position),
+                helps="the checkpoint is damaged, or its weights were edited after the save" + instead,
+            )
+
+
 def first_mismatch(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
     """Compare fp32 masters with weights of the same shape, bit for bit after the cast.
 
@@ -38,6 +83,42 @@ def first_mismatch(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | Non
     different = (rounded.view(bits) != weight.detach().contiguous().view(bits)).reshape(-1)
     if not bool(different.any()):
         return None
+    return _mismatch(master, weight, different)
+
+
+def first_neither(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
+    """As `first_mismatch`, but ties may also be rounded away from zero.
+
+    Returns:
+        None when all are equal.
+    """
+    found = first_mismatch(master, weight)
+    if found is None or weight.dtype != torch.bfloat16 or master.dtype != torch.float32:
+        return found
+    # Of all fp32 numbers only ties differ in the two roundings; the int16 sum wraps around as the kernel's does.
+    away = ((master.detach().contiguous().view(torch.int32) + 0x8000) >> 16).to(torch.int16)
+    bits = weight.detach().contiguous().view(torch.int16)
+    even = master.detach().to(torch.bfloat16).contiguous().view(torch.int16)
+    different = ((even != bits) & (away != bits)).reshape(-1)
+    return _mismatch(master, weight, different) if bool(different.any()) else None
+
+
+def first_far(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
+    """Compare masters that went through fp16 with weights: see the module's text.
+
+    Returns:
+        None when all are near; a NaN is near nothing.
+    """
+    numbers, near = master.detach().double().reshape(-1), weight.detach().double().reshape(-1)
+    # Below the smallest normal number fp16 has steps of 2**-24, times a scale of the largest number / 65504; where
+    # only a part of the tensor is at hand, its largest number may be smaller: 2**-30 leaves room for that.
+    floor = float(near.abs().max()) * 2**-30 if near.numel() else 0.0
+    half_steps = torch.finfo(weight.dtype).eps / 2 + torch.finfo(torch.float16).eps / 2
+    different = ~((numbers - near).abs() <= near.abs() * half_steps * (1 + half_steps) + floor)
+    return _mismatch(master, weight, different) if bool(different.any()) else None
+
+
+def _mismatch(master: torch.Tensor, weight: torch.Tensor, different: torch.Tensor) -> Mismatch:
     position = int(different.nonzero()[0])
     return Mismatch(
         position,
@@ -45,3 +126,17 @@ def first_mismatch(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | Non
         float(weight.reshape(-1)[position]),
         int(different.sum()),
     )
+
+
+BY_ROUNDING = Proof("equal to their weights when rounded", first_mismatch)
+BY_EITHER_ROUNDING = Proof("equal to their weights when rounded, ties either way", first_neither)
+WITHIN_HALF_PRECISION = Proof("within fp16 rounding of their weights", first_far)
+_HALF_PRECISION = ("fp16", "torch.float16")
+
+
+def proof_of(arguments: JobArguments) -> Proof:
+    """How the masters of a job with these arguments are proven."""
+    if not arguments.use_precision_aware_optimizer:
+        return BY_ROUNDING
+    half = str(arguments.main_params_dtype) in _HALF_PRECISION
+    return WITHIN_HALF_PRECISION if half else BY_EITHER_ROUNDING

@@ -9,22 +9,28 @@ from itertools import accumulate
 from mcore_ckpt_ext.layout.buckets import BucketKey, GroupLayout, OptimizerGroup, Placement
 from mcore_ckpt_ext.layout.grad_buffer import Bucket, BufferParameter, PackingRule, pack
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
-from mcore_ckpt_ext.layout.parameter_order import WORD_EMBEDDINGS, ParameterOrder, registration_order
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, registration_order
 from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A witness's answer to where the parameters of a group lie; None where it does not know."""
+    """A witness's answer to where the parameters of a group lie; None where it does not know.
+
+    `is_witnessed`: it was recorded, or seen in a model; otherwise it is the order that a known layer spec has.
+    """
 
     label: str
     layout_of: Callable[[OptimizerGroup], GroupLayout | None]
+    is_witnessed: bool = False
 
 
 def by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
     """The layout that a packing rule gives for one parameter order."""
-    return Proposal(order.label, lambda group: _packed(models, order, rule, group))
+    witnessed = isinstance(order, WitnessedOrder)
+    return Proposal(order.label, lambda group: _packed(models, order, rule, group), witnessed)
 
 
 def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
@@ -47,7 +53,7 @@ def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
                 placements.append(Placement(parameter.name, regions, origin + parameter.start))
         return layout or None
 
-    return Proposal("the sidecar", layout_of)
+    return Proposal("the sidecar", layout_of, is_witnessed=True)
 
 
 @dataclass(frozen=True)
@@ -126,14 +132,14 @@ def _pack_buffer(
         bucket_size=_bucket_size(models, rank, stage),
         data_parallel=buffer_ranks(models, rank),
         rule=rule,
-        high_bandwidth=bool(models.arguments.get("ddp_pad_buckets_for_high_nccl_busbw")),
+        high_bandwidth=bool(models.arguments.ddp_pad_buckets_for_high_nccl_busbw),
     )
     dtype = models.weights[names[0]].tensor.dtype
     return PackedBuffer(f"(torch.{dtype}, torch.{_gradient_dtype(models, dtype)})", names, known, buckets)
 
 
 def _gradient_dtype(models: LocalModels, dtype: str) -> str:
-    return "float32" if models.arguments.get("accumulate_allreduce_grads_in_fp32") else dtype
+    return "float32" if models.arguments.accumulate_allreduce_grads_in_fp32 else dtype
 
 
 def buffer_ranks(models: LocalModels, rank: ModelRank) -> int:
@@ -142,7 +148,7 @@ def buffer_ranks(models: LocalModels, rank: ModelRank) -> int:
     For the dense buffers data times context parallel; for experts what expert parallelism leaves of the world
     (megatron/core/parallel_state.py, expert data parallel).
     """
-    instances = int(models.arguments.get("num_distributed_optimizer_instances") or 1)
+    instances = models.arguments.num_distributed_optimizer_instances or 1
     layout = models.layout
     ranks = layout.data * layout.context
     if rank.expert is not None:
@@ -158,18 +164,18 @@ def _bucket_size(models: LocalModels, rank: ModelRank, stage: int) -> int | None
     """
     arguments = models.arguments
     if (
-        not arguments.get("overlap_grad_reduce")
+        not arguments.overlap_grad_reduce
         or rank.pipeline > 0
         or stage > 0
-        or arguments.get("overlap_param_gather_with_optimizer_step")
+        or arguments.overlap_param_gather_with_optimizer_step
     ):
         return None
-    if arguments.get("ddp_num_buckets"):
+    if arguments.ddp_num_buckets:
         held = models.chunks[rank.pipeline] if models.chunks else []
         total = sum(numel_of(models.regions(name, rank.tensor) or ()) for chunk in held for name in chunk)
-        return max(1, total // int(arguments["ddp_num_buckets"]))
-    if arguments.get("ddp_bucket_size"):
-        return int(arguments["ddp_bucket_size"])
+        return max(1, total // arguments.ddp_num_buckets)
+    if arguments.ddp_bucket_size:
+        return arguments.ddp_bucket_size
     return max(40_000_000, 1_000_000 * models.layout.data * models.layout.context)
 
 

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, GroupLayout, Optimiz
 from mcore_ckpt_ext.layout.discovery import discover
 from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
 from mcore_ckpt_ext.layout.proposals import Proposal, buffer_ranks
 from mcore_ckpt_ext.model_space.slices import numel_of
 
@@ -27,7 +27,11 @@ class RecoveredLayout:
 
 
 def recover(
-    group: OptimizerGroup, models: LocalModels, proposals: Sequence[Proposal], read: Bytes
+    group: OptimizerGroup,
+    models: LocalModels,
+    proposals: Sequence[Proposal],
+    read: Bytes,
+    proof: Proof = BY_ROUNDING,
 ) -> RecoveredLayout:
     """Find the layout of one optimizer group.
 
@@ -41,7 +45,7 @@ def recover(
         layout = proposal.layout_of(group)
         problem = "it does not know every parameter" if layout is None else misfit(layout, group)
         if layout is not None and problem is None:
-            problem = _sample(group, layout, read)
+            problem = _sample(group, layout, read, proof)
         if layout is not None and problem is None:
             return RecoveredLayout(proposal.label, layout)
         tried.append(f"{proposal.label}: {problem}")
@@ -56,6 +60,43 @@ def recover(
     return RecoveredLayout("discovery by content", found, discovered=True)
 
 
+def recover_unproven(group: OptimizerGroup, models: LocalModels, proposals: Sequence[Proposal]) -> RecoveredLayout:
+    """Find the layout of a group whose content proves nothing, for any weight goes with any remainder.
+
+    It must be certain otherwise: recorded or seen in a model, and within the borders of the stored chunks; or else the
+    only one of all that are known which those borders allow, for a model that Megatron itself puts together.
+
+    Raises:
+        LayoutError: it is not certain.
+    """
+    fitting: list[tuple[Proposal, GroupLayout]] = []
+    tried: list[str] = []
+    for proposal in proposals:
+        layout = proposal.layout_of(group)
+        problem = "it does not know every parameter" if layout is None else misfit(layout, group)
+        if layout is not None and problem is None:
+            if proposal.is_witnessed:
+                return RecoveredLayout(proposal.label, layout)
+            fitting.append((proposal, layout))
+        tried.append(f"{proposal.label}: {problem or 'it fits'}")
+    own_spec = bool(models.arguments.spec)  # `--spec`: modules of the user's own
+    bordered = all(stored.cuts is not None for stored in group.buckets.values()) and not own_spec
+    alike = all(_placed(layout) == _placed(fitting[0][1]) for _, layout in fitting)
+    if fitting and bordered and alike:
+        return RecoveredLayout(fitting[0][0].label, fitting[0][1])
+    raise LayoutError(
+        "it is not certain which parameter lies where, and remainders of masters, unlike masters, cannot show it",
+        found="; ".join(tried),
+        expected="a sidecar, or chunk borders that leave one known order of parameters",
+        where=str(group),
+        helps="resume under the layout that wrote it, with this package installed, and save: the sidecar records it",
+    )
+
+
+def _placed(layout: GroupLayout) -> dict[BucketKey, list[tuple[str, int]]]:
+    return {key: [(placement.name, placement.start) for placement in placed] for key, placed in layout.items()}
+
+
 def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredLayout | None:
     """The first proposal that the sizes and chunk borders of a group allow; not confirmed by its content."""
     for proposal in proposals:
@@ -65,13 +106,13 @@ def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredLa
     return None
 
 
-def _sample(group: OptimizerGroup, layout: GroupLayout, read: Bytes) -> str | None:
+def _sample(group: OptimizerGroup, layout: GroupLayout, read: Bytes, proof: Proof) -> str | None:
     """Compare the first elements of every parameter with its weight; what differs, in words."""
     for key, placements in layout.items():
         for placement in placements:
             count = min(_SAMPLE, numel_of(placement.regions))
             master = read.master(group, key, placement.start, count)
-            mismatch = first_mismatch(master, read.weight(placement.regions, 0, count))
+            mismatch = proof.first_mismatch(master, read.weight(placement.regions, 0, count))
             if mismatch is not None:
                 return f"{placement.name} would be {mismatch}"
     return None
@@ -80,7 +121,7 @@ def _sample(group: OptimizerGroup, layout: GroupLayout, read: Bytes) -> str | No
 def _data_parallel_borders(group: OptimizerGroup, models: LocalModels) -> dict[BucketKey, frozenset[int]]:
     """The cuts of each bucket that its even division between the data-parallel ranks makes."""
     ranks = buffer_ranks(models, group.rank)
-    high_bandwidth = bool(models.arguments.get("ddp_pad_buckets_for_high_nccl_busbw"))
+    high_bandwidth = bool(models.arguments.ddp_pad_buckets_for_high_nccl_busbw)
     alignment = bucket_alignment(ranks, high_bandwidth)
     borders: dict[BucketKey, frozenset[int]] = {}
     for key, stored in group.buckets.items():

@@ -10,8 +10,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mcore_ckpt_ext.layout.digest import read, written
+
 FILE_NAME = "mcore_ckpt_ext.json"
 VERSION = 1
+MOST_BYTES = 256 << 20
+"""A few kilobytes a pipeline stage are usual."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +66,27 @@ class SaveRecord:
 
 
 @dataclass(frozen=True)
+class RecordedDigests:
+    """Digests (`layout/digest.py`) of the optimizer's state as it was saved, where masters are remainders.
+
+    Attributes:
+        child: the chained optimizer.
+        index: its group, as in `RecordedGroup.indices`.
+        parameters: for each parameter's name, by kind, the digest of its elements in the order of the buffer, 16
+            hexadecimal digits.
+    """
+
+    child: int
+    index: int
+    parameters: Mapping[str, Mapping[str, str]]
+
+
+@dataclass(frozen=True)
 class Sidecar:
-    """What the file holds: who wrote it, of which job, the groups, and what the save took if that is recorded."""
+    """What the file holds: who wrote it, of which job, the groups, what the save took and digests if they are recorded.
+
+    A sidecar without them, of an earlier release or of a job that needs none, is as good as one with them.
+    """
 
     written_by: str
     megatron: str
@@ -71,6 +94,7 @@ class Sidecar:
     layout: Mapping[str, int]
     groups: tuple[RecordedGroup, ...]
     saved: SaveRecord | None = None
+    digests: tuple[RecordedDigests, ...] = ()
 
     def to_json(self) -> str:
         """The file's text."""
@@ -94,8 +118,11 @@ class Sidecar:
                 layout={str(name): int(size) for name, size in data["layout"].items()},
                 groups=tuple(_group(group) for group in data["groups"]),
                 saved=_save_record(data.get("saved")),
+                digests=tuple(_digests(group) for group in data.get("digests", ())),
             )
-        except (KeyError, TypeError, AttributeError) as error:
+        except RecursionError as error:
+            raise ValueError("the sidecar is nested too deeply") from error
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"the sidecar lacks or misspells {error}") from error
 
 
@@ -108,6 +135,14 @@ def _save_record(data: Mapping[str, Any] | None) -> SaveRecord | None:
         seconds_stalled=float(data["seconds_stalled"]),
         seconds_in_background=float(data["seconds_in_background"]),
     )
+
+
+def _digests(data: Mapping[str, Any]) -> RecordedDigests:
+    parameters = {
+        str(name): {str(kind): written(read(digest)) for kind, digest in kinds.items()}
+        for name, kinds in data["parameters"].items()
+    }
+    return RecordedDigests(int(data["child"]), int(data["index"]), parameters)
 
 
 def _group(data: Mapping[str, Any]) -> RecordedGroup:

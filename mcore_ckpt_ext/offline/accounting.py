@@ -7,18 +7,16 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.flat_buffers import KINDS, FlatBuffers
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.formats.unread import OTHER, UNKNOWN, optimizer_kind
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT
+from mcore_ckpt_ext.optimizers.flat_buffers import KINDS, FlatBuffers
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference
 
-OTHER = "other"
-"""Everything that is no tensor of the model or its optimizer: random states, arguments, parameter groups."""
-
-_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.(?:state\.(?P<shaped>\w+?)\..+|distributed\..+\.(?P<flat>\w+))$")
 _GATHERED = ".param_state/shard_"
 
 
@@ -42,27 +40,44 @@ def stored_parts(checkpoint: Checkpoint) -> Iterator[StoredPart]:
 
 def kind_of(key: str) -> str:
     """The kind of the array stored under Megatron's sharded key."""
-    match = _STATE.match(key)
-    state = (match["shaped"] or match["flat"]) if match else WEIGHT
-    return KINDS.get(state, state)
+    kind = optimizer_kind(key)
+    return WEIGHT if kind == OTHER else kind
 
 
 def _torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]:
     for key, array in checkpoint.index.arrays.items():
         kind, size = kind_of(key), ITEM_SIZE[array.dtype]
+        if kind == FP32_PARAM and array.dtype == "int16":
+            kind = PARAM_REMAINDER
         for chunk in array.chunks:
             yield StoredPart(chunk.extent.file, kind, key, chunk.extent.numel * size)
     gathered = [key for key in checkpoint.index.objects if _GATHERED in key]
     for key, stored in checkpoint.index.objects.items():
         if key not in gathered:
             yield StoredPart(stored.file, OTHER, key, stored.length)
-    if gathered and isinstance(checkpoint.optimizer, FlatBuffers):
-        for (child, index), arrays in checkpoint.optimizer.arrays.items():
-            for (bucket, kind), flat in arrays.items():
-                for piece in flat.pieces:
-                    label = f"optimizer {child}, dp_group_idx_{index}.{bucket}"
-                    size = ITEM_SIZE[piece.extent.dtype]
-                    yield StoredPart(piece.extent.file, kind, label, (piece.stop - piece.start) * size)
+    if gathered:
+        yield from _gathered(checkpoint, gathered)
+
+
+def _gathered(checkpoint: TorchDistCheckpoint, keys: list[str]) -> Iterator[StoredPart]:
+    """Whole buffers in pickled objects; the objects themselves where their content cannot be read."""
+    try:
+        of_optimizer = checkpoint.optimizer.buffers
+    except UnsupportedCheckpointError:
+        for key in keys:
+            yield StoredPart(checkpoint.index.objects[key].file, UNKNOWN, key, checkpoint.index.objects[key].length)
+    else:
+        for buffers in of_optimizer:
+            yield from _flat(buffers)
+
+
+def _flat(buffers: FlatBuffers) -> Iterator[StoredPart]:
+    for (child, index), arrays in buffers.arrays.items():
+        for (bucket, kind), flat in arrays.items():
+            for piece in flat.pieces:
+                label = f"optimizer {child}, dp_group_idx_{index}.{bucket}"
+                size = ITEM_SIZE[piece.extent.dtype]
+                yield StoredPart(piece.extent.file, kind, label, (piece.stop - piece.start) * size)
 
 
 def _legacy(checkpoint: LegacyCheckpoint) -> Iterator[StoredPart]:

@@ -16,14 +16,15 @@ from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import LOCAL, HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.huggingface_target import VOCABULARY
+from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.model_space.names import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.content import bits_of, index_of
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS, BlockReader, Remembering, blocks
 
-SCHEMA = 1
+SCHEMA = 2
 KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
 
 
@@ -95,7 +96,10 @@ class Fact:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result; `facts` do not count for equality."""
+    """The result; `facts` do not count for equality.
+
+    Nothing is equal while one of the two has keys that nothing here reads (`unread_a`, `unread_b`).
+    """
 
     schema: int
     a: str
@@ -103,6 +107,8 @@ class Comparison:
     equal: bool
     kinds: tuple[KindComparison, ...]
     facts: tuple[Fact, ...]
+    unread_a: tuple[Unread, ...] = ()
+    unread_b: tuple[Unread, ...] = ()
 
 
 def compare(
@@ -128,6 +134,12 @@ def compare(
 
     Raises:
         CheckpointError: one of them cannot be read, or has none of the asked kinds.
+
+    Example:
+        >>> report = convert("run", "other", Legacy())
+        >>> found = compare("run", "other")
+        >>> found.equal, [(kind.kind, kind.compared) for kind in found.kinds]
+        (True, [('weight', 27), ('fp32_param', 27), ('exp_avg', 27), ('exp_avg_sq', 27)])
     """
     with interpreting(f"{a} or {b}"):
         return _comparison(_sides(a, b, family), kinds, workers, progress)
@@ -143,7 +155,7 @@ def _comparison(
         raise UnsupportedCheckpointError(
             "neither checkpoint has what is to be compared", found=", ".join(known), expected=", ".join(unknown)
         )
-    chosen = [kind for kind in known if kinds is None or kind in kinds]
+    chosen = [kind for kind in known if (kind in kinds if kinds is not None else _counts(kind, sides))]
     of_b = {kind: set(sides[1].names(kind)) for kind in chosen}
     shared = [(kind, name) for kind in chosen for name in sides[0].names(kind) if name in of_b[kind]]
     counter = ByteCounter(sum(sides[0].nbytes(kind, name) for kind, name in shared), progress)
@@ -153,15 +165,31 @@ def _comparison(
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
         results = list(pool.map(one, shared))
+    unread = [_unread(side, kinds, sides) for side in sides]
     compared = tuple(_kind_comparison(sides, kind, [r for r in results if r.kind == kind]) for kind in chosen)
     return Comparison(
         schema=SCHEMA,
         a=str(sides[0].checkpoint.folder),
         b=str(sides[1].checkpoint.folder),
-        equal=all(comparison.equal for comparison in compared),
+        equal=all(comparison.equal for comparison in compared) and not any(unread),
         kinds=compared,
         facts=tuple(_facts(*sides)),
+        unread_a=unread[0],
+        unread_b=unread[1],
     )
+
+
+def _unread(side: _Side, kinds: Sequence[str] | None, sides: tuple[_Side, _Side]) -> tuple[Unread, ...]:
+    """What of one checkpoint nobody looks at, and should: of the chosen kinds, and of more than weights."""
+    if any(isinstance(one.checkpoint, HuggingFaceCheckpoint) for one in sides):
+        return ()
+    found = [item for item in side.checkpoint.unread() if not item.why]
+    return tuple(item for item in found if kinds is None or item.kind in kinds)
+
+
+def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
+    """Whether a kind is compared unasked: not where one side has it only to derive another kind from it."""
+    return all(kind in side.kinds for side in sides) or any(kind in side.checkpoint.carried_kinds() for side in sides)
 
 
 def _sides(a: str | os.PathLike[str], b: str | os.PathLike[str], family: str | None) -> tuple[_Side, _Side]:

@@ -12,15 +12,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
 from mcore_ckpt_ext.formats.canonical import is_canonical
-from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, iteration_folders, iteration_number
-from mcore_ckpt_ext.formats.dcp_index import METADATA_FILE, DcpIndex
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.plain_dcp import NAMES, is_plain_dcp
 from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
 from mcore_ckpt_ext.formats.zarr import is_zarr
-from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, some, warning
+from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, warning
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex
+from mcore_ckpt_ext.storage.runs import (
+    TRACKER_FILE,
+    Tracker,
+    check_folder_exists,
+    iteration_folders,
+    iteration_number,
+    no_checkpoint,
+    read_tracker,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +46,10 @@ def locate(path: Path) -> Located:
     Raises:
         UnreadableCheckpointError: there is no checkpoint at all, not even a part of one.
     """
-    if not path.is_dir():
-        raise UnreadableCheckpointError("there is no such folder, or it cannot be read", where=str(path))
+    check_folder_exists(path)
     iterations = iteration_folders(path)
-    tracker = path / TRACKER_FILE
-    if tracker.exists():
-        return _tracked(path, tracker, iterations)
+    if tracker := read_tracker(path / TRACKER_FILE):
+        return _tracked(tracker, iterations)
     if _is_iteration(path):
         return Located(path, tuple(_ahead_of_tracker(path)))
     if is_huggingface(path):
@@ -51,42 +58,32 @@ def locate(path: Path) -> Located:
             helps="compare it with the checkpoint that it was made from: mcore-ckpt diff",
         )  # fmt: skip
     if not iterations:
-        raise UnreadableCheckpointError(
-            "this is no checkpoint: neither a run folder nor an iteration folder", where=str(path)
-        )
-    missing = error(
-        COMPLETE, str(tracker), "missing, though there are iterations: no save was finished, Megatron writes it last"
-    )
-    return Located(iterations[max(iterations)], (missing,))
+        raise no_checkpoint(path)
+    what = "missing, though there are iterations: no save was finished, Megatron writes it last"
+    return Located(iterations[max(iterations)], (error(COMPLETE, str(path / TRACKER_FILE), what),))
 
 
-def _tracked(path: Path, tracker: Path, iterations: Mapping[int, Path]) -> Located:
-    text = tracker.read_text(errors="replace").strip()
-    if text == "release":
-        folder = path / text
-    elif text.isdigit():
-        folder = path / f"iter_{int(text):07d}"
-    else:
-        return Located(None, (error(COMPLETE, str(tracker), f"it names no iteration: {text[:40]!r}"),))
-    newer = [entry.name for number, entry in sorted(iterations.items()) if text.isdigit() and number > int(text)]
+def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> Located:
+    where, named, folder = str(tracker.path), tracker.iteration, tracker.folder
+    if folder is None:
+        return Located(None, (error(COMPLETE, where, f"it names no iteration: {tracker.text!r}"),))
+    newer = [entry.name for number, entry in sorted(iterations.items()) if named is not None and number > named]
     findings = []
     if newer:
-        what = f"it names {text}, but there is {some(newer)}: a save that was not finished"
-        findings.append(warning(COMPLETE, str(tracker), what))
+        what = f"it names {named}, but there is {some(newer)}: a save that was not finished"
+        findings.append(warning(COMPLETE, where, what))
     if not folder.is_dir():
         others = some([entry.name for entry in iterations.values()]) or "no other iteration"
-        findings.append(error(COMPLETE, str(tracker), f"it names {folder.name}, which is not there; there is {others}"))
+        findings.append(error(COMPLETE, where, f"it names {folder.name}, which is not there; there is {others}"))
         return Located(None, tuple(findings))
     return Located(folder, tuple(findings))
 
 
 def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
-    number, tracker = iteration_number(folder), folder.parent / TRACKER_FILE
-    if number is not None and tracker.is_file():
-        text = tracker.read_text(errors="replace").strip()
-        if text.isdigit() and int(text) < number:
-            what = f"it names iteration {text}: this save was not finished, or not the last"
-            yield warning(COMPLETE, str(tracker), what)
+    number, tracker = iteration_number(folder), read_tracker(folder.parent / TRACKER_FILE)
+    if number is not None and tracker and tracker.iteration is not None and tracker.iteration < number:
+        what = f"it names iteration {tracker.iteration}: this save was not finished, or not the last"
+        yield warning(COMPLETE, str(tracker.path), what)
 
 
 def _is_iteration(path: Path) -> bool:
@@ -96,11 +93,19 @@ def _is_iteration(path: Path) -> bool:
 
 
 def check_folder(folder: Path) -> list[Finding]:
-    """The files without which nothing else can be looked at."""
+    """The files without which nothing else can be looked at.
+
+    Raises:
+        UnsupportedCheckpointError: the checkpoint is in a format that is not read.
+    """
     if is_canonical(folder) or is_legacy(folder):
         return []
     if not _is_iteration(folder):
         return [error(COMPLETE, str(folder), "the folder holds no file of a checkpoint")]
+    if is_plain_dcp(folder):
+        raise UnsupportedCheckpointError(
+            "the checkpoint's format is not read by this version", found=NAMES, where=str(folder)
+        )
     findings = []
     if not (folder / CONFIG_FILE).exists():
         what = "missing: Megatron writes it last, so the save was interrupted, or is under way"

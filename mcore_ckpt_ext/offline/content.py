@@ -8,14 +8,15 @@ from math import prod
 
 import torch
 
+from mcore_ckpt_ext.errors import some
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.shifted_state import ShiftedState
-from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.layout.proof import Mismatch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.coverage import copies_of
-from mcore_ckpt_ext.offline.findings import COPIES, PROOF, VALUES, Finding, error, some, warning
+from mcore_ckpt_ext.offline.findings import COPIES, PROOF, VALUES, Finding, error, warning
 from mcore_ckpt_ext.offline.reading import BlockReader, OneCopy, Remembering, blocks
+from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import StoredSlice
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -23,10 +24,14 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class ParameterReport:
-    """What was looked at for one name, and what was found; counts in elements, `bytes_read` of first copies."""
+    """What was looked at for one name, and what was found; counts in elements, `bytes_read` of first copies.
+
+    `joined`: masters that are made of their weights and remainders.
+    """
 
     findings: list[Finding] = field(default_factory=list)
     proven: int = 0
+    joined: int = 0
     copied: int = 0
     elements: int = 0
     bytes_read: int = 0
@@ -56,10 +61,10 @@ class ContentCheck:
         self._reader = BlockReader(checkpoint)
         self._sources = {WEIGHT: Remembering(checkpoint.weights)}
         self._unreadable = unreadable
-        optimizer = checkpoint.optimizer if state else None
-        self._shifted = optimizer if isinstance(optimizer, ShiftedState) else None
-        if optimizer is not None:
-            self._sources |= dict.fromkeys(optimizer.kinds, Remembering(optimizer))
+        self._optimizer = checkpoint.optimizer if state else None
+        self._shifted = set(self._optimizer.shifted) if self._optimizer else set()
+        if self._optimizer is not None:
+            self._sources |= dict.fromkeys(self._optimizer.kinds, Remembering(self._optimizer))
 
     def check(self, name: str) -> ParameterReport:
         """Everything about one parameter.
@@ -70,8 +75,8 @@ class ContentCheck:
         report = ParameterReport()
         tensors = {kind: source.logical_tensor(kind, name) for kind, source in self._sources.items()}
         held = {kind: tensor for kind, tensor in tensors.items() if tensor is not None and self._readable(kind, name)}
-        if self._shifted is not None and name in self._shifted.shifted:
-            report.findings += self._check_shifted(name, held)
+        if self._optimizer is not None and name in self._shifted:
+            report.findings += self._check_shifted(self._optimizer, name, held)
             held = {kind: tensor for kind, tensor in held.items() if kind == WEIGHT}
         shapes = {tensor.shape for tensor in held.values()}
         if len(shapes) > 1:
@@ -97,7 +102,11 @@ class ContentCheck:
                 report.elements += block.numel()
                 report.bytes_read += block.nbytes
             if FP32_PARAM in values and WEIGHT in values:
-                _prove(values[FP32_PARAM], values[WEIGHT], wanted.start, tallies[FP32_PARAM])
+                if self._checkpoint.follow_from_weights(name):
+                    report.joined += wanted.numel
+                    continue
+                mismatch = self._checkpoint.proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])
+                _tally_mismatch(mismatch, wanted.start, tallies[FP32_PARAM])
                 report.proven += wanted.numel
         for kind, tally in tallies.items():
             report.findings += _judge(kind, name, region.sizes, tally)
@@ -122,17 +131,17 @@ class ContentCheck:
         first = self._reader.read(OneCopy(tensor, one), kind, wanted)
         return int((bits_of(first) != bits_of(self._reader.read(OneCopy(tensor, other), kind, wanted))).sum())
 
-    def _check_shifted(self, name: str, held: dict[str, LogicalTensor]) -> Iterator[Finding]:
+    def _check_shifted(
+        self, optimizer: OptimizerState, name: str, held: dict[str, LogicalTensor]
+    ) -> Iterator[Finding]:
         """Compare the slot of a parameter, as Megatron wrote it, with where its elements really stand."""
-        if self._shifted is None:
-            return
         shapes = {kind: tensor.shape for kind, tensor in held.items() if kind != WEIGHT}
         wrong = {
-            kind: sum(self._wrong_in_slot(kind, wanted) for wanted in blocks((Region.whole(name, shape),)))
+            kind: sum(self._wrong_in_slot(optimizer, kind, wanted) for wanted in blocks((Region.whole(name, shape),)))
             for kind, shape in shapes.items()
         }
         if any(wrong.values()):
-            lost = sum(last - first for kind in wrong for first, last in self._shifted.lost(kind, name)) // len(wrong)
+            lost = sum(last - first for kind in wrong for first, last in optimizer.lost(kind, name)) // len(wrong)
             counts = ", ".join(f"{count:,} of {kind}" for kind, count in wrong.items())
             what = (
                 f"Megatron 0.15 to 0.19 wrote it shifted; elements that are not its own: {counts}; of each "
@@ -140,15 +149,13 @@ class ContentCheck:
             )
             yield error(PROOF, name, what)
 
-    def _wrong_in_slot(self, kind: str, wanted: Slice) -> int:
+    def _wrong_in_slot(self, optimizer: OptimizerState, kind: str, wanted: Slice) -> int:
         """Elements of a slot that are not those of its parameter; lost ones count as wrong."""
-        if self._shifted is None:
-            return 0
-        slot = bits_of(self._reader.read(self._shifted.written, kind, wanted))
+        slot = bits_of(self._reader.read(optimizer.written, kind, wanted))
         found = bits_of(self._reader.read(self._sources[kind], kind, wanted, accept_lost=True))
         different = slot != found
         (region,) = wanted.regions
-        for first, last in self._shifted.lost(kind, region.name):
+        for first, last in optimizer.lost(kind, region.name):
             different[max(0, first - wanted.start) : max(0, last - wanted.start)] = True
         return int(different.sum())
 
@@ -164,8 +171,7 @@ def _count_values(kind: str, block: torch.Tensor, tally: _Tally) -> None:
         tally.negative += int((values < 0).sum())
 
 
-def _prove(masters: torch.Tensor, weights: torch.Tensor, start: int, tally: _Tally) -> None:
-    mismatch = first_mismatch(masters, weights)
+def _tally_mismatch(mismatch: Mismatch | None, start: int, tally: _Tally) -> None:
     if mismatch is not None:
         tally.wrong += mismatch.count
         tally.first = tally.first or (start + mismatch.position, mismatch.master, mismatch.weight)

@@ -10,7 +10,7 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,21 +19,20 @@ import torch
 from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckpointError, interpreting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, open_checkpoint
-from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE
-from mcore_ckpt_ext.formats.huggingface_folder import companions
-from mcore_ckpt_ext.formats.huggingface_target import SHARD_BYTES, HuggingFaceOptions
-from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.offline.account import settle
+from mcore_ckpt_ext.offline.destination import checked_destination
 from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
+from mcore_ckpt_ext.offline.laying_out import LaidOut, lay_out, open_source
 from mcore_ckpt_ext.offline.reading import Remembering
-from mcore_ckpt_ext.offline.targets import Target, TargetOptions, installed_version, lay_out_target
 from mcore_ckpt_ext.offline.team import Alone, Team
-from mcore_ckpt_ext.planning.output import Block, Output, OutputFile, Placed, Record
-from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan
+from mcore_ckpt_ext.planning.output import Block, Output, Placed, Record
+from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, derivation_of, make_plan
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
-from mcore_ckpt_ext.transfer import Transfer
+from mcore_ckpt_ext.targets import HuggingFace, Target
+from mcore_ckpt_ext.transfer import Transfer, read_wanted
 from mcore_ckpt_ext.writing import BLOCK_BYTES
 
 DEFAULT_WORKERS = 4
@@ -44,7 +43,21 @@ _BLOCKS_AT_ONCE = 4
 
 @dataclass(frozen=True)
 class Report:
-    """What a conversion did, or with `dry_run` what it would do; sizes in bytes."""
+    """What a conversion did, or with `dry_run` what it would do; sizes in bytes.
+
+    Attributes:
+        destination: the folder that was made.
+        files: how many it has.
+        records: arrays in them.
+        bytes_read: of tensors of the source.
+        bytes_written: of all files.
+        peak_memory: what blocks take together at most.
+        proven_elements: masters that round to their weights.
+        seconds: from begin to end.
+        notes: what whoever reads the destination should know.
+        lost: elements that the source itself lacks, by parameter.
+        unread: keys of the source that nothing here knows, or that are not carried.
+    """
 
     destination: Path
     files: int
@@ -56,32 +69,22 @@ class Report:
     seconds: float
     notes: Sequence[str]
     lost: Mapping[str, int] = field(default_factory=dict)
+    unread: Sequence[Unread] = ()
 
 
 def convert(
     source: str | os.PathLike[str],
     destination: str | os.PathLike[str],
+    target: Target,
     *,
-    to: str,
-    megatron_version: str | None = None,
-    tensor_model_parallel_size: int | None = None,
-    pipeline_model_parallel_size: int | None = None,
-    virtual_pipeline_model_parallel_size: int | None = None,
-    expert_model_parallel_size: int | None = None,
-    vocab_size: int | None = None,
-    transformer_impl: str = TRANSFORMER_ENGINE,
     family: str | None = None,
-    tokenizer: str | os.PathLike[str] | None = None,
-    dtype: str | None = None,
-    kind: str = WEIGHT,
-    max_shard_size: int = SHARD_BYTES,
-    pickled: bool = False,
     workers: int = DEFAULT_WORKERS,
     memory_limit: int = DEFAULT_MEMORY,
     force: bool = False,
     resume: bool = False,
     dry_run: bool = False,
     accept_lost: bool = False,
+    drop: Collection[str] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
     team: Team | None = None,
 ) -> Report:
@@ -89,81 +92,62 @@ def convert(
 
     Args:
         source: a run folder (its newest iteration), an iteration folder, a Hugging Face or a canonical folder.
-        destination: the run folder to make (for `hf` and `canonical` the folder itself).
-        to: `torch_dist`, `legacy`, `hf` or `canonical`.
-        megatron_version: the version that will read it; by default the installed one, else the newest known.
-        tensor_model_parallel_size: of the job that will read it (`legacy`); by default that of the source.
-        pipeline_model_parallel_size: likewise.
-        virtual_pipeline_model_parallel_size: model chunks a pipeline rank, likewise.
-        expert_model_parallel_size: likewise; for `torch_dist` it only says whether experts have an optimizer of
-            their own.
-        vocab_size: the tokenizer's size, to pad the vocabulary as Megatron pads it, or to remove its padding (`hf`).
-        transformer_impl: layer spec of the job that will read what comes from a Hugging Face folder: its names differ.
-        family: of the model, where it is not recognised: a name, or `path.py:Class`, which is executed.
-        tokenizer: for `hf`, the folder of a tokenizer or model whose small files are copied.
-        dtype: for `hf`, of all floating-point tensors; by default as stored.
-        kind: for `hf`, what to export: `weight`, or `fp32_param` for the masters.
-        max_shard_size: for `hf`, the most bytes that a file of weights holds.
-        pickled: for `hf`, write `pytorch_model.bin` instead of safetensors.
+        destination: the run folder to make (for `HuggingFace` and `Canonical` the folder itself).
+        target: what to write: `TorchDist(...)`, `Legacy(...)`, `HuggingFace(...)` or `Canonical()`.
+        family: of the model, where a Hugging Face folder is read or written and its family is not recognised: a name,
+            or `path.py:Class`, which is executed.
         workers: records that are written at the same time.
-        memory_limit: bytes that blocks of all workers may take together.
+        memory_limit: bytes that the blocks of all workers may take together.
         force: replace the destination.
         resume: continue an interrupted conversion of the same source with the same options.
         dry_run: only say what would be done.
         accept_lost: convert although the source lacks elements of the optimizer; their masters are taken from the
             weights, their moments become zero.
+        drop: kinds of optimizer state to leave out, where it cannot be carried; `optimizer` leaves all of it out.
         progress: told the bytes written so far and the bytes to write, of this process.
         team: the processes that share the work, each with the same arguments; by default this one alone.
 
     Raises:
+        UsageError: an option makes no sense for this source.
         CheckpointError: the source cannot be read, proven or represented, or the destination not written. Nothing is
             published then.
+
+    Example:
+        >>> report = convert("run", "out", TorchDist(megatron_version="0.16.1"))
+        >>> report.proven_elements, report.files
+        (53536, 5)
+        >>> open_checkpoint("out").optimizer_format
+        'fully_reshardable'
     """
     begun = time.monotonic()
     team = team or Alone()
     of_family = family_named(family) if family else None
-    checkpoint = open_checkpoint(source, family=of_family, transformer_impl=transformer_impl)
+    checkpoint = open_source(source, target, of_family)
     before = _state_of(checkpoint.folder)
-    options = TargetOptions(
-        megatron_version=megatron_version or installed_version(),
-        tensor_model_parallel_size=tensor_model_parallel_size,
-        pipeline_model_parallel_size=pipeline_model_parallel_size,
-        virtual_pipeline_model_parallel_size=virtual_pipeline_model_parallel_size,
-        expert_model_parallel_size=expert_model_parallel_size,
-        vocab_size=vocab_size,
-        hugging_face=HuggingFaceOptions(
-            family=of_family,
-            vocab_size=vocab_size,
-            dtype=dtype,
-            kind=kind,
-            shard_bytes=max_shard_size,
-            pickled=pickled,
-            tokenizer=_tokenizer(tokenizer),
-        ),
-    )
     with interpreting(checkpoint.folder):
-        target = lay_out_target(checkpoint, to, options)
-    output = _below(target.output, target.folder)
-    destination = as_path(destination)
-    destination = destination if is_remote(destination) else destination.absolute()
-    _check_destination(destination, checkpoint.folder, target.folder)
+        unread = settle(checkpoint, target, drop)
+        laid_out = lay_out(checkpoint, target, of_family)
+    output = laid_out.output
+    read_from = [as_path(source)]
+    if isinstance(target, HuggingFace) and target.tokenizer is not None:
+        read_from.append(as_path(target.tokenizer))
+    place = checked_destination(destination, [checkpoint.folder, *read_from], laid_out.folder)
     with interpreting(checkpoint.folder):
-        lost = _checked_losses(checkpoint, accept_lost) if target.reads_optimizer else {}
+        lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}
     block_bytes = max(1 << 16, min(BLOCK_BYTES, memory_limit // (workers * _BLOCKS_AT_ONCE)))
     filler = _Filler(checkpoint, accept_lost)
     if not dry_run:
-        identity = repr((str(checkpoint.folder), before, to, options, transformer_impl, accept_lost))
-        fingerprint = hashlib.sha256(identity.encode()).hexdigest()
-        make = RemoteOutput if is_remote(destination) else LocalOutput
-        written = make(destination, fingerprint, team, workers, block_bytes)
+        fingerprint = _fingerprint((str(checkpoint.folder), before, target, family, accept_lost, sorted(drop)), output)
+        make = RemoteOutput if is_remote(place.path) else LocalOutput
+        written = make(place, fingerprint, team, workers, block_bytes)
 
         def check() -> None:
             _check_unchanged(checkpoint.folder, before)
-            _check_readable(written.folder, checkpoint, target)
+            _check_readable(written.folder, checkpoint, laid_out)
 
         written.write(output, filler.fill, check, progress, force=force, resume=resume)
     return Report(
-        destination=destination,
+        destination=place.path,
         files=len(output.files),
         records=len(output.records),
         bytes_read=sum(record.nbytes for record in output.records),
@@ -171,9 +155,21 @@ def convert(
         peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
         proven_elements=team.total(filler.proven),
         seconds=time.monotonic() - begun,
-        notes=target.notes,
+        notes=output.notes,
         lost=lost,
+        unread=unread,
     )
+
+
+def _fingerprint(identity: tuple[object, ...], output: Output) -> str:
+    """What makes two conversions the same: source and options, and every byte that is known without a tensor."""
+    found = hashlib.sha256(repr(identity).encode())
+    for file in output.files:
+        found.update(repr((file.name, file.length)).encode())
+        for position, data in file.literals:
+            found.update(repr(position).encode())
+            found.update(data)
+    return found.hexdigest()
 
 
 def _checked_losses(checkpoint: Checkpoint, accept_lost: bool) -> dict[str, int]:
@@ -198,6 +194,7 @@ class _Filler:
 
     def __init__(self, checkpoint: Checkpoint, accept_lost: bool) -> None:
         self.proven = 0
+        self._proof = checkpoint.proof
         self._source = Remembering(checkpoint)
         # The records are shared between threads already.
         self._transfer = Transfer(checkpoint.reader, workers=1)
@@ -205,7 +202,7 @@ class _Filler:
         self._lock = threading.Lock()
 
     def fill(self, record: Record, block: Block, elements: torch.Tensor) -> None:
-        """See `writing.FillBlock`.
+        """Read the content of one block of a record, and prove the masters in it.
 
         Raises:
             ProofError: a master does not round to its weight.
@@ -218,6 +215,16 @@ class _Filler:
                 self._read_turned(placed, room)
 
     def _read(self, parts: Sequence[tuple[WantedSlice, torch.Tensor]]) -> None:
+        """Read slices; what is stored is copied, what is derived computed."""
+        stored = []
+        for wanted, room in parts:
+            if derivation_of(self._source, wanted.kind, wanted.slice.regions[0].name) is None:
+                stored.append((wanted, room))
+            else:
+                room.copy_(read_wanted(self._source, self._transfer, wanted, self._accept_lost))
+        self._read_stored(stored)
+
+    def _read_stored(self, parts: Sequence[tuple[WantedSlice, torch.Tensor]]) -> None:
         """Read slices, and prove the masters among them before any rounding."""
         exact = [
             torch.empty(room.numel()) if wanted.kind == FP32_PARAM and room.dtype != torch.float32 else room
@@ -253,15 +260,9 @@ class _Filler:
             if fill.target == index:
                 # Nobody has these masters: padding of the vocabulary (zero on both sides), or accepted losses.
                 masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
-        mismatch = first_mismatch(masters, weights)
-        if mismatch is not None:
-            raise ProofError(
-                "a master does not round to the weight beside it",
-                found=f"master {mismatch.master!r}",
-                expected=f"weight {mismatch.weight!r}",
-                where=f"element {mismatch.position} of {wanted.slice}",
-                helps="the checkpoint is damaged, or its weights were edited after the save: use another iteration",
-            )
+        self._proof.check(
+            masters, weights, lambda position: f"element {position} of {wanted.slice}", ": use another iteration"
+        )
         with self._lock:
             self.proven += masters.numel()
 
@@ -273,38 +274,13 @@ class _Filler:
         return replace(weight, shape=master.shape)
 
 
-def _below(output: Output, folder: str) -> Output:
-    """The same files in a folder of the destination, with the tracker file that names it."""
-    if not folder:
-        return output
-    files = [replace(file, name=f"{folder}/{file.name}") for file in output.files]
-    named = folder if folder == "release" else str(int(folder.removeprefix("iter_")))
-    files.append(OutputFile(TRACKER_FILE, len(named), ((0, named.encode()),), last=True))
-    return Output(files, [replace(record, file=f"{folder}/{record.file}") for record in output.records])
-
-
-def _check_destination(destination: Path, source: Path, folder: str) -> None:
-    """Refuse to replace more than a checkpoint of the same iteration, or the source itself."""
-    if destination in (source, *source.parents) or source in destination.parents:
-        raise DestinationError(
-            "the destination would lie in its own source, or replace it", where=str(destination),
-            helps="choose a folder beside it",
-        )  # fmt: skip
-    others = [path.name for path in destination.glob("iter_*") if path.name != folder] if destination.is_dir() else []
-    if others:
-        raise DestinationError(
-            "the destination holds other iterations, which would be lost",
-            found=", ".join(sorted(others)[:5]),
-            where=str(destination),
-            helps="choose another folder",
-        )
 
 
 def _state_of(folder: Path) -> list[tuple[str, int, int]]:
     """Name, size and time of change of every file below a folder."""
     found = []
     for path in sorted(folder.rglob("*")):
-        status = path.stat()
+        status = path.stat() if path.exists() else path.lstat()  # a link to nowhere is no reason to stop
         found.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
     return found
 
@@ -318,25 +294,11 @@ def _check_unchanged(folder: Path, before: list[tuple[str, int, int]]) -> None:
         )
 
 
-def _tokenizer(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
-    """The small files of the folder that the user names.
-
-    Raises:
-        UnreadableCheckpointError: it has none.
-    """
-    if path is None:
-        return {}
-    found = companions(as_path(path))
-    if not found:
-        raise UnreadableCheckpointError("the folder holds no tokenizer", where=str(path), helps="--tokenizer PATH")
-    return found
-
-
-def _check_readable(folder: Path, source: Checkpoint, target: Target) -> None:
+def _check_readable(folder: Path, source: Checkpoint, laid_out: LaidOut) -> None:
     """Open what was written, as a reader will, and compare what it says of itself with the source."""
-    written = target.reads_back(folder)
-    for kind in target.kinds:
-        expected = sorted(set(source.names(kind)) - set(target.left_out))
+    written = laid_out.reads_back(folder)
+    for kind in laid_out.kinds:
+        expected = sorted(set(source.names(kind)) - set(laid_out.left_out))
         if sorted(written.names(kind)) != expected:
             raise DestinationError(
                 "what was written does not read back as the source; nothing was published",

@@ -5,28 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.flat_buffers import FlatArray, FlatBuffers
-from mcore_ckpt_ext.formats.legacy_weights import RankArrays
-from mcore_ckpt_ext.formats.shifted_state import ShiftedState
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.findings import COVERED, Finding, error, warning
+from mcore_ckpt_ext.optimizers.flat_buffers import FlatArray, FlatBuffers
 from mcore_ckpt_ext.planning.overlap import Piece, overlap
-from mcore_ckpt_ext.planning.plan import StoredSlice
-
-Copies = list[list[list[StoredSlice]]]
+from mcore_ckpt_ext.planning.plan import Copies
 
 
 def copies_of(checkpoint: Checkpoint, kind: str, name: str) -> Copies:
     """The parts of a tensor, of each part its copies, of each copy the slices that hold it."""
     source = checkpoint.weights if kind == WEIGHT else checkpoint.optimizer
-    if isinstance(source, RankArrays):
-        return [[[copy] for copy in copies] for copies in source.copies(kind, name)]
-    if isinstance(source, FlatBuffers):
-        return source.copies(kind, name)
-    if isinstance(source, ShiftedState):
-        return [[list(source.written.stored(kind, name))]]
-    return [[list(source.stored(kind, name))]]
+    return source.copies(kind, name)
 
 
 def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Finding]:
@@ -62,9 +52,9 @@ def check_weights(checkpoint: Checkpoint) -> Iterator[Finding]:
     yield from _check_kind(checkpoint, WEIGHT)
 
 
-def check_arrays(optimizer: FlatBuffers) -> Iterator[Finding]:
+def check_arrays(buffers: FlatBuffers) -> Iterator[Finding]:
     """The flat arrays themselves, whatever lies where in them."""
-    for (child, index), arrays in optimizer.arrays.items():
+    for (child, index), arrays in buffers.arrays.items():
         for (bucket, kind), array in arrays.items():
             yield from check_flat(f"{kind} of optimizer {child}, dp_group_idx_{index}.{bucket}", array)
 
@@ -88,19 +78,19 @@ def check_state(checkpoint: Checkpoint) -> Iterator[Finding]:
     optimizer = checkpoint.optimizer
     for kind in optimizer.kinds:
         yield from _check_kind(checkpoint, kind)
-    if isinstance(optimizer, FlatBuffers):
-        yield from check_groups(checkpoint, optimizer)
+    for buffers in optimizer.buffers:
+        yield from check_groups(buffers)
     without = sorted(set(checkpoint.models.weights) - set(optimizer.names()))
     for name in without:
         yield warning(COVERED, name, "it has a weight and no optimizer state: it was frozen, or its state is missing")
 
 
-def check_groups(checkpoint: Checkpoint, optimizer: FlatBuffers) -> Iterator[Finding]:
+def check_groups(buffers: FlatBuffers) -> Iterator[Finding]:
     """Each rank that held a parameter must have stored a group."""
-    present = {group.rank for group in optimizer.groups.values()}
+    present = {group.rank for group in buffers.groups.values()}
     absent: dict[str, list[str]] = {}
-    for name in checkpoint.models.weights:
-        for rank in checkpoint.models.ranks_of(name):
+    for name in buffers.models.weights:
+        for rank in buffers.models.ranks_of(name):
             if rank not in present:
                 absent.setdefault(str(rank), []).append(name)
     for place, names in absent.items():

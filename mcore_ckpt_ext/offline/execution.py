@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from mcore_ckpt_ext.offline.destination import Destination
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.team import Team
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Record
+from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.publish import Publication
 from mcore_ckpt_ext.storage.remote import Upload
 from mcore_ckpt_ext.writing import FillBlock, RecordWriter, lay_out
@@ -17,8 +19,8 @@ from mcore_ckpt_ext.writing import FillBlock, RecordWriter, lay_out
 class LocalOutput:
     """A folder beside the destination, filled record by record, and renamed when it is whole."""
 
-    def __init__(self, destination: Path, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
-        self._publication = Publication(destination, fingerprint, team.rank)
+    def __init__(self, destination: Destination, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
+        self._publication = Publication(destination.path, fingerprint, team.rank, destination.check_replaceable)
         self._team, self._workers, self._block_bytes = team, workers, block_bytes
         self.folder = self._publication.folder
 
@@ -35,10 +37,11 @@ class LocalOutput:
         team, publication = self._team, self._publication
         try:
             team.first(lambda: publication.open(force=force, resume=resume))
-            team.first(lambda: lay_out((file for file in output.files if not file.last), publication.folder))
+            team.all(publication.join)
+            team.first(lambda: lay_out((file for file in output.files if not file.last), publication.content))
             team.all(lambda: self._fill(output, fill, progress))
             # What says that everything is there.
-            team.first(lambda: lay_out((file for file in output.files if file.last), publication.folder))
+            team.first(lambda: lay_out((file for file in output.files if file.last), publication.content))
             team.first(check)
             team.first(publication.publish)
         finally:
@@ -46,7 +49,7 @@ class LocalOutput:
 
     def _fill(self, output: Output, fill: FillBlock, progress: Progress) -> None:
         """This process's share of the records; what an interrupted run finished is looked at, not written again."""
-        writer = RecordWriter(self._publication.folder, fill, self._workers, self._block_bytes)
+        writer = RecordWriter(self._publication.content, fill, self._workers, self._block_bytes)
         done = self._publication.done()
         mine = list(enumerate(output.records))[self._team.rank :: self._team.size]
         left = [
@@ -61,16 +64,16 @@ class LocalOutput:
 class RemoteOutput:
     """Files made one at a time on this machine's disk, and uploaded; what says that all are there comes last."""
 
-    def __init__(self, destination: Path, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
-        self._upload = Upload(destination, fingerprint, team.rank)
+    def __init__(self, destination: Destination, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
+        self._upload = Upload(destination.path, fingerprint, team.rank)
         self._team, self._workers, self._block_bytes = team, workers, block_bytes
-        self.folder = destination
+        self.folder = destination.path
 
     def write(
         self, output: Output, fill: FillBlock, check: Callable[[], None], progress: Progress, *, force: bool,
         resume: bool,
     ) -> None:  # fmt: skip
-        """See `LocalOutput.write`; an existing remote folder is never replaced."""
+        """An existing remote folder is never replaced."""
         team = self._team
         records: dict[str, list[tuple[int, Record]]] = {}
         for number, record in enumerate(output.records):
@@ -87,6 +90,7 @@ class RemoteOutput:
 
         team.first(lambda: self._upload.open(force=force, resume=resume))
         team.all(share)
+        team.first(self._upload.check_claim)
         for file in output.files:
             if file.last:
                 team.first(lambda file=file: self._make(file, [], fill, None))  # type: ignore[misc]  # bound at once
@@ -96,10 +100,10 @@ class RemoteOutput:
     def _make(
         self, file: OutputFile, records: Sequence[tuple[int, Record]], fill: FillBlock, counter: ByteCounter | None
     ) -> None:
-        with TemporaryDirectory(prefix="mcore_ckpt_ext_") as staging:
-            lay_out([file], Path(staging))
+        with TemporaryDirectory(prefix="mcore_ckpt_ext_") as staging, Folder.at(Path(staging)) as folder:
+            lay_out([file], folder)
             if counter is not None:
-                writer = RecordWriter(Path(staging), fill, self._workers, self._block_bytes)
+                writer = RecordWriter(folder, fill, self._workers, self._block_bytes)
                 writer.write(records, lambda number, crc: None, counter.add)
             self._upload.put(Path(staging) / file.name, file.name)
 

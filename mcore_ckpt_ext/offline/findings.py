@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +14,7 @@ CHECKSUMS = "checksums"
 PROOF = "proof"
 COPIES = "copies"
 VALUES = "values"
+KNOWN = "every key known"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,3 @@ def error(check: str, where: str, what: str) -> Finding:
 def warning(check: str, where: str, what: str) -> Finding:
     """Something is remarkable."""
     return Finding("warning", check, where, what)
-
-
-def some(names: Sequence[str], shown: int = 4) -> str:
-    """The first names, and how many more there are."""
-    more = len(names) - shown
-    return ", ".join(names[:shown]) + (f" and {more:,} more" if more > 0 else "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -13,20 +13,19 @@ from typing import Any
 from mcore_ckpt_ext.errors import interpreting
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.flat_buffers import FlatBuffers
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
-from mcore_ckpt_ext.formats.legacy_masters import NAME as PER_PARAMETER
-from mcore_ckpt_ext.formats.optimizer_encodings import FLAT_FORMATS
+from mcore_ckpt_ext.formats.unread import OTHER
 from mcore_ckpt_ext.model_space.slices import numel_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.accounting import stored_parts
 from mcore_ckpt_ext.offline.ranks import RankGrid, why_silent
 from mcore_ckpt_ext.offline.versions import Resumption, Writer, resumptions, writer_of
+from mcore_ckpt_ext.optimizers.description import described
+from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
+from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names
 from mcore_ckpt_ext.storage.collector import collector_paused
 
-SCHEMA = 1
-# Formats that name a parameter's state only through a layout, or a look at elements.
-_UNNAMED = (None, *FLAT_FORMATS, PER_PARAMETER)
+SCHEMA = 2
 _DISTCP = re.compile(r"^__(\d+)_(\d+)\.distcp$")
 
 
@@ -89,8 +88,9 @@ class Inspection:
     layout_text: str
     writer: Writer
     optimizer_format: str | None
-    model: Mapping[str, Any]
-    training: Mapping[str, Any]
+    optimizer: str
+    model: Mapping[str, int | float | str]
+    training: Mapping[str, int | float | list[int | float]]
     bytes_on_disk: int
     bytes_by_kind: Mapping[str, int]
     files: tuple[StoredFile, ...]
@@ -98,6 +98,7 @@ class Inspection:
     why_silent: str
     resumptions: tuple[Resumption, ...]
     sidecar: bool
+    sidecar_problem: str | None
     tensors: tuple[StoredTensor, ...]
     buffers: tuple[BufferMap, ...]
 
@@ -111,6 +112,13 @@ def inspect(path: str | os.PathLike[str], *, buffers: bool = False) -> Inspectio
 
     Raises:
         CheckpointError: it cannot be read.
+
+    Example:
+        >>> found = inspect("run")
+        >>> found.writer.version, found.layout_text, found.model["parameters"]
+        ('0.16', 'TP2 x PP2 x DP2', 53536)
+        >>> [(who.who, who.versions) for who in found.resumptions][-1]
+        ('Megatron with mcore_ckpt_ext', '0.16 to 0.19')
     """
     with collector_paused(), interpreting(path):
         return _inspection(open_checkpoint(path), buffers)
@@ -118,7 +126,7 @@ def inspect(path: str | os.PathLike[str], *, buffers: bool = False) -> Inspectio
 
 def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
     layout = checkpoint.layout
-    grid = RankGrid(layout, bool(checkpoint.args.get("use_tp_pp_dp_mapping")))
+    grid = RankGrid(layout, bool(checkpoint.arguments.use_tp_pp_dp_mapping))
     files = _files(checkpoint, grid)
     ranks = {file.rank for file in files if file.rank is not None}
     silent = tuple(rank for rank in range(layout.world) if rank not in ranks) if ranks else ()
@@ -139,15 +147,19 @@ def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
         layout_text=str(layout),
         writer=writer,
         optimizer_format=checkpoint.optimizer_format,
+        optimizer=described(
+            [kind for kind in by_kind if kind not in (WEIGHT, OTHER)], checkpoint.param_groups(), checkpoint.arguments
+        ),
         model=_model(checkpoint),
         training=_training(checkpoint),
         bytes_on_disk=sum(file.bytes_on_disk or 0 for file in files) + _other_bytes(checkpoint.folder, files),
         bytes_by_kind=by_kind,
         files=tuple(files),
         silent_ranks=silent,
-        why_silent=why_silent(silent, grid, checkpoint.args),
+        why_silent=why_silent(silent, grid, checkpoint.arguments),
         resumptions=tuple(resumptions(checkpoint, writer)),
         sidecar=checkpoint.sidecar is not None,
+        sidecar_problem=checkpoint.sidecar_problem,
         tensors=_tensors(checkpoint),
         buffers=_buffers(checkpoint) if buffers else (),
     )  # fmt: skip
@@ -186,7 +198,7 @@ def _other_bytes(folder: Path, files: list[StoredFile]) -> int:
     return sum(path.stat().st_size for path in others)
 
 
-def _model(checkpoint: Checkpoint) -> dict[str, Any]:
+def _model(checkpoint: Checkpoint) -> dict[str, int | float | str]:
     """The model in numbers; what the arguments do not say is left out."""
     names = {
         "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
@@ -194,53 +206,55 @@ def _model(checkpoint: Checkpoint) -> dict[str, Any]:
         "experts a token": "moe_router_topk", "sequence length": "seq_length",
         "vocabulary, padded": "padded_vocab_size", "layer spec": "transformer_impl",
     }  # fmt: skip
-    arguments = checkpoint.args
+    arguments = checkpoint.arguments
     tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
     shapes = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None]
-    experts = {"experts", "experts a token"} if not arguments.get("num_experts") else set()
+    experts = {"experts", "experts a token"} if not arguments.num_experts else set()
     found: dict[str, Any] = {"parameters": sum(prod(shape) for shape, _ in shapes)}
     for label, name in names.items():
-        if arguments.get(name) is not None and label not in experts:
-            found[label] = arguments[name]
-    if not arguments.get("group_query_attention"):
+        if arguments.value(name) is not None and label not in experts:
+            found[label] = arguments.value(name)
+    if not arguments.group_query_attention:
         found.pop("query groups", None)
-    found["embeddings"] = "untied" if arguments.get("untie_embeddings_and_output_weights") else "tied"
+    found["embeddings"] = "untied" if arguments.untie_embeddings_and_output_weights else "tied"
     found["weights"] = ", ".join(sorted({dtype for _, dtype in shapes}))
     return {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in found.items()}
 
 
-def _training(checkpoint: Checkpoint) -> dict[str, Any]:
+def _training(checkpoint: Checkpoint) -> dict[str, int | float | list[int | float]]:
     """Learning rate, step and counters, as the parameter groups and arguments say."""
     groups = checkpoint.param_groups()
-    found: dict[str, Any] = {}
+    found: dict[str, int | float | list[int | float]] = {}
     for key in ("step", "lr"):
         values = sorted({float(group[key]) for group in groups if isinstance(group.get(key), (int, float))})
         if values:
             whole = [int(value) if value.is_integer() else value for value in values]
             found[key] = whole[0] if len(whole) == 1 else whole
     for key in ("consumed_train_samples", "consumed_valid_samples"):
-        if checkpoint.args.get(key) is not None:
-            found[key] = int(checkpoint.args[key])
+        if (value := checkpoint.arguments.value(key)) is not None:
+            found[key] = value
     return found
 
 
 def _tensors(checkpoint: Checkpoint) -> tuple[StoredTensor, ...]:
     """All weights; optimizer state too where the format names it without a layout."""
-    kinds = [WEIGHT] if checkpoint.optimizer_format in _UNNAMED else checkpoint.kinds()
+    kinds = checkpoint.kinds() if shows_names(checkpoint.optimizer_format) else [WEIGHT]
     tensors = [(kind, checkpoint.logical_tensor(kind, name)) for kind in kinds for name in checkpoint.names(kind)]
     return tuple(StoredTensor(kind, t.name, t.shape, t.dtype) for kind, t in tensors if t is not None)
 
 
 def _buffers(checkpoint: Checkpoint) -> tuple[BufferMap, ...]:
-    if checkpoint.optimizer_format not in FLAT_FORMATS or not isinstance(checkpoint.optimizer, FlatBuffers):
+    name = checkpoint.optimizer_format
+    if name is None or not opens_by_metadata(name):
         return ()
-    optimizer = checkpoint.optimizer
-    maps = []
-    for key, proposal in optimizer.proposed_layouts().items():
-        group = optimizer.groups[key]
+    return tuple(mapped for buffers in checkpoint.optimizer.buffers for mapped in _maps(buffers))
+
+
+def _maps(buffers: FlatBuffers) -> Iterator[BufferMap]:
+    for key, proposal in buffers.proposed_layouts().items():
+        group = buffers.groups[key]
         for bucket, stored in sorted(group.buckets.items()):
             placements = proposal.layout[bucket] if proposal else ()
             parameters = tuple((p.name, p.start, p.start + numel_of(p.regions)) for p in placements)
             witness = proposal.witness if proposal else ""
-            maps.append(BufferMap(str(group), str(bucket), stored.numel_unpadded, witness, parameters))
-    return tuple(maps)
+            yield BufferMap(str(group), str(bucket), stored.numel_unpadded, witness, parameters)

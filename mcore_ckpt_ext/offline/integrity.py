@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,6 +14,8 @@ from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.offline.findings import CHECKSUMS, MANIFEST, Finding, error
+from mcore_ckpt_ext.storage.checked_files import open_file, read_file
+from mcore_ckpt_ext.storage.paths import is_remote
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 _ALGORITHM = "sha256"
@@ -64,7 +67,7 @@ def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text())
+        manifest = json.loads(read_file(folder, MANIFEST))
         algorithm, files = manifest.get("algorithm", _ALGORITHM), dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         return [error(MANIFEST, str(path), f"it cannot be read: {type(problem).__name__}: {problem}")]
@@ -76,7 +79,7 @@ def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding
         if Path(name).name != name:
             return error(MANIFEST, str(path), f"it names something outside of the folder: {name!r}")
         try:
-            found = _digest(folder / name, advance)
+            found = _digest(folder, name, advance)
         except OSError as problem:
             return error(MANIFEST, str(folder / name), f"missing or unreadable: {problem.strerror}")
         if found != expected:
@@ -94,9 +97,9 @@ def manifest_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
 
 
-def _digest(path: Path, advance: Advance) -> str:
+def _digest(folder: Path, name: str, advance: Advance) -> str:
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with (folder / name).open("rb") if is_remote(folder) else os.fdopen(open_file(folder, name), "rb") as file:
         while block := file.read(_HASH_BLOCK):
             digest.update(block)
             advance(len(block))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 
 
@@ -48,7 +48,7 @@ class RankGrid:
         return ", ".join(f"{name} {number}" for size, name, number in sizes if size > 1) or "the only one"
 
 
-def why_silent(ranks: Sequence[int], grid: RankGrid, arguments: Mapping[str, Any]) -> str:
+def why_silent(ranks: Sequence[int], grid: RankGrid, arguments: JobArguments) -> str:
     """Why these ranks wrote no file.
 
     Source: `FullyParallelSaveStrategyWrapper` (megatron/core/dist_checkpointing/strategies/fully_parallel.py): without
@@ -57,7 +57,7 @@ def why_silent(ranks: Sequence[int], grid: RankGrid, arguments: Mapping[str, Any
     if not ranks:
         return ""
     replicas = all(grid.coordinates(rank)[1] or grid.coordinates(rank)[2] for rank in ranks)
-    if replicas and not arguments.get("ckpt_fully_parallel_save"):
+    if replicas and not arguments.ckpt_fully_parallel_save:
         return (
             "without --ckpt-fully-parallel-save only data-parallel rank 0 writes; the other ranks hold copies of the "
             "same, and had nothing of their own to write"

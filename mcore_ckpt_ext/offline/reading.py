@@ -10,8 +10,8 @@ import torch
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
-from mcore_ckpt_ext.planning.plan import Source, StoredSlice, WantedSlice, make_plan
-from mcore_ckpt_ext.transfer import Transfer
+from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of
+from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 BLOCK_ELEMENTS = 1 << 22
 DEFAULT_WORKERS = 4
@@ -23,6 +23,11 @@ class Remembering:
     def __init__(self, source: Source) -> None:
         self.stored: Callable[[str, str], Sequence[StoredSlice]] = lru_cache(maxsize=None)(source.stored)
         self.logical_tensor: Callable[[str, str], LogicalTensor | None] = lru_cache(maxsize=None)(source.logical_tensor)
+        self._source = source
+
+    def derivation(self, kind: str, name: str) -> Derivation | None:
+        """How a tensor is derived; None where it is stored. What `stored` answers is then what it is made from."""
+        return derivation_of(self._source, kind, name)
 
 
 class OneCopy:
@@ -32,11 +37,11 @@ class OneCopy:
         self._tensor, self._slices = tensor, slices
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """See `planning.plan.Source`."""
+        """All slices that hold elements of a tensor."""
         return self._slices
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """See `planning.plan.Source`."""
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
         return self._tensor
 
 
@@ -52,13 +57,7 @@ class BlockReader:
         Raises:
             CheckpointError: a file is damaged, or elements are missing.
         """
-        tensors = {region.name: source.logical_tensor(kind, region.name) for region in wanted.regions}
-        known = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-        if len(known) != len(tensors):
-            raise KeyError(f"no {kind} {wanted.regions[0].name} in this checkpoint")
-        result = torch.empty(wanted.numel, dtype=getattr(torch, next(iter(known.values())).dtype))
-        self._transfer.execute(make_plan([WantedSlice(kind, wanted, known)], source, accept_lost), [result])
-        return result
+        return read_slice(source, self._transfer, kind, wanted, accept_lost)
 
 
 def blocks(regions: tuple[Region, ...], numel: int | None = None) -> Iterator[Slice]:

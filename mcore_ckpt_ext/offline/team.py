@@ -37,13 +37,13 @@ class Alone:
     rank, size = 0, 1
 
     def all(self, work: Callable[[], None]) -> None:
-        """See `Team`."""
+        """Do something in every process, and go on when all have done it."""
         work()
 
     def first(self, work: Callable[[], None]) -> None:
-        """See `Team`."""
+        """Do something in the first process only; else as `all`."""
         work()
 
     def total(self, count: int) -> int:
-        """See `Team`."""
+        """The sum of a number over all processes."""
         return count

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError, interpreting
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError, interpreting, readable
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.flat_buffers import FlatBuffers
-from mcore_ckpt_ext.formats.legacy_masters import NAME as PER_PARAMETER
+from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.layout.proof import BY_ROUNDING
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.offline.accounting import kind_of
 from mcore_ckpt_ext.offline.completeness import check_folder, check_index, locate
 from mcore_ckpt_ext.offline.content import ContentCheck, ParameterReport
 from mcore_ckpt_ext.offline.coverage import check_arrays, check_groups, check_state, check_weights
@@ -23,6 +23,7 @@ from mcore_ckpt_ext.offline.findings import (
     COMPLETE,
     COPIES,
     COVERED,
+    KNOWN,
     MANIFEST,
     PROOF,
     VALUES,
@@ -35,6 +36,8 @@ from mcore_ckpt_ext.offline.findings import (
 from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, labels, manifest_bytes
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
+from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
+from mcore_ckpt_ext.optimizers.table import opens_by_metadata
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.paths import as_path
 
@@ -59,6 +62,13 @@ def verify(
     Raises:
         UnreadableCheckpointError: there is no checkpoint at all at that path.
         UnsupportedCheckpointError: it is of a kind that is not read.
+
+    Example:
+        >>> found = verify("run")
+        >>> found.sound, found.findings
+        (True, ())
+        >>> [check.extent for check in found.checks if check.name == "proof"]
+        ['53,536 masters beside their weights']
     """
     located = locate(as_path(path))
     run = _Run(located.folder or as_path(path), quick, workers, progress)
@@ -99,9 +109,13 @@ class _Run:
         except (UnreadableCheckpointError, UnsafePickleError) as problem:
             self.findings.append(error(COMPLETE, str(self.folder), str(problem)))
             return
+        if checkpoint.sidecar_problem:
+            what = f"it is not believed, for it cannot be read: {checkpoint.sidecar_problem}"
+            self.findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), what))
         failed = self.failed = self._check_files(checkpoint)
         self.findings.extend(check_weights(checkpoint))
         self.checks.append(Check(COVERED, f"{len(names):,} weights"))
+        self._check_known(checkpoint)
         if self._quick:
             self._check_arrays(checkpoint)
             return
@@ -109,6 +123,19 @@ class _Run:
         self._check_bytes(checkpoint, failed)
         state = self._check_state(checkpoint, failed)
         self._check_content(checkpoint, state, failed)
+
+    def _check_known(self, checkpoint: Checkpoint) -> None:
+        """Name what no other check will look at."""
+        try:
+            unread = checkpoint.unread(objects=not self._quick)
+        except CheckpointError as problem:  # damage, which other checks find
+            self.checks.append(Check(KNOWN, str(problem), done=False))
+            return
+        for item in unread:
+            if not item.why:
+                what = f"{readable(item.nbytes)} that nothing here knows, so no check looked at them"
+                self.findings.append(warning(KNOWN, item.key, what))
+        self.checks.append(Check(KNOWN, f"all but {len(unread):,}" if unread else "all"))
 
     def _check_files(self, checkpoint: Checkpoint) -> set[str]:
         if not isinstance(checkpoint, TorchDistCheckpoint):
@@ -123,13 +150,13 @@ class _Run:
     def _check_arrays(self, checkpoint: Checkpoint) -> None:
         """Optimizer state by metadata alone; which parameter lies where in flat buffers takes a look at elements."""
         with _Noting(self, COVERED):
-            if checkpoint.optimizer_format in (None, PER_PARAMETER):
+            if checkpoint.optimizer_format is None or not opens_by_metadata(checkpoint.optimizer_format):
                 return
             optimizer = checkpoint.optimizer
-            if isinstance(optimizer, FlatBuffers):
-                self.findings.extend([*check_arrays(optimizer), *check_groups(checkpoint, optimizer)])
-                self.checks.append(Check(COVERED, f"{len(optimizer.groups):,} groups of flat optimizer arrays"))
-            else:
+            for buffers in optimizer.buffers:
+                self.findings.extend([*check_arrays(buffers), *check_groups(buffers)])
+                self.checks.append(Check(COVERED, f"{len(buffers.groups):,} groups of flat optimizer arrays"))
+            if not optimizer.buffers:
                 self.findings.extend(check_state(checkpoint))
                 self.checks.append(Check(COVERED, f"optimizer state of {len(optimizer.names()):,} parameters"))
 
@@ -146,13 +173,14 @@ class _Run:
     def _check_state(self, checkpoint: Checkpoint, failed: set[str]) -> bool:
         """Recover the layout where there is one to recover; whether the optimizer's state can be looked at."""
         if checkpoint.optimizer_format is None:
-            self._without_optimizer(checkpoint)
+            self._without_optimizer()
             return False
         with _Noting(self, PROOF):
+            check_step(checkpoint)
             optimizer = checkpoint.optimizer
-            if isinstance(optimizer, FlatBuffers):
-                self.findings.extend([*check_arrays(optimizer), *check_groups(checkpoint, optimizer)])
-                if not self._recover(optimizer, failed):
+            for buffers in optimizer.buffers:
+                self.findings.extend([*check_arrays(buffers), *check_groups(buffers)])
+                if not self._recover(buffers, failed):
                     return False
             self.findings.extend(check_state(checkpoint))
             self.checks.append(Check(COVERED, f"optimizer state of {len(optimizer.names()):,} parameters"))
@@ -170,11 +198,8 @@ class _Run:
                 optimizer.layout_of(group)
         return len(self.findings) == before
 
-    def _without_optimizer(self, checkpoint: Checkpoint) -> None:
+    def _without_optimizer(self) -> None:
         what = "it holds no optimizer state that this package reads: only its weights were looked at"
-        if isinstance(checkpoint, TorchDistCheckpoint):
-            others = [key for key in checkpoint.index.arrays if kind_of(key) != WEIGHT]
-            what += f"; {len(others):,} arrays of an optimizer were not" if others else ""
         self.findings.append(warning(COVERED, str(self.folder), what))
 
     def _check_content(self, checkpoint: Checkpoint, state: bool, failed: set[str]) -> None:
@@ -193,8 +218,13 @@ class _Run:
             reports = list(pool.map(check, names))
         self.findings.extend(finding for report in reports for finding in report.findings)
         self._counter.finish()
-        proven = sum(report.proven for report in reports)
-        self.checks.append(Check(PROOF, f"{proven:,} masters beside their weights", done=proven > 0))
+        proven, joined = (sum(getattr(report, field) for report in reports) for field in ("proven", "joined"))
+        if proven or not joined:
+            how = "" if checkpoint.proof is BY_ROUNDING else f", {checkpoint.proof.words}"
+            self.checks.append(Check(PROOF, f"{proven:,} masters beside their weights{how}", done=proven > 0))
+        if joined:
+            layout = " and ".join(checkpoint.optimizer.witnesses())
+            self.checks.append(Check(PROOF, f"{joined:,} masters joined of weights and remainders, placed by {layout}"))
         if copied := sum(report.copied for report in reports):
             self.checks.append(Check(COPIES, f"{copied:,} elements of tied or replicated copies"))
         self.checks.append(Check(VALUES, f"{sum(report.elements for report in reports):,} elements"))

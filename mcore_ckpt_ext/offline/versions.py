@@ -7,38 +7,34 @@ leave a range. Sources: megatron/core/dist_checkpointing and megatron/training/c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.bucket_formats import BUCKET_SPACE, DP_RESHARDABLE
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
-from mcore_ckpt_ext.formats.legacy_masters import NAME as PER_PARAMETER
-from mcore_ckpt_ext.formats.model_space_state import FULLY_RESHARDABLE, MODEL_SPACE
-from mcore_ckpt_ext.formats.optimizer_encodings import FORMATS, stock_can_load
-from mcore_ckpt_ext.formats.torch_dist import COMMON_FILE, COMMON_OBJECT, TorchDistCheckpoint
+from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
+from mcore_ckpt_ext.formats.torch_dist import COMMON_FILE, COMMON_OBJECT, TorchDistCheckpoint, sharding_type
 from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
-
-Version = tuple[int, int]
-OLDEST, NEWEST = (0, 7), (0, 19)
-VERSIONS: tuple[Version, ...] = tuple((0, minor) for minor in range(OLDEST[1], NEWEST[1] + 1))
+from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
+from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
+from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version, parse_version
 
 # An argument that appeared in a release and is in every later one; forks may have taken it over earlier.
 _ARGUMENT_SINCE = {
-    (0, 8): "tiktoken_pattern",
-    (0, 9): "decoder_first_pipeline_num_layers",
-    (0, 10): "num_distributed_optimizer_instances",
-    (0, 11): "use_precision_aware_optimizer",
-    (0, 12): "ddp_num_buckets",
-    (0, 13): "pipeline_model_parallel_layout",
-    (0, 14): "use_megatron_fsdp",
-    (0, 15): "quick_geglu",
-    (0, 16): "linear_attention_freq",
-    (0, 17): "dist_ckpt_workers",
-    (0, 18): "cuda_graph_modules",
-    (0, 19): "ckpt_load_validate_sharding_integrity",
+    Version(0, 8): "tiktoken_pattern",
+    Version(0, 9): "decoder_first_pipeline_num_layers",
+    Version(0, 10): "num_distributed_optimizer_instances",
+    Version(0, 11): "use_precision_aware_optimizer",
+    Version(0, 12): "ddp_num_buckets",
+    Version(0, 13): "pipeline_model_parallel_layout",
+    Version(0, 14): "use_megatron_fsdp",
+    Version(0, 15): "quick_geglu",
+    Version(0, 16): "linear_attention_freq",
+    Version(0, 17): "dist_ckpt_workers",
+    Version(0, 18): "cuda_graph_modules",
+    Version(0, 19): "ckpt_load_validate_sharding_integrity",
 }
 
 
@@ -73,26 +69,24 @@ class Resumption:
 def writer_of(checkpoint: Checkpoint) -> Writer:
     """Recognise the writer; where bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
     if isinstance(checkpoint, HuggingFaceCheckpoint):
-        return Writer("nobody of Megatron: a Hugging Face folder", (), OLDEST)
+        return Writer("no Megatron: it is a Hugging Face folder", (), OLDEST)
     recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
     if recorded:
         only = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)
-        return Writer(recorded, (only,), _parsed(recorded))
+        return Writer(recorded, (only,), parse_version(recorded) or OLDEST)
+    if written_for := checkpoint.arguments.stated.get(WRITTEN_FOR):
+        # Its arguments are those of the job that wrote the source, and its index has no plans of ranks.
+        only = Evidence("`mcore-ckpt convert` wrote it, as its arguments record", str(written_for), str(written_for))
+        return Writer(f"mcore-ckpt convert, for Megatron {written_for}", (only,), parse_version(written_for) or OLDEST)
     bounds = list(_bounds(checkpoint))
     first = max((low for _, low, _ in bounds if low), default=OLDEST)
     last = min((high for _, _, high in bounds if high), default=NEWEST)
     evidence = tuple(
-        Evidence(what, _text(low) if low else "", _text(high) if high else "") for what, low, high in bounds
+        Evidence(what, str(low or ""), str(high or "")) for what, low, high in bounds
     )
     if first > last:
         return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
-    return Writer(_span([version for version in VERSIONS if first <= version <= last]), evidence, first)
-
-
-def _parsed(version: str) -> Version:
-    """Major and minor number of a recorded version; the oldest known where it is none."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    return (int(match[1]), int(match[2])) if match else OLDEST
+    return Writer(_span([version for version in KNOWN if first <= version <= last]), evidence, first)
 
 
 _Bound = tuple[str, Version | None, Version | None]
@@ -102,45 +96,46 @@ def _bounds(checkpoint: Checkpoint) -> Iterator[_Bound]:
     if isinstance(checkpoint, TorchDistCheckpoint):
         yield from _bounds_of_files(checkpoint)
         yield from _bounds_of_metadata(checkpoint)
-    arguments = checkpoint.args
-    known = [version for version, name in _ARGUMENT_SINCE.items() if name in arguments]
-    unknown = [version for version, name in _ARGUMENT_SINCE.items() if name not in arguments]
-    if arguments and known:
+    arguments = checkpoint.arguments
+    known = [version for version, name in _ARGUMENT_SINCE.items() if arguments.is_known(name)]
+    unknown = [version for version, name in _ARGUMENT_SINCE.items() if not arguments.is_known(name)]
+    if known:
         newest = max(known)
         yield f"its arguments have {_ARGUMENT_SINCE[newest]}", newest, None
     following = [version for version in unknown if not known or version > max(known)]
-    if arguments and following:
+    if arguments.stated and following:
         oldest = min(following)
-        yield f"its arguments lack {_ARGUMENT_SINCE[oldest]}", None, (0, oldest[1] - 1)
+        yield f"its arguments lack {_ARGUMENT_SINCE[oldest]}", None, Version(0, oldest.minor - 1)
 
 
 def _bounds_of_files(checkpoint: TorchDistCheckpoint) -> Iterator[_Bound]:
     if COMMON_OBJECT in checkpoint.index.objects:
-        yield "the common state is an object of the checkpoint (common_state)", (0, 19), None
+        yield "the common state is an object of the checkpoint (common_state)", Version(0, 19), None
     if (checkpoint.folder / COMMON_FILE).exists():
-        yield "the common state is a file of its own (common.pt)", None, (0, 18)
+        yield "the common state is a file of its own (common.pt)", None, Version(0, 18)
     if isinstance(checkpoint, ZarrCheckpoint):
-        yield "its arrays are in the format zarr, which megatron.training wrote up to 0.11", None, (0, 11)
+        yield "its arrays are in the format zarr, which megatron.training wrote up to 0.11", None, Version(0, 11)
         return
     if checkpoint.index.natural_shapes:
-        yield ".metadata records natural shapes (mcore_data)", (0, 8), (0, 15)
+        yield ".metadata records natural shapes (mcore_data)", Version(0, 8), Version(0, 15)
     if checkpoint.index.has_plans:
-        yield ".metadata keeps the plans of all ranks", (0, 11), None
+        yield ".metadata keeps the plans of all ranks", Version(0, 11), None
     else:
-        yield ".metadata keeps no plans of the ranks", None, (0, 10)
+        yield ".metadata keeps no plans of the ranks", None, Version(0, 10)
 
 
 def _bounds_of_metadata(checkpoint: TorchDistCheckpoint) -> Iterator[_Bound]:
     content = checkpoint.common.get("content_metadata")
     if not isinstance(content, dict):
-        yield "no content metadata", None, (0, 12)
+        yield "no content metadata", None, Version(0, 12)
         return
-    if checkpoint.optimizer_format in (DP_RESHARDABLE, FULLY_RESHARDABLE):
-        yield f"content metadata name the optimizer format {checkpoint.optimizer_format}", (0, 15), None
+    label = sharding_type(checkpoint.common)
+    if label in (DP_RESHARDABLE, FULLY_RESHARDABLE):
+        yield f"content metadata name the optimizer format {label}", Version(0, 15), None
     elif "singleton_local_shards" in content:
-        yield "content metadata have singleton_local_shards", (0, 14), None
+        yield "content metadata have singleton_local_shards", Version(0, 14), None
     else:
-        yield "content metadata without singleton_local_shards", (0, 13), (0, 13)
+        yield "content metadata without singleton_local_shards", Version(0, 13), Version(0, 13)
 
 
 def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
@@ -151,8 +146,8 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
     if not isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         return [Resumption("nobody as it is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")]
     # The format zarr left the loader in 0.16 (commit faa6037b).
-    last = (0, 15) if isinstance(checkpoint, ZarrCheckpoint) else NEWEST
-    readable = [version for version in VERSIONS if min(writer.first, NEWEST) <= version <= last]
+    last = Version(0, 15) if isinstance(checkpoint, ZarrCheckpoint) else NEWEST
+    readable = [version for version in KNOWN if min(writer.first, NEWEST) <= version <= last]
     own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
     same = [v for v in readable if _stock(checkpoint, False, v)]
     other = [v for v in readable if _stock(checkpoint, True, v)]
@@ -163,13 +158,10 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
         found.append(Resumption("stock Megatron", _span(rest), own, _stock_note(checkpoint)))
     if not found:
         found.append(Resumption("stock Megatron", "none", "none", _stock_note(checkpoint)))
-    if checkpoint.optimizer_format is None or checkpoint.optimizer_format in _PLUGIN_FORMATS:
+    if checkpoint.optimizer_format is None or encodings_named(checkpoint.optimizer_format):
         note = "tested with 0.16.1, 0.19.0 and 0.19.2"
         found.append(Resumption("Megatron with mcore_ckpt_ext", _span(readable), "any", note))
     return found
-
-
-_PLUGIN_FORMATS = (*FORMATS, PER_PARAMETER)
 
 
 def _stock(checkpoint: Checkpoint, placement_changed: bool, version: Version) -> bool:
@@ -181,22 +173,13 @@ def _stock(checkpoint: Checkpoint, placement_changed: bool, version: Version) ->
 
 
 def _stock_note(checkpoint: Checkpoint) -> str:
-    notes: dict[str | None, str] = {
-        None: "it holds no distributed optimizer",
-        FULLY_RESHARDABLE: "0.15 to 0.19 may have written it shifted: `mcore-ckpt verify` tells",
-        MODEL_SPACE: "0.8 to 0.13 load it, too, but exchange weight decay between groups when PP > 1",
-        DP_RESHARDABLE: "another TP, PP, VPP or EP is refused or fails",
-        BUCKET_SPACE: "left the loader in 0.13",
-    }
-    return notes.get(checkpoint.optimizer_format, "")
+    if checkpoint.optimizer_format is None:
+        return "it holds no optimizer"
+    return "; ".join(encoding.note for encoding in encodings_named(checkpoint.optimizer_format) if encoding.note)
 
 
 def _span(versions: Sequence[Version]) -> str:
     """`0.8 to 0.15`, or one version; the versions follow each other."""
     if not versions:
         return "none"
-    return _text(versions[0]) if len(versions) == 1 else f"{_text(versions[0])} to {_text(versions[-1])}"
-
-
-def _text(version: Version) -> str:
-    return f"{version[0]}.{version[1]}"
+    return str(versions[0]) if len(versions) == 1 else f"{str(versions[0])} to {str(versions[-1])}"

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.canonical import is_canonical
-from mcore_ckpt_ext.formats.checkpoint import TRACKER_FILE, iteration_folders
 from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.plain_dcp import is_plain_dcp
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folders, iteration_name, read_tracker
 
 
 @dataclass(frozen=True)
@@ -41,26 +42,28 @@ def standing_of(run: Path, step: int | None = None) -> Standing | None:
         step: the iteration that the user names; otherwise the tracker names it.
 
     Returns:
-        None where there is nothing to judge: no tracker, or a checkpoint of another kind than torch_dist.
+        None where there is nothing to judge: no tracker, or a checkpoint in another format than torch_dist, which is
+        stock Megatron's to resume.
     """
-    tracker = run / TRACKER_FILE
-    if step is None and not tracker.exists():
-        return None
-    text = str(step) if step is not None else tracker.read_text(errors="replace").strip()
-    if text == "release":
+    tracker = read_tracker(run / TRACKER_FILE)
+    if step is None and (tracker is None or tracker.names_release):
         return None
     iterations = _iterations(run)
-    if not text.isdigit():
-        problem = f"{tracker} names no iteration, it holds {text[:40]!r}"
+    wanted = tracker.iteration if step is None and tracker else step
+    if wanted is None:
+        problem = f"{run / TRACKER_FILE} names no iteration, it holds {tracker.text if tracker else ''!r}"
         return Standing("what the tracker names", (problem,), _newest_whole(iterations), (), has_tracker=False)
-    wanted = int(text)
-    folder = iterations.get(wanted, run / f"iter_{wanted:07d}")
-    if is_legacy(folder) or is_canonical(folder) or is_zarr(folder):
+    folder = iterations.get(wanted, run / iteration_name(wanted))
+    if _is_of_another_format(folder):
         return None
     problems = problems_of(folder)
     later = tuple(number for number, newer in iterations.items() if number > wanted and problems_of(newer))
-    others = {number: other for number, other in iterations.items() if number != wanted}
+    others = {number: path for number, path in iterations.items() if number != wanted and not is_plain_dcp(path)}
     return Standing(f"iteration {wanted}", problems, _newest_whole(others) if problems else None, later)
+
+
+def _is_of_another_format(folder: Path) -> bool:
+    return is_legacy(folder) or is_canonical(folder) or is_zarr(folder) or is_plain_dcp(folder)
 
 
 def problems_of(folder: Path) -> tuple[str, ...]:

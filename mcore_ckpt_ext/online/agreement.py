@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt_ext.errors import ResumeRefusedError
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
 
 Result = TypeVar("Result")
 _SHOWN = 4
+Failure = CheckpointException
+"""What torch and Megatron raise when some rank failed; it is no Exception."""
 
 
 def gather(item: Result) -> list[Result]:
@@ -35,29 +37,60 @@ def agreed(phase: str, work: Callable[[], Result], consequence: str = "the optim
     Raises:
         ResumeRefusedError: some rank's work raised; the message holds the reasons.
     """
+    return list(agreed_among(lambda item: dict(enumerate(gather(item))), phase, work, consequence).values())
+
+
+def agreed_among(
+    exchange: Callable[[Any], dict[int, Any]], phase: str, work: Callable[[], Result], consequence: str
+) -> dict[int, Result]:
+    """As `agreed`, among some ranks of the job.
+
+    Args:
+        exchange: an item of this rank in, those of all ranks concerned out, by rank.
+        phase: as there.
+        work: as there.
+        consequence: as there.
+
+    Raises:
+        ResumeRefusedError: some rank's work raised; the message holds the reasons.
+    """
     result: Result | None = None
     cause: Exception | CheckpointException | None = None
     try:
         result = work()
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - the latter is no Exception
         cause = error
-    outcomes = gather((result, None if cause is None else f"{type(cause).__name__}: {cause}"))
-    refused = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason is not None}
+    outcomes = exchange((result, None if cause is None else f"{type(cause).__name__}: {cause}"))
+    refused = {rank: reason for rank, (_, reason) in outcomes.items() if reason is not None}
     if refused:
         raise ResumeRefusedError(_summary(f"{phase}; {consequence}", refused)) from cause
-    return [found for found, _ in outcomes]  # type: ignore[misc]  # no rank raised: all results are there
+    return {rank: found for rank, (found, _) in outcomes.items()}
 
 
-def told_to_all(reason: str | None) -> str | None:
-    """What went wrong on some rank, with the ranks, on every rank; None where nothing did.
+def agreed_here(phase: str, work: Callable[[], Result], consequence: str = "the optimizer is untouched") -> Result:
+    """As `agreed`, but this rank's own result, which stays here."""
+    kept: list[Result] = []
+    agreed(phase, lambda: kept.append(work()), consequence)
+    return kept[0]
 
-    One number is exchanged as long as all is well, so that a running job can ask often.
+
+def attempt(work: Callable[[], object]) -> str | None:
+    """Do it; what went wrong, in one line, or None."""
+    try:
+        work()
+    except (Exception, Failure) as error:  # noqa: BLE001 - told to all ranks by the caller
+        return text_of(error)
+    return None
+
+
+def text_of(error: BaseException) -> str:
+    """A user's error as it is, one of another kind with its class; of Megatron's collected ones, each rank's last line.
+
+    On ranks other than 0 Megatron's says nothing.
     """
-    if not dist.is_initialized():
-        return reason
-    flag = torch.tensor([int(reason is not None)], dtype=torch.int, device=_device())
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return reasons_of_all(reason) if flag.item() else None
+    if isinstance(error, Failure):
+        return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
 
 
 def reasons_of_all(reason: str | None) -> str:
@@ -66,7 +99,7 @@ def reasons_of_all(reason: str | None) -> str:
     return _listed({rank: text for rank, text in given.items() if text} or given)
 
 
-def _device() -> torch.device:
+def device_of_collectives() -> torch.device:
     """Where a collective of the default group wants its tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 

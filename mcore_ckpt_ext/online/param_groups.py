@@ -6,22 +6,21 @@ nothing across layouts (megatron/core/optimizer/__init__.py; by position up to c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
-from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.optimizers.groups import IDENTITY, REFINED_IDENTITY, Group, identity
 
-Group = Mapping[str, Any]
-
-# `DistributedOptimizer.load_state_dict`, core_v0.14 to 0.18; 0.19 adds the learning rates' bounds.
-_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-_SETTINGS = tuple(key for key in _IDENTITY if key != "is_expert_parallel")
-_REFINEMENT = ("max_lr", "min_lr")
-
-
-def identity(group: Group, keys: Sequence[str] = _IDENTITY) -> tuple[Any, ...]:
-    """What a group is; NeMo prefixes the multipliers with `pre_`."""
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)
+_SETTINGS = tuple(key for key in IDENTITY if key != "is_expert_parallel")
+# What a group belongs to, and how its steps are computed, not what they compute: the live optimizer's own stay
+# (HybridDeviceOptimizer.__init__, megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.11.0 to 0.19.2;
+# torch.optim.AdamW).
+_OWN = frozenset({
+    "params", "is_expert_parallel", "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls",
+    "param_update_in_fp32", "pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "fused", "foreach",
+    "capturable", "differentiable",
+})  # fmt: skip
 
 
 def carried_groups(live: Sequence[Group], stored: Sequence[Group]) -> list[dict[str, Any]]:
@@ -37,6 +36,45 @@ def carried_groups(live: Sequence[Group], stored: Sequence[Group]) -> list[dict[
     return [_carried(group, stored) for group in live]
 
 
+def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: int | None) -> list[dict[str, Any]]:
+    """The same groups, and in Adam's groups their step where it was not written.
+
+    With HybridDeviceOptimizer Megatron asks torch's Adam alone, and writes no step on ranks that offload nothing
+    (`DistributedOptimizer.state_dict`, megatron/core/optimizer/distrib_optimizer.py, core_v0.12.1 to 0.19.2). The
+    scheduler counts the samples of the steps that were made (`train_step`, megatron/training/training.py), so it tells
+    whether every iteration was one.
+
+    Args:
+        stored: all groups of the checkpoint.
+        common: its common state.
+        batch_size: samples of an iteration, where all had as many.
+
+    Raises:
+        UnsupportedCheckpointError: no group has a step, and it does not follow from anything else.
+    """
+    lacking = [group for group in stored if "eps" in group and "step" not in group]
+    steps = {int(group["step"]) for group in stored if "step" in group}
+    if not lacking or len(steps) > 1:
+        return [dict(group) for group in stored]
+    known = steps.pop() if steps else _steps_made(common, batch_size)
+    return [{**group, "step": known} if group in lacking else dict(group) for group in stored]
+
+
+def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
+    """How many steps the job has made, as far as its scheduler tells."""
+    iteration = int(common.get("iteration", 0))
+    samples = common.get("opt_param_scheduler", {}).get("num_steps")
+    if iteration and (not batch_size or samples != iteration * batch_size):
+        raise UnsupportedCheckpointError(
+            "the checkpoint does not say how many steps Adam has made",
+            found=f"no step in any parameter group; {samples} samples scheduled by iteration {iteration}",
+            expected=f"a step, or {batch_size or 'a constant number of'} samples an iteration",
+            helps="Megatron does not save it with --optimizer-cpu-offload where nothing is offloaded: resume from a "
+            "checkpoint with some of it offloaded, or with --no-load-optim",
+        )
+    return iteration
+
+
 def _carried(group: Group, stored: Sequence[Group]) -> dict[str, Any]:
     own = {key: value for key, value in group.items() if key != "params"}
     matches = [candidate for candidate in stored if identity(candidate) == identity(group)]
@@ -44,23 +82,46 @@ def _carried(group: Group, stored: Sequence[Group]) -> dict[str, Any]:
         # Experts are ordinary parameters as long as there is one expert-parallel rank.
         matches = [candidate for candidate in stored if identity(candidate, _SETTINGS) == identity(group, _SETTINGS)]
     if _distinct(matches) > 1:
-        refined = _IDENTITY + _REFINEMENT
-        matches = [candidate for candidate in matches if identity(candidate, refined) == identity(group, refined)]
+        refined = identity(group, REFINED_IDENTITY)
+        matches = [candidate for candidate in matches if identity(candidate, REFINED_IDENTITY) == refined]
     if _distinct(matches) == 1:
-        carried = {key: value for key, value in matches[0].items() if key not in ("params", "is_expert_parallel")}
+        carried = {key: value for key, value in matches[0].items() if key not in _OWN}
         return {**own, **carried}
     if not group["params"] and stored:
         # Nothing is trained by it on this rank; the step must still be the one of all groups.
         return {**own, **({"step": stored[0]["step"]} if "step" in stored[0] else {})}
+    if len({group.get("step") for group in matches}) > 1 and _distinct(matches, "step") == 1:
+        raise UnsupportedCheckpointError(
+            "the checkpoint tells the step of a parameter group more than once, and differently",
+            found=f"steps {', '.join(sorted(str(group.get('step')) for group in matches))}",
+            expected="one step",
+            helps="its optimizer state is not that of one moment: resume from another iteration",
+        )
     raise ModelMismatchError(
         "a parameter group of the optimizer has no single counterpart in the checkpoint",
-        found=f"{[dict(zip(_IDENTITY, identity(g), strict=True)) for g in stored]}",
-        expected=f"{dict(zip(_IDENTITY, identity(group), strict=True))}",
+        found=f"{[dict(zip(IDENTITY, identity(g), strict=True)) for g in stored]}",
+        expected=f"{dict(zip(IDENTITY, identity(group), strict=True))}",
         helps="resume with the weight-decay and learning-rate options that the checkpoint was written with",
     )
 
 
-def _distinct(groups: Sequence[Group]) -> int:
-    """How many groups differ in more than what they hold and whether that are experts."""
-    plain = [{k: v for k, v in group.items() if k not in ("params", "is_expert_parallel")} for group in groups]
+def override_bounds(groups: Sequence[MutableMapping[str, Any]], arguments: Mapping[str, Any]) -> None:
+    """Give live groups the bounds that the job's arguments say, in place, as --override-opt_param-scheduler asks.
+
+    Megatron's development head does so after loading (`load_checkpoint`, megatron/training/checkpointing.py, 0.20.0 of
+    August 2026).
+
+    Args:
+        groups: the live optimizer's.
+        arguments: Megatron's arguments of the run.
+    """
+    for group in groups:
+        prefix = "decoupled_" if group.get("is_decoupled_lr") else ""
+        said = {"max_lr": arguments.get(f"{prefix}lr"), "min_lr": arguments.get(f"{prefix}min_lr")}
+        group.update({key: value for key, value in said.items() if value is not None})
+
+
+def _distinct(groups: Sequence[Group], *but: str) -> int:
+    """How many groups differ in what is carried, some of it left out."""
+    plain = [{k: v for k, v in group.items() if k not in _OWN and k not in but} for group in groups]
     return len({repr(sorted(group.items())) for group in plain})

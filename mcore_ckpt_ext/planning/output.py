@@ -97,10 +97,11 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Output:
-    """All files below the destination's folder, and the records in them."""
+    """All files below the destination's folder, the records in them, and what whoever reads them should know."""
 
     files: Sequence[OutputFile]
     records: Sequence[Record]
+    notes: Sequence[str] = ()
 
     @property
     def bytes_written(self) -> int:

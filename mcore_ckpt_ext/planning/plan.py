@@ -5,38 +5,20 @@ A plan can be printed, counted, split between workers, walked by the proof, or e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
 
-from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.planning.extents import Extent
 from mcore_ckpt_ext.planning.overlap import Piece, Runs, overlap
 
 ITEM_SIZE: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
     "uint8": 1, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
 }  # fmt: skip
-
-
-class Extent(NamedTuple):
-    """One stored array of `numel` elements, in the torch archive of `length` bytes at `offset` of `file`.
-
-    `record` names the archive's record that holds it; empty where the archive is that one tensor. The payload's own
-    position inside of the archive is looked up when it is read, not when the plan is made. `is_raw`: there is no
-    archive around the elements, they begin at `offset` themselves. `turned_columns`: what is stored is a matrix with so
-    many columns the other way round, and elements are counted in the order of its transpose; 0 for everything else.
-    """
-
-    file: str
-    offset: int
-    length: int
-    dtype: str
-    numel: int
-    record: str = ""
-    is_raw: bool = False
-    turned_columns: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +57,43 @@ class Source(Protocol):
         """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
 
 
+Copies = list[list[list[StoredSlice]]]
+"""The parts of a tensor, of each part its copies, of each copy the slices that hold it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """How the values of a tensor that is stored nowhere follow from stored ones, element by element.
+
+    Attributes:
+        needs: where each input comes from, by source and kind; of the same name and shape.
+        compute: from 1-D tensors of the inputs, in that order, to one of the values.
+    """
+
+    needs: tuple[tuple[Source, str], ...]
+    compute: Callable[..., Any]
+
+
+@runtime_checkable
+class Deriving(Protocol):
+    """A source of which some tensors are not stored as they are."""
+
+    def derivation(self, kind: str, name: str) -> Derivation | None:
+        """How a tensor is derived; None where it is stored. What `stored` answers is then what it is made from."""
+
+
+class StoredOnce:
+    """A source that stores every element once, or whose copies are not told apart."""
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """All slices that hold elements of a tensor."""
+        raise NotImplementedError
+
+    def copies(self, kind: str, name: str) -> Copies:
+        """A tensor as one part in one copy."""
+        return [[list(self.stored(kind, name))]]
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Runs from one stored array to the destination with index `target`."""
@@ -106,15 +125,6 @@ class Plan:
         """Payload bytes that executing the plan reads."""
         return sum(copy.runs.numel * ITEM_SIZE[copy.extent.dtype] for copy in self.copies)
 
-    @property
-    def files(self) -> dict[str, int]:
-        """Payload bytes by file."""
-        counts: dict[str, int] = {}
-        for copy in self.copies:
-            size = copy.runs.numel * ITEM_SIZE[copy.extent.dtype]
-            counts[copy.extent.file] = counts.get(copy.extent.file, 0) + size
-        return counts
-
     def of_kind(self, kind: str) -> Plan:
         """The part of the plan whose destinations are of one kind; target indices stay as they are."""
         chosen = {index for index, wanted in enumerate(self.wanted) if wanted.kind == kind}
@@ -123,6 +133,24 @@ class Plan:
             [copy for copy in self.copies if copy.target in chosen],
             [fill for fill in self.fills if fill.target in chosen],
         )
+
+
+def derivation_of(source: Source, kind: str, name: str) -> Derivation | None:
+    """How a source derives a tensor; None where it stores it."""
+    return source.derivation(kind, name) if isinstance(source, Deriving) else None
+
+
+def plans_of(wanted: WantedSlice, source: Source, accept_lost: bool = False) -> list[Plan]:
+    """What is read for one slice: its own plan, or, where it is derived, those of all that it is made from.
+
+    Raises:
+        ModelMismatchError: see `make_plan`.
+    """
+    derivation = derivation_of(source, wanted.kind, wanted.slice.regions[0].name)
+    if derivation is None:
+        return [make_plan([wanted], source, accept_lost)]
+    needs = (plans_of(replace(wanted, kind=kind), needed, accept_lost) for needed, kind in derivation.needs)
+    return [plan for plans in needs for plan in plans]
 
 
 def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool = False) -> Plan:
@@ -142,6 +170,12 @@ def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool =
         for region, start, stop, begin in want.slice.pieces():
             target = Piece(region, start, stop, begin)
             tensor = _checked_tensor(want, region.name, source)
+            if derivation_of(source, want.kind, region.name) is not None:
+                raise UnsupportedCheckpointError(
+                    "a tensor that is not stored as it is cannot be copied out of the checkpoint",
+                    where=f"{want.kind} {region.name}",
+                    helps="it is a defect of this package that this was tried: please report it",
+                )
             _plan_piece(index, want, target, tensor, source, accept_lost, copies, fills)
     copies.sort(key=lambda copy: (copy.extent.file, copy.extent.offset))
     return Plan(wanted, copies, fills)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor, Leaf, dumps
+from mcore_ckpt_ext.storage.torch_archive import WRITER_MEMBER
 
 _ALIGNMENT = 64
 _LIMIT_32 = 0xFFFFFFFF
@@ -47,8 +48,12 @@ class ArchiveLayout:
     tensors: tuple[ArchivedTensor, ...]
 
 
-def archive_layout(tree: Any) -> ArchiveLayout:
+def archive_layout(tree: Any, writer: str | None = None) -> ArchiveLayout:
     """Lay out the archive of a tree; small tensors are written with it, declared ones later.
+
+    Args:
+        tree: plain objects, placeholders, tensors, declared tensors.
+        writer: says in the archive who wrote it.
 
     Raises:
         TypeError: something in it cannot be pickled by name.
@@ -57,6 +62,7 @@ def archive_layout(tree: Any) -> ArchiveLayout:
     members: list[tuple[str, bytes | Leaf]] = [("data.pkl", pickle), ("byteorder", b"little")]
     members += [(f"data/{number}", leaf) for number, leaf in enumerate(leaves)]
     members += [("version", b"3\n")]
+    members += [(WRITER_MEMBER, writer.encode())] if writer else []
     return _Zip().layout(members)
 
 

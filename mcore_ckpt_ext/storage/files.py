@@ -13,7 +13,8 @@ from collections import OrderedDict
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy
+from mcore_ckpt_ext.storage.checked_files import open_file
 
 # A zarr array has a file a chunk, and a process may by default open 1024 files.
 _OPEN_FILES = 256
@@ -22,9 +23,9 @@ _OPEN_FILES = 256
 class _Descriptor:
     """An open file; closed when nobody holds it any more, so that a reader in another thread may finish."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, folder: Path, name: str) -> None:
         self.number = -1
-        self.number = os.open(path, os.O_RDONLY)
+        self.number = open_file(folder, name)
 
     def __del__(self) -> None:
         if self.number >= 0:
@@ -108,13 +109,13 @@ class FolderReader:
     def _open(self, file: str) -> _Descriptor:
         path = checked_name(file, self.folder)
         try:
-            return _Descriptor(self.folder / path)
+            return _Descriptor(self.folder, str(path))
         except OSError as error:
             raise UnreadableCheckpointError(
                 "a file of the checkpoint cannot be opened",
                 found=error.strerror,
                 where=str(self.folder / path),
-                helps="the save was interrupted or the copy is incomplete: use another iteration",
+                helps=remedy(error),
             ) from error
 
 

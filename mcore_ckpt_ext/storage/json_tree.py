@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.storage.safe_pickle import Placeholder, origin_of, placeholder_class
+from mcore_ckpt_ext.storage.safe_pickle import Placeholder, bytes_of_text, inert_class, origin_of
 
 _TYPES: Mapping[str, type] = {
     "object": object, "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
@@ -124,9 +124,15 @@ def _placeholder(obj: Placeholder) -> dict[str, Any]:
     }
 
 
-def _unplaceholder(content: Any) -> Placeholder:
-    module, name = content["class"]
-    built = Placeholder.__new__(placeholder_class(str(module), str(name)), *_decoded(content["arguments"]))
+def _class(names: Any) -> type[Placeholder]:
+    module, name = names
+    return inert_class(str(module), str(name), "a description in JSON")
+
+
+def _unplaceholder(content: Any) -> Placeholder | bytes:
+    if content["class"] == ["_codecs", "encode"]:
+        return bytes_of_text(*_decoded(content["arguments"]))  # as the first folders in this format have it
+    built = Placeholder.__new__(_class(content["class"]), *_decoded(content["arguments"]))
     origin = origin_of(built)
     origin.called, origin.member = bool(content["called"]), content["member"]
     for state in content["state"]:
@@ -136,7 +142,7 @@ def _unplaceholder(content: Any) -> Placeholder:
     return built
 
 
-# Of each tag: the exact type, how its content is written, and how it is read.
+# Each tag with its exact type, how its content is written, and how it is read.
 _CODECS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] = {
     "$tuple": (tuple, lambda items: [encode(i) for i in items], lambda items: tuple(_decoded(i) for i in items)),
     "$dict": (dict, lambda tree: _pairs(tree.items()), lambda pairs: dict(_unpaired(pairs))),
@@ -179,7 +185,7 @@ _CODECS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] =
 _OTHERS: Mapping[str, Callable[[Any], Any]] = {
     "$float": float,
     "$tensor": _untensor,
-    "$class": lambda names: placeholder_class(str(names[0]), str(names[1])),
+    "$class": _class,
     "$type": lambda name: _TYPES[name],
     "$object": _unplaceholder,
 }

@@ -8,6 +8,8 @@ from typing import Any, cast
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 
+_LOCAL = {"file", "local"}  # as fsspec names this machine's own files
+
 
 def as_path(path: str | os.PathLike[str]) -> Path:
     """A path object; a remote one behaves like `pathlib.Path` (universal_pathlib).
@@ -16,10 +18,15 @@ def as_path(path: str | os.PathLike[str]) -> Path:
         UnsupportedCheckpointError: the libraries for that store are not installed.
     """
     if is_remote(path):
-        return cast("Path", path)
+        found = cast("Path", path)
+        # Of this machine all the same: what holds for its files must hold for them, too.
+        return Path(found.path) if _LOCAL & set(_protocols(found)) else found  # type: ignore[attr-defined]
     text = os.fspath(path)
-    if "://" not in text:
+    scheme, separator, rest = text.partition("://")
+    if not separator:
         return Path(text)
+    if scheme in _LOCAL:
+        return Path(rest)
     try:
         from upath import UPath
 
@@ -31,6 +38,11 @@ def as_path(path: str | os.PathLike[str]) -> Path:
             where=text,
             helps="pip install 'mcore_ckpt_ext[remote]', and fsspec's library for the store (s3fs, gcsfs, adlfs, ...)",
         ) from error
+
+
+def _protocols(path: Path) -> tuple[str, ...]:
+    found = file_system(path).protocol
+    return (found,) if isinstance(found, str) else tuple(found)
 
 
 def is_remote(path: object) -> bool:

@@ -41,8 +41,8 @@ _RUNS = _runs()
 _BY_CODE = {opcode.code.encode("latin-1"): opcode.arg.name for opcode in pickletools.opcodes if opcode.arg}
 
 
-def check_memo(data: bytes) -> None:
-    """Refuse a pickle that names a memo index beyond its own length.
+def check_memo(data: bytes) -> int:
+    """Refuse a pickle that names a memo index beyond its own length; returns where it ends.
 
     Raises:
         ValueError: it does, or an opcode is unknown or cut off.
@@ -54,7 +54,7 @@ def check_memo(data: bytes) -> None:
             continue
         code = data[position : position + 1]
         if code == _STOP:
-            return
+            return position + 1
         if not code:
             raise ValueError("the pickle has no end")
         position = _past(data, code, position + 1)

@@ -1,6 +1,8 @@
 """Pickles as torch writes them, of what `safe_pickle` reads: the way back, which imports and executes nothing either.
 
-Classes that are not loaded are written by their names, and tensors as references to records of the archive.
+Tensors are written as references to records of the archive; what may be named at all says `writable`. Names are written
+by the opcode GLOBAL, whose argument ends at a line break, for torch's own safe reader knows no other
+(torch/_weights_only_unpickler.py, 2.4 to 2.13); they come from that closed list, letter by letter.
 """
 
 from __future__ import annotations
@@ -14,14 +16,16 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.storage.safe_pickle import Placeholder, TensorReference, origin_of, placeholder_class
-
-# `torch.FloatStorage` and its siblings, by which torch.save names a storage's dtype (torch/serialization.py).
-_STORAGE_NAMES = {
-    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
-    torch.int16: "ShortStorage", torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
-}  # fmt: skip
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.storage.safe_pickle import Placeholder, origin_of, placeholder_class
+from mcore_ckpt_ext.storage.writable import (
+    CLASSES,
+    STORAGE_NAMES,
+    check_output,
+    checked_name,
+    first_unwritable,
+    is_own,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +65,7 @@ class _Pickler(pickle._Pickler):
     def persistent_id(self, obj: Any) -> Any:
         if not isinstance(obj, _Storage):
             return None
-        return ("storage", self._named("torch", _STORAGE_NAMES[obj.dtype]), obj.key, "cpu", obj.numel)
+        return ("storage", self._named("torch", STORAGE_NAMES[obj.dtype]), obj.key, "cpu", obj.numel)
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
         if type(obj) in (str, bytes):
@@ -73,10 +77,23 @@ class _Pickler(pickle._Pickler):
             self._save_global(self._named(obj.pickled_module, obj.pickled_name))
         elif isinstance(obj, Placeholder):
             self._save_placeholder(obj)
-        elif isinstance(obj, TensorReference):
-            raise TypeError("a tensor whose elements were not read cannot be written")
         else:
             super().save(obj, save_persistent_id)  # type: ignore[misc]  # left out of the type stubs, too
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        """Of the standard pickler: classes, functions, and what reduces to a name."""
+        if isinstance(obj, torch.dtype):
+            module, named = "torch", str(obj).removeprefix("torch.")
+        elif isinstance(obj, type) and obj in CLASSES:
+            module, named = CLASSES[obj]
+        else:
+            module, named = obj.__module__, obj.__qualname__
+        self._write_global(module, named)
+        self.memoize(obj)
+
+    def _write_global(self, module: str, name: str) -> None:
+        module, name = checked_name(module, name)
+        self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
 
     def _named(self, module: str, name: str) -> type[Placeholder]:
         return self._globals.setdefault((module, name), placeholder_class(module, name))
@@ -89,28 +106,19 @@ class _Pickler(pickle._Pickler):
 
     def _save_global(self, named: type[Placeholder]) -> None:
         if not self._remembered(named):
-            self.write(pickle.GLOBAL + f"{named.pickled_module}\n{named.pickled_name}\n".encode())
+            self._write_global(named.pickled_module, named.pickled_name)
             self.memoize(named)
 
     def _save_placeholder(self, obj: Placeholder) -> None:
         if self._remembered(obj):
             return
+        if not is_own(obj) and (found := first_unwritable(obj)):
+            raise TypeError(found)
         origin = origin_of(obj)
-        if origin.member is not None:
-            self._save_global(self._named("builtins", "getattr"))
-            self.save((type(obj), origin.member))
-        else:
-            self.save(type(obj))
-            self.save(tuple(obj.arguments))
+        self.save(type(obj))
+        self.save(tuple(obj.arguments))
         self.write(pickle.REDUCE if origin.called else pickle.NEWOBJ)
         self.memoize(obj)
-        for item in origin.items:
-            self.save(item)
-            self.write(pickle.APPEND)
-        for key, value in origin.entries:
-            self.save(key)
-            self.save(value)
-            self.write(pickle.SETITEM)
         for state in origin.state:
             self.save(state)
             self.write(pickle.BUILD)
@@ -119,6 +127,8 @@ class _Pickler(pickle._Pickler):
         """As `torch.Tensor.__reduce_ex__` does it for a contiguous tensor that owns its storage (torch/_tensor.py)."""
         if self._remembered(leaf):
             return
+        if leaf.dtype not in STORAGE_NAMES:
+            raise TypeError(f"a tensor of {leaf.dtype}")
         shape = tuple(leaf.shape)
         stride, strides = 1, []
         for size in reversed(shape):
@@ -139,14 +149,23 @@ def dumps(tree: Any) -> tuple[bytes, list[Leaf]]:
     """Pickle a tree of plain objects, placeholders and tensors, as `torch.save` does.
 
     Returns:
-        The pickle, and the leaves whose elements belong into the records `data/0`, `data/1`, ... of the archive.
+        The pickle, read back, and the leaves whose elements belong into the records `data/0`, `data/1`, ... of the
+        archive.
 
     Raises:
-        TypeError: something in it cannot be pickled by name.
+        UnsupportedCheckpointError: something in it may not be written.
     """
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
-    pickler.dump(tree)
+    try:
+        pickler.dump(tree)
+        check_output(buffer.getvalue())
+    except (TypeError, AttributeError, pickle.PicklingError, RecursionError) as error:
+        raise UnsupportedCheckpointError(
+            "what would be written names what only the writer of the source knows; whoever loads it would run that",
+            found=str(error),
+            helps="convert --to canonical, which holds data only; if this is an honest class, please report it",
+        ) from error
     return buffer.getvalue(), pickler.leaves
 
 

@@ -1,47 +1,61 @@
 """Publishing a folder: written beside its destination under another name, and renamed when it is whole.
 
 A kill at any moment leaves what was there before, or the new folder; what is unfinished bears `.partial-` in its name.
+The unfinished folder is this user's own (mode 0700) and never another's, one for each destination, and locked.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import errno
 import fcntl
+import hashlib
 import json
 import os
-import shutil
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 from mcore_ckpt_ext.errors import DestinationError
+from mcore_ckpt_ext.storage.folder import Folder, exchange, move_new
 
-_EXCHANGE = 2  # RENAME_EXCHANGE of Linux, renameat2(2)
-_AT_CURRENT_FOLDER = -100
-_JOURNAL = "journal"
+_CONTENT, _REPLACED, _LOCK, _WORK, _JOURNAL = "content", "replaced", "lock", "work", "journal"
+_WORK_LIMIT = 1 << 12
+_JOURNAL_LIMIT = 1 << 30
+_MINE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+
+CheckReplaceable = Callable[[Path], None]
+"""Raises DestinationError unless the folder at a path may be replaced."""
+
+
+def _anything(path: Path) -> None:
+    """Of a caller that knows what it replaces."""
 
 
 class Publication:
     """One destination folder in the making; `folder` is where its files are written."""
 
-    def __init__(self, destination: Path, fingerprint: str, rank: int = 0) -> None:
+    def __init__(
+        self, destination: Path, fingerprint: str, rank: int = 0, replaceable: CheckReplaceable = _anything
+    ) -> None:
         """Name the places; nothing is touched yet.
 
         Args:
-            destination: the folder to publish.
+            destination: the folder to publish, an absolute path.
             fingerprint: identifies what is written, so that only the same work is ever continued.
             rank: this process among those that share the work; the first opens and publishes.
+            replaceable: looks at what would be replaced, before the work and again when it is moved aside.
         """
         self.destination = destination
-        self._root = destination.parent / f"{destination.name}.partial-{fingerprint[:12]}"
-        self.folder = self._root / "content"
-        self._journal = self._root / f"{_JOURNAL}{rank}"
-        self._lock: IO[str] | None = None
+        self._name = f"{destination.name}.partial-{hashlib.sha256(os.fsencode(destination)).hexdigest()[:12]}"
+        self.folder = destination.parent / self._name / _CONTENT
+        self._fingerprint, self._rank, self._replaceable = fingerprint, rank, replaceable
+        self._held = contextlib.ExitStack()
+        self._replaces: tuple[int, int] | None = None
 
     def open(self, *, force: bool = False, resume: bool = False) -> None:
-        """Make or reopen the unfinished folder.
+        """Make or reopen the unfinished folder, and lock the destination until `close`.
 
         Args:
             force: replace an existing destination.
@@ -50,89 +64,228 @@ class Publication:
         Raises:
             DestinationError: the destination exists, cannot be written, or is being written by another process.
         """
-        if self.destination.exists() and not force:
-            raise DestinationError(
-                "the destination exists already",
-                where=str(self.destination),
-                helps="choose another, or replace it: --force",
-            )
         try:
-            self._root.mkdir(parents=True, exist_ok=True)
-            self._lock = self._locked()
-            if not resume and self.folder.exists():
-                shutil.rmtree(self.folder)
-                for journal in self._journals():
-                    journal.unlink()
-            self.folder.mkdir(exist_ok=True)
+            self._look(force)
+            self.destination.parent.mkdir(parents=True, exist_ok=True)
+            self._parent = self._held.enter_context(Folder.at(self.destination.parent))
+            self._root = self._held.enter_context(self._locked_root())
+            self._put_back()
+            self._look(force)
+            if not (resume and self._continues()):
+                self._begin()
+            self._enter()
         except OSError as error:
-            raise cannot_write(self._root, error) from error
+            raise cannot_write(self.destination, error) from error
+
+    def join(self) -> None:
+        """Take part, in the processes that did not open it.
+
+        Raises:
+            DestinationError: the unfinished folder cannot be entered.
+        """
+        if self._rank:
+            try:
+                self._parent = self._held.enter_context(Folder.at(self.destination.parent))
+                self._root = self._held.enter_context(self._entered_root())
+                self._enter()
+            except OSError as error:
+                raise cannot_write(self.destination, error) from error
 
     def done(self) -> dict[int, int]:
-        """Records that interrupted runs finished, with their CRC-32, by number."""
+        """Records that interrupted runs say to have finished, with their CRC-32, by number; not yet to be believed."""
         found: dict[int, int] = {}
         for journal in self._journals():
-            for line in journal.read_text().splitlines():
-                try:
+            for line in (self._root.read(journal, _JOURNAL_LIMIT) or b"").splitlines():
+                # The last line may be half written: the process was killed.
+                with contextlib.suppress(ValueError, TypeError):
                     number, crc = json.loads(line)
-                except ValueError:
-                    continue  # the line that was being written when the process was killed
-                found[number] = crc
+                    found[int(number)] = int(crc)
         return found
 
     def note(self, number: int, crc: int) -> None:
         """Write into the journal that a record is finished."""
-        descriptor = os.open(self._journal, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        descriptor = self._root.open(f"{_JOURNAL}{self._rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
             os.write(descriptor, f"[{number}, {crc}]\n".encode())
         finally:
             os.close(descriptor)
 
-    def _journals(self) -> list[Path]:
-        return sorted(self._root.glob(f"{_JOURNAL}*"))
-
     def publish(self) -> None:
         """Flush all files and give the folder its name, in one step.
 
         Raises:
-            DestinationError: the disk refuses; the destination is as it was.
+            DestinationError: the disk refuses, or the destination is not what it was at the beginning; it is left as
+                it is, and so is what was written.
         """
         try:
-            for path in (*self.folder.rglob("*"), self.folder):
-                flush(path)
-            if self.destination.exists():
-                _exchange(self.folder, self.destination)
+            self.content.flush()
+            self._root.flush()
+            if self._replaces is None:
+                self._publish_new()
             else:
-                self.folder.rename(self.destination)
-            flush(self.destination.parent)
-            shutil.rmtree(self._root)
+                self._replace()
+            os.fsync(self._parent.descriptor)
+            self._parent.remove(self._name)
         except OSError as error:
             raise cannot_write(self.destination, error) from error
 
     def close(self) -> None:
         """Let go; what is unfinished stays for a later run."""
-        if self._lock is not None:
-            self._lock.close()
+        self._held.close()
 
-    def _locked(self) -> IO[str]:
-        lock = (self._root / "lock").open("w")
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.close()
+    def _look(self, force: bool) -> None:
+        """At the destination, before the work."""
+        status = _status(self.destination)
+        if status is not None and not force:
             raise DestinationError(
-                "another process is writing the same", where=str(self._root), helps="wait for it, or stop it"
-            ) from error
-        return lock
+                "the destination exists already",
+                where=str(self.destination),
+                helps="choose another, or replace it: --force",
+            )
+        if status is not None:
+            self._replaceable(self.destination)
+        self._replaces = _identity(status) if status is not None else None
+
+    def _locked_root(self) -> Folder:
+        while True:
+            with contextlib.suppress(FileExistsError):
+                self._parent.make(self._name, 0o700)
+            root = self._entered_root()
+            lock = root.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            self._held.callback(os.close, lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                root.close()
+                raise DestinationError(
+                    "another process is writing the same", where=str(root.path), helps="wait for it, or stop it"
+                ) from error
+            # Whoever held it may have removed the folder when it was done.
+            if _identity(root.status()) == _identity(self._parent.status(self._name)):
+                return root
+            root.close()
+
+    def _entered_root(self) -> Folder:
+        """The unfinished folder, if it is this user's own.
+
+        Raises:
+            DestinationError: it is a link, another user's, or others may write to it.
+        """
+        status = self._parent.status(self._name)
+        root = self._parent.enter(self._name) if status is None or stat.S_ISDIR(status.st_mode) else None
+        if root is not None:
+            of_root = os.fstat(root.descriptor)
+            if of_root.st_uid == os.geteuid() and not of_root.st_mode & 0o022:
+                return root
+            root.close()
+        raise DestinationError(
+            "what would be the unfinished folder is not ours: it is a link, another user's, or others may write to it",
+            where=str(self._parent.path / self._name),
+            helps="remove it if you know whose it is, or choose a destination in a folder of your own",
+        )
+
+    def _put_back(self) -> None:
+        """What a run had moved aside when it was killed, before the new folder had the name."""
+        if self._root.status(_REPLACED) is not None and _status(self.destination) is None:
+            move_new(self._root, _REPLACED, self._parent, self.destination.name)
+
+    def _continues(self) -> bool:
+        """Whether there is unfinished work to continue.
+
+        Raises:
+            DestinationError: there is, but it is other work.
+        """
+        try:
+            fingerprint, made = json.loads(self._root.read(_WORK, _WORK_LIMIT) or b"")
+        except (ValueError, TypeError):
+            return False
+        status = self._root.status(_CONTENT)
+        # After an exchange of names, what is called content is the folder that was replaced.
+        if status is None or status.st_ino != made:
+            return False
+        if fingerprint != self._fingerprint:
+            raise DestinationError(
+                "the unfinished work for this destination is of another source, or of other options",
+                where=str(self._root.path),
+                helps="give the options of the interrupted run, or begin anew: leave --resume out",
+            )
+        return True
+
+    def _begin(self) -> None:
+        for name in self._root.names():
+            if name != _LOCK:
+                self._root.remove(name)
+        self._root.make(_CONTENT)
+        made = self._root.status(_CONTENT)
+        descriptor = self._root.open(_WORK, _MINE, 0o600)
+        try:
+            os.write(descriptor, json.dumps([self._fingerprint, made.st_ino if made else 0]).encode())
+        finally:
+            os.close(descriptor)
+
+    def _enter(self) -> None:
+        self.content = self._held.enter_context(self._root.enter(_CONTENT))
+
+    def _journals(self) -> list[str]:
+        return [name for name in self._root.names() if name.startswith(_JOURNAL)]
+
+    def _publish_new(self) -> None:
+        try:
+            move_new(self._root, _CONTENT, self._parent, self.destination.name)
+        except FileExistsError as error:
+            raise self._changed("something appeared at the destination during the conversion") from error
+
+    def _replace(self) -> None:
+        """Move the old folder aside, take its name, and look at what was moved before it is removed."""
+        if exchange(self._root, _CONTENT, self._parent, self.destination.name):
+            aside = _CONTENT
+        else:
+            move_new(self._parent, self.destination.name, self._root, _REPLACED)
+            aside = _REPLACED
+        try:
+            if _identity(self._root.status(aside)) != self._replaces:
+                raise self._changed("another folder took the destination's place during the conversion")
+            self._replaceable(self._root.path / aside)
+            if aside == _REPLACED:
+                move_new(self._root, _CONTENT, self._parent, self.destination.name)
+        except BaseException:
+            self._undo(aside)
+            raise
+
+    def _undo(self, aside: str) -> None:
+        if aside == _CONTENT:
+            exchange(self._root, _CONTENT, self._parent, self.destination.name)
+        else:
+            move_new(self._root, _REPLACED, self._parent, self.destination.name)
+
+    def _changed(self, what: str) -> DestinationError:
+        return DestinationError(
+            f"{what}; nothing was replaced",
+            where=str(self.destination),
+            helps="see what it is; if it may go, remove it and continue with --resume: what was written is kept",
+        )
+
+
+def _status(path: Path) -> os.stat_result | None:
+    with contextlib.suppress(FileNotFoundError):
+        return path.lstat()
+    return None
+
+
+def _identity(status: os.stat_result | None) -> tuple[int, int] | None:
+    return None if status is None else (status.st_dev, status.st_ino)
 
 
 def cannot_write(path: Path, error: OSError) -> DestinationError:
     """The refusal that belongs to an error of the operating system."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return DestinationError(
         "the destination cannot be written",
         found=error.strerror or str(error),
         where=str(error.filename or path),
-        helps="free some space or choose another destination; --resume then continues where this run stopped",
-    )
+        helps="free some space or choose another destination; --resume then continues where this run stopped"
+        if full else "choose a destination that you may write to; --resume continues what this run began",
+    )  # fmt: skip
 
 
 def flush(path: Path) -> None:
@@ -168,7 +321,10 @@ def replace(files: Mapping[Path, str]) -> None:
     partials = {path: path.with_name(f"{path.name}.partial") for path in files}
     try:
         for path, partial in partials.items():
-            partial.write_text(files[path])
+            # A link, planted or left there, is removed and never followed.
+            partial.unlink(missing_ok=True)
+            with os.fdopen(os.open(partial, _MINE | os.O_NOFOLLOW, 0o666), "w") as stream:
+                stream.write(files[path])
         flush_all(partials.values())
         for path, partial in partials.items():
             partial.replace(path)
@@ -177,16 +333,3 @@ def replace(files: Mapping[Path, str]) -> None:
             with contextlib.suppress(OSError):
                 partial.unlink(missing_ok=True)
         raise
-
-
-def _exchange(first: Path, second: Path) -> None:
-    """Exchange the names of two folders, which no moment shows half done.
-
-    Raises:
-        OSError: the file system cannot.
-    """
-    library = ctypes.CDLL(None, use_errno=True)
-    here = _AT_CURRENT_FOLDER
-    if library.renameat2(here, os.fsencode(first), here, os.fsencode(second), _EXCHANGE):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(second))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
+import secrets
 import threading
+import zlib
 from collections import OrderedDict
 from pathlib import Path
+from typing import IO
+
+from typing_extensions import override
 
 from mcore_ckpt_ext.errors import DestinationError, UnreadableCheckpointError
 from mcore_ckpt_ext.storage.files import FolderReader, checked_name
@@ -14,7 +21,7 @@ from mcore_ckpt_ext.storage.publish import cannot_write
 
 BLOCK_BYTES = 4 << 20
 _KEPT_BLOCKS = 32
-_JOURNAL = "journal"
+_JOURNAL, _CLAIM = "journal", "claim"
 
 
 def folder_reader(folder: Path) -> FolderReader:
@@ -32,8 +39,8 @@ class RemoteFolderReader(FolderReader):
         self._blocks: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._guard = threading.Lock()
 
+    @override
     def size(self, file: str) -> int:
-        """See the base class."""
         if file not in self._sizes:
             try:
                 self._sizes[file] = int(self._files.size(self._place(file)))
@@ -41,8 +48,8 @@ class RemoteFolderReader(FolderReader):
                 raise self._unreadable(file, error) from error
         return self._sizes[file]
 
+    @override
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
-        """See the base class."""
         end = offset + len(buffer)
         if end > self.size(file):
             raise UnreadableCheckpointError(
@@ -112,39 +119,76 @@ class Upload:
     """A destination folder of a remote store, in the making.
 
     No store renames a folder in one step. So files are put under their own names, those that say that all are there
-    come last, and a journal beside the folder says what an interrupted upload has done.
+    come last, and a journal beside the folder says what an interrupted upload has done. Stores have no locks either:
+    a claim beside the folder says whose it is, and is looked at again before the last files are put.
     """
 
     def __init__(self, destination: Path, fingerprint: str, rank: int = 0) -> None:
-        """See `Publication`."""
+        """Name the places; nothing is touched yet."""
         self.destination = destination
         self._files = file_system(destination)
-        self._beside = destination.parent / f"{destination.name}.partial-{fingerprint[:12]}"
+        name = hashlib.sha256(str(destination).encode()).hexdigest()[:12]
+        self._beside = destination.parent / f"{destination.name}.partial-{name}"
         self._journal = self._beside / f"{_JOURNAL}{rank}"
-        self._noted: dict[str, int] = {}
+        self._fingerprint, self._token = fingerprint, secrets.token_hex(8)
+        self._noted: dict[str, list[int]] = {}
         self._guard = threading.Lock()
 
     def open(self, *, force: bool, resume: bool) -> None:
-        """Check the destination.
+        """Check the destination, and claim it.
 
         Raises:
-            DestinationError: it exists, and no interrupted upload of the same made it.
+            DestinationError: it exists, and no interrupted upload of the same made it; or the store refuses.
         """
-        if self.destination.exists() and not (resume and self._beside.exists()):
+        work = self._claim()
+        if self.destination.exists() and not (resume and work):
             raise DestinationError(
                 "the destination exists already",
                 where=str(self.destination),
                 helps="choose another, delete it (a remote folder cannot be replaced in one step), or continue the "
                 "interrupted conversion that made it: --resume",
             )
+        if resume and work and work[0] != self._fingerprint:
+            raise DestinationError(
+                "the unfinished work for this destination is of another source, or of other options",
+                where=str(self._beside),
+                helps="give the options of the interrupted run, or delete what is there and begin anew",
+            )
+        try:
+            self._beside.mkdir(parents=True, exist_ok=True)
+            (self._beside / _CLAIM).write_text(json.dumps([self._fingerprint, self._token]))
+        except OSError as error:
+            raise cannot_write(self.destination, error) from error
+
+    def check_claim(self) -> None:
+        """Look at the claim again.
+
+        Raises:
+            DestinationError: another conversion claimed the destination since.
+        """
+        if self._claim() != [self._fingerprint, self._token]:
+            raise DestinationError(
+                "another conversion claimed the destination meanwhile; nothing says that it is whole",
+                where=str(self._beside),
+                helps="let one of them finish, or stop both, delete what is there and begin anew",
+            )
+
+    def _claim(self) -> list[str]:
+        try:
+            found = json.loads((self._beside / _CLAIM).read_text())
+        except (OSError, ValueError):
+            return []
+        return found if isinstance(found, list) else []
 
     def done(self) -> dict[str, int]:
-        """Files that are there whole, with their sizes."""
-        found: dict[str, int] = {}
-        if self._beside.exists():
-            for journal in self._beside.glob(f"{_JOURNAL}*"):
-                found |= json.loads(journal.read_text())
-        return found
+        """Files that an interrupted upload finished, with their sizes: each read back, and as its journal says."""
+        said: dict[str, list[int]] = {}
+        for journal in self._beside.glob(f"{_JOURNAL}*") if self._beside.exists() else ():
+            # It may be half written: the process was killed.
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                said |= json.loads(journal.read_text())
+        self._noted = {name: found for name, found in said.items() if self._there(name) == found}
+        return {name: size for name, (size, _) in self._noted.items()}
 
     def put(self, local: Path, name: str) -> None:
         """Upload a file and write into the journal that it is there.
@@ -153,10 +197,9 @@ class Upload:
             DestinationError: the store refuses.
         """
         try:
-            self._files.put_file(str(local), str((self.destination / name).path))  # type: ignore[attr-defined]  # remote
-            with self._guard:
-                self._noted[name] = local.stat().st_size
-                self._beside.mkdir(parents=True, exist_ok=True)
+            self._files.put_file(str(local), self._place(name))
+            with local.open("rb") as stream, self._guard:
+                self._noted[name] = _size_and_crc(stream)
                 self._journal.write_text(json.dumps(self._noted))
         except OSError as error:
             raise cannot_write(self.destination, error) from error
@@ -165,5 +208,20 @@ class Upload:
         """Remove the journal: all is there."""
         self._files.rm(str(self._beside.path), recursive=True)  # type: ignore[attr-defined]  # a remote path
 
-    def close(self) -> None:
-        """Nothing is held."""
+    def _there(self, name: str) -> list[int] | None:
+        """Size and CRC-32 of a file of the destination; None where it cannot be read."""
+        try:
+            with self._files.open(self._place(name), "rb") as stream:
+                return _size_and_crc(stream)
+        except (OSError, UnreadableCheckpointError):
+            return None
+
+    def _place(self, name: str) -> str:
+        return str((self.destination / checked_name(name, self.destination)).path)  # type: ignore[attr-defined]
+
+
+def _size_and_crc(stream: IO[bytes]) -> list[int]:
+    size, crc = 0, 0
+    while block := stream.read(BLOCK_BYTES):
+        size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]

@@ -103,7 +103,7 @@ class Origin:
 
 
 def origin_of(placeholder: Placeholder) -> Origin:
-    """See `Origin`."""
+    """What a placeholder was made from."""
     return placeholder._origin
 
 
@@ -143,13 +143,16 @@ class TensorReference(_Stateless):
     """A pickled tensor without its data: shape and strides in elements, `offset` elements into the storage."""
 
     def __init__(
-        self, storage: StorageReference, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: object
+        self, storage: StorageReference, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *more: object
     ) -> None:
-        """Keep the description.
+        """Keep the description; of `more`, as `torch._utils._rebuild_tensor_v2` takes it, the third may be marks.
 
         Raises:
-            TypeError, ValueError: there is no such tensor.
+            TypeError, ValueError: there is no such tensor, or its elements mean something else than they say.
         """
+        marks = more[2] if len(more) > 2 else None
+        if isinstance(marks, dict) and any(marks.values()):
+            raise ValueError("a tensor that is marked as negative or conjugated, which torch would make it on reading")
         self.storage, self.offset, self.shape, self.stride = storage, offset, tuple(shape), tuple(stride)
         if not isinstance(storage, StorageReference):
             raise TypeError(f"a tensor without a storage: {storage!r}")
@@ -203,6 +206,17 @@ def _raw_bytes(kind: type) -> Callable[..., Any]:
     return build
 
 
+def bytes_of_text(text: object, codec: object = "utf-8") -> bytes:
+    """`_codecs.encode`, which is how protocol 2 writes bytes.
+
+    Raises:
+        TypeError: it is asked for something else.
+    """
+    if type(text) is not str or codec not in ("latin1", "latin-1"):
+        raise TypeError(f"text in {codec!r}")
+    return text.encode("latin1")
+
+
 class _StorageType(_Stateless):
     """`torch.FloatStorage` and its siblings, as pickled: only the dtype matters."""
 
@@ -225,6 +239,7 @@ _REAL: dict[tuple[str, str], object] = {
     ("collections", "defaultdict"): collections.defaultdict,
     ("collections", "deque"): collections.deque,
     ("_io", "BytesIO"): io.BytesIO,
+    ("_codecs", "encode"): bytes_of_text,
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
     ("torch._utils", "_rebuild_tensor_v2"): TensorReference,
@@ -241,6 +256,8 @@ _REAL: dict[tuple[str, str], object] = {
             "getattr": _inert_getattr,
         }.items()
     },
+    ("__builtin__", "long"): int,  # Python 2's names, which protocol 2 keeps
+    ("__builtin__", "unicode"): str,
     **{("torch", name): _StorageType(dtype) for name, dtype in _STORAGES.items()},
 }  # fmt: skip
 
@@ -248,9 +265,12 @@ _REAL: dict[tuple[str, str], object] = {
 _HARMLESS = {
     ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib", "Path"), ("pathlib._local", "PosixPath"),
     ("signal", "Signals"), ("datetime", "datetime"), ("datetime", "timedelta"), ("functools", "partial"),
-    ("uuid", "UUID"), ("enum", "Enum"), ("_codecs", "encode"), ("copyreg", "_reconstructor"),
+    ("uuid", "UUID"), ("enum", "Enum"), ("copyreg", "_reconstructor"),
     ("builtins", "range"), ("__builtin__", "range"), ("__builtin__", "xrange"),  # a list of one can fill any memory
 }  # fmt: skip
+
+# `sys.stdlib_module_names` has those of this platform's sources only in part.
+_SYSTEM_MODULES = {"__builtin__", "posix", "nt", "os2", "commands", "__main__"}
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _NAMESPACE = dict(vars(argparse.Namespace))
@@ -258,7 +278,7 @@ _NAMESPACE = dict(vars(argparse.Namespace))
 _MOST_NODES, _DEEPEST = 1 << 22, 200
 
 
-class _SafeUnpickler(pickle.Unpickler):
+class SafeUnpickler(pickle.Unpickler):
     """Resolves globals by the rules of this module, and tensors to references."""
 
     def __init__(self, data: bytes, where: str) -> None:
@@ -266,6 +286,7 @@ class _SafeUnpickler(pickle.Unpickler):
         self._where = where
 
     def find_class(self, module: str, name: str) -> Any:
+        """What stands for a global."""
         real = _REAL.get((module, name))
         if real is not None:
             return real
@@ -273,16 +294,10 @@ class _SafeUnpickler(pickle.Unpickler):
             return _DTYPES[name]
         if module.startswith(_METADATA_MODULES):
             return _RECORD_CLASSES.get(name) or _record_class(name)
-        if module.partition(".")[0] in sys.stdlib_module_names and (module, name) not in _HARMLESS:
-            raise UnsafePickleError(
-                "a pickle asks for a function that no checkpoint needs; nothing was executed",
-                found=f"{module}.{name}",
-                where=self._where,
-                helps="do not use this file: it may be an attack",
-            )
-        return placeholder_class(module, name)
+        return inert_class(module, name, self._where)
 
     def persistent_load(self, reference: Any) -> StorageReference:
+        """What stands for a storage."""
         try:
             tag, storage_type, key, _, numel = reference
             dtype = storage_type.dtype
@@ -311,6 +326,28 @@ def placeholder_class(module: str, name: str) -> type[Placeholder]:
     return type(name.rpartition(".")[2], (Placeholder,), names)
 
 
+def inert_class(module: str, name: str, where: str) -> type[Placeholder]:
+    """The class that stands for one that is not loaded.
+
+    Raises:
+        UnsafePickleError: it is no class, but what no checkpoint needs.
+    """
+    if not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
+        raise UnsafePickleError(
+            "a name that no class can have", found=repr(f"{module}.{name}"[:200]), where=where,
+            helps="do not use this file: it may be an attack",
+        )  # fmt: skip
+    top = module.partition(".")[0]
+    if (top in sys.stdlib_module_names or top in _SYSTEM_MODULES) and (module, name) not in _HARMLESS:
+        raise UnsafePickleError(
+            "a pickle asks for a function that no checkpoint needs; nothing was executed",
+            found=f"{module}.{name}",
+            where=where,
+            helps="do not use this file: it may be an attack",
+        )
+    return placeholder_class(module, name)
+
+
 def safe_loads(data: bytes, where: str) -> Any:
     """Unpickle `data`; tensors come back as `TensorReference`.
 
@@ -323,7 +360,7 @@ def safe_loads(data: bytes, where: str) -> Any:
     """
     try:
         check_memo(data)
-        loads: Callable[[], Any] = _SafeUnpickler(data, where).load
+        loads: Callable[[], Any] = SafeUnpickler(data, where).load
         return loads()
     except UnsafePickleError:
         raise

@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.output import OutputFile
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, Extent
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import FolderReader
 
+WRITER = "mcore_ckpt_ext"
+"""In the header of every file that this package writes, so that one may be known for its own."""
+_METADATA = "__metadata__"
 _HEADER_LIMIT = 100_000_000  # as the library
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -38,7 +43,7 @@ class Declared:
 
 def lay_out_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputFile, list[int]]:
     """The file, and the byte at which each array begins."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, Any] = {_METADATA: {"format": "pt", "writer": WRITER}}
     starts, at = [], 0
     for array in arrays:
         end = at + array.nbytes
@@ -54,30 +59,62 @@ def lay_out_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputFile, lis
     return file, [begin + start for start in starts]
 
 
-def read_header(reader: FolderReader, file: str) -> Iterator[tuple[str, tuple[int, ...], Extent]]:
+def read_header(reader: FolderReader, file: str) -> Iterator[tuple[str, tuple[int, ...], RawArray]]:
     """(key, shape, where it lies) of every array of a file.
 
     Raises:
         UnreadableCheckpointError: it is no safetensors file, or shorter than it says.
     """
     size = reader.size(file)
-    where = str(reader.folder / file)
-    length = int.from_bytes(reader.read(file, 0, 8), "little") if size >= 8 else size
-    if length > min(_HEADER_LIMIT, size - 8):
-        raise UnreadableCheckpointError("the header is longer than the file", found=length, expected=size, where=where)
+    header, begin = _header(reader, file)
     try:
-        header = json.loads(reader.read(file, 8, length))
         for key, entry in header.items():
-            if key == "__metadata__":
+            if key == _METADATA:
                 continue
             shape = tuple(int(axis) for axis in entry["shape"])
-            low, high = (8 + length + int(place) for place in entry["data_offsets"])
+            low, high = (begin + int(place) for place in entry["data_offsets"])
             dtype = _DTYPE_NAMES[entry["dtype"]]
             if min(shape, default=0) < 0 or high - low != prod(shape) * ITEM_SIZE[dtype] or low < 8 or high > size:
                 raise ValueError(f"{key} would lie at {low}:{high} of {size} bytes")
-            yield key, shape, Extent(file, low, high - low, dtype, prod(shape), is_raw=True)
+            yield key, shape, RawArray(file, low, high - low, dtype, prod(shape))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UnreadableCheckpointError("a safetensors file is damaged", found=str(error), where=where) from error
+        raise _damaged(reader, file, error) from error
+
+
+def writer_of(reader: FolderReader, file: str) -> str | None:
+    """What a file says of who wrote it.
+
+    Raises:
+        UnreadableCheckpointError: it is no safetensors file.
+    """
+    try:
+        found = _header(reader, file)[0].get(_METADATA, {}).get("writer")
+    except AttributeError as error:
+        raise _damaged(reader, file, error) from error
+    return found if isinstance(found, str) else None
+
+
+def _header(reader: FolderReader, file: str) -> tuple[dict[str, Any], int]:
+    """What the header says, and where the elements begin."""
+    size = reader.size(file)
+    length = int.from_bytes(reader.read(file, 0, 8), "little") if size >= 8 else size
+    if length > min(_HEADER_LIMIT, size - 8):
+        raise UnreadableCheckpointError(
+            "the header is longer than the file", found=length, expected=size, where=str(reader.folder / file)
+        )
+    try:
+        header = json.loads(reader.read(file, 8, length))
+    except (ValueError, RecursionError) as error:
+        raise _damaged(reader, file, error) from error
+    if not isinstance(header, dict):
+        raise _damaged(reader, file, TypeError("the header is no object"))
+    return header, 8 + length
+
+
+def _damaged(reader: FolderReader, file: str, error: Exception) -> UnreadableCheckpointError:
+    return UnreadableCheckpointError(
+        "a safetensors file is damaged", found=str(error), where=str(reader.folder / file)
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -87,7 +124,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UnreadableCheckpointError: the file is missing, or holds something else.
     """
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(read_file(path.parent, path.name))
         if not isinstance(content, dict):
             raise ValueError("no object")
     except (OSError, ValueError, RecursionError) as error:

@@ -14,13 +14,17 @@ from typing import IO, Any, cast
 
 import torch
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
 from mcore_ckpt_ext.storage.files import FolderReader, Window
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference, check_expansion, safe_loads
 
 # Local file header of a zip member (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _CHECKSUM_BLOCK = 1 << 22
+_SHORT = 64
+_BYTE_ORDER = "byteorder"
+WRITER_MEMBER = ".data/writer"
+"""Beside `.data/serialization_id`, which torch keeps there: readers look at neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +68,7 @@ class TorchArchive:
         window = cast("IO[bytes]", Window(reader, file, offset, self._length))
         try:
             with zipfile.ZipFile(window) as archive:
-                self._members = {name_in_archive(info.filename): info for info in archive.infolist()}
+                self._members = _unambiguous(archive.infolist())
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, struct.error) as error:
             raise UnreadableCheckpointError(
                 "a record of the checkpoint is no torch archive: damaged, or its metadata belongs to other files",
@@ -80,12 +84,28 @@ class TorchArchive:
     def load(self) -> Any:
         """The archived object, unpickled safely; tensors as `TensorReference`."""
         start, info = self._record("data.pkl")
+        self._check_byte_order()
         data = self._reader.read(self._file, start, info.file_size)
         if zlib.crc32(data) != info.CRC:
             raise self._damaged("data.pkl")
         loaded = safe_loads(data, self.where)
         check_expansion(loaded, self.where)
         return loaded
+
+    def _check_byte_order(self) -> None:
+        """Torch swaps the bytes of what a machine of the other order wrote (`torch/serialization.py`, `_load`)."""
+        if _BYTE_ORDER not in self._members:
+            return
+        start, info = self._record(_BYTE_ORDER)
+        found = self._reader.read(self._file, start, min(info.file_size, _SHORT))
+        if found != b"little":
+            raise UnsupportedCheckpointError(
+                "a record was written by a machine with another order of bytes",
+                found=shortened(found.decode(errors="replace")),
+                expected="little",
+                where=self.where,
+                helps="load and save it again on such a machine with torch.serialization.set_default_load_endianness",
+            )
 
     def payload(self, tensor: TensorReference) -> Payload:
         """Where the elements of a tensor of this archive lie.
@@ -121,6 +141,13 @@ class TorchArchive:
         if isinstance(tree, tuple) and type(tree) is tuple:
             return tuple(self.with_values(value) for value in tree)
         return tree
+
+    def writer(self) -> str | None:
+        """Who says to have written it (`archive_layout`)."""
+        if WRITER_MEMBER not in self._members:
+            return None
+        start, info = self._record(WRITER_MEMBER)
+        return self._reader.read(self._file, start, min(info.file_size, _SHORT)).decode(errors="replace")
 
     def verify_checksums(self) -> None:
         """Compare the CRC-32 of every record with the directory.
@@ -158,6 +185,23 @@ class TorchArchive:
         if signature != b"PK\x03\x04" or start + info.file_size > self._length:
             raise UnreadableCheckpointError("a record lies outside of its archive", where=f"{self.where}, {name}")
         return self._offset + start, info
+
+
+def _unambiguous(members: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+    """The records by name, without the archive's own top folder.
+
+    Raises:
+        ValueError: two readers could take different records for the same: torch takes the first of a name, whatever its
+            case (miniz, `mz_zip_reader_locate_file_v2`), below the top folder of the first record.
+    """
+    found = {name_in_archive(info.filename): info for info in members}
+    if len({name.casefold() for name in found}) != len(members) or len({_top(info) for info in members}) > 1:
+        raise ValueError("it has more than one record of a name, or more than one top folder")
+    return found
+
+
+def _top(member: zipfile.ZipInfo) -> str:
+    return member.filename.partition("/")[0]
 
 
 def name_in_archive(member: str) -> str:

@@ -6,6 +6,10 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.zero_strict_state_dict.low_level_zero import (
+    LowLevelZeroCheckpointIOMethods,
+    LowLevelZeroMethods,
+)
 from mcore_ckpt_ext.zero_strict_state_dict.methods import (
     CheckpointIOMethods,
     OptimizerMethods,
@@ -21,13 +25,13 @@ class Target(NamedTuple):
         homes: where versions have it.
         methods: what it gets.
         own: methods that it must have itself, so that ours fit beside them; a class without them is left alone.
-        required: whether nothing works without it.
+        required: the first version that has it, where nothing works without it.
     """
 
     homes: tuple[str, ...]
     methods: type
     own: tuple[str, ...]
-    required: bool = False
+    required: str | None = None
 
 
 # ZeroDDP stands before GeminiDDP: where both exist (up to 0.3.1), the latter inherits from the former.
@@ -38,8 +42,9 @@ WRAPPER = Target(
         "colossalai.zero.gemini.gemini_ddp:GeminiDDP",
     ),
     WrapperMethods,
-    own=("state_dict", "load_state_dict"),
-    required=True,
+    # 0.1.x, whose chunks are others, has no method of the third name.
+    own=("state_dict", "load_state_dict", "_get_param_to_save_data"),
+    required="0.2.0",
 )
 # Their state can be saved since 0.3.2; 0.3.0 has classes of these names that cannot.
 OPTIMIZER = Target(
@@ -52,7 +57,29 @@ CHECKPOINT_IO = Target(
     CheckpointIOMethods,
     own=("save_unsharded_model", "save_sharded_model", "load_sharded_model", "load_sharded_optimizer"),
 )
-TARGETS = (WRAPPER, OPTIMIZER, CHECKPOINT_IO)
+LOW_LEVEL_OPTIMIZER = Target(
+    ("colossalai.zero.low_level.low_level_optim:LowLevelZeroOptimizer",),
+    LowLevelZeroMethods,
+    own=("state_dict", "load_state_dict", "state_dict_shard", "update_master_params", "get_master_to_working_map"),
+    required="0.5.0",
+)
+LOW_LEVEL_CHECKPOINT_IO = Target(
+    ("colossalai.booster.plugin.low_level_zero_plugin:LowLevelZeroCheckpointIO",),
+    LowLevelZeroCheckpointIOMethods,
+    own=("save_sharded_optimizer", "load_sharded_optimizer"),
+)
+STATIC_MODEL = "get_static_torch_model"
+# Where ColossalAI's own function of that name is found: 0.3.0 and later, 0.2.1 to 0.2.8.
+STATIC_MODEL_HOMES = (
+    "colossalai.zero",
+    "colossalai.zero.gemini",
+    "colossalai.zero.gemini.utils",
+    "colossalai.nn.parallel.utils",
+)
+PLUGINS = {
+    "gemini": (WRAPPER, OPTIMIZER, CHECKPOINT_IO),
+    "low_level_zero": (LOW_LEVEL_OPTIMIZER, LOW_LEVEL_CHECKPOINT_IO),
+}
 
 
 def find(target: Target) -> type | None:
@@ -72,12 +99,13 @@ def find(target: Target) -> type | None:
         if isinstance(found, type) and all(method in vars(found) for method in target.own):
             return found
         problems.append(f"{module} has no fitting {name}")
-    if not target.required:
+    if target.required is None:
         return None
+    names = dict.fromkeys(home.partition(":")[2] for home in target.homes)
     raise CheckpointError(
-        "ColossalAI's ZeroDDP or GeminiDDP is not here",
+        f"ColossalAI's {' or '.join(names)} is not here",
         found="; ".join(dict.fromkeys(problems)),
-        expected="ColossalAI 0.2.0 or later",
+        expected=f"ColossalAI {target.required} or later",
         helps="pip install colossalai==0.5.0, in the environment of the training job",
     )
 

@@ -1,26 +1,29 @@
-"""Chunks, gathered one at a time into memory that is let go before the next."""
+"""Chunks, gathered one at a time, piece by piece into the memory of the values themselves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
+from mcore_ckpt_ext.zero_strict_state_dict.ranks import SharedFate
 from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped
 
 # What one rank sends at a time. Gloo copies everything that one gather receives once more, NCCL stages it on the
 # device; in pieces that costs a few MiB, not a second chunk.
 _PIECE_BYTES = 4 << 20
+_NOTHING = torch.empty(0)
 
 
 def whole_values(
     zero: Wrapped, places: Mapping[nn.Parameter, Place], held: Callable[[Any], torch.Tensor], dtype: torch.dtype,
-    *, device: torch.device, everywhere: bool,
+    *, device: torch.device, everywhere: bool, fate: SharedFate,
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:  # fmt: skip
     """Every parameter of `places` with its whole value, in memory of its own; all ranks iterate, chunk by chunk.
 
@@ -31,17 +34,31 @@ def whole_values(
         dtype: what the values become before they travel.
         device: where the values go.
         everywhere: whether every rank receives them, or rank 0 of the group alone; the others get None.
+        fate: where a rank fails, all stop, before the next chunk travels or at the end.
+
+    Raises:
+        ResumeRefusedError: on all ranks.
     """
     receives = everywhere or zero.is_first
-    for chunk, members in groupby(places.items(), key=lambda item: item[1].chunk):
-        gathered = _gathered(chunk, held(chunk), dtype, everywhere)
-        for parameter, place in members:
-            if not receives or gathered is None:
+    for chunk, group in groupby(places.items(), key=lambda item: item[1].chunk):
+        members = list(group)
+        payload = fate.attempt(partial(held, chunk))
+        room = fate.attempt(partial(_room, chunk, members, dtype, device)) if receives else None
+        fate.meet()
+        if _is_scattered(chunk):
+            _gather(chunk, payload, members, room, dtype, everywhere)  # type: ignore[arg-type]  # no rank has failed
+        for place, (parameter, (_, begin, end)) in enumerate(members):
+            if room is None:
                 yield parameter, None
                 continue
-            local = gathered[place.begin : place.end].view(parameter.shape)
-            yield parameter, own_copy(tensor_parallel.whole(parameter, local), dtype, device)
-        del gathered
+            local = (room.values[place] if _is_scattered(chunk) else payload[begin:end]).view(parameter.shape)  # type: ignore[index]
+            whole = tensor_parallel.whole(parameter, local)
+            is_own = whole is local and _is_scattered(chunk)
+            yield parameter, whole if is_own else fate.attempt(partial(own_copy, whole, dtype, device))
+            if _is_scattered(chunk):
+                room.values[place] = _NOTHING
+        del payload, room
+    fate.meet()
 
 
 def own_copy(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -50,30 +67,93 @@ def own_copy(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
     return copied.copy_(value.detach())
 
 
-def _gathered(chunk: Any, held: torch.Tensor, dtype: torch.dtype, everywhere: bool) -> torch.Tensor | None:
-    """The whole chunk as a flat tensor, on the ranks that receive it.
+def in_pinned(values: Any, pinned: dict[str, Any] | None) -> Any:
+    """Values in the caller's pinned memory, made at the first time, as ColossalAI wants for asynchronous writing."""
+    if pinned is None:
+        return values
+    for name, value in values.items():
+        if isinstance(value, torch.Tensor):
+            if name not in pinned:
+                pinned[name] = torch.empty_like(value, device="cpu", pin_memory=torch.cuda.is_available())
+            values[name] = pinned[name].copy_(value)
+    return values
 
-    Where every rank holds all of it, that is the chunk's own memory, in its own dtype.
+
+class _Room(NamedTuple):
+    """Where a chunk is received.
+
+    Args:
+        values: flat memory for each parameter, in order.
+        windows: what is received at a time, from each rank; twice, so that one is received while the other is read.
     """
-    if chunk.is_gathered or chunk.pg_size == 1:
-        return held
-    # ColossalAI keeps this one where the group's backend can reach it, also when the payload is offloaded.
+
+    values: list[torch.Tensor]
+    windows: tuple[list[torch.Tensor], list[torch.Tensor]]
+
+
+def _is_scattered(chunk: Any) -> bool:
+    """Whether the ranks hold a part each; else every rank holds all of it."""
+    return not chunk.is_gathered and chunk.pg_size > 1
+
+
+def _room(chunk: Any, members: list[tuple[nn.Parameter, Place]], dtype: torch.dtype, device: torch.device) -> _Room:
+    """Memory for the whole values; for slices of tensor parallelism, where the groups' backends can reach it."""
+    if not _is_scattered(chunk):
+        return _Room([], ([], []))
+    reached = chunk.cuda_global_chunk.device
+    values = [
+        torch.empty(end - begin, dtype=dtype, device=reached if tensor_parallel.is_sharded(parameter) else device)
+        for parameter, (_, begin, end) in members
+    ]
+    size = min(chunk.shard_size, _PIECE_BYTES // dtype.itemsize)
+    first, second = ([torch.empty(size, dtype=dtype, device=reached) for _ in range(chunk.pg_size)] for _ in range(2))
+    return _Room(values, (first, second))
+
+
+def _gather(
+    chunk: Any, held: torch.Tensor, members: list[tuple[nn.Parameter, Place]], room: _Room | None, dtype: torch.dtype,
+    everywhere: bool,
+) -> None:  # fmt: skip
+    """Send what this rank holds of a chunk, and put what is received where it belongs: one piece while the next
+    travels.
+    """
     device = chunk.cuda_global_chunk.device
-    receives = everywhere or chunk.pg_rank == 0
-    total = torch.empty(chunk.chunk_size, dtype=dtype, device=device) if receives else None
     step = _PIECE_BYTES // dtype.itemsize
-    for start in range(0, chunk.shard_size, step):
-        piece = held[start : start + step].to(device=device, dtype=dtype)
-        windows = None
-        if total is not None:
-            starts = range(start, chunk.chunk_size, chunk.shard_size)
-            windows = [_as_bytes(total[first : first + len(piece)]) for first in starts]
-        if everywhere:
-            dist.all_gather(windows, _as_bytes(piece), group=chunk.torch_pg)
-        else:
-            first_rank = dist.get_global_rank(chunk.torch_pg, 0)
-            dist.gather(_as_bytes(piece), windows, dst=first_rank, group=chunk.torch_pg)
-    return total
+    begun: tuple[Any, int, list[torch.Tensor]] | None = None
+    for number, start in enumerate(range(0, chunk.shard_size, step)):
+        piece = held[start : start + step]
+        if piece.device != device or piece.dtype != dtype:
+            piece = piece.to(device=device, dtype=dtype)
+        windows = [window[: len(piece)] for window in room.windows[number % 2]] if room is not None else []
+        work = _send(chunk, piece, windows, everywhere)
+        if begun is not None:
+            _take(chunk, begun, members, room)
+        begun = work, start, windows
+    if begun is not None:
+        _take(chunk, begun, members, room)
+
+
+def _send(chunk: Any, piece: torch.Tensor, windows: list[torch.Tensor], everywhere: bool) -> Any:
+    received = [_as_bytes(window) for window in windows]
+    if everywhere:
+        return dist.all_gather(received, _as_bytes(piece), group=chunk.torch_pg, async_op=True)
+    first_rank = dist.get_global_rank(chunk.torch_pg, 0)
+    return dist.gather(_as_bytes(piece), received or None, dst=first_rank, group=chunk.torch_pg, async_op=True)
+
+
+def _take(
+    chunk: Any, begun: tuple[Any, int, list[torch.Tensor]], members: list[tuple[nn.Parameter, Place]],
+    room: _Room | None,
+) -> None:  # fmt: skip
+    """Wait for what has been sent, and copy it into the parameters that it is part of."""
+    work, start, windows = begun
+    work.wait()
+    for rank, window in enumerate(windows):
+        first = rank * chunk.shard_size + start
+        for (_, place), value in zip(members, room.values if room is not None else (), strict=True):
+            begin, end = max(place.begin, first), min(place.end, first + len(window))
+            if begin < end:
+                value[begin - place.begin : end - place.begin].copy_(window[begin - first : end - first])
 
 
 def _as_bytes(flat: torch.Tensor) -> torch.Tensor:

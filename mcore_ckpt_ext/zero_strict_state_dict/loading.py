@@ -17,9 +17,10 @@ from torch import nn
 
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
+from mcore_ckpt_ext.zero_strict_state_dict.brought import has_exact_masters
+from mcore_ckpt_ext.zero_strict_state_dict.first_rank import same_content, value_of_first
 from mcore_ckpt_ext.zero_strict_state_dict.shards import shapes_of
 from mcore_ckpt_ext.zero_strict_state_dict.state import standing_in
-from mcore_ckpt_ext.zero_strict_state_dict.together import agree
 from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
 
 
@@ -37,6 +38,9 @@ class _Accepted:
     answer: Any
 
 
+_UNTOUCHED = "the model is untouched"
+
+
 def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
     """Load an ordinary state dict, of PyTorch, Hugging Face or `zero_strict_state_dict`; all ranks must call this.
 
@@ -45,33 +49,56 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
 
     Args:
         model: a ZeroDDP or GeminiDDP.
-        state_dict: everything, on every rank; it is not changed.
+        state_dict: everything, on every rank the same but for buffers and extra state; it is not changed. Ranks may
+            pass an empty dict, as `state_dict()` gives them, where rank 0 of their ZeRO group passes a full one: they
+            receive its values.
         strict: refuse missing and unexpected keys; else they are reported.
 
     Returns:
         PyTorch's named tuple of missing and unexpected keys.
 
     Raises:
-        StateDictMismatchError: on every rank, in PyTorch's words; nothing has been written on any.
+        StateDictMismatchError: on every rank: the dict does not fit (in PyTorch's words), or the ranks pass different
+            ones; nothing has been written on any.
     """
-    accepted: list[_Accepted] = []
-    call = "load_state_dict"
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
+    zero = wrapped(model)
     try:
-        agree(
-            call, {"strict": strict}, lambda: accepted.append(_accepted(model, state_dict, strict)),
-            "the model is untouched; every rank has to pass the whole state dict",
+        content = same_content(
+            zero, "load_state_dict", {"strict": strict}, state_dict, bool(state_dict), _UNTOUCHED,
+            own=_of_each_rank(zero, state_dict),
         )  # fmt: skip
+        accepted: list[_Accepted] = []
+        zero.ranks.agreed(
+            "calling load_state_dict", lambda: accepted.append(_accepted(zero, content.outline, strict)), _UNTOUCHED
+        )
     except ResumeRefusedError as error:
         raise StateDictMismatchError(str(error)) from error
-    return _write(accepted[0])
+    return _write(accepted[0], content.comes_from_first, keeps_exact=has_exact_masters(model))
 
 
-def write_master(zero: Wrapped, parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Write this rank's part of a whole value into the master, and rounded into the working parameter."""
+def write_master(
+    zero: Wrapped, parameter: nn.Parameter, value: torch.Tensor, *, keeps_exact: bool = False
+) -> None:
+    """Write this rank's part of a whole value into the master, and rounded into the working parameter.
+
+    Args:
+        zero: the wrapper.
+        parameter: one in chunks.
+        value: of the whole parameter.
+        keeps_exact: leave a master alone that rounds to the value.
+    """
     local = tensor_parallel.slice_of(parameter, value.detach()).reshape(-1)
-    for place in (zero.masters.get(parameter), zero.working[parameter]):
-        if place is not None:
-            _write_place(place, local, through=torch.float32 if zero.masters else local.dtype)
+    master = zero.masters.get(parameter)
+    if master is not None and not (keeps_exact and _rounds_to(master, local)):
+        _write_place(master, local, through=torch.float32)
+    _write_place(zero.working[parameter], local, through=torch.float32 if zero.masters else local.dtype)
+
+
+def _rounds_to(master: Place, local: torch.Tensor) -> bool:
+    held, first, last = master.local()
+    return torch.equal(held.to(local.dtype), local[first:last].to(held.device))
 
 
 def _write_place(place: Place, local: torch.Tensor, through: torch.dtype) -> None:
@@ -83,11 +110,12 @@ def _write_place(place: Place, local: torch.Tensor, through: torch.dtype) -> Non
 
 
 @torch.no_grad()
-def _write(accepted: _Accepted) -> Any:
+def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> Any:
     zero = accepted.zero
-    for tensor, value in accepted.tensors:
+    for tensor, given in accepted.tensors:
+        value = value_of_first(zero, given) if comes_from_first else given
         if tensor in zero.working:
-            write_master(zero, tensor, value)  # type: ignore[arg-type]  # its keys are parameters
+            write_master(zero, tensor, value, keeps_exact=keeps_exact)  # type: ignore[arg-type]  # a parameter
         else:
             tensor.copy_(tensor_parallel.slice_of(tensor, value.detach()))
     for set_extra_state, state in accepted.extra_states:
@@ -95,9 +123,8 @@ def _write(accepted: _Accepted) -> Any:
     return accepted.answer
 
 
-def _accepted(model: Any, state_dict: Mapping[str, Any], strict: bool) -> _Accepted:
+def _accepted(zero: Wrapped, state_dict: Mapping[str, Any], strict: bool) -> _Accepted:
     """Let PyTorch check the dict against the module's shapes, and take down what it would have written."""
-    zero = wrapped(model)
     offered = _with_all_names(zero, state_dict)
     stand_ins = shapes_of(zero)
     extra_states: list[tuple[Callable[[Any], None], Any]] = []
@@ -119,8 +146,6 @@ def _accepted(model: Any, state_dict: Mapping[str, Any], strict: bool) -> _Accep
 
 def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """A copy with plain tensors, in which a tied parameter that is there under one name is there under all."""
-    if not isinstance(state_dict, Mapping):
-        raise TypeError(f"Expected state_dict to be dict-like, got {type(state_dict)}.")
     offered = _Offered(state_dict)
     for key, value in state_dict.items():
         if isinstance(value, nn.Parameter):
@@ -132,6 +157,12 @@ def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, A
         given = [name for name in names if name in state_dict]
         offered.update((name, offered[given[0]]) for name in names if given and name not in offered)
     return offered
+
+
+def _of_each_rank(zero: Wrapped, state_dict: Mapping[str, Any]) -> set[str]:
+    """The entries of which each rank may have values of its own: ZeRO cuts and averages parameters only."""
+    buffers = {name for names in _persistent_buffers(zero.module).values() for name in names}
+    return buffers | {name for name in state_dict if str(name).endswith("_extra_state")}
 
 
 def _persistent_buffers(module: nn.Module) -> dict[torch.Tensor, list[str]]:

@@ -6,26 +6,36 @@ original.
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.zero_strict_state_dict import optimizer as optimizer_state
+from mcore_ckpt_ext.zero_strict_state_dict.files import (
+    Files,
+    param_groups_beside,
+    read_by_all,
+    read_sharded_by_all,
+    write_index,
+    write_shards,
+    write_tensors,
+)
+from mcore_ckpt_ext.zero_strict_state_dict.gathering import in_pinned
 from mcore_ckpt_ext.zero_strict_state_dict.loading import zero_strict_load_state_dict
-from mcore_ckpt_ext.zero_strict_state_dict.shards import iter_zero_strict_state_dict
+from mcore_ckpt_ext.zero_strict_state_dict.shards import handed_over, iter_zero_strict_state_dict
 from mcore_ckpt_ext.zero_strict_state_dict.state import Precision, Ties, zero_strict_state_dict
-from mcore_ckpt_ext.zero_strict_state_dict.together import agree
+from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Wrapped, wrapped
 
 ORIGINAL = "_non_strict_"
 _MIB = 1 << 20
+_NOT_WHOLE = "no new checkpoint is there"
 
 
 class WrapperMethods:
@@ -39,16 +49,27 @@ class WrapperMethods:
 
     def state_dict(
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False, only_rank_0: bool = True,
-        dtype: Precision | None = None, *, strict: bool = True, device: torch.device | str = "cpu",
+        *fifth: Any, dtype: Precision | None = None, strict: bool = True, device: torch.device | str = "cpu",
         ties: Ties | None = None,
     ) -> Any:  # fmt: skip
-        """The state dict of the unwrapped module (`zero_strict_state_dict`); `strict=False` gives ColossalAI's own."""
+        """The state dict of the unwrapped module (`zero_strict_state_dict`); `strict=False` gives ColossalAI's own.
+
+        The fifth positional argument is `strict` if it is a bool, as when ColossalAI had it (hpcaitech/ColossalAI
+        #2363), else `dtype`, as in 0.3.0 to 0.3.3.
+        """
+        if len(fifth) > 1:
+            raise TypeError(f"state_dict() takes at most 5 positional arguments, {4 + len(fifth)} were given")
+        if fifth and isinstance(fifth[0], bool):
+            strict = fifth[0]
+        elif fifth:
+            dtype = fifth[0]
         if strict:
             return zero_strict_state_dict(
-                self, destination=destination, prefix=prefix, keep_vars=keep_vars, dtype=dtype or self._strict_dtype,
-                only_rank_0=only_rank_0, device=device, ties=ties or self._strict_ties,
+                self, destination=destination, prefix=prefix, keep_vars=keep_vars,
+                dtype=self._strict_dtype if dtype is None else dtype, only_rank_0=only_rank_0, device=device,
+                ties=ties or self._strict_ties,
             )  # fmt: skip
-        agree("state_dict(strict=False)", {"only_rank_0": only_rank_0}, lambda: None)
+        _same_call(self, "state_dict(strict=False)", only_rank_0=only_rank_0)
         # 0.3.0 to 0.3.3 know a dtype here.
         more = {} if dtype is None else {"dtype": dtype}
         return self._non_strict_state_dict(destination, prefix, keep_vars, only_rank_0, **more)
@@ -57,20 +78,18 @@ class WrapperMethods:
         self, prefix: str = "", keep_vars: bool = False, max_shard_size: int = 1024, only_rank_0: bool = True,
         pinned_state_dicts: dict[str, Any] | None = None, dtype: Precision | None = None, *, strict: bool = True,
         ties: Ties | None = None,
-    ) -> Iterator[tuple[OrderedDict[str, Any], float]]:  # fmt: skip
+    ) -> Generator[tuple[OrderedDict[str, Any], int]]:  # fmt: skip
         """The strict state dict in shards of at most `max_shard_size` MiB; their sizes are told in bytes, as an index
         has them.
         """
         if not strict:
-            agree("state_dict_shard(strict=False)", {"only_rank_0": only_rank_0}, lambda: None)
+            _same_call(self, "state_dict_shard(strict=False)", only_rank_0=only_rank_0)
             yield from self._non_strict_state_dict_shard(prefix, keep_vars, max_shard_size, only_rank_0)
             return
-        shards = iter_zero_strict_state_dict(
-            self, int(max_shard_size * _MIB), prefix=prefix, dtype=dtype or self._strict_dtype,
-            only_rank_0=only_rank_0, ties=ties or self._strict_ties,
+        yield from iter_zero_strict_state_dict(
+            self, int(max_shard_size * _MIB), prefix=prefix, dtype=self._strict_dtype if dtype is None else dtype,
+            only_rank_0=only_rank_0, ties=ties or self._strict_ties, pinned=pinned_state_dicts,
         )  # fmt: skip
-        for shard, size in shards:
-            yield _pinned(shard, pinned_state_dicts), size
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load an ordinary state dict into the masters (`zero_strict_load_state_dict`)."""
@@ -87,28 +106,31 @@ class OptimizerMethods:
 
     def state_dict(self, only_rank_0: bool = True) -> dict[str, Any]:
         """The whole state in model space; rank 0 of each ZeRO group has it, or all."""
-        states = dict(optimizer_state.iter_states(self, only_rank_0, self._saves_masters()))
+        fate = optimizer_state.fate_of(self)
+        states = dict(optimizer_state.iter_states(self, only_rank_0, self._saves_masters(), fate))
         received = {key: states[key] for key in sorted(states) if states[key] is not None}
         return {"param_groups": self.get_param_groups_for_saving(), "state": received}
 
     def state_shard(
         self, prefix: str = "", max_shard_size: int = 1024, only_rank_0: bool = True,
         pinned_state_dicts: dict[int, dict[str, Any]] | None = None,
-    ) -> Iterator[tuple[OrderedDict[int, Any], float]]:  # fmt: skip
+    ) -> Generator[tuple[OrderedDict[int, Any], int]]:  # fmt: skip
         """The state in shards of at most `max_shard_size` MiB, in the order of the chunks; sizes in bytes."""
         shard: OrderedDict[int, Any] = OrderedDict()
         size = 0
-        for key, state in optimizer_state.iter_states(self, only_rank_0, self._saves_masters()):
+        fate = optimizer_state.fate_of(self)
+        for key, state in optimizer_state.iter_states(self, only_rank_0, self._saves_masters(), fate):
             if state is None:
                 continue
             cost = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
             if size and size + cost > max_shard_size * _MIB:
-                yield shard, size
+                yield from handed_over(shard, size, fate)
                 shard, size = OrderedDict(), 0
             pinned = None if pinned_state_dicts is None else pinned_state_dicts.setdefault(key, {})
-            shard[key] = _pinned(state, pinned)
+            shard[key] = in_pinned(state, pinned)
             size += cost
-        yield shard, size
+        yield from handed_over(shard, size, fate)
+        fate.meet()
 
     def get_param_groups_for_saving(self) -> list[dict[str, Any]]:
         """ColossalAI's param groups, with names and loss scale."""
@@ -131,39 +153,98 @@ class OptimizerMethods:
 class CheckpointIOMethods:
     """For GeminiCheckpointIO, through which Booster saves and loads."""
 
-    coordinator: Any
     _non_strict_save_unsharded_model: Any
     _non_strict_save_sharded_model: Any
+    _non_strict_save_unsharded_optimizer: Any
+    _non_strict_save_sharded_optimizer: Any
     _non_strict_load_sharded_optimizer: Any
     _non_strict_load_unsharded_optimizer: Any
 
-    def save_unsharded_model(self, model: Any, *positional: Any, **keywords: Any) -> Any:
-        """As ColossalAI; safetensors, which know no shared storage, get tied tensors once."""
-        original = self._non_strict_save_unsharded_model
-        with _ties_fitting(original, model, positional, keywords):
-            return original(model, *positional, **keywords)
+    def save_unsharded_model(
+        self, model: Any, checkpoint: str, gather_dtensor: bool = True, use_safetensors: bool = False,
+        use_async: bool = False,
+    ) -> None:  # fmt: skip
+        """As ColossalAI, and whole or not at all; safetensors, which know no shared storage, get tied tensors once."""
+        if use_async:
+            with _ties_omitted(model):
+                self._non_strict_save_unsharded_model(model, checkpoint, gather_dtensor, use_safetensors, use_async)
+            return
+        state = model.state_dict(ties="omit" if use_safetensors else None)
+        _write_one(wrapped(model), Path(checkpoint), state)
 
-    def save_sharded_model(self, model: Any, checkpoint_path: str, *positional: Any, **keywords: Any) -> Any:
-        """As ColossalAI; and the config beside the files names the dtype that is in them."""
-        original = self._non_strict_save_sharded_model
-        with _ties_fitting(original, model, (checkpoint_path, *positional), keywords):
-            result = original(model, checkpoint_path, *positional, **keywords)
-        config = Path(checkpoint_path) / "config.json"
-        if self.coordinator.is_master() and config.is_file() and model._strict_dtype != "compute":
-            dtype = torch.float32 if model._strict_dtype == "master" else model._strict_dtype
-            content = {**json.loads(config.read_text()), "torch_dtype": str(dtype).removeprefix("torch.")}
-            config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
-        return result
+    def save_sharded_model(
+        self, model: Any, checkpoint_path: str, gather_dtensor: bool = False, prefix: str | None = None,
+        max_shard_size: int = 1024, use_safetensors: bool = False, use_async: bool = False,
+    ) -> None:  # fmt: skip
+        """As ColossalAI, and whole or not at all; the config beside the files names the dtype that is in them."""
+        if use_async:
+            with _ties_omitted(model):
+                self._non_strict_save_sharded_model(
+                    model, checkpoint_path, gather_dtensor, prefix, max_shard_size, use_safetensors, use_async
+                )
+            return
+        from colossalai.checkpoint_io import utils
+
+        base, index = utils.get_model_base_filenames(prefix, use_safetensors)
+        shards = model.state_dict_shard(max_shard_size=max_shard_size, ties="omit" if use_safetensors else None)
+        zero = wrapped(model)
+        with _files(zero, Path(checkpoint_path), index) as files:
+            entries, size = write_shards(files, shards, partial(utils.get_shard_filename, base))
+
+            def finish() -> None:
+                files.add(index, write_index({"total_size": size}, entries))
+                files.add_folder(lambda folder: _write_config(model, folder))
+                files.publish()
+                if files.is_writer:
+                    utils.clean_folder(checkpoint_path, base, list(entries.values()))
+
+            zero.ranks.agreed("saving the model", finish, _NOT_WHOLE)
+
+    def save_unsharded_optimizer(
+        self, optimizer: Any, checkpoint: str, gather_dtensor: bool = True, use_async: bool = False
+    ) -> None:
+        """As ColossalAI, and whole or not at all."""
+        if use_async:
+            self._non_strict_save_unsharded_optimizer(optimizer, checkpoint, gather_dtensor, use_async)
+            return
+        _write_one(wrapped(optimizer.module), Path(checkpoint), optimizer.state_dict())
+
+    def save_sharded_optimizer(
+        self, optimizer: Any, checkpoint: str | Path, gather_dtensor: bool = True, prefix: str | None = None,
+        size_per_shard: int = 1024, use_async: bool = False,
+    ) -> None:  # fmt: skip
+        """As ColossalAI, and whole or not at all."""
+        if use_async:
+            self._non_strict_save_sharded_optimizer(
+                optimizer, checkpoint, gather_dtensor, prefix, size_per_shard, use_async
+            )
+            return
+        from colossalai.checkpoint_io import utils
+
+        base, index, groups = utils.get_optimizer_base_filenames(prefix)
+        shards = optimizer.state_shard(max_shard_size=size_per_shard)
+        zero = wrapped(optimizer.module)
+        with _files(zero, Path(checkpoint), index) as files:
+            entries, size = write_shards(files, shards, partial(utils.get_shard_filename, base))
+
+            def finish() -> None:
+                files.add(groups, lambda path: torch.save(optimizer.get_param_groups_for_saving(), path))
+                files.add(index, write_index({"param_groups": groups, "total_size": size}, entries))
+                files.publish()
+                if files.is_writer:
+                    utils.clean_folder(str(checkpoint), base, list(entries.values()))
+
+            zero.ranks.agreed("saving the optimizer", finish, _NOT_WHOLE)
 
     def load_unsharded_model(self, model: Any, checkpoint: str, strict: bool = True, *_: Any, **__: Any) -> None:
         """As ColossalAI; a file that one rank cannot read is refused by all."""
-        model.load_state_dict(_read_by_all(lambda: [Path(checkpoint)]), strict=strict)
+        model.load_state_dict(read_by_all(wrapped(model).ranks, lambda: [Path(checkpoint)]), strict=strict)
 
     def load_sharded_model(
         self, model: Any, checkpoint_index_file: Path, strict: bool = False, *_: Any, **__: Any
     ) -> None:
         """Load all files as one state dict, so that it is checked as a whole."""
-        model.load_state_dict(_read_by_all(lambda: _files_of(Path(checkpoint_index_file))), strict=strict)
+        model.load_state_dict(read_sharded_by_all(wrapped(model).ranks, Path(checkpoint_index_file)), strict=strict)
 
     def load_unsharded_optimizer(self, optimizer: Any, checkpoint: str, *more: Any, **keywords: Any) -> None:
         """As ColossalAI; a file that one rank cannot read is refused by all."""
@@ -171,7 +252,7 @@ class CheckpointIOMethods:
             # Written asynchronously, with flattened names that ColossalAI knows to undo.
             self._non_strict_load_unsharded_optimizer(optimizer, checkpoint, *more, **keywords)
             return
-        optimizer.load_state_dict(_read_by_all(lambda: [Path(checkpoint)]))
+        optimizer.load_state_dict(read_by_all(wrapped(optimizer.module).ranks, lambda: [Path(checkpoint)]))
 
     def load_sharded_optimizer(self, optimizer: Any, checkpoint_index_file: Path, *more: Any, **keywords: Any) -> None:
         """Load all files as one state dict, so that it is checked as a whole."""
@@ -179,9 +260,12 @@ class CheckpointIOMethods:
         if index.name.endswith(".safetensors.index.json"):
             self._non_strict_load_sharded_optimizer(optimizer, checkpoint_index_file, *more, **keywords)
             return
-        states = _read_by_all(lambda: _files_of(index))
+        ranks = wrapped(optimizer.module).ranks
+        states = read_sharded_by_all(ranks, index)
         groups: list[Any] = []
-        agreed("reading the param groups", lambda: groups.extend(_param_groups_beside(index)))
+        ranks.agreed(
+            "reading the param groups", lambda: groups.extend(param_groups_beside(index)), "nothing is written"
+        )
         optimizer.load_state_dict({"param_groups": groups, "state": states})
 
 
@@ -197,71 +281,42 @@ def original(base: type, name: str) -> Any:
     return getattr(base, f"{ORIGINAL}{name}", None) or getattr(base, name)
 
 
-def _pinned(values: Any, pinned: dict[str, Any] | None) -> Any:
-    """Values in the caller's pinned memory, made at the first time, as ColossalAI wants for asynchronous writing."""
-    if pinned is None:
-        return values
-    for name, value in values.items():
-        if isinstance(value, torch.Tensor):
-            if name not in pinned:
-                pinned[name] = torch.empty_like(value, device="cpu", pin_memory=torch.cuda.is_available())
-            values[name] = pinned[name].copy_(value)
-    return values
+def _same_call(model: Any, call: str, **arguments: object) -> None:
+    wrapped(model).ranks.same_call(call, arguments, lambda: None)
 
 
 @contextmanager
-def _ties_fitting(save: Any, model: Any, positional: tuple[Any, ...], keywords: Mapping[str, Any]) -> Iterator[None]:
-    """For the time of a save, leave out second names if the file is of safetensors (asynchronous ones always are)."""
-    arguments = inspect.signature(save).bind(model, *positional, **keywords).arguments
-    if arguments.get("use_safetensors") or arguments.get("use_async"):
-        model._strict_ties = "omit"
+def _ties_omitted(model: Any) -> Iterator[None]:
+    """For the time of an asynchronous save, whose files are of safetensors, leave out second names."""
+    model._strict_ties = "omit"
     try:
         yield
     finally:
         model.__dict__.pop("_strict_ties", None)
 
 
-def _read_by_all(files: Callable[[], list[Path]]) -> dict[Any, Any]:
-    """All entries of some files, which are mapped, not read, until a value is needed.
-
-    Raises:
-        ResumeRefusedError: on all ranks, if one cannot read them.
-    """
-    entries: dict[Any, Any] = {}
-
-    def read() -> None:
-        for file in files():
-            entries.update(_mapped(file))
-
-    agreed("reading the checkpoint", read, "nothing is written")
-    return entries
+def _files(zero: Wrapped, folder: Path, last: str) -> Files:
+    """Files that the first of the wrapper's ranks writes; ColossalAI's rank 0, but for models on a part of the job."""
+    return Files(folder, last, is_writer=dist.get_rank() == min(zero.ranks.gather(None)))
 
 
-def _files_of(index: Path) -> list[Path]:
-    """The files that an index names, in its order."""
-    return [_beside(index, name) for name in dict.fromkeys(json.loads(index.read_text())["weight_map"].values())]
+def _write_one(zero: Wrapped, path: Path, state: Any) -> None:
+    with _files(zero, path.parent, path.name) as files:
+
+        def finish() -> None:
+            files.add(path.name, partial(write_tensors, state))
+            files.publish()
+
+        zero.ranks.agreed(f"saving {path.name}", finish, _NOT_WHOLE)
 
 
-def _param_groups_beside(index: Path) -> list[Any]:
-    file = _beside(index, json.loads(index.read_text())["metadata"]["param_groups"])
-    return list(torch.load(file, weights_only=True))
+def _write_config(model: Any, folder: Path) -> None:
+    """What ColossalAI writes beside a model of Hugging Face, with the dtype that is in the files."""
+    from colossalai.checkpoint_io.utils import save_config_file
 
-
-def _beside(index: Path, name: str) -> Path:
-    """A file that an index names.
-
-    Raises:
-        UnreadableCheckpointError: it is not there, or is named outside of the index's folder.
-    """
-    file = index.parent / name
-    if Path(name).name != name or not file.is_file():
-        raise UnreadableCheckpointError("a file of the checkpoint is not there", found=name, where=str(index))
-    return file
-
-
-def _mapped(file: Path) -> dict[Any, Any]:
-    if file.suffix == ".safetensors":
-        from safetensors.torch import load_file
-
-        return dict(load_file(file))
-    return dict(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+    save_config_file(model.unwrap(), str(folder))
+    config = folder / "config.json"
+    if config.is_file() and model._strict_dtype != "compute":
+        dtype = torch.float32 if model._strict_dtype == "master" else model._strict_dtype
+        content = {**json.loads(config.read_text()), "torch_dtype": str(dtype).removeprefix("torch.")}
+        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

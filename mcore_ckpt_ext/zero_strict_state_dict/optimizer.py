@@ -12,32 +12,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from mcore_ckpt_ext.errors import ModelMismatchError
-from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
+from mcore_ckpt_ext.zero_strict_state_dict.brought import note_exact_masters
+from mcore_ckpt_ext.zero_strict_state_dict.first_rank import same_content, value_of_first
 from mcore_ckpt_ext.zero_strict_state_dict.gathering import whole_values
 from mcore_ckpt_ext.zero_strict_state_dict.loading import write_master
-from mcore_ckpt_ext.zero_strict_state_dict.together import agree, refuse_nan
+from mcore_ckpt_ext.zero_strict_state_dict.nan import refuse_nan
+from mcore_ckpt_ext.zero_strict_state_dict.ranks import SharedFate
 from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
 
 OURS = "mcore_ckpt_ext"
 MASTER = "fp32_param"
+_UNTOUCHED = "the optimizer is untouched"
 _CPU = torch.device("cpu")
 _SCALER = ("_growth_step", "_hysteresis_step")
 
 State = dict[str, Any]
 
 
-def iter_states(optimizer: Any, only_rank_0: bool, with_masters: bool) -> Iterator[tuple[int, State | None]]:
+def iter_states(
+    optimizer: Any, only_rank_0: bool, with_masters: bool, fate: SharedFate
+) -> Iterator[tuple[int, State | None]]:
     """The whole state of every parameter that has some, in the order of the chunks; all ranks iterate.
 
     Args:
         optimizer: a GeminiOptimizer.
         only_rank_0: rank 0 of each ZeRO group receives everything, the others None; else all receive it.
         with_masters: add the fp32 masters, as `fp32_param`.
+        fate: where a rank fails, all stop.
 
     Yields:
         A parameter's id and its state: tensors in fp32 on the CPU, `step` as PyTorch keeps it.
@@ -47,22 +54,31 @@ def iter_states(optimizer: Any, only_rank_0: bool, with_masters: bool) -> Iterat
     """
     zero = wrapped(optimizer.module)
     call = {"only_rank_0": only_rank_0, "with_masters": with_masters}
-    agree("optimizer.state_dict", call, lambda: refuse_nan(zero, zero.masters))
+
+    def look() -> dict[int, State]:
+        refuse_nan(zero, zero.masters)
+        return _described(optimizer)
+
     # A rank knows the states of the parameters of which it holds a part; together they know all.
     described: dict[int, State] = {}
-    for one in agreed("looking at the optimizer", lambda: _described(optimizer), "nothing was gathered"):
+    for one in zero.ranks.same_call("optimizer.state_dict", call, look).values():
         described.update(one)
     if with_masters:
         for key, parameter in optimizer.id_to_real_params.items():
             if parameter in zero.masters:
                 described.setdefault(key, {})
     ids = {optimizer.id_to_real_params[key]: key for key in described}
-    for key, elements in _elements(optimizer, zero, ids, described, only_rank_0, with_masters):
+    for key, elements in _elements(optimizer, zero, ids, described, only_rank_0, with_masters, fate):
         if elements is None:
             yield key, None
         else:
             scalars = {name: value for name, value in described[key].items() if value is not None}
             yield key, scalars | elements
+
+
+def fate_of(optimizer: Any) -> SharedFate:
+    """What the ranks share while they save the optimizer's state."""
+    return SharedFate(wrapped(optimizer.module).ranks, "calling optimizer.state_dict", "no rank has the whole state")
 
 
 def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -72,10 +88,16 @@ def param_groups(optimizer: Any, groups: list[dict[str, Any]]) -> list[dict[str,
     note: dict[str, Any] = {}
     if all(parameter in names for parameter in real.values()):
         note["names"] = [names[real[key]][0] for key in sorted(real)]
-    scaler = _scaler(optimizer)
-    if scaler is not None:
-        note["loss_scale"] = {"scale": float(scaler.scale), **{n: getattr(scaler, n) for n in _SCALER}}
-    return [{**group, OURS: note} if place == 0 else dict(group) for place, group in enumerate(groups)]
+    scale = loss_scale(optimizer)
+    if scale is not None:
+        note["loss_scale"] = scale
+    groups = [{name: _plain(value) for name, value in group.items()} for group in groups]
+    return [{**group, OURS: note} if place == 0 else group for place, group in enumerate(groups)]
+
+
+def _plain(value: Any) -> Any:
+    """A scalar of numpy, as schedulers leave them in the groups, as Python's: torch's safe unpickler knows no other."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def load_groups(optimizer: Any, groups: list[dict[str, Any]], load_param_groups: Any) -> None:
@@ -83,7 +105,7 @@ def load_groups(optimizer: Any, groups: list[dict[str, Any]], load_param_groups:
     note = groups[0].get(OURS, {}) if groups else {}
     load_param_groups([{key: value for key, value in group.items() if key != OURS} for group in groups])
     if "loss_scale" in note:
-        _set_scaler(optimizer, note["loss_scale"])
+        set_loss_scale(optimizer, note["loss_scale"])
 
 
 def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
@@ -91,26 +113,40 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
 
     Args:
         optimizer: a GeminiOptimizer.
-        state_dict: `param_groups` and `state`, everything, on every rank.
+        state_dict: `param_groups` and `state`, everything; a rank whose `state` is empty, as `state_dict()` leaves it
+            on all but rank 0 of the ZeRO group, receives that of rank 0.
 
     Raises:
         ResumeRefusedError: on all ranks; nothing has been written.
     """
     zero = wrapped(optimizer.module)
+    is_full = any(state_dict.get("state", {}).values())
+    content = same_content(zero, "optimizer.load_state_dict", {}, state_dict, is_full, _UNTOUCHED)
     fitting: list[tuple[list[dict[str, Any]], dict[int, State]]] = []
-    agree(
-        "optimizer.load_state_dict", {}, lambda: fitting.append(_fitting(optimizer, zero, state_dict)),
-        "the optimizer is untouched",
+    zero.ranks.agreed(
+        "calling optimizer.load_state_dict", lambda: fitting.append(_fitting(optimizer, zero, content.outline)),
+        _UNTOUCHED,
     )  # fmt: skip
     groups, states = fitting[0]
     optimizer.load_param_groups(groups)
-    for key, fake in optimizer.id_to_fake_params.items():
+    for fake in optimizer.id_to_fake_params.values():
         optimizer.optim.state.pop(fake, None)
-        if key in states:
-            optimizer.optim.state[fake].update(_local_state(optimizer, zero, key, states[key]))
-    for key, state in states.items():
-        if MASTER in state:
-            write_master(zero, optimizer.id_to_real_params[key], state[MASTER])
+    for key in sorted(states):
+        _write(optimizer, zero, key, _received(zero, states[key]) if content.comes_from_first else states[key])
+    if any(MASTER in state for state in states.values()):
+        note_exact_masters(optimizer)
+
+
+def _received(zero: Wrapped, state: State) -> State:
+    return {n: value_of_first(zero, v) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
+
+
+def _write(optimizer: Any, zero: Wrapped, key: int, state: State) -> None:
+    """Write this rank's part of one parameter's state, and of its master where the state has it."""
+    if key in optimizer.id_to_fake_params:
+        optimizer.optim.state[optimizer.id_to_fake_params[key]].update(_local_state(optimizer, zero, key, state))
+    if MASTER in state:
+        write_master(zero, optimizer.id_to_real_params[key], state[MASTER])
 
 
 def _described(optimizer: Any) -> dict[int, State]:
@@ -132,7 +168,7 @@ def _scalar(name: str, value: Any, elements: int) -> Any:
 
 def _elements(
     optimizer: Any, zero: Wrapped, ids: Mapping[nn.Parameter, int], described: Mapping[int, State], only_rank_0: bool,
-    with_masters: bool,
+    with_masters: bool, fate: SharedFate,
 ) -> Iterator[tuple[int, State | None]]:  # fmt: skip
     """What the parameters keep per element, a chunk of each kind at a time."""
     places = {p: place for p, place in (zero.masters or zero.working).items() if p in ids}
@@ -154,7 +190,8 @@ def _elements(
     kinds = [*names, MASTER] if with_masters and zero.masters else names
     streams = [
         whole_values(
-            zero, places, partial(laid_out, name), torch.float32, device=_CPU, everywhere=not only_rank_0
+            zero, places, partial(laid_out, name), torch.float32, device=_CPU, everywhere=not only_rank_0,
+            fate=fate,
         )
         for name in kinds
     ]  # fmt: skip
@@ -224,7 +261,8 @@ def _local_state(optimizer: Any, zero: Wrapped, key: int, state: Mapping[str, An
             local[name] = int(value)
         elif isinstance(value, torch.Tensor) and value.shape == zero.shape_of(parameter):
             flat = tensor_parallel.slice_of(parameter, value).reshape(-1)[first:last]
-            local[name] = torch.empty(last - first, dtype=torch.float32, device=fake.device).copy_(flat)
+            # Adam keeps its moments in the dtype of what it steps (0.5.0, nn/optimizer/hybrid_adam.py: zeros_like).
+            local[name] = torch.empty(last - first, dtype=place.chunk.dtype, device=fake.device).copy_(flat)
         else:
             local[name] = value
     local.pop(MASTER, None)
@@ -233,15 +271,29 @@ def _local_state(optimizer: Any, zero: Wrapped, key: int, state: Mapping[str, An
 
 def _scaler(optimizer: Any) -> Any:
     """The dynamic loss scaler of fp16 training, if there is one (0.5.0,
-    amp/naive_amp/grad_scaler/dynamic_grad_scaler.py).
+    amp/naive_amp/grad_scaler/dynamic_grad_scaler.py); Gemini and ZeRO 1 and 2 name its holder differently.
     """
-    scaler = getattr(getattr(optimizer, "mix_precision_mixin", None), "grad_scaler", None)
-    return scaler if all(hasattr(scaler, name) for name in ("_scale", *_SCALER)) else None
+    holders = (getattr(optimizer, name, None) for name in ("mix_precision_mixin", "mixed_precision_mixin"))
+    scalers = (getattr(holder, "grad_scaler", None) for holder in holders)
+    return next((one for one in scalers if all(hasattr(one, name) for name in ("_scale", *_SCALER))), None)
 
 
-def _set_scaler(optimizer: Any, saved: Mapping[str, Any]) -> None:
+def loss_scale(optimizer: Any) -> dict[str, float] | None:
+    """The state of the dynamic loss scaler, if there is one.
+
+    As floats, for pickles of one length at any step: asynchronous saves keep a buffer for them (0.5.0,
+    utils/safetensors.py: _flatten_optim_state_dict; booster/plugin/gemini_plugin.py: save_unsharded_optimizer).
+    """
+    scaler = _scaler(optimizer)
+    if scaler is None:
+        return None
+    return {"scale": float(scaler.scale), **{name: float(getattr(scaler, name)) for name in _SCALER}}
+
+
+def set_loss_scale(optimizer: Any, saved: Mapping[str, float]) -> None:
+    """Give the dynamic loss scaler, if there is one, a state that `loss_scale` told."""
     scaler = _scaler(optimizer)
     if scaler is not None:
         scaler._scale = torch.full_like(scaler._scale, saved["scale"])
         for name in _SCALER:
-            setattr(scaler, name, saved[name])
+            setattr(scaler, name, int(saved[name]))

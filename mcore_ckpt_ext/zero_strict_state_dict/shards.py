@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.zero_strict_state_dict.gathering import own_copy
+from mcore_ckpt_ext.zero_strict_state_dict.gathering import in_pinned, own_copy
+from mcore_ckpt_ext.zero_strict_state_dict.ranks import SharedFate
 from mcore_ckpt_ext.zero_strict_state_dict.state import (
     Precision,
     Ties,
@@ -74,11 +76,13 @@ def shapes_of(zero: Wrapped) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
 
 def iter_zero_strict_state_dict(
     model: Any, max_shard_bytes: int, *, prefix: str = "", dtype: Precision = "master", only_rank_0: bool = True,
-    device: torch.device | str = "cpu", ties: Ties = "share",
-) -> Iterator[Shard]:  # fmt: skip
+    device: torch.device | str = "cpu", ties: Ties = "share", pinned: dict[str, Any] | None = None,
+) -> Generator[Shard]:  # fmt: skip
     """The strict state dict in shards, in the order in which the chunks come; all ranks must iterate to the end.
 
-    Every rank sees the same number of shards; those that do not receive values see empty dicts.
+    Every rank sees the same number of shards; those that do not receive values see empty dicts. A rank that fails with
+    a shard (a full disk) throws its error into the generator, whose ``throw`` then raises on it, as the next step does
+    on the others.
 
     Args:
         model: a ZeroDDP or GeminiDDP.
@@ -88,43 +92,59 @@ def iter_zero_strict_state_dict(
         only_rank_0: as there.
         device: where the values go.
         ties: as there; names that share a storage are in the same shard.
+        pinned: pinned memory by key, to copy into; what is not in it is made and put there.
 
     Yields:
         A shard and its size in bytes.
 
     Raises:
-        CheckpointError: on every rank, before the first shard.
+        CheckpointError: on every rank; but for running out of memory, before the first shard.
     """
-    arguments = {"prefix": prefix, "max_shard_bytes": max_shard_bytes, "device": str(device), "ties": ties}
+    device = torch.device(device)
+    arguments = {"prefix": prefix, "max_shard_bytes": max_shard_bytes, "device": device.type, "ties": ties}
     # Enumerated twice: whether that can be done must be agreed on, too.
     zero = begun(model, "state_dict_shard", dtype, only_rank_0, **arguments, keys=_digest(model, prefix))
     keys = keys_of(zero, prefix)
     everywhere = not only_rank_0
+    fate = SharedFate(zero.ranks, "calling state_dict_shard", "no rank has all shards")
     shard: OrderedDict[str, Any] = OrderedDict()
     size = 0
-    for names, value, cost in _items(zero, keys, dtype, torch.device(device), everywhere):
+    for names, value, cost in _items(zero, keys, dtype, device, everywhere, fate):
         names = names[:1] if ties == "omit" else names
         cost *= len(names) if ties == "copy" else 1
         if size and size + cost > max_shard_bytes:
-            yield shard, size
+            yield from handed_over(in_pinned(shard, pinned), size, fate)
             shard, size = OrderedDict(), 0
         size += cost
         if value is not None:
-            shard.update((name, value.clone() if ties == "copy" and name != names[0] else value) for name in names)
+            shard[names[0]] = value
+            for name in names[1:]:
+                shard[name] = fate.attempt(value.clone) if ties == "copy" else value
     if everywhere or zero.is_first:
         shard.update(keys.others)
-    yield shard, size
+    yield from handed_over(in_pinned(shard, pinned), size, fate)
+    fate.meet()
+
+
+def handed_over(shard: Any, size: int, fate: SharedFate) -> Iterator[tuple[Any, int]]:
+    """A shard, unless this rank has failed; what is thrown in here fails it."""
+    if fate.failure is None:
+        try:
+            yield shard, size
+        except Exception as error:  # noqa: BLE001 - the consumer's, whatever it is: the other ranks have to hear of it
+            fate.failure = error
 
 
 def _items(
-    zero: Wrapped, keys: Keys, dtype: Precision, device: torch.device, everywhere: bool
+    zero: Wrapped, keys: Keys, dtype: Precision, device: torch.device, everywhere: bool, fate: SharedFate
 ) -> Iterator[tuple[list[str], torch.Tensor | None, int]]:
-    for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere):
+    for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere, fate=fate):
         if names := keys.parameters.get(parameter):
             yield names, value, zero.shape_of(parameter).numel() * dtype_of(zero, parameter, dtype).itemsize
     for buffer, names in keys.buffers.items():
         given = dtype_of(zero, buffer, dtype)
-        value = own_copy(buffer, given, device) if everywhere or zero.is_first else None
+        receives = everywhere or zero.is_first
+        value = fate.attempt(partial(own_copy, buffer, given, device)) if receives else None
         yield names, value, buffer.numel() * given.itemsize
 
 

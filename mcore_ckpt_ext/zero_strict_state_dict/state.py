@@ -11,7 +11,8 @@ import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -19,10 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
-from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
 from mcore_ckpt_ext.zero_strict_state_dict.gathering import own_copy, whole_values
-from mcore_ckpt_ext.zero_strict_state_dict.together import agree, refuse_nan
+from mcore_ckpt_ext.zero_strict_state_dict.nan import refuse_nan
+from mcore_ckpt_ext.zero_strict_state_dict.ranks import SharedFate
+from mcore_ckpt_ext.zero_strict_state_dict.uncopied import memo_of_uncopied
 from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
 
 Precision = Literal["master", "compute"] | torch.dtype
@@ -52,6 +54,7 @@ def zero_strict_state_dict(
         CheckpointError: on every rank, before or after gathering; never on some.
     """
     result = OrderedDict() if destination is None else destination
+    callers = dict(result)
 
     def enumerate_(zero: Wrapped, values: _Values) -> None:
         nonlocal result
@@ -59,7 +62,7 @@ def zero_strict_state_dict(
             result = zero.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
             result = _with_hooks_of(model, result, prefix)
         if ties != "share":
-            _untie(result, omit=ties == "omit")
+            _untie(result, callers, omit=ties == "omit")
 
     arguments = {"prefix": prefix, "keep_vars": keep_vars, "ties": ties}
     _with_values(model, enumerate_, "state_dict", dtype, only_rank_0, torch.device(device), **arguments)
@@ -67,15 +70,15 @@ def zero_strict_state_dict(
 
 
 def get_static_torch_model(
-    model: Any, device: torch.device | str = "cpu", dtype: Precision = "master", only_rank_0: bool = True
+    zero_ddp_model: Any, device: torch.device | str = "cpu", dtype: Precision = "master", only_rank_0: bool = True
 ) -> nn.Module | None:
     """An ordinary module with the values of the wrapped one, which can compute; all ranks must call this.
 
-    Tied parameters are tied, shared modules shared, and nothing is shared with the live module. Its `state_dict()` is
-    the strict state dict.
+    Tied parameters are tied, shared modules shared, and nothing but process groups is shared with the live module. Its
+    `state_dict()` is the strict state dict.
 
     Args:
-        model: a ZeroDDP or GeminiDDP.
+        zero_ddp_model: a ZeroDDP or GeminiDDP; the name is that of ColossalAI's own function.
         device: where the parameters and buffers go.
         dtype: as in `zero_strict_state_dict`.
         only_rank_0: as there; the other ranks get None.
@@ -89,9 +92,9 @@ def get_static_torch_model(
         nonlocal result
         _refuse_tensor_parallel(zero)
         with _NoFreedStorage(zero):
-            result = copy.deepcopy(zero.module, dict(values))
+            result = copy.deepcopy(zero.module, memo_of_uncopied(zero.module) | values)
 
-    _with_values(model, copied, "get_static_torch_model", dtype, only_rank_0, torch.device(device))
+    _with_values(zero_ddp_model, copied, "get_static_torch_model", dtype, only_rank_0, torch.device(device))
     return result
 
 
@@ -104,35 +107,47 @@ def _with_values(
     device: torch.device, **arguments: object,
 ) -> None:  # fmt: skip
     """Gather all values, and do `work` with them on the ranks that receive them; all ranks learn of its errors."""
-    zero = begun(model, call, dtype, only_rank_0, device=str(device), **arguments)
+    # Each rank may name its own GPU.
+    zero = begun(model, call, dtype, only_rank_0, device=device.type, **arguments)
+    fate = SharedFate(zero.ranks, f"calling {call}", "no rank has a result")
     everywhere = not only_rank_0
     values: _Values = {}
-    for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere):
+    for parameter, value in parameter_values(zero, dtype, device=device, everywhere=everywhere, fate=fate):
         if value is not None:
             values[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    if everywhere or zero.is_first:
+
+    def finish() -> None:
         for buffer in zero.module.buffers():
             values[id(buffer)] = own_copy(buffer, dtype_of(zero, buffer, dtype), device)
-        agreed(f"calling {call}", lambda: work(zero, values), "no rank has a result")
-    else:
-        agreed(f"calling {call}", lambda: None, "no rank has a result")
+        work(zero, values)
+
+    if everywhere or zero.is_first:
+        fate.attempt(finish)
+    fate.meet()
 
 
 def begun(model: Any, call: str, dtype: Precision, only_rank_0: bool, **arguments: object) -> Wrapped:
     """Look at the wrapper, and agree with all ranks on the call.
 
     Raises:
-        ResumeRefusedError: on all ranks: no ZeRO wrapper, no masters to give, NaN, other arguments elsewhere.
+        CheckpointError: no ZeRO wrapper.
+        ResumeRefusedError: on all ranks: no masters to give, NaN, other arguments elsewhere.
     """
-    found: list[Wrapped] = []
+    zero = wrapped(model)
 
     def look() -> None:
-        zero = wrapped(model)
-        found.append(zero)
+        _refuse_unknown_ties(arguments.get("ties", "share"))
         refuse_nan(zero, source_of(zero, dtype))
 
-    agree(call, {"dtype": dtype, "only_rank_0": only_rank_0, **arguments}, look)
-    return found[0]
+    zero.ranks.same_call(call, {"dtype": dtype, "only_rank_0": only_rank_0, **arguments}, look)
+    return zero
+
+
+def _refuse_unknown_ties(ties: object) -> None:
+    if ties not in get_args(Ties):
+        raise CheckpointError(
+            "no such treatment of ties", found=repr(ties), expected='"share", "copy" (a storage each) or "omit"'
+        )
 
 
 def source_of(zero: Wrapped, dtype: Precision) -> Mapping[nn.Parameter, Place]:
@@ -150,9 +165,25 @@ def source_of(zero: Wrapped, dtype: Precision) -> Mapping[nn.Parameter, Place]:
             expected='dtype="compute" or a torch.dtype',
             helps='install(dtype="compute"), or master_weights=True',
         )
-    if not (dtype in ("master", "compute") or isinstance(dtype, torch.dtype)):
-        raise CheckpointError("no such dtype", found=repr(dtype), expected='"master", "compute" or a torch.dtype')
+    refuse_no_precision(dtype)
     return zero.masters or zero.working
+
+
+def refuse_no_precision(dtype: object) -> None:
+    """Refuse what values cannot be given in.
+
+    Raises:
+        CheckpointError: it is no precision, or no parameter can have it.
+    """
+    if dtype in ("master", "compute") or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        return
+    mistaken = isinstance(dtype, bool)
+    raise CheckpointError(
+        "no dtype for parameters",
+        found=repr(dtype),
+        expected='"master", "compute" or a torch.dtype of floating point',
+        helps="strict is a keyword: state_dict(strict=...)" if mistaken else None,
+    )
 
 
 def dtype_of(zero: Wrapped, tensor: torch.Tensor, dtype: Precision) -> torch.dtype:
@@ -167,17 +198,21 @@ def dtype_of(zero: Wrapped, tensor: torch.Tensor, dtype: Precision) -> torch.dty
 
 
 def parameter_values(
-    zero: Wrapped, dtype: Precision, *, device: torch.device, everywhere: bool
+    zero: Wrapped, dtype: Precision, *, device: torch.device, everywhere: bool, fate: SharedFate
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:
     """Every parameter with its whole value, or None where it is not received; all ranks iterate, chunk by chunk."""
     given = dtype if isinstance(dtype, torch.dtype) else {"master": torch.float32, "compute": zero.compute_dtype}[dtype]
     places = source_of(zero, dtype)
-    yield from whole_values(zero, places, lambda chunk: chunk.payload, given, device=device, everywhere=everywhere)
+    yield from whole_values(
+        zero, places, lambda chunk: chunk.payload, given, device=device, everywhere=everywhere, fate=fate
+    )
     for parameter in zero.outside:
-        received = everywhere or zero.is_first
+        if not (everywhere or zero.is_first):
+            yield parameter, None
+            continue
         # Tensor-parallel ranks of one kind receive together, so they gather among themselves.
-        whole = tensor_parallel.whole(parameter, parameter.detach()) if received else None
-        yield parameter, None if whole is None else own_copy(whole, dtype_of(zero, parameter, dtype), device)
+        whole = tensor_parallel.whole(parameter, parameter.detach())
+        yield parameter, fate.attempt(partial(own_copy, whole, dtype_of(zero, parameter, dtype), device))
 
 
 @contextmanager
@@ -252,11 +287,11 @@ def _with_hooks_of(model: Any, result: Any, prefix: str) -> Any:
     return result
 
 
-def _untie(result: Any, omit: bool) -> None:
-    """Give every later name of a storage one of its own, or leave it out."""
+def _untie(result: Any, callers: Mapping[str, Any], omit: bool) -> None:
+    """Give every later name of a storage one of its own, or leave it out; the caller's entries are not looked at."""
     seen: set[int] = set()
     for key, value in list(result.items()):
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value is callers.get(key):
             continue
         pointer = value.untyped_storage().data_ptr()
         if pointer in seen and value.numel():

@@ -7,6 +7,7 @@ does not divide is padded first (tensor/padded_tensor/api.py); the layout then c
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -18,6 +19,23 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 def is_sharded(parameter: torch.Tensor) -> bool:
     """Whether this rank holds a slice of the parameter only."""
     return hasattr(parameter, "dist_layout") or hasattr(parameter, "shard_fn")
+
+
+def groups(parameters: Iterable[Any]) -> list[Any]:
+    """This rank's groups of tensor parallelism, in an order that is the same on all ranks.
+
+    A layout names its groups; a pair of functions has its group in their closure (0.5.0,
+    shardformer/layer/qkv_fused_linear.py).
+    """
+    found: dict[Any, None] = {}
+    for parameter in parameters:
+        if hasattr(parameter, "dist_layout"):
+            found.update(dict.fromkeys(parameter.dist_layout.device_mesh.get_process_group_for_all_axes().values()))
+        elif hasattr(parameter, "gather_fn"):
+            cells = (cell.cell_contents for cell in parameter.gather_fn.__closure__ or ())
+            held = [getattr(content, "process_group", content) for content in cells]
+            found.update(dict.fromkeys(one for one in held if isinstance(one, dist.ProcessGroup)))
+    return list(found)
 
 
 def whole_shape(parameter: Any) -> torch.Size:

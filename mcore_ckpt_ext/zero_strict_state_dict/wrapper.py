@@ -17,6 +17,7 @@ from torch import nn
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
+from mcore_ckpt_ext.zero_strict_state_dict.ranks import Ranks
 
 _NEEDED = ("module", "chunk_manager", "fp32_params")
 
@@ -51,6 +52,7 @@ class Wrapped:
         outside: parameters that ColossalAI leaves alone: ignored or frozen.
         compute_dtype: what forward computes in.
         group: the ranks that share the chunks.
+        ranks: these, their replicas, and their partners in tensor parallelism.
         names: every name of each parameter.
     """
 
@@ -60,12 +62,18 @@ class Wrapped:
     outside: tuple[nn.Parameter, ...]
     compute_dtype: torch.dtype
     group: Any
+    ranks: Ranks
     names: dict[nn.Parameter, list[str]]
 
     @property
     def is_first(self) -> bool:
         """Whether this is rank 0 of the ranks that share the chunks."""
         return dist.get_rank(self.group) == 0
+
+    @property
+    def first_rank(self) -> int:
+        """The rank in the job of rank 0 of those that share the chunks."""
+        return 0 if self.group is None else dist.get_global_rank(self.group, 0)
 
     def shape_of(self, parameter: nn.Parameter) -> torch.Size:
         """The shape in the unwrapped, unsharded, unpadded module."""
@@ -96,13 +104,18 @@ def wrapped(model: Any) -> Wrapped:
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.module.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+    group = chunks[0].torch_pg if chunks else getattr(model, "zero_group", None)
+    others = (getattr(model, "extra_dp_group", None), *tensor_parallel.groups(parameters))
+    # ColossalAI keeps the gathered chunk where the backend can reach it, also when the payload is offloaded.
+    device = chunks[0].cuda_global_chunk.device if chunks else torch.device("cpu")
     return Wrapped(
         module=model.module,
         working=places,
         masters=masters,
         outside=tuple(parameter for parameter in parameters if parameter not in places),
         compute_dtype=getattr(model, "mixed_precision", torch.float16),
-        group=chunks[0].torch_pg if chunks else getattr(model, "zero_group", None),
+        group=group,
+        ranks=Ranks((group, *(other for other in others if other is not None)), device),
         names=names,
     )
 

@@ -27,6 +27,8 @@ from typing import Any
 
 import torch
 
+from megatron_on_cpu.optimizer_parts import optimizer_part
+
 FOLDER_VARIABLE = "MEGATRON_ON_CPU_DUMP"
 """Environment variable with the folder for dumps."""
 MOMENTS_VARIABLE = "MEGATRON_ON_CPU_DUMP_AT"
@@ -136,7 +138,7 @@ def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool
             tensor_rank = parallel_state.get_expert_tensor_parallel_rank()
         else:
             tensor_rank = parallel_state.get_tensor_model_parallel_rank()
-        start, state, settings = _optimizer_part(parameter, optimizers)
+        start, state, settings = optimizer_part(parameter, optimizers)
         yield Piece(
             name=name_in_model(local_name, layers, chunk.config, tied=tied),
             copy=tuple(copy),
@@ -195,50 +197,12 @@ def name_in_model(
     return f"{layer_name}.{rest}"
 
 
-def _optimizer_part(
-    parameter: torch.nn.Parameter, optimizers: list[Any]
-) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]]:
-    """Find where this rank's shard of a parameter starts, the shard's state, and the options of its group."""
-    for optimizer in optimizers:
-        if hasattr(optimizer, "float16_groups"):
-            if (part := _undistributed_part(parameter, optimizer)) is not None:
-                return part
-            continue
-        place = getattr(optimizer, "model_param_group_index_map", {}).get(parameter)
-        if place is None:
-            continue
-        group = optimizer.optimizer.param_groups[place[0]]
-        main_parameter = group["params"][place[1]]
-        state = optimizer.optimizer.state.get(main_parameter, {})
-        tensors = {"fp32_param": main_parameter, **{name: state[name] for name in _STATE_NAMES[1:] if name in state}}
-        buffer, dtypes, bucket = optimizer.model_param_gbuf_map[parameter]
-        shard = optimizer.gbuf_ranges[buffer][dtypes][bucket]["param_map"][parameter]["param"]
-        settings = {name: value for name, value in group.items() if name != "params"}
-        if "step" in state:  # torch's AdamW keeps it here
-            settings["step"] = int(state["step"])
-        return shard.start, {name: tensor.detach().clone().view(-1) for name, tensor in tensors.items()}, settings
-    return 0, {}, {}
-
-
-def _undistributed_part(
-    parameter: torch.nn.Parameter, optimizer: Any
-) -> tuple[int, dict[str, torch.Tensor], dict[str, Any]] | None:
-    """As `_optimizer_part`, for an optimizer that holds whole parameters (without --use-distributed-optimizer)."""
-    groups = zip(
-        optimizer.float16_groups, optimizer.fp32_from_float16_groups, optimizer.optimizer.param_groups, strict=True
-    )
-    for parameters, mains, group in groups:
-        for own, main_parameter in zip(parameters, mains, strict=True):
-            if own is parameter:
-                state = optimizer.optimizer.state.get(main_parameter, {})
-                tensors = {"fp32_param": main_parameter, **{name: state[name] for name in _STATE_NAMES[1:]}}
-                flat = {name: tensor.detach().clone().view(-1) for name, tensor in tensors.items()}
-                return 0, flat, {name: value for name, value in group.items() if name != "params"}
-    return None
-
-
-def assemble(folder: Path | str) -> dict[str, torch.Tensor]:
+def assemble(folder: Path | str, *, copies_may_differ: bool = False) -> dict[str, torch.Tensor]:
     """Put a dump together into whole parameters.
+
+    Args:
+        folder: where the ranks' files are.
+        copies_may_differ: of copies on several pipeline stages, take the first stage's.
 
     Raises:
         ValueError: if copies of the same values differ in a bit, or values are missing.
@@ -251,7 +215,7 @@ def assemble(folder: Path | str) -> dict[str, torch.Tensor]:
     for name, pieces in sorted(pieces_by_name.items()):
         for kind in ("weight", *_STATE_NAMES):
             if kind == "weight" or any(kind in piece.state for piece in pieces):
-                tensors[f"{kind}.{name}"] = _merge(f"{kind}.{name}", kind, pieces)
+                tensors[f"{kind}.{name}"] = _merge(f"{kind}.{name}", kind, pieces, copies_may_differ)
     return tensors
 
 
@@ -288,7 +252,7 @@ def _contents(folder: Path | str) -> Iterator[dict[str, Any]]:
         yield content
 
 
-def _merge(what: str, kind: str, pieces: list[Piece]) -> torch.Tensor:
+def _merge(what: str, kind: str, pieces: list[Piece], copies_may_differ: bool) -> torch.Tensor:
     """Merge all the pieces of one tensor: shards to copies, copies to one, tensor-parallel parts to the whole."""
     copies: dict[tuple[int, ...], dict[int, list[Piece]]] = defaultdict(lambda: defaultdict(list))
     for piece in pieces:
@@ -300,7 +264,7 @@ def _merge(what: str, kind: str, pieces: list[Piece]) -> torch.Tensor:
             wholes += parts
         else:
             wholes.append(_concatenate(parts, pieces[0].partition_dim, pieces[0].sections))
-    for whole in wholes[1:]:
+    for whole in () if copies_may_differ else wholes[1:]:
         _require_same_bits(what, wholes[0], whole)
     return wholes[0]
 

@@ -1,6 +1,7 @@
-"""Imports torch and Megatron once, forks the ranks, and passes on what they print.
+"""Imports torch and Megatron once, then forks a job for every order; a job forks its ranks and passes on their output.
 
-Started by ``launch.run`` in a session of its own; that one ends it at the time limit and clears up afterwards.
+Started by ``fork_server``, in a session of its own, as every job has one: ``launch.run`` ends a job at its time limit,
+and clears up after it.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import json
 import multiprocessing
 import multiprocessing.spawn
 import os
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 
 from megatron_on_cpu import compat, dump_optimizer, record_losses, redirect
+from megatron_on_cpu.fork_server import MOST_BYTES, READY
 from megatron_on_cpu.process import die_with_parent
 
 # When a rank fails, the others usually hang in a collective; those that fail too get this long to say why.
@@ -35,28 +38,65 @@ _MEGATRON_MODULES = ("megatron.training", "megatron.training.checkpointing", "me
 _TOKENIZER_MODULES = ("transformers", "transformers.models.auto.tokenization_auto", "sentencepiece", "tiktoken")
 
 
-def main() -> int:
-    """Fork the ranks asked for on the command line and wait for them."""
+def main() -> None:
+    """Import everything, then take orders from the socket until the other side closes it."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--nproc", type=int, required=True)
+    parser.add_argument("--socket", type=int, required=True)
     parser.add_argument("--megatron", type=Path)
-    parser.add_argument("--plugin", type=Path, action="append", default=[])
-    parser.add_argument("script", type=Path)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     die_with_parent()
     _import_megatron(options.megatron)
     prepare_multiprocessing()
+    with socket.socket(fileno=options.socket) as orders:
+        orders.sendall(READY)
+        while _serve(orders):
+            pass
+
+
+def _serve(orders: socket.socket) -> bool:
+    """Fork one job: answers with its process at once, and with its return code when it has ended."""
+    message, streams, *_ = socket.recv_fds(orders, MOST_BYTES, 1)
+    if not message:
+        return False
+    job = os.fork()
+    if job == 0:
+        orders.close()
+        os._exit(_exit_code_of(lambda: sys.exit(_run_job(json.loads(message), streams[0]))))
+    os.close(streams[0])
+    orders.sendall(str(job).encode())
+    _, status = os.waitpid(job, 0)
+    orders.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+    return True
+
+
+def _run_job(order: dict[str, Any], output: int) -> int:
+    """Fork the ranks of a job and wait for them.
+
+    Args:
+        order: `ranks` (their number), `script`, `arguments`, `plugins` (files), `environment` (all of it), `folder`.
+        output: the file descriptor for everything that is printed.
+    """
+    os.setsid()
+    die_with_parent()
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    os.close(output)
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    record_losses.install()
+    dump_optimizer.install()
     ranks = Ranks()
     with reserved_port() as port:
-        for rank in range(options.nproc):
-            ranks.fork(rank, partial(_run_rank, rank, options, port))
-        return ranks.wait()
+        for rank in range(order["ranks"]):
+            ranks.fork(rank, partial(_run_rank, rank, order, port))
+        code = ranks.wait()
+    sys.stdout.flush()
+    return code
 
 
 def _import_megatron(checkout: Path | None) -> None:
     """Import everything slow, redirected to the CPU, before forking."""
-    started = time.monotonic()
     torch.set_num_threads(1)
     redirect.install()
     if checkout is not None:
@@ -71,10 +111,6 @@ def _import_megatron(checkout: Path | None) -> None:
     for name in _TOKENIZER_MODULES:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
-    record_losses.install()
-    dump_optimizer.install()
-    version = importlib.import_module("megatron.core").__version__
-    print(f"[launch] imported megatron-core {version} in {time.monotonic() - started:.1f} s", flush=True)
 
 
 def prepare_multiprocessing() -> None:
@@ -109,21 +145,21 @@ def reserved_port() -> Iterator[int]:
         yield int(holder.getsockname()[1])
 
 
-def _run_rank(rank: int, options: argparse.Namespace, port: int) -> None:
+def _run_rank(rank: int, order: dict[str, Any], port: int) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(options.nproc),
-        LOCAL_WORLD_SIZE=str(options.nproc),
+        WORLD_SIZE=str(order["ranks"]),
+        LOCAL_WORLD_SIZE=str(order["ranks"]),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
     )
-    for plugin in options.plugin:
-        runpy.run_path(str(plugin))
-    sys.path.insert(0, str(options.script.resolve().parent))
-    sys.argv = [str(options.script), *options.arguments]
-    runpy.run_path(str(options.script), run_name="__main__")
+    for plugin in order["plugins"]:
+        runpy.run_path(plugin)
+    sys.path.insert(0, str(Path(order["script"]).parent))
+    sys.argv = [order["script"], *order["arguments"]]
+    runpy.run_path(order["script"], run_name="__main__")
 
 
 class Ranks:
@@ -208,4 +244,4 @@ def _exit_code_of(body: Callable[[], None]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

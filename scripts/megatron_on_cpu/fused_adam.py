@@ -44,23 +44,38 @@ class FusedAdam(torch.optim.Optimizer):
                 continue
             group["step"] = group.get("step", 0) + 1
             for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._advance(parameter, parameter.grad.float(), group)
+                gradient = self._gradient(parameter)
+                if gradient is not None:
+                    self._advance(parameter, gradient.float(), group)
+
+    def _gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        return parameter.grad
 
     def _advance(self, parameter: torch.Tensor, gradient: torch.Tensor, group: dict[str, Any]) -> None:
-        beta1, beta2 = group["betas"]
-        correction1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
-        correction2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0
         state = self.state[parameter]
         if not state:
             state["exp_avg"] = torch.zeros_like(parameter.data)
             state["exp_avg_sq"] = torch.zeros_like(parameter.data)
-        if not self.adam_w_mode:
-            gradient = gradient + group["weight_decay"] * parameter
-        exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
-        exp_avg.mul_(beta1).add_(gradient, alpha=1 - beta1)
-        exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + group["eps"])
-        if self.adam_w_mode:
-            update = update + group["weight_decay"] * parameter
-        parameter.add_(update, alpha=-group["lr"])
+        advance(parameter, gradient, state["exp_avg"], state["exp_avg_sq"], group, self.adam_w_mode)
+
+
+def advance(
+    master: torch.Tensor,
+    gradient: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    group: dict[str, Any],
+    adam_w_mode: bool,
+) -> None:
+    """One step of Adam on fp32 tensors, in place."""
+    beta1, beta2 = group["betas"]
+    correction1 = 1 - beta1 ** group["step"] if group["bias_correction"] else 1.0
+    correction2 = 1 - beta2 ** group["step"] if group["bias_correction"] else 1.0
+    if not adam_w_mode:
+        gradient = gradient + group["weight_decay"] * master
+    exp_avg.mul_(beta1).add_(gradient, alpha=1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    update = (exp_avg / correction1) / ((exp_avg_sq / correction2).sqrt() + group["eps"])
+    if adam_w_mode:
+        update = update + group["weight_decay"] * master
+    master.add_(update, alpha=-group["lr"])

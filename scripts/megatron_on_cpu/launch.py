@@ -9,8 +9,8 @@ From a shell::
 
     python -m megatron_on_cpu.launch --nproc 8 [--megatron CHECKOUT] [--timeout 180] script.py [arguments]
 
-This module imports neither torch nor Megatron: both are imported once in a subprocess (``forked_ranks``), which then
-forks the ranks, so that eight of them start in seconds.
+This module imports neither torch nor Megatron: both are imported once in a subprocess (``fork_server``), which then
+forks job after job and each job its ranks, so that eight of them start in a moment.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -30,8 +29,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from megatron_on_cpu.fork_server import NotStartedError, fork_server
+
 TRAIN_GPT = Path(__file__).with_name("train_gpt.py")
 """This package's own training script, for Megatron-LM 0.19, which the PyPI package comes without."""
+
+PRECISION_AWARE = Path(__file__).with_name("precision_aware.py")
+"""Plugin for jobs with ``--use-precision-aware-optimizer``."""
+
+CPU_OFFLOAD = Path(__file__).with_name("cpu_offload.py")
+"""Plugin for jobs with ``--optimizer-cpu-offload``."""
 
 TIMED_OUT = 124
 """The return code of a run that was stopped at its time limit, as of coreutils' ``timeout``."""
@@ -82,39 +89,41 @@ def run(
         log_file: receives all the output as it comes.
         echo: receives the output of the first and the last rank, and of the launcher, as it comes.
     """
-    # -P: no module of the working folder is taken for one of Python's.
-    command = [sys.executable, "-P", "-m", "megatron_on_cpu.forked_ranks", "--nproc", str(world_size)]
-    if megatron is not None:
-        command += ["--megatron", str(megatron)]
-    for plugin in plugin_files:
-        command += ["--plugin", str(plugin)]
-    command += [str(script), *arguments]
+    order = {
+        "ranks": world_size,
+        "plugins": [str(Path(plugin).resolve()) for plugin in plugin_files],
+        "script": str(Path(script).resolve()),
+        "arguments": list(arguments),
+        "environment": {**_ENVIRONMENT, **os.environ, **_python_path(), **(environment or {})},
+        "folder": str(Path.cwd()),
+    }
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         log = stack.enter_context(_open_log(log_file))
-        process = subprocess.Popen(
-            command,
-            env={**_ENVIRONMENT, **os.environ, **_python_path(), **(environment or {})},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-        )
+        try:
+            server = fork_server(megatron, order["environment"])
+        except NotStartedError as error:
+            log.write(str(error))
+            return RunResult(1, str(error), time.monotonic() - started)
+        job, stream = server.fork(order)
+        stack.enter_context(stream)
         # Leaves no rank and no writer process behind, however this ends.
-        stack.callback(_kill_session, process)
+        stack.callback(_kill_session, job)
         expired = threading.Event()
 
         def expire() -> None:
             expired.set()
-            _kill_session(process)
+            _kill_session(job)
 
         timer = threading.Timer(timeout, expire)
         stack.callback(timer.cancel)
         timer.start()
-        output = _collect(process, log, echo, shown_ranks={0, world_size - 1})
-        returncode = process.wait()
+        try:
+            output = _collect(stream, log, echo, shown_ranks={0, world_size - 1})
+            returncode = server.wait()
+        except BaseException:
+            server.close()  # it would take this job's end for that of the next
+            raise
     return RunResult(TIMED_OUT if expired.is_set() else returncode, output, time.monotonic() - started)
 
 
@@ -128,10 +137,9 @@ def _open_log(log_file: Path | str | None) -> contextlib.AbstractContextManager[
     return Path(log_file).open("w")
 
 
-def _collect(process: subprocess.Popen[str], log: TextIO, echo: TextIO | None, shown_ranks: set[int]) -> str:
-    assert process.stdout is not None  # noqa: S101 - it was asked for
+def _collect(stream: TextIO, log: TextIO, echo: TextIO | None, shown_ranks: set[int]) -> str:
     lines = []
-    for line in process.stdout:
+    for line in stream:
         lines.append(line)
         log.write(line)
         rank = _RANK_OF_LINE.match(line)
@@ -141,9 +149,9 @@ def _collect(process: subprocess.Popen[str], log: TextIO, echo: TextIO | None, s
     return "".join(lines)
 
 
-def _kill_session(process: subprocess.Popen[str]) -> None:
+def _kill_session(job: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(job, signal.SIGKILL)
 
 
 def main() -> int:

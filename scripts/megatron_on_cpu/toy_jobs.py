@@ -44,10 +44,11 @@ def tiny_gpt(
     save_interval: int = 4,
     load: Path | str | None = None,
     precision: Sequence[str] = ("--bf16",),
+    optimizer: Sequence[str] = ("--use-distributed-optimizer",),
     more: Sequence[str] = (),
 ) -> list[str]:
-    """Return the arguments of a job with the distributed optimizer that saves and loads torch_dist checkpoints."""
-    arguments = [*CPU, *TINY_GPT, *precision, "--use-distributed-optimizer", "--ckpt-format", "torch_dist"]
+    """Return the arguments of a job that saves and loads torch_dist checkpoints."""
+    arguments = [*CPU, *TINY_GPT, *precision, *optimizer, "--ckpt-format", "torch_dist"]
     arguments += ["--tensor-model-parallel-size", str(tensor_parallel)]
     arguments += ["--pipeline-model-parallel-size", str(pipeline_parallel)]
     arguments += ["--train-iters", str(iterations)]

@@ -15,8 +15,8 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import COMMANDS, main
 from mcore_ckpt_ext.cli.output import line, printable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from tests.conftest import Fixture, fixture_named
-from tests.test_damage import MATRIX, flip, payload_position
+from tests.harness.checkpoints import Fixture, fixture_named
+from tests.harness.damage import MATRIX, flip, payload_position
 
 REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
 
@@ -120,6 +120,15 @@ def test_doctor_switched_off(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setenv("MCORE_CKPT_EXT", "0")
     assert main(["doctor"]) == 0
     assert "switched off: MCORE_CKPT_EXT=0" in capsys.readouterr().out
+
+
+def test_doctor_tells_of_a_setting_that_nobody_understands(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MCORE_CKPT_EXT", "0")
+    monkeypatch.setenv("MCORE_CKPT_EXT_FALLBACK", "yes")
+    assert main(["doctor"]) == 1
+    assert "'yes' is not understood, so it is as if not set" in capsys.readouterr().out
 
 
 def test_help_does_not_wait_for_torch(without_frameworks: dict[str, str], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.page import embedded, page
 from mcore_ckpt_ext.offline.inspection import Inspection, StoredTensor, inspect
-from tests.conftest import fixture_named
+from tests.harness.checkpoints import fixture_named
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"><!--<script>"

@@ -19,6 +19,6 @@ else:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         redirect.install()
-        # Imported once: the ranks are forked from here.
+        # Imported once: the ranks are forked from here, and each would import it again.
         import transformers.models.gpt2.modeling_gpt2
         import transformers.models.t5.modeling_t5  # noqa: F401

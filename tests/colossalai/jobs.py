@@ -25,7 +25,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 def wrap(
     build: Callable[[], nn.Module] = TinyGPT, *, dtype: torch.dtype = torch.bfloat16, chunk_size: int = 2048,
     keep_gathered: bool = False, ignore: tuple[str, ...] = (), seed: int = 0, lr: float = 1e-2, with_shapes: bool =
-        False, **placement: Any,
+        False, zero_size: int | None = None, **placement: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     """A GeminiDDP and its optimizer; chunks are small, so that there are several.
 
@@ -38,7 +38,7 @@ def wrap(
     module = build()
     for name in ignore:
         GeminiDDP.set_params_to_ignore([module.get_parameter(name)])
-    chunks = {dist.get_world_size(): {"chunk_size": chunk_size, "keep_gathered": keep_gathered}}
+    chunks = {zero_size or dist.get_world_size(): {"chunk_size": chunk_size, "keep_gathered": keep_gathered}}
     model = GeminiDDP(
         module, chunk_config_dict=chunks, chunk_init_device=torch.device("cpu"), mixed_precision=dtype, **placement
     )

@@ -7,17 +7,20 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import colossalai.zero.gemini.utils
 import pytest
 import torch
 from colossalai.zero import GeminiDDP, GeminiOptimizer
 from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
-from tests.colossalai.conftest import REPOSITORY
-from tests.colossalai.jobs import gathered_masters, same_bits, train, wrap
+from tests.colossalai.jobs import gathered_masters, refusal, same_bits, train, wrap
 from tests.colossalai.models import TinyGPT
+
+REPOSITORY = Path(__file__).parents[2]
 
 
 def test_install_and_uninstall_as_often_as_one_likes() -> None:
@@ -25,18 +28,22 @@ def test_install_and_uninstall_as_often_as_one_likes() -> None:
 
     classes = (GeminiDDP, GeminiOptimizer, GeminiCheckpointIO)
     before = [dict(vars(cls)) for cls in classes]
+    static = colossalai.zero.get_static_torch_model
     try:
         for _ in range(2):
             strict.install()
             strict.install(dtype="compute")
         assert vars(GeminiDDP)["_non_strict_state_dict"] is before[0]["state_dict"]
         assert vars(GeminiDDP)["_strict_dtype"] == "compute"
-        assert [seam.state for seam in strict.status()] == ["patched"] * 3
+        assert [seam.state for seam in strict.status()] == ["patched"] * 3 + ["not patched"] * 2
+        assert colossalai.zero.get_static_torch_model is strict.get_static_torch_model
+        assert colossalai.zero.gemini.utils.get_static_torch_model is strict.get_static_torch_model
     finally:
         strict.uninstall()
         strict.uninstall()
     assert [dict(vars(cls)) for cls in classes] == before
-    assert [seam.state for seam in strict.status()] == ["not patched"] * 3
+    assert colossalai.zero.get_static_torch_model is colossalai.zero.gemini.utils.get_static_torch_model is static
+    assert [seam.state for seam in strict.status()] == ["not patched"] * 5
 
 
 def test_what_someone_put_on_top_stays() -> None:
@@ -57,6 +64,8 @@ def test_what_someone_put_on_top_stays() -> None:
 def test_a_dtype_that_is_none_is_refused_before_anything_is_patched() -> None:
     with pytest.raises(ValueError, match='"master", "compute"'):
         strict.install(dtype="fp32")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="low_level_zero"):
+        strict.install(plugins=("gemini", "torch_ddp"))
     assert "_non_strict_state_dict" not in vars(GeminiDDP)
 
 
@@ -72,6 +81,45 @@ def test_the_dtype_of_install_is_the_default(dtype: Any) -> None:
         }
 
     ranks.run(1, job)
+
+
+def test_the_fifth_argument_is_strict_as_when_colossalai_had_it() -> None:
+    def job() -> None:
+        strict.install()
+        model, _ = wrap()
+        own = model._non_strict_state_dict(only_rank_0=False)
+        ours = model.state_dict(only_rank_0=False)
+        assert same_bits(model.state_dict(None, "", False, False, False), own)
+        assert same_bits(model.state_dict(None, "", False, False, True), ours)
+        for call in (
+            lambda: model.state_dict(dtype=True),
+            lambda: list(model.state_dict_shard(dtype=False)),
+            lambda: strict.get_static_torch_model(model, dtype=True),
+        ):
+            assert "strict is a keyword" in refusal(call)
+        assert "at most 5" in refusal(lambda: model.state_dict(None, "", False, False, True, None))
+        # ColossalAI's own cuts ties, and cannot compute where a layer has no bias.
+        static = colossalai.zero.get_static_torch_model(zero_ddp_model=model)
+        assert static.lm_head.weight is static.wte.weight
+        assert static(torch.arange(4).view(1, 4)).shape == (1, 4, 97)
+
+    ranks.run(1, job)
+
+
+def test_a_version_whose_chunks_are_others_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As 0.1.13 has it: nn/parallel/data_parallel.py, with these methods, and no zero/gemini/gemini_ddp.py.
+    class ZeroDDP:
+        def state_dict(self) -> None: ...
+        def load_state_dict(self) -> None: ...
+
+    home = ModuleType("colossalai.nn.parallel.data_parallel")
+    home.ZeroDDP = ZeroDDP  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "colossalai.zero.gemini.gemini_ddp", None)
+    monkeypatch.setitem(sys.modules, "colossalai.nn.parallel", ModuleType("colossalai.nn.parallel"))
+    monkeypatch.setitem(sys.modules, home.__name__, home)
+    text = refusal(strict.install)
+    assert "0.2.0 or later" in text
+    assert "_non_strict_state_dict" not in vars(ZeroDDP)
 
 
 def test_not_strict_is_the_untouched_original() -> None:
@@ -116,8 +164,6 @@ def test_subclasses(patched: bool) -> None:
 
 
 def test_the_patch_for_forks_makes_a_copy_strict(tmp_path: Path) -> None:
-    import colossalai
-
     shutil.copytree(Path(colossalai.__file__).parent, tmp_path / "colossalai")
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     code = (

@@ -33,6 +33,26 @@ def test_the_state_is_what_colossalai_would_give() -> None:
         ranks.run(world_size, job)
 
 
+def test_what_state_dict_gave_each_rank_can_be_given_back() -> None:
+    def job() -> None:
+        strict.install()
+        model, optimizer = wrap()
+        train(model, optimizer, range(3))
+        saved = optimizer.state_dict()
+        assert bool(saved["state"]) == (dist.get_rank() == 0)
+        before = optimizer.state_dict(only_rank_0=False)
+        masters, uninterrupted = model.state_dict(only_rank_0=False), train(model, optimizer, range(3, 6))
+        model.load_state_dict(masters)
+        # Not only the rank's own moments, kept: those that rank 0 was handed.
+        optimizer.load_state_dict(saved)
+        after = optimizer.state_dict(only_rank_0=False)
+        assert all(same_bits(after["state"][key], before["state"][key]) for key in before["state"])
+        assert train(model, optimizer, range(3, 6)) == uninterrupted
+
+    for world_size in (1, 2):
+        ranks.run(world_size, job)
+
+
 def test_frozen_parameters_and_no_shapes() -> None:
     def job() -> None:
         model, optimizer = wrap(Everything, ignore=("ignored",), with_shapes=True)
@@ -74,6 +94,23 @@ def test_the_loss_scale_is_kept() -> None:
     assert ranks.run(2, job, False) == [(128.0, 0)] * 2
 
 
+def test_asynchronous_saves_of_any_step_fit_one_buffer() -> None:
+    def job() -> None:
+        from colossalai.utils.safetensors import _flatten_optim_state_dict
+
+        strict.install()
+        model, optimizer = wrap(dtype=torch.float16)
+        train(model, optimizer, range(1))
+        sizes = []
+        for step in (1, 255, 256, 65536):
+            optimizer.mix_precision_mixin.grad_scaler._growth_step = step
+            flat, _ = _flatten_optim_state_dict(optimizer.state_dict(only_rank_0=False))
+            sizes.append({name: value.shape for name, value in flat.items()})
+        assert sizes[1:] == sizes[:-1]
+
+    ranks.run(1, job)
+
+
 def test_parameters_in_another_order_are_found_by_name() -> None:
     def job() -> None:
         from colossalai.nn.optimizer import HybridAdam
@@ -113,10 +150,12 @@ def test_a_dict_that_does_not_fit_is_refused_by_all_and_nothing_is_written() -> 
         before, masters = optimizer.state_dict(only_rank_0=False), gathered_masters(model)
         expected = {"shape": "layers.1.weight", "names": "other.weight", "count": "other parameters"}
         for how, text in expected.items():
+            bad = spoilt(saved, how)
+            assert text in refusal(lambda bad=bad: optimizer.load_state_dict(bad))
             # Only rank 1 has the bad file; rank 0 must not wait for it, nor go on.
-            mine = spoilt(saved, how) if dist.get_rank() else saved
+            mine = bad if dist.get_rank() else saved
             refused = refusal(lambda mine=mine: optimizer.load_state_dict(mine))
-            assert text in refused, refused
+            assert "different contents" in refused, refused
             assert "rank 1" in refused
         after = optimizer.state_dict(only_rank_0=False)
         assert all(same_bits(after["state"][key], before["state"][key]) for key in before["state"])
@@ -135,6 +174,8 @@ def test_masters_without_a_copy_in_fp32() -> None:
         again_model.load_state_dict(saved[0])
         again.load_state_dict(saved[1])
         assert same_bits(again_model.state_dict(only_rank_0=False), saved[0])
+        # The moments are in the dtype that they are trained in, which fp32 holds exactly.
+        assert train(again_model, again, range(3, 8)) == train(model, optimizer, range(3, 8))
         assert "no fp32 masters" in refusal(lambda: model.state_dict(dtype="master"))
 
     ranks.run(2, job)

@@ -122,9 +122,16 @@ def test_rounded_model_files_leave_the_masters_to_the_optimizers() -> None:
         state, moments = model.state_dict(only_rank_0=False), optimizer.state_dict(only_rank_0=False)
         assert {value.dtype for value in state.values()} == {torch.bfloat16}
         uninterrupted = train(model, optimizer, MORE)
-        model, optimizer = wrap(seed=1)
+        for optimizer_first in (False, True):
+            model, optimizer = wrap(seed=1)
+            loads = [(model, state), (optimizer, moments)]
+            for part, saved in reversed(loads) if optimizer_first else loads:
+                part.load_state_dict(saved)
+            assert train(model, optimizer, MORE) == uninterrupted
+        # Masters that training has changed since are no longer those of the file.
         model.load_state_dict(state)
-        optimizer.load_state_dict(moments)
-        assert train(model, optimizer, MORE) == uninterrupted
+        assert same_bits(
+            gathered_masters(model), {name: state[name].float() for name in gathered_masters(model)}
+        )  # fmt: skip
 
     ranks.run(2, job)

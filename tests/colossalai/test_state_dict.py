@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,8 +15,8 @@ from colossalai_on_cpu import ranks
 from torch import nn
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
-from tests.colossalai.jobs import bits, gathered_masters, same_bits, train, wrap
-from tests.colossalai.models import Everything, TinyGPT, gpt2, t5
+from tests.colossalai.jobs import bits, gathered_masters, refusal, same_bits, train, wrap
+from tests.colossalai.models import HIDDEN, Everything, TinyGPT, gpt2, t5
 
 WORLDS = (1, 2)
 
@@ -106,6 +107,13 @@ def test_ties_share_copy_or_omit() -> None:
         assert same_bits(copied, shared)
         omitted = strict.zero_strict_state_dict(model, only_rank_0=False, ties="omit")
         assert [name for name in shared if name not in omitted] == ["lm_head.weight"]
+        # The caller's own entries stay as they are, tied or not.
+        callers = torch.ones(2)
+        destination: Any = OrderedDict(first=callers, second=callers)
+        strict.zero_strict_state_dict(model, destination=destination, only_rank_0=False, ties="omit")
+        assert list(destination) == ["first", "second", *omitted]
+        assert destination["second"] is callers
+        assert '"copy" (a storage each)' in refusal(lambda: strict.zero_strict_state_dict(model, ties="none"))
 
     ranks.run(2, job)
 
@@ -165,6 +173,40 @@ def test_the_static_model_is_an_ordinary_one(build: Callable[[], nn.Module]) -> 
         # It can also be trained.
         static(tokens).sum().backward()
         assert static.wte.weight.grad is not None
+
+    ranks.run(2, job)
+
+
+class _Uncopyable(TinyGPT):
+    """What modules hold that ``copy.deepcopy`` refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group = dist.group.WORLD
+        self.locks = {"lock": threading.Lock(), "again": [threading.RLock()]}
+        self.generator = torch.Generator().manual_seed(3)
+        # The older one, which leaves a computed tensor in the place of the weight.
+        self.normed = torch.nn.utils.weight_norm(nn.Linear(HIDDEN, HIDDEN))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) + self.normed(self.wte(tokens)).sum()
+
+
+def test_static_models_of_modules_that_cannot_be_copied() -> None:
+    def job() -> None:
+        model, optimizer = wrap(_Uncopyable)
+        tokens = torch.arange(12).view(2, 6)
+        train(model, optimizer, range(1))
+        model.module.locks["lock"].acquire()
+        static = strict.get_static_torch_model(model, only_rank_0=False)
+        assert static.group is dist.group.WORLD
+        assert static.locks["lock"] is not model.module.locks["lock"]
+        assert not static.locks["lock"].locked()
+        expected = torch.rand(3, generator=static.generator)
+        assert torch.equal(torch.rand(3, generator=model.module.generator), expected)
+        plain = _Uncopyable()
+        plain.load_state_dict(strict.zero_strict_state_dict(model, only_rank_0=False))
+        assert torch.equal(static(tokens), plain(tokens))
 
     ranks.run(2, job)
 

@@ -17,9 +17,9 @@ from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
-from tests.conftest import fixture_named
 from tests.fuzz import edits
 from tests.fuzz.edits import Choices, Editor
+from tests.harness.checkpoints import fixture_named
 
 CANONICAL = "canonical"
 # Of each target the files whose content is changed: fixture, file in the iteration folder, how.
@@ -110,7 +110,7 @@ class Target:
 def _subject(folder: Path, seed: str, file: str, editor: Callable[[bytes], Editor]) -> Subject:
     original = folder / CANONICAL if seed == CANONICAL else fixture_named(seed).iteration
     if not original.exists():
-        mcore_ckpt_ext.convert(fixture_named("p01").run, original, to=CANONICAL)
+        mcore_ckpt_ext.convert(fixture_named("p01").run, original, mcore_ckpt_ext.Canonical())
     copy = folder / f"edited-{seed}"
     if not copy.exists():
         shutil.copytree(original, copy)

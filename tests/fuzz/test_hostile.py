@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.portable_state import portable_arguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
@@ -25,8 +27,8 @@ from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pickling import dumps
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
-from tests.conftest import Fixture
 from tests.fuzz import edits, targets
+from tests.harness.checkpoints import Fixture
 
 REPOSITORY = Path(__file__).parents[2]
 MOST_GROWTH = 256 << 20
@@ -148,8 +150,8 @@ def test_a_tensor_that_cannot_be_is_refused(shape: object, strides: object, offs
      {"tensor_model_parallel_size": 1 << 10, "pipeline_model_parallel_size": 1 << 10}],
 )  # fmt: skip
 def test_a_layout_that_cannot_be_is_refused(arguments: dict[str, int]) -> None:
-    with pytest.raises(UnreadableCheckpointError, match="cannot be"):
-        ParallelLayout.from_arguments(arguments)
+    with pytest.raises(UnreadableCheckpointError, match="cannot"):
+        ParallelLayout.from_arguments(JobArguments.of(arguments))
 
 
 def outside(entry: object) -> None:
@@ -183,6 +185,7 @@ def test_metadata_that_make_no_sense_are_one_clear_error(damaged: Fixture) -> No
     """A type that nobody expects, deep in the common state: a refusal, and a finding of `verify`."""
     path = damaged.iteration / "common.pt"
     common = safe_loads(edits.pickle_of(path.read_bytes()), "here")
+    common["args"] = portable_arguments(common["args"], (0, 19), [])
     common["iteration"] = ["four"]
     data, leaves = dumps(common)
     assert not leaves

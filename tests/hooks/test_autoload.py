@@ -67,7 +67,16 @@ def test_what_the_autoload_imports(python):
     ours = {name for name in loaded if name.startswith("mcore_ckpt_ext")}
     assert ours == {"mcore_ckpt_ext"} | {
         f"mcore_ckpt_ext.{name}"
-        for name in ("hooks", "hooks.autoload", "hooks.announce", "hooks.post_import", "hooks.registry", "hooks.seams")
+        for name in (
+            "hooks",
+            "hooks.autoload",
+            "hooks.announce",
+            "hooks.post_import",
+            "hooks.process",
+            "hooks.registry",
+            "hooks.seams",
+            "settings",
+        )
     }
     assert not loaded & {"torch", "numpy", "megatron", "colossalai"}
 

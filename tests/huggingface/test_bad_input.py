@@ -16,15 +16,16 @@ from transformers import AutoModelForCausalLM
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from tests.conftest import fixture_named
+from tests.harness.checkpoints import fixture_named
+from tests.harness.huggingface import MISTAKES
 
 INDEX = "model.safetensors.index.json"
 
 
 @pytest.fixture
-def model(folders: dict[str, Path], tmp_path: Path) -> Path:
+def model(models: dict[str, Path], tmp_path: Path) -> Path:
     """A private copy of a Llama in several files, to damage."""
-    AutoModelForCausalLM.from_pretrained(folders["llama"]).save_pretrained(tmp_path / "model", max_shard_size="30KB")
+    AutoModelForCausalLM.from_pretrained(models["llama"]).save_pretrained(tmp_path / "model", max_shard_size="30KB")
     return tmp_path / "model"
 
 
@@ -188,9 +189,9 @@ def test_a_job_of_no_known_family(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert not list(tmp_path.iterdir())
 
 
-def test_a_tensor_that_no_rule_takes(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tensor_that_no_rule_takes(models: dict[str, Path], tmp_path: Path) -> None:
     """A Megatron checkpoint with one array more than its family has: told, and not dropped."""
-    mcore_ckpt_ext.convert(folders["llama"], tmp_path / "run", to="canonical")
+    mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.Canonical())
     index_file = tmp_path / "run" / INDEX
     (file,) = (tmp_path / "run").glob("*.safetensors")
     tensors = load_file(file)
@@ -201,7 +202,7 @@ def test_a_tensor_that_no_rule_takes(folders: dict[str, Path], tmp_path: Path) -
     name = "decoder.layers.1.self_attention.linear_qkv.bias"
     edit(about, lambda content: content["sharded_keys"].update({name: [name, []]}))
     with pytest.raises(UnsupportedCheckpointError, match=f"not Llama: a {name}"):
-        mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "hf", to="hf")
+        mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
 
 
 @pytest.mark.parametrize(
@@ -221,14 +222,14 @@ def test_a_family_file_that_is_none(
 
 
 def test_two_families_that_fit(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from mcore_ckpt_ext.families import recognition
 
     class Twin(recognition.Llama):
         model_type = "twin"
 
-    mcore_ckpt_ext.convert(folders["llama"], tmp_path / "run", to="torch_dist")
+    mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist())
     (tmp_path / "run" / "release" / "tokenizer" / "config.json").unlink()  # which would say what it was once
     monkeypatch.setattr(recognition, "FAMILIES", (*recognition.FAMILIES, Twin()))
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 2
@@ -238,9 +239,9 @@ def test_two_families_that_fit(
 
 
 def test_what_megatron_has_no_place_for_is_listed(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shutil.copytree(folders["gpt2"], tmp_path / "model")
+    shutil.copytree(models["gpt2"], tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, file)  # as the released files are
@@ -249,10 +250,10 @@ def test_what_megatron_has_no_place_for_is_listed(
 
 
 def test_layers_that_predict_further_tokens_are_listed(
-    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Released DeepSeek-V3 folders have one behind the last layer; Megatron's own are called `mtp`."""
-    shutil.copytree(folders["deepseek_v3"], tmp_path / "model")
+    shutil.copytree(models["deepseek_v3"], tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     save_file({**load_file(file), "model.layers.2.eh_proj.weight": torch.ones(32, 64)}, file)
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "run"), "--to", "canonical"]) == 0
@@ -264,23 +265,23 @@ def test_layers_that_predict_further_tokens_are_listed(
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 0
     assert "has no place for it: mtp.layers.0.eh_proj.weight" in capsys.readouterr().out
     assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(
-        folders["deepseek_v3"] / "model.safetensors"
+        models["deepseek_v3"] / "model.safetensors"
     ).keys()
 
 
-def test_what_verify_says(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", str(folders["llama"])]) == 2
+def test_what_verify_says(models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(models["llama"])]) == 2
     assert "mcore-ckpt diff" in capsys.readouterr().err
-    assert main(["inspect", str(folders["llama"])]) == 0
+    assert main(["inspect", str(models["llama"])]) == 0
     assert "a Hugging Face folder" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("same", [True, False])
 def test_an_output_layer_that_is_said_to_be_tied(
-    same: bool, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    same: bool, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Some folders hold it twice; where the two differ, either the config is wrong or the tensor."""
-    shutil.copytree(folders["qwen2"], tmp_path / "model")
+    shutil.copytree(models["qwen2"], tmp_path / "model")
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
     output = tensors["model.embed_tokens.weight"].clone()
@@ -298,16 +299,16 @@ def test_an_output_layer_that_is_said_to_be_tied(
         assert not (tmp_path / "run").exists()
 
 
-def test_mistral_without_a_window(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_mistral_without_a_window(models: dict[str, Path], tmp_path: Path) -> None:
     """Since 0.2 it has none, and is a Llama in everything but its name: what it was once, or what the user says."""
-    shutil.copytree(folders["llama"], tmp_path / "model")
+    shutil.copytree(models["llama"], tmp_path / "model")
     config = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": None}
     edit(tmp_path / "model" / "config.json", lambda content: content.update(config))
-    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", to="torch_dist")
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", to="hf")
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     (tmp_path / "run" / "release" / "tokenizer" / "config.json").unlink()
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "unsaid", to="hf")
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "said", to="hf", family="mistral")
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "unsaid", mcore_ckpt_ext.HuggingFace())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "said", mcore_ckpt_ext.HuggingFace(), family="mistral")
     found = {
         name: json.loads((tmp_path / name / "config.json").read_text())["model_type"]
         for name in ("back", "unsaid", "said")
@@ -323,12 +324,12 @@ def test_mistral_without_a_window(folders: dict[str, Path], tmp_path: Path) -> N
     ],
 )
 def test_a_family_that_would_drop_something(
-    mistake: str, there: str, back: str, folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    mistake: str, there: str, back: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    family = ["--family", f"{Path(__file__).with_name('mistakes.py')}:{mistake}"]
-    assert main(["convert", str(folders["llama"]), str(tmp_path / "no"), "--to", "torch_dist", *family]) == 2
+    family = ["--family", f"{MISTAKES}:{mistake}"]
+    assert main(["convert", str(models["llama"]), str(tmp_path / "no"), "--to", "torch_dist", *family]) == 2
     assert there in capsys.readouterr().err
-    mcore_ckpt_ext.convert(folders["llama"], tmp_path / "run", to="torch_dist")
+    mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist())
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "no"), "--to", "hf", *family]) == 2
     assert back in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["run"]

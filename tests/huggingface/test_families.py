@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.families.recognition import FAMILIES
 from mcore_ckpt_ext.offline.comparison import compare
-from tests.huggingface.models import BUILT_BY_MEGATRON, CONFIGS
+from tests.harness.huggingface import BUILT_BY_MEGATRON, CONFIGS, assert_same_tensors, tensors
 
 # What Megatron has no place for, or what belongs to the file and not to the model.
 NOT_THE_MODEL = {"transformers_version", "_name_or_path"}
@@ -25,21 +24,6 @@ _RELEASED = {"aux_loss_alpha", "moe_layer_freq", "topk_method", "scoring_func"}
 SAID_OTHERWISE = {
     "gpt2": {"n_inner"}, "deepseek_v2": _RELEASED, "deepseek_v2_lite": _RELEASED, "deepseek_v3": _RELEASED,
 }  # fmt: skip
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in folder.glob("*.safetensors"):
-        found |= load_file(file)
-    return found
-
-
-def assert_same_tensors(one: Path, other: Path) -> None:
-    expected, found = tensors(one), tensors(other)
-    assert found.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
 
 
 def configuration(folder: Path, name: str) -> dict[str, Any]:
@@ -54,49 +38,51 @@ def test_every_family_has_a_model() -> None:
 
 @pytest.mark.parametrize("spec", ["transformer_engine", "local"])
 @pytest.mark.parametrize("name", CONFIGS)
-def test_there_and_back(name: str, spec: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(folders[name], tmp_path / "run", to="torch_dist", transformer_impl=spec)
+def test_there_and_back(name: str, spec: str, models: dict[str, Path], tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist(transformer_impl=spec))
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", to="hf")
-    assert_same_tensors(folders[name], tmp_path / "back")
-    assert compare(tmp_path / "run", folders[name]).equal
-    before, after = configuration(folders[name], name), configuration(tmp_path / "back", name)
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert_same_tensors(models[name], tmp_path / "back")
+    assert compare(tmp_path / "run", models[name]).equal
+    before, after = configuration(models[name], name), configuration(tmp_path / "back", name)
     differing = {key for key in before.keys() | after.keys() if before.get(key) != after.get(key)}
     assert differing <= SAID_OTHERWISE.get(name, set()), {key: (before.get(key), after.get(key)) for key in differing}
     generation = "generation_config.json"
     assert json.loads((tmp_path / "back" / generation).read_text()) == json.loads(
-        (folders[name] / generation).read_text()
+        (models[name] / generation).read_text()
     )
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_transformers_loads_it_and_answers_the_same(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(folders[name], tmp_path / "run", to="torch_dist")
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", to="hf")
+def test_transformers_loads_it_and_answers_the_same(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     tokens = torch.arange(40).view(2, 20)
     with torch.no_grad():
-        original = AutoModelForCausalLM.from_pretrained(folders[name])(tokens).logits
+        original = AutoModelForCausalLM.from_pretrained(models[name])(tokens).logits
         assert torch.equal(loaded(tokens).logits, original)
 
 
 @pytest.mark.parametrize("name", BUILT_BY_MEGATRON)
-def test_through_the_legacy_files_of_two_tensor_ranks(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_through_the_legacy_files_of_two_tensor_ranks(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     experts = {"expert_model_parallel_size": 2} if any(sign in name for sign in ("moe", "mixtral", "seek")) else {}
     mcore_ckpt_ext.convert(
-        folders[name], tmp_path / "run", to="legacy", tensor_model_parallel_size=2, transformer_impl="local", **experts
+        models[name],
+        tmp_path / "run",
+        mcore_ckpt_ext.Legacy(tensor_model_parallel_size=2, transformer_impl="local", **experts),
     )
     assert len(list((tmp_path / "run" / "release").glob("mp_rank_*"))) == (4 if experts else 2)
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", to="hf")
-    assert_same_tensors(folders[name], tmp_path / "back")
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert_same_tensors(models[name], tmp_path / "back")
 
 
 @pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3"])
-def test_experts_that_are_stored_stacked_are_read(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folders[name])
+def test_experts_that_are_stored_stacked_are_read(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models[name])
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)
     assert any(label.endswith("experts.gate_up_proj") for label in tensors(tmp_path / "stacked"))
-    mcore_ckpt_ext.convert(tmp_path / "stacked", tmp_path / "run", to="torch_dist")
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", to="hf")
-    assert_same_tensors(folders[name], tmp_path / "back")
+    mcore_ckpt_ext.convert(tmp_path / "stacked", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert_same_tensors(models[name], tmp_path / "back")

@@ -19,11 +19,9 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.offline.comparison import compare
-from tests.conftest import fixture_named
-from tests.huggingface.models import VOCABULARY, make
-from tests.huggingface.test_families import assert_same_tensors, tensors
-
-MISTAKES = Path(__file__).with_name("mistakes.py")
+from mcore_ckpt_ext.targets import TARGETS
+from tests.harness.checkpoints import fixture_named
+from tests.harness.huggingface import MISTAKES, VOCABULARY, assert_same_tensors, make, tensors
 
 
 @dataclass(frozen=True)
@@ -42,62 +40,64 @@ def command(*words: object) -> Outcome:
 
 
 @pytest.fixture(scope="module")
-def run(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama as Megatron has it."""
     folder = tmp_path_factory.mktemp("llama") / "run"
-    mcore_ckpt_ext.convert(folders["llama"], folder, to="torch_dist")
+    mcore_ckpt_ext.convert(models["llama"], folder, mcore_ckpt_ext.TorchDist())
     return folder
 
 
-def test_another_dtype(run: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(run, tmp_path / "hf", to="hf", dtype="bfloat16")
-    for name, tensor in tensors(folders["llama"]).items():
+def test_another_dtype(run: Path, models: dict[str, Path], tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(run, tmp_path / "hf", mcore_ckpt_ext.HuggingFace(dtype="bfloat16"))
+    for name, tensor in tensors(models["llama"]).items():
         assert torch.equal(tensors(tmp_path / "hf")[name], tensor.bfloat16()), name
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
-def test_the_bias_of_experts_keeps_its_precision(folders: dict[str, Path], tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(folders["deepseek_v3"], tmp_path / "run", to="torch_dist")
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "hf", to="hf", dtype="float16")
+def test_the_bias_of_experts_keeps_its_precision(models: dict[str, Path], tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(models["deepseek_v3"], tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "hf", mcore_ckpt_ext.HuggingFace(dtype="float16"))
     dtypes = {name.rpartition(".")[2]: tensor.dtype for name, tensor in tensors(tmp_path / "hf").items()}
     assert dtypes == {"weight": torch.float16, "e_score_correction_bias": torch.float32}
 
 
 def test_weights_of_bf16_stay_so(tmp_path: Path) -> None:
     make("qwen3", tmp_path / "model", torch.bfloat16)
-    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", to="torch_dist")
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
     checkpoint = mcore_ckpt_ext.open_checkpoint(tmp_path / "run")
     assert checkpoint.args["bf16"]
     assert checkpoint.args["params_dtype"] == torch.bfloat16
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", to="hf")
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     assert_same_tensors(tmp_path / "model", tmp_path / "back")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_pickled_and_in_several_files(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(folders[name], tmp_path / "run", to="torch_dist")
-    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "hf", to="hf", pickled=True, max_shard_size=30_000)
+def test_pickled_and_in_several_files(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(
+        tmp_path / "run", tmp_path / "hf", mcore_ckpt_ext.HuggingFace(pickled=True, max_shard_size=30_000)
+    )
     files = sorted(path.name for path in (tmp_path / "hf").glob("*.bin"))
     assert files == [f"pytorch_model-{n:05d}-of-{len(files):05d}.bin" for n in range(1, len(files) + 1)]
     assert len(files) > 2
     found = {}
     for file in files:
         found |= torch.load(tmp_path / "hf" / file, weights_only=True)
-    expected = tensors(folders[name])
+    expected = tensors(models[name])
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[label], tensor) for label, tensor in expected.items())
     index = json.loads((tmp_path / "hf" / "pytorch_model.bin.index.json").read_text())
     assert index["weight_map"].keys() == expected.keys()
     AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    mcore_ckpt_ext.convert(tmp_path / "hf", tmp_path / "again", to="torch_dist")
-    mcore_ckpt_ext.convert(tmp_path / "again", tmp_path / "back", to="hf")
-    assert_same_tensors(folders[name], tmp_path / "back")
+    mcore_ckpt_ext.convert(tmp_path / "hf", tmp_path / "again", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(tmp_path / "again", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert_same_tensors(models[name], tmp_path / "back")
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_files_are_cut_as_save_pretrained_cuts_them(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    AutoModelForCausalLM.from_pretrained(folders[name]).save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
-    mcore_ckpt_ext.convert(folders[name], tmp_path / "run", to="torch_dist")
+def test_files_are_cut_as_save_pretrained_cuts_them(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(models[name]).save_pretrained(tmp_path / "theirs", max_shard_size="30KB")
+    mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist())
     words = ["--to", "hf", "--max-shard-size", "30KB"]
     result = command("convert", tmp_path / "run", tmp_path / "ours", *words)
     assert result.returncode == 0, result.stderr
@@ -115,9 +115,11 @@ def test_files_are_cut_as_save_pretrained_cuts_them(name: str, folders: dict[str
 def test_a_job_of_megatron_with_optimizer_weights_and_masters(tmp_path: Path) -> None:
     """p02: Llama-like, bf16, TP2 x PP2 x DP2, `dp_reshardable`; the tokenizer without tokens has 127 + 1."""
     fixture = fixture_named("p02")
-    report = mcore_ckpt_ext.convert(fixture.run, tmp_path / "weights", to="hf")
-    mcore_ckpt_ext.convert(fixture.run, tmp_path / "masters", to="hf", kind="fp32_param")
-    mcore_ckpt_ext.convert(fixture.run, tmp_path / "rounded", to="hf", kind="fp32_param", dtype="bfloat16")
+    report = mcore_ckpt_ext.convert(fixture.run, tmp_path / "weights", mcore_ckpt_ext.HuggingFace())
+    mcore_ckpt_ext.convert(fixture.run, tmp_path / "masters", mcore_ckpt_ext.HuggingFace(kind="fp32_param"))
+    mcore_ckpt_ext.convert(
+        fixture.run, tmp_path / "rounded", mcore_ckpt_ext.HuggingFace(kind="fp32_param", dtype="bfloat16")
+    )
     weights, masters = tensors(tmp_path / "weights"), tensors(tmp_path / "masters")
     assert report.proven_elements == 0
     assert {tensor.dtype for tensor in weights.values()} == {torch.bfloat16}
@@ -135,13 +137,17 @@ def test_a_job_of_megatron_with_optimizer_weights_and_masters(tmp_path: Path) ->
 
 def test_masters_are_proven_on_the_way(tmp_path: Path) -> None:
     fixture = fixture_named("p02")
-    report = mcore_ckpt_ext.convert(fixture.run, tmp_path / "masters", to="hf", kind="fp32_param", dtype="float16")
+    report = mcore_ckpt_ext.convert(
+        fixture.run, tmp_path / "masters", mcore_ckpt_ext.HuggingFace(kind="fp32_param", dtype="float16")
+    )
     assert report.proven_elements == sum(tensor.numel() for tensor in tensors(tmp_path / "masters").values())
     with pytest.raises(UnsupportedCheckpointError, match="no fp32 masters"):
-        mcore_ckpt_ext.convert(tmp_path / "masters", tmp_path / "again", to="hf", kind="fp32_param")
+        mcore_ckpt_ext.convert(
+            tmp_path / "masters", tmp_path / "again", mcore_ckpt_ext.HuggingFace(kind="fp32_param")
+        )
 
 
-def test_the_tokenizer_comes_along(folders: dict[str, Path], run: Path, tmp_path: Path) -> None:
+def test_the_tokenizer_comes_along(models: dict[str, Path], run: Path, tmp_path: Path) -> None:
     tokenizer = tmp_path / "tokenizer"
     tokenizer.mkdir()
     words = {f"word{number}": number for number in range(VOCABULARY - 1)}
@@ -149,22 +155,24 @@ def test_the_tokenizer_comes_along(folders: dict[str, Path], run: Path, tmp_path
     files = {"tokenizer.json": {"model": {"vocab": words}, "added_tokens": added}, "tokenizer_config.json": {}}
     for name, content in files.items():
         (tokenizer / name).write_text(json.dumps(content))
-    mcore_ckpt_ext.convert(run, tmp_path / "hf", to="hf", tokenizer=tokenizer)
+    mcore_ckpt_ext.convert(run, tmp_path / "hf", mcore_ckpt_ext.HuggingFace(tokenizer=tokenizer))
     for name in files:
         assert (tmp_path / "hf" / name).read_bytes() == (tokenizer / name).read_bytes()
     # And once it is there, it stays: into Megatron's folder of it, and out of it.
-    mcore_ckpt_ext.convert(tmp_path / "hf", tmp_path / "again", to="torch_dist")
+    mcore_ckpt_ext.convert(tmp_path / "hf", tmp_path / "again", mcore_ckpt_ext.TorchDist())
     assert (tmp_path / "again" / "release" / "tokenizer" / "tokenizer.json").exists()
-    mcore_ckpt_ext.convert(tmp_path / "again", tmp_path / "back", to="hf")
+    mcore_ckpt_ext.convert(tmp_path / "again", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     assert (tmp_path / "back" / "tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
     # A checkpoint that does not know its vocabulary learns it from the tokenizer.
-    mcore_ckpt_ext.convert(forgetful(run, tmp_path / "run"), tmp_path / "told", to="hf", tokenizer=tokenizer)
-    assert_same_tensors(folders["llama"], tmp_path / "told")
+    mcore_ckpt_ext.convert(
+        forgetful(run, tmp_path / "run"), tmp_path / "told", mcore_ckpt_ext.HuggingFace(tokenizer=tokenizer)
+    )
+    assert_same_tensors(models["llama"], tmp_path / "told")
 
 
 def forgetful(run: Path, folder: Path) -> Path:
     """A canonical copy whose arguments and files do not say how large the vocabulary is."""
-    mcore_ckpt_ext.convert(run, folder, to="canonical")
+    mcore_ckpt_ext.convert(run, folder, mcore_ckpt_ext.Canonical())
     about = json.loads((folder / "common.json").read_text())
     text = json.dumps(about)
     assert text.count('"vocab_size"') == 1
@@ -172,7 +180,7 @@ def forgetful(run: Path, folder: Path) -> Path:
     return folder
 
 
-def test_an_unknown_vocabulary_is_asked_for(run: Path, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_an_unknown_vocabulary_is_asked_for(run: Path, models: dict[str, Path], tmp_path: Path) -> None:
     unsaid = forgetful(run, tmp_path / "run")
     result = command("convert", unsaid, tmp_path / "hf", "--to", "hf")
     assert result.returncode == 2
@@ -181,7 +189,7 @@ def test_an_unknown_vocabulary_is_asked_for(run: Path, folders: dict[str, Path],
     assert not (tmp_path / "hf").exists()
     result = command("convert", unsaid, tmp_path / "hf", "--to", "hf", "--vocab-size", VOCABULARY)
     assert result.returncode == 0, result.stderr
-    assert_same_tensors(folders["llama"], tmp_path / "hf")
+    assert_same_tensors(models["llama"], tmp_path / "hf")
 
 
 def test_a_dry_run_says_everything_and_writes_nothing(run: Path, tmp_path: Path) -> None:
@@ -191,8 +199,8 @@ def test_a_dry_run_says_everything_and_writes_nothing(run: Path, tmp_path: Path)
     assert not list(tmp_path.iterdir())
 
 
-def test_the_flags_of_the_job_are_told(folders: dict[str, Path], tmp_path: Path) -> None:
-    result = command("convert", folders["qwen3"], tmp_path / "run", "--to", "torch_dist")
+def test_the_flags_of_the_job_are_told(models: dict[str, Path], tmp_path: Path) -> None:
+    result = command("convert", models["qwen3"], tmp_path / "run", "--to", "torch_dist")
     assert result.returncode == 0, result.stderr
     (line,) = (line for line in result.stdout.splitlines() if line.startswith("note: train it with:"))
     assert "--norm-epsilon 1e-06" in line
@@ -200,12 +208,12 @@ def test_the_flags_of_the_job_are_told(folders: dict[str, Path], tmp_path: Path)
     assert "--kv-channels 16" in line
 
 
-def test_diff_of_both_kinds_and_of_one_bit(run: Path, folders: dict[str, Path], tmp_path: Path) -> None:
-    result = command("diff", run, folders["llama"])
+def test_diff_of_both_kinds_and_of_one_bit(run: Path, models: dict[str, Path], tmp_path: Path) -> None:
+    result = command("diff", run, models["llama"])
     assert result.returncode == 0, result.stdout
     assert "equal in every bit" in result.stdout
-    mcore_ckpt_ext.convert(run, tmp_path / "hf", to="hf")
-    assert command("diff", tmp_path / "hf", folders["llama"]).returncode == 0
+    mcore_ckpt_ext.convert(run, tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
+    assert command("diff", tmp_path / "hf", models["llama"]).returncode == 0
     file = tmp_path / "hf" / "model.safetensors"
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
@@ -215,7 +223,7 @@ def test_diff_of_both_kinds_and_of_one_bit(run: Path, folders: dict[str, Path], 
     assert "1 of " in result.stdout
 
 
-def test_megatron_bridge_finds_its_run_config(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_megatron_bridge_finds_its_run_config(models: dict[str, Path], tmp_path: Path) -> None:
     """YAML with numbers that are numbers, and the providers of megatron-bridge 0.3.1 by their paths."""
     providers = {
         "llama3_tied": "gpt_provider.GPTModelProvider",
@@ -223,7 +231,7 @@ def test_megatron_bridge_finds_its_run_config(folders: dict[str, Path], tmp_path
         "gemma2": "gemma.gemma2_provider.Gemma2ModelProvider",
     }
     for name, provider in providers.items():
-        mcore_ckpt_ext.convert(folders[name], tmp_path / name, to="torch_dist")
+        mcore_ckpt_ext.convert(models[name], tmp_path / name, mcore_ckpt_ext.TorchDist())
         content = yaml.safe_load((tmp_path / name / "release" / "run_config.yaml").read_text())
         model, args = content["model"], mcore_ckpt_ext.open_checkpoint(tmp_path / name).args
         assert model["_target_"] == f"megatron.bridge.models.{provider}"
@@ -234,9 +242,11 @@ def test_megatron_bridge_finds_its_run_config(folders: dict[str, Path], tmp_path
 
 def test_damage_to_the_optimizer_does_not_keep_the_weights(tmp_path: Path) -> None:
     """p11 was written with an optimizer that lacks elements."""
-    mcore_ckpt_ext.convert(fixture_named("p11").run, tmp_path / "hf", to="hf")
+    mcore_ckpt_ext.convert(fixture_named("p11").run, tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
     with pytest.raises(ProofError, match="elements of the optimizer are not in it"):
-        mcore_ckpt_ext.convert(fixture_named("p11").run, tmp_path / "masters", to="hf", kind="fp32_param")
+        mcore_ckpt_ext.convert(
+            fixture_named("p11").run, tmp_path / "masters", mcore_ckpt_ext.HuggingFace(kind="fp32_param")
+        )
 
 
 @pytest.mark.parametrize("family", [None, f"{MISTAKES}:InterleavedHalves"])
@@ -250,32 +260,36 @@ def test_an_interrupted_conversion_continues(family: str | None, run: Path, tmp_
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mcore_ckpt_ext.convert(run, tmp_path / "hf", to="hf", family=family, workers=1, progress=interrupt)
+        mcore_ckpt_ext.convert(
+            run, tmp_path / "hf", mcore_ckpt_ext.HuggingFace(), family=family, workers=1, progress=interrupt
+        )
     assert not (tmp_path / "hf").exists()
     again: list[int] = []
 
     def count(done: int, total: int) -> None:
         again.append(done)
 
-    mcore_ckpt_ext.convert(run, tmp_path / "hf", to="hf", family=family, workers=1, resume=True, progress=count)
+    mcore_ckpt_ext.convert(
+        run, tmp_path / "hf", mcore_ckpt_ext.HuggingFace(), family=family, workers=1, resume=True, progress=count
+    )
     assert 0 < len(again) < len(tensors(tmp_path / "hf"))
-    mcore_ckpt_ext.convert(run, tmp_path / "at_once", to="hf", family=family)
+    mcore_ckpt_ext.convert(run, tmp_path / "at_once", mcore_ckpt_ext.HuggingFace(), family=family)
     assert_same_tensors(tmp_path / "at_once", tmp_path / "hf")
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
 
-def test_the_family_that_contributing_shows(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_family_that_contributing_shows(models: dict[str, Path], tmp_path: Path) -> None:
     lines = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text().splitlines()
     first = lines.index("    from mcore_ckpt_ext.families import parts")
     last = next(index for index in range(first, len(lines)) if lines[index].startswith("- "))
     (tmp_path / "parrot.py").write_text(textwrap.dedent("\n".join(lines[first:last])))
-    config = json.loads((folders["qwen2"] / "config.json").read_text())
+    config = json.loads((models["qwen2"] / "config.json").read_text())
     del config["rms_norm_eps"]
     config |= {"model_type": "parrot", "architectures": ["ParrotForCausalLM"], "parrot_eps": 3e-4}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     perches = {f"model.layers.{layer}.perch.weight": torch.randn(8) for layer in range(2)}
-    save_file({**tensors(folders["qwen2"]), **perches}, tmp_path / "model" / "model.safetensors")
+    save_file({**tensors(models["qwen2"]), **perches}, tmp_path / "model" / "model.safetensors")
     words = ["--family", f"{tmp_path / 'parrot.py'}:Parrot"]
     there = command("convert", tmp_path / "model", tmp_path / "run", "--to", "torch_dist", *words)
     assert there.returncode == 0, there.stderr
@@ -293,7 +307,7 @@ def test_matrices_that_lie_the_other_way_round_in_small_blocks(tmp_path: Path) -
     config = GPT2Config(vocab_size=50, n_embd=168, n_layer=1, n_head=6, n_positions=16)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     for source, target, form in (("model", "run", "torch_dist"), ("run", "back", "hf"), ("back", "more", "legacy")):
-        report = mcore_ckpt_ext.convert(tmp_path / source, tmp_path / target, to=form, memory_limit=1)
+        report = mcore_ckpt_ext.convert(tmp_path / source, tmp_path / target, TARGETS[form](), memory_limit=1)
         assert report.peak_memory == 16 * (1 << 16)
     assert max(tensor.nbytes for tensor in tensors(tmp_path / "model").values()) > 5 * (1 << 16)
     assert_same_tensors(tmp_path / "model", tmp_path / "back")

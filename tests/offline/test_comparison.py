@@ -20,8 +20,8 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.offline import reading
 from mcore_ckpt_ext.offline.comparison import KINDS, Comparison, PaddingRows, TensorDifference, compare
-from tests.conftest import Fixture, fixture_named
-from tests.test_damage import MATRIX, flip, payload_position
+from tests.harness.checkpoints import Fixture, fixture_named
+from tests.harness.damage import MATRIX, flip, payload_position
 
 ONE_STATE = ("p01", "p04", "p05", "p06", "p08b")
 EMBEDDINGS = "embedding.word_embeddings.weight"
@@ -49,7 +49,7 @@ def test_one_state_in_five_formats_and_three_versions(a: str, b: str) -> None:
 @pytest.fixture
 def canonical(tmp_path: Path) -> Path:
     """p07 as a canonical folder, to rewrite with safetensors."""
-    mcore_ckpt_ext.convert(fixture_named("p07").run, tmp_path / "c", to="canonical")
+    mcore_ckpt_ext.convert(fixture_named("p07").run, tmp_path / "c", mcore_ckpt_ext.Canonical())
     return tmp_path / "c"
 
 
@@ -197,8 +197,8 @@ def test_other_steps_are_told_and_not_judged(damaged: Fixture) -> None:
 def test_the_schema_is_stable(damaged: Fixture) -> None:
     flip(*payload_position(open_checkpoint(damaged.run), WEIGHT, MATRIX, 700))
     document = json.loads(json.dumps(asdict(compare(damaged.run, fixture_named("p01").run)), allow_nan=False))
-    assert set(document) == {"schema", "a", "b", "equal", "kinds", "facts"}
-    assert document["schema"] == 1
+    assert set(document) == {"schema", "a", "b", "equal", "kinds", "facts", "unread_a", "unread_b"}
+    assert document["schema"] == 2
     kind = document["kinds"][0]
     assert set(kind) == {"kind", "compared", "elements", "only_in_a", "only_in_b", "different"}
     assert set(kind["different"][0]) == {

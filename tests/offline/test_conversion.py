@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,8 +11,15 @@ import torch
 from safetensors.torch import load_file
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.errors import CheckpointError, DestinationError, ProofError, UnreadableCheckpointError
-from tests.conftest import DATA, INTACT, Fixture, fixture_named
+from mcore_ckpt_ext.errors import (
+    CheckpointError,
+    DestinationError,
+    ProofError,
+    UnreadableCheckpointError,
+    UsageError,
+)  # fmt: skip
+from mcore_ckpt_ext.targets import Target
+from tests.harness.checkpoints import INTACT, Fixture, fixture_named
 
 # Of each target of `legacy`: TP, PP, virtual stages, EP; what a model cannot take is left out by hand below.
 LAYOUTS = [(1, 1, None, None), (2, 2, None, None), (4, 1, None, None), (1, 2, 2, None)]
@@ -43,7 +50,9 @@ def assert_equal(run: Path, truth: dict[str, torch.Tensor]) -> None:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_torch_dist_for_every_version(version: str, checkpoint_fixture: Fixture, tmp_path: Path) -> None:
-    report = mcore_ckpt_ext.convert(checkpoint_fixture.run, tmp_path / "out", to="torch_dist", megatron_version=version)
+    report = mcore_ckpt_ext.convert(
+        checkpoint_fixture.run, tmp_path / "out", mcore_ckpt_ext.TorchDist(megatron_version=version)
+    )
     assert_equal(tmp_path / "out", checkpoint_fixture.truth)
     written = mcore_ckpt_ext.open_checkpoint(tmp_path / "out")
     newer = tuple(map(int, version.split("."))) >= (0, 15)
@@ -58,7 +67,7 @@ def test_torch_dist_for_every_version(version: str, checkpoint_fixture: Fixture,
 def legacy_cases() -> Iterator[tuple[str, tuple[int, int, int | None, int | None]]]:
     for name, layout in itertools.product(INTACT, LAYOUTS):
         tensor, pipeline, virtual, expert = layout
-        arguments = mcore_ckpt_ext.open_checkpoint(Fixture(DATA / name).run).args
+        arguments = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run).args
         experts, layers = bool(arguments.get("num_experts")), arguments["num_layers"]
         if (expert and not experts) or layers % (pipeline * (virtual or 1)):
             continue
@@ -69,13 +78,16 @@ def legacy_cases() -> Iterator[tuple[str, tuple[int, int, int | None, int | None
 def test_legacy_and_back_under_every_layout(
     name: str, layout: tuple[int, int, int | None, int | None], tmp_path: Path
 ) -> None:
-    source = Fixture(DATA / name)
+    source = fixture_named(name)
     tensor, pipeline, virtual, expert = layout
-    mcore_ckpt_ext.convert(
-        source.run, tmp_path / "legacy", to="legacy", megatron_version="0.16.1",
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline,
-        virtual_pipeline_model_parallel_size=virtual, expert_model_parallel_size=expert,
-    )  # fmt: skip
+    target = mcore_ckpt_ext.Legacy(
+        megatron_version="0.16.1",
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual,
+        expert_model_parallel_size=expert,
+    )
+    mcore_ckpt_ext.convert(source.run, tmp_path / "legacy", target)
     written = mcore_ckpt_ext.open_checkpoint(tmp_path / "legacy")
     assert (written.format, written.optimizer_format) == ("torch", "legacy_torch")
     assert (written.layout.tensor, written.layout.pipeline) == (tensor, pipeline)
@@ -83,18 +95,18 @@ def test_legacy_and_back_under_every_layout(
     written.optimizer.names()
     # The rank's own model gives the order of its buffers; nothing had to be searched for.
     assert written.optimizer.witnesses() == ["the order of the stored model"]
-    mcore_ckpt_ext.convert(tmp_path / "legacy", tmp_path / "back", to="torch_dist")
+    mcore_ckpt_ext.convert(tmp_path / "legacy", tmp_path / "back", mcore_ckpt_ext.TorchDist())
     assert_equal(tmp_path / "back", source.truth)
 
 
 def test_canonical_is_model_space_in_safetensors(checkpoint_fixture: Fixture, tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(checkpoint_fixture.run, tmp_path / "canonical", to="canonical")
+    mcore_ckpt_ext.convert(checkpoint_fixture.run, tmp_path / "canonical", mcore_ckpt_ext.Canonical())
     plain = {}
     for file in (tmp_path / "canonical").glob("*.safetensors"):
         plain |= load_file(file)  # the library's own reader
     assert plain.keys() >= checkpoint_fixture.truth.keys()
     assert all(torch.equal(plain[key], value) for key, value in checkpoint_fixture.truth.items())
-    mcore_ckpt_ext.convert(tmp_path / "canonical", tmp_path / "back", to="torch_dist")
+    mcore_ckpt_ext.convert(tmp_path / "canonical", tmp_path / "back", mcore_ckpt_ext.TorchDist())
     assert_equal(tmp_path / "back", checkpoint_fixture.truth)
     source, back = (mcore_ckpt_ext.open_checkpoint(path) for path in (checkpoint_fixture.run, tmp_path / "back"))
     assert back.common["opt_param_scheduler"] == source.common["opt_param_scheduler"]
@@ -105,7 +117,9 @@ def test_canonical_is_model_space_in_safetensors(checkpoint_fixture: Fixture, tm
 def test_a_conversion_is_repeatable(tmp_path: Path) -> None:
     """Equal input gives equal files, so that copies can be compared by their checksums."""
     for name in ("first", "second"):
-        mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / name, to="torch_dist", workers=1 + len(name))
+        mcore_ckpt_ext.convert(
+            fixture_named("p02").run, tmp_path / name, mcore_ckpt_ext.TorchDist(), workers=1 + len(name)
+        )
     files = sorted(path.relative_to(tmp_path / "first") for path in (tmp_path / "first").rglob("*") if path.is_file())
     assert len(files) == 4
     for file in files:
@@ -116,7 +130,10 @@ def test_small_blocks_give_the_same_bytes(tmp_path: Path) -> None:
     """Records are cut into many blocks: a memory limit changes nothing but the memory."""
     for name, limit in (("large", 1 << 30), ("small", 1)):
         mcore_ckpt_ext.convert(
-            fixture_named("p09").run, tmp_path / name, to="legacy", memory_limit=limit, tensor_model_parallel_size=2
+            fixture_named("p09").run,
+            tmp_path / name,
+            mcore_ckpt_ext.Legacy(tensor_model_parallel_size=2),
+            memory_limit=limit,
         )
     for path in (tmp_path / "large").rglob("*.pt"):
         assert path.read_bytes() == (tmp_path / "small" / path.relative_to(tmp_path / "large")).read_bytes()
@@ -124,7 +141,7 @@ def test_small_blocks_give_the_same_bytes(tmp_path: Path) -> None:
 
 def test_torch_reads_what_was_written(tmp_path: Path) -> None:
     """The archives hold for torch's own reader, checksums included."""
-    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", to="legacy")
+    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", mcore_ckpt_ext.Legacy())
     checkpoint = mcore_ckpt_ext.open_checkpoint(tmp_path / "out")
     for file, offset, length in checkpoint.archives():
         mcore_ckpt_ext.storage.torch_archive.TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()
@@ -139,12 +156,14 @@ def test_torch_reads_what_was_written(tmp_path: Path) -> None:
 class TestRefusals:
     def test_lost_elements(self, corrupted_fixture: Fixture, tmp_path: Path) -> None:
         with pytest.raises(ProofError, match="written damaged.*--accept-lost"):
-            mcore_ckpt_ext.convert(corrupted_fixture.run, tmp_path / "out", to="torch_dist")
+            mcore_ckpt_ext.convert(corrupted_fixture.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
         assert not list(tmp_path.iterdir())
 
     def test_lost_elements_accepted(self, corrupted_fixture: Fixture, tmp_path: Path) -> None:
         """Masters come from the weights, moments become zero; everything else is the truth."""
-        report = mcore_ckpt_ext.convert(corrupted_fixture.run, tmp_path / "out", to="torch_dist", accept_lost=True)
+        report = mcore_ckpt_ext.convert(
+            corrupted_fixture.run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), accept_lost=True
+        )
         found = model_space(tmp_path / "out")
         differing = {}
         for key, expected in corrupted_fixture.truth.items():
@@ -168,30 +187,30 @@ class TestRefusals:
         file.chmod(0o644)
         file.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(ProofError, match=f"does not round.*element 100 of .*{name}"):
-            mcore_ckpt_ext.convert(damaged.run, tmp_path / "out", to="legacy")
+            mcore_ckpt_ext.convert(damaged.run, tmp_path / "out", mcore_ckpt_ext.Legacy())
         assert not (tmp_path / "out").exists()
 
     def test_an_existing_destination(self, tmp_path: Path) -> None:
         source = fixture_named("p02").run
-        mcore_ckpt_ext.convert(source, tmp_path / "out", to="torch_dist")
+        mcore_ckpt_ext.convert(source, tmp_path / "out", mcore_ckpt_ext.TorchDist())
         before = (tmp_path / "out" / "iter_0000004" / ".metadata").read_bytes()
         with pytest.raises(DestinationError, match="exists already.*--force"):
-            mcore_ckpt_ext.convert(source, tmp_path / "out", to="torch_dist")
+            mcore_ckpt_ext.convert(source, tmp_path / "out", mcore_ckpt_ext.TorchDist())
         assert (tmp_path / "out" / "iter_0000004" / ".metadata").read_bytes() == before
-        mcore_ckpt_ext.convert(source, tmp_path / "out", to="legacy", force=True)
+        mcore_ckpt_ext.convert(source, tmp_path / "out", mcore_ckpt_ext.Legacy(), force=True)
         assert mcore_ckpt_ext.open_checkpoint(tmp_path / "out").format == "torch"
         assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
     def test_force_never_takes_other_iterations_along(self, tmp_path: Path) -> None:
         (tmp_path / "out" / "iter_0000002").mkdir(parents=True)
         with pytest.raises(DestinationError, match="other iterations"):
-            mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", to="torch_dist", force=True)
+            mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), force=True)
         assert (tmp_path / "out" / "iter_0000002").exists()
 
     def test_the_source_itself(self, damaged: Fixture) -> None:
         for destination in (damaged.run, damaged.iteration, damaged.iteration / "below", damaged.folder):
             with pytest.raises(DestinationError, match="its own source"):
-                mcore_ckpt_ext.convert(damaged.run, destination, to="torch_dist", force=True)
+                mcore_ckpt_ext.convert(damaged.run, destination, mcore_ckpt_ext.TorchDist(), force=True)
 
     def test_a_source_that_changes(self, damaged: Fixture, tmp_path: Path) -> None:
         def touch(done: int, total: int) -> None:
@@ -200,28 +219,76 @@ class TestRefusals:
             file.write_bytes(file.read_bytes() + b" ")
 
         with pytest.raises(UnreadableCheckpointError, match="changed while it was read"):
-            mcore_ckpt_ext.convert(damaged.run, tmp_path / "out", to="torch_dist", progress=touch)
+            mcore_ckpt_ext.convert(damaged.run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), progress=touch)
         assert not (tmp_path / "out").exists()
 
     @pytest.mark.parametrize(
-        ("options", "message"),
+        ("target", "message"),
         [
-            ({"to": "torch_dist", "megatron_version": "0.7.0"}, "0.8 or later"),
-            ({"to": "torch_dist", "megatron_version": "new"}, "no version"),
-            ({"to": "legacy", "tensor_model_parallel_size": 3}, "divide"),
-            ({"to": "legacy", "pipeline_model_parallel_size": 3}, "pipeline"),
-            ({"to": "pickles"}, "unknown format"),
+            (mcore_ckpt_ext.TorchDist(megatron_version="0.7.0"), "0.8 or later"),
+            (mcore_ckpt_ext.Legacy(tensor_model_parallel_size=3), "divide"),
+            (mcore_ckpt_ext.Legacy(pipeline_model_parallel_size=3), "pipeline"),
         ],
     )
-    def test_what_cannot_be_written(self, options: dict[str, object], message: str, tmp_path: Path) -> None:
+    def test_what_cannot_be_written(self, target: Target, message: str, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=message):
-            mcore_ckpt_ext.convert(fixture_named("p01").run, tmp_path / "out", **options)
+            mcore_ckpt_ext.convert(fixture_named("p01").run, tmp_path / "out", target)
         assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("target", [mcore_ckpt_ext.TorchDist, mcore_ckpt_ext.Legacy, mcore_ckpt_ext.Canonical])
+    def test_a_layer_spec_for_a_source_that_has_one(
+        self, target: Callable[..., Target], tmp_path: Path
+    ) -> None:
+        with pytest.raises(UsageError, match="only for a Hugging Face source.*--transformer-impl local"):
+            mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", target(transformer_impl="local"))
+        assert not list(tmp_path.iterdir())
+
+    def test_a_family_where_none_is_needed(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="only where a Hugging Face folder is read or written"):
+            mcore_ckpt_ext.convert(
+                fixture_named("p02").run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), family="llama"
+            )
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "message"),
+    [
+        (mcore_ckpt_ext.TorchDist, {"megatron_version": "new"}, "not a version"),
+        (mcore_ckpt_ext.TorchDist, {"megatron_version": "\u0660.\u0669"}, "not a version"),
+        (mcore_ckpt_ext.TorchDist, {"expert_model_parallel_size": 0}, "expert_model_parallel_size.*1 or more"),
+        (mcore_ckpt_ext.Legacy, {"tensor_model_parallel_size": 0}, "tensor_model_parallel_size.*1 or more"),
+        (mcore_ckpt_ext.Legacy, {"vocab_size": -1}, "vocab_size.*1 or more"),
+        (mcore_ckpt_ext.Legacy, {"pipeline_model_parallel_size": True}, "1 or more"),
+        (mcore_ckpt_ext.HuggingFace, {"dtype": "int8"}, "dtype.*float32, bfloat16, float16"),
+        (mcore_ckpt_ext.HuggingFace, {"kind": "exp_avg"}, "weight, fp32_param"),
+        (mcore_ckpt_ext.HuggingFace, {"max_shard_size": 0}, "1 or more"),
+        (mcore_ckpt_ext.Canonical, {"transformer_impl": "te"}, "transformer_engine, local"),
+    ],
+)
+def test_a_target_is_checked_when_it_is_made(
+    target: Callable[..., Target], options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        target(**options)
+
+
+@pytest.mark.parametrize(
+    ("target", "option"),
+    [
+        (mcore_ckpt_ext.Canonical, "dtype"),
+        (mcore_ckpt_ext.TorchDist, "pickled"),
+        (mcore_ckpt_ext.TorchDist, "tensor_model_parallel_size"),
+        (mcore_ckpt_ext.HuggingFace, "megatron_version"),
+    ],
+)
+def test_a_target_has_no_options_of_others(target: Callable[..., Target], option: str) -> None:
+    with pytest.raises(TypeError, match=option):
+        target(**{option: None})
 
 
 def test_a_dry_run_writes_nothing_and_counts_exactly(tmp_path: Path) -> None:
     source = fixture_named("p03").run
-    planned = mcore_ckpt_ext.convert(source, tmp_path / "out", to="legacy", dry_run=True)
+    planned = mcore_ckpt_ext.convert(source, tmp_path / "out", mcore_ckpt_ext.Legacy(), dry_run=True)
     assert not list(tmp_path.iterdir())
-    done = mcore_ckpt_ext.convert(source, tmp_path / "out", to="legacy")
+    done = mcore_ckpt_ext.convert(source, tmp_path / "out", mcore_ckpt_ext.Legacy())
     assert (planned.bytes_written, planned.files, planned.records) == (done.bytes_written, done.files, done.records)

@@ -17,22 +17,22 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline import versions
 from mcore_ckpt_ext.offline.inspection import Inspection, inspect
 from mcore_ckpt_ext.offline.ranks import RankGrid
-from tests.conftest import DATA, FIXTURES, Fixture, fixture_named
+from tests.harness.checkpoints import CORRUPTED, INTACT, Fixture, fixture_named
 
 # A page, a script or a colleague's program may rely on these: a change is a new number in `inspection.SCHEMA`.
 SCHEMA = {
-    "schema", "path", "format", "iteration", "layout", "layout_text", "writer", "optimizer_format", "model", "training",
-    "bytes_on_disk", "bytes_by_kind", "files", "silent_ranks", "why_silent", "resumptions", "sidecar", "tensors",
-    "buffers",
+    "schema", "path", "format", "iteration", "layout", "layout_text", "writer", "optimizer_format", "optimizer",
+    "model", "training", "bytes_on_disk", "bytes_by_kind", "files", "silent_ranks", "why_silent", "resumptions",
+    "sidecar", "sidecar_problem", "tensors", "buffers",
 }  # fmt: skip
 FILE_SCHEMA = {
     "file", "rank", "writer", "place", "bytes_on_disk", "records", "bytes_by_kind", "tensors",
 }  # fmt: skip
 
 
-@pytest.fixture(params=FIXTURES)
+@pytest.fixture(params=[*INTACT, *CORRUPTED])
 def any_fixture(request: pytest.FixtureRequest) -> Fixture:
-    return Fixture(DATA / request.param)
+    return fixture_named(request.param)
 
 
 def test_the_writer_is_recognised(any_fixture: Fixture) -> None:
@@ -64,7 +64,7 @@ def test_bytes_are_those_of_the_tensors(any_fixture: Fixture) -> None:
 def test_the_schema_is_stable(any_fixture: Fixture) -> None:
     document = json.loads(json.dumps(asdict(inspect(any_fixture.run, buffers=True))))
     assert set(document) == SCHEMA
-    assert document["schema"] == 1
+    assert document["schema"] == 2
     assert all(set(file) == FILE_SCHEMA for file in document["files"])
     assert {type(value) for value in document["model"].values()} <= {int, float, str}
 
@@ -84,7 +84,7 @@ def test_the_maps_of_gradient_buffers_are_those_that_the_content_confirms(any_fi
                 assert mapped.parameters == tuple((p.name, p.start, p.stop) for p in placements)
 
 
-@pytest.mark.parametrize("name", ["p01", "p04", "p08_", "p08c"])
+@pytest.mark.parametrize("name", ["p01", "p04", "p08", "p08c"])
 def test_nothing_but_metadata_is_read(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever locates a tensor's elements is about to read them."""
     from mcore_ckpt_ext.transfer import Transfer
@@ -101,7 +101,7 @@ def test_every_file_is_explained() -> None:
     assert by_name["__2_1.distcp"].place == "pipeline 1, data 0"
     assert found.silent_ranks == (1, 3, 5, 7)
     assert "without --ckpt-fully-parallel-save only data-parallel rank 0 writes" in found.why_silent
-    legacy = {file.file: file.place for file in inspect(fixture_named("p08_").run).files}
+    legacy = {file.file: file.place for file in inspect(fixture_named("p08").run).files}
     assert legacy["mp_rank_01_000/model_optim_rng.pt"] == "tensor 1, pipeline 0"
 
 
@@ -169,6 +169,21 @@ def test_a_sidecar_tells_the_version_exactly(damaged: Fixture) -> None:
     assert inspect(damaged.run).writer.version == "0.16.1"
 
 
+@pytest.mark.parametrize(
+    "target",
+    [mcore_ckpt_ext.TorchDist(megatron_version="0.19.2"), mcore_ckpt_ext.TorchDist(megatron_version="0.13"),
+     mcore_ckpt_ext.Legacy(megatron_version="0.16.1")],
+    ids=str,
+)  # fmt: skip
+def test_what_this_package_converted_says_so(target: mcore_ckpt_ext.targets.Target, tmp_path: Path) -> None:
+    """Its arguments are those of the job that wrote the source, and prove nothing about who wrote the files."""
+    mcore_ckpt_ext.convert(fixture_named("p01").run, tmp_path / "out", target)
+    version = target.megatron_version.removesuffix(".1").removesuffix(".2")
+    found = inspect(tmp_path / "out")
+    assert found.writer.version == f"mcore-ckpt convert, for Megatron {version}"
+    assert [(item.first, item.last) for item in found.writer.evidence] == [(version, version)]
+
+
 def test_contradicting_evidence_is_not_explained_away(damaged: Fixture) -> None:
     """The common state of 0.19 beside files of 0.16."""
     found = mcore_ckpt_ext.open_checkpoint(damaged.run)
@@ -177,6 +192,7 @@ def test_contradicting_evidence_is_not_explained_away(damaged: Fixture) -> None:
     for name in list(found.common["args"].__dict__):
         if name in versions._ARGUMENT_SINCE.values():
             del found.common["args"].__dict__[name]
+    del found.arguments  # made of them once
     assert "contradicts itself" in versions.writer_of(found).version
 
 
@@ -187,7 +203,7 @@ def test_a_missing_file_is_told_and_not_stumbled_over(damaged: Fixture) -> None:
 
 
 def test_a_canonical_folder(tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "c", to="canonical")
+    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "c", mcore_ckpt_ext.Canonical())
     found = inspect(tmp_path / "c")
     assert (found.format, found.writer.version) == ("canonical", "0.16")
     assert {tensor.kind for tensor in found.tensors} == {"weight", "fp32_param", "exp_avg", "exp_avg_sq"}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,10 +11,11 @@ import pytest
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import DestinationError
 from mcore_ckpt_ext.storage.publish import Publication
-from tests.conftest import fixture_named
+from mcore_ckpt_ext.targets import TARGETS
+from tests.harness.checkpoints import fixture_named
+from tests.harness.kills import KINDS, assert_survives_kills
 
 KILLS = 10
-KINDS = [("p09", "torch_dist"), ("p02", "legacy"), ("p09", "canonical")]
 
 
 @pytest.mark.parametrize(("fixture", "to"), KINDS)
@@ -25,38 +24,27 @@ def test_killed_at_random_moments(fixture: str, to: str, tmp_path: Path) -> None
     assert_survives_kills(KILLS, fixture, to, tmp_path)
 
 
-def assert_survives_kills(kills: int, fixture: str, to: str, folder: Path) -> None:
-    """Convert, kill and continue so many times: nothing half done passes for whole, and the bytes are the same."""
-    program = Path(__file__).with_name("kill_conversions.py")
-    command = [sys.executable, str(program), str(fixture_named(fixture).run), str(folder), to, str(kills)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
-    assert result.returncode == 0, result.stderr[-3000:]
-    report = json.loads(result.stdout)
-    assert report["killed"] == kills
-    assert report["half published"] == report["partial passes"] == report["different"] == 0
-    # The moments were inside of the work: most kills left something to continue.
-    assert report["resumed"] > kills / 2
-    # A process that died between the last rename and its own tidying leaves an empty folder at most.
-    assert report["left behind"] <= report["published"]
-
-
 def test_resuming_does_not_write_again_what_is_done(tmp_path: Path) -> None:
     """The journal counts, and what it counts is read back first."""
     source, steps = fixture_named("p02").run, []
-    whole = mcore_ckpt_ext.convert(source, tmp_path / "whole", to="torch_dist").records
+    whole = mcore_ckpt_ext.convert(source, tmp_path / "whole", mcore_ckpt_ext.TorchDist()).records
 
     def stop_halfway(done: int, total: int) -> None:
         if done > total / 2:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mcore_ckpt_ext.convert(source, tmp_path / "out", to="torch_dist", workers=1, progress=stop_halfway)
+        mcore_ckpt_ext.convert(source, tmp_path / "out", mcore_ckpt_ext.TorchDist(), workers=1, progress=stop_halfway)
     (partial,) = tmp_path.glob("out*")
     assert partial.name.startswith("out.partial-")
     (journal,) = partial.glob("journal*")
     kept = len(journal.read_text().splitlines())
     mcore_ckpt_ext.convert(
-        source, tmp_path / "out", to="torch_dist", resume=True, progress=lambda done, total: steps.append((done, total))
+        source,
+        tmp_path / "out",
+        mcore_ckpt_ext.TorchDist(),
+        resume=True,
+        progress=lambda done, total: steps.append((done, total)),
     )
     assert 0 < len(steps) == whole - kept < whole
     assert steps[-1][0] == steps[-1][1]
@@ -72,13 +60,13 @@ def test_a_record_that_rotted_since_is_written_again(tmp_path: Path) -> None:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mcore_ckpt_ext.convert(source, tmp_path / "out", to="torch_dist", workers=1, progress=stop_late)
+        mcore_ckpt_ext.convert(source, tmp_path / "out", mcore_ckpt_ext.TorchDist(), workers=1, progress=stop_late)
     (file,) = tmp_path.rglob("__0_0.distcp")
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 0xFF
     file.write_bytes(content)
-    mcore_ckpt_ext.convert(source, tmp_path / "out", to="torch_dist", resume=True)
-    mcore_ckpt_ext.convert(source, tmp_path / "whole", to="torch_dist")
+    mcore_ckpt_ext.convert(source, tmp_path / "out", mcore_ckpt_ext.TorchDist(), resume=True)
+    mcore_ckpt_ext.convert(source, tmp_path / "whole", mcore_ckpt_ext.TorchDist())
     name = "iter_0000004/__0_0.distcp"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -110,12 +98,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("to", ["torch_dist", "legacy", "canonical"])
 def test_a_full_disk(to: str, small_disk: Path) -> None:
     with pytest.raises(DestinationError, match="No space left.*--resume"):
-        mcore_ckpt_ext.convert(fixture_named("p09").run, small_disk / "out", to=to)
+        mcore_ckpt_ext.convert(fixture_named("p09").run, small_disk / "out", TARGETS[to]())
     assert not (small_disk / "out").exists()
 
 
 def test_a_disk_that_cannot_be_written(small_disk: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     with pytest.raises(DestinationError, match="Read-only"):
-        mcore_ckpt_ext.convert(fixture_named("p02").run, small_disk / "out", to="torch_dist")
+        mcore_ckpt_ext.convert(fixture_named("p02").run, small_disk / "out", mcore_ckpt_ext.TorchDist())
     assert not list(small_disk.iterdir())

@@ -16,7 +16,8 @@ import torch
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import DestinationError, UnreadableCheckpointError
-from tests.conftest import Fixture, fixture_named
+from mcore_ckpt_ext.targets import TARGETS
+from tests.harness.checkpoints import Fixture, fixture_named
 
 upath = pytest.importorskip("upath", reason="universal_pathlib is not installed")
 MOTO = pytest.importorskip("moto.server", reason="moto[server] is not installed")
@@ -56,15 +57,15 @@ def assert_truth(checkpoint: Any, fixture: Fixture) -> None:
 def test_written_there_and_read_from_there(fixture: str, to: str, store: Any, tmp_path: Path) -> None:
     source = fixture_named(fixture)
     remote = str(store / "run")
-    mcore_ckpt_ext.convert(source.run, remote, to=to)
+    mcore_ckpt_ext.convert(source.run, remote, TARGETS[to]())
     assert_truth(mcore_ckpt_ext.open_checkpoint(remote), source)
     # The same bytes as on this machine's disk, and nothing else.
-    mcore_ckpt_ext.convert(source.run, tmp_path / "run", to=to)
+    mcore_ckpt_ext.convert(source.run, tmp_path / "run", TARGETS[to]())
     local = {str(p.relative_to(tmp_path / "run")): p.read_bytes() for p in (tmp_path / "run").rglob("*") if p.is_file()}
     there = {str(p.path).rpartition("/run/")[2]: p.read_bytes() for p in (store / "run").rglob("*") if p.is_file()}
     assert there == local
     assert [p.name for p in store.iterdir()] == ["run"]
-    mcore_ckpt_ext.convert(remote, tmp_path / "back", to="canonical")
+    mcore_ckpt_ext.convert(remote, tmp_path / "back", mcore_ckpt_ext.Canonical())
     assert_truth(mcore_ckpt_ext.open_checkpoint(tmp_path / "back"), source)
 
 
@@ -76,13 +77,15 @@ def test_an_interrupted_upload_is_no_checkpoint_and_can_be_continued(store: Any)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mcore_ckpt_ext.convert(source, remote, to="legacy", progress=stop, workers=1)
+        mcore_ckpt_ext.convert(source, remote, mcore_ckpt_ext.Legacy(), progress=stop, workers=1)
     with pytest.raises(UnreadableCheckpointError):
         mcore_ckpt_ext.open_checkpoint(remote)
     with pytest.raises(DestinationError, match="--resume"):
-        mcore_ckpt_ext.convert(source, remote, to="legacy")
+        mcore_ckpt_ext.convert(source, remote, mcore_ckpt_ext.Legacy())
     steps: list[int] = []
-    mcore_ckpt_ext.convert(source, remote, to="legacy", resume=True, progress=lambda done, total: steps.append(done))
+    mcore_ckpt_ext.convert(
+        source, remote, mcore_ckpt_ext.Legacy(), resume=True, progress=lambda done, total: steps.append(done)
+    )
     assert steps[0] > 0.2 * steps[-1]
     assert_truth(mcore_ckpt_ext.open_checkpoint(remote), fixture_named("p02"))
 
@@ -91,7 +94,7 @@ def test_an_existing_folder_is_not_replaced(store: Any) -> None:
     (store / "run").mkdir(parents=True, exist_ok=True)
     (store / "run" / "kept").write_text("kept")
     with pytest.raises(DestinationError, match="exists already"):
-        mcore_ckpt_ext.convert(fixture_named("p02").run, str(store / "run"), to="torch_dist", force=True)
+        mcore_ckpt_ext.convert(fixture_named("p02").run, str(store / "run"), mcore_ckpt_ext.TorchDist(), force=True)
     assert (store / "run" / "kept").read_text() == "kept"
 
 

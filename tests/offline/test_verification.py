@@ -16,8 +16,6 @@ import torch
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.formats.dcp_index import METADATA_FILE
-from mcore_ckpt_ext.formats.flat_buffers import FlatArray, FlatPiece
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline import coverage
@@ -26,10 +24,12 @@ from mcore_ckpt_ext.offline.content import ContentCheck
 from mcore_ckpt_ext.offline.coverage import check_tensor, copies_of
 from mcore_ckpt_ext.offline.findings import CHECKSUMS, COMPLETE, COPIES, COVERED, MANIFEST, PROOF, VALUES, Verification
 from mcore_ckpt_ext.offline.verification import verify
-from mcore_ckpt_ext.planning.plan import Extent, StoredSlice
-from tests.conftest import Fixture, fixture_named
-from tests.test_damage import MATRIX, flip, payload_position
-from tests.test_fixtures import wrong_masters
+from mcore_ckpt_ext.optimizers.flat_buffers import FlatArray, FlatPiece
+from mcore_ckpt_ext.planning.extents import ArchivedTensor
+from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
+from tests.harness.checkpoints import Fixture, fixture_named
+from tests.harness.damage import MATRIX, flip, payload_position, wrong_masters
 
 EMBEDDINGS = "embedding.word_embeddings.weight"
 NORM = "decoder.layers.0.self_attention.linear_qkv.layer_norm_weight"
@@ -81,7 +81,7 @@ def test_without_a_repair_the_proof_itself_names_them(
     corrupted_fixture: Fixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As if the writer's buffers could not be told: what stands in the slots does not round to the weights."""
-    monkeypatch.setattr("mcore_ckpt_ext.formats.optimizer_encodings.repaired", lambda written, *_: written)
+    monkeypatch.setattr("mcore_ckpt_ext.optimizers.model_space_formats.repaired", lambda written, *_: written)
     result = verify(corrupted_fixture.run)
     named = {f.where.removeprefix("fp32_param ") for f in result.findings if f.check == PROOF}
     assert named == wrong_masters(corrupted_fixture)
@@ -288,7 +288,7 @@ def test_a_file_that_nobody_knows_is_remarkable(damaged: Fixture) -> None:
     ],
 )
 def test_an_incomplete_legacy_checkpoint(tmp_path: Path, name: str, check: str, expected: str) -> None:
-    fixture = fixture_named("p08_").copy_to(tmp_path / "p08")
+    fixture = fixture_named("p08").copy_to(tmp_path / "p08")
     path = fixture.iteration / name
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     result = verify(fixture.run)
@@ -306,7 +306,7 @@ def test_a_zarr_chunk_that_is_gone_or_cut_short(tmp_path: Path, cut: bool) -> No
 
 
 def test_a_legacy_file_cut_short(tmp_path: Path) -> None:
-    fixture = fixture_named("p08_").copy_to(tmp_path / "p08")
+    fixture = fixture_named("p08").copy_to(tmp_path / "p08")
     path = fixture.iteration / "mp_rank_00_001/distrib_optim.pt"
     os.truncate(path, path.stat().st_size - 100)
     assert "mp_rank_00_001/distrib_optim.pt" in "\n".join(findings(verify(fixture.run)))
@@ -318,7 +318,7 @@ def test_a_legacy_file_cut_short(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "kind", "tensor"),
     [("p01", EXP_AVG, EMBEDDINGS), ("p06", EXP_AVG_SQ, EMBEDDINGS), ("p02", EXP_AVG, NORM), ("p21", EXP_AVG_SQ, NORM),
-     ("p08_", WEIGHT, NORM), ("p08_", EXP_AVG, EMBEDDINGS), ("p08c", EXP_AVG, NORM)],
+     ("p08", WEIGHT, NORM), ("p08", EXP_AVG, EMBEDDINGS), ("p08c", EXP_AVG, NORM)],
 )  # fmt: skip
 def test_copies_that_differ_are_named(tmp_path: Path, name: str, kind: str, tensor: str) -> None:
     """Tied embeddings, and what tensor-parallel ranks hold alike."""
@@ -382,7 +382,7 @@ def test_a_manifest_that_makes_no_sense(damaged: Fixture, manifest: str, expecte
 
 def stored(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], file: str = "f") -> StoredSlice:
     region = Region(name, offsets, sizes)
-    return StoredSlice(Slice.whole((region,)), Extent(file, 0, 0, "float32", region.numel), 0)
+    return StoredSlice(Slice.whole((region,)), ArchivedTensor(file, 0, 0, "float32", region.numel), 0)
 
 
 TENSOR = LogicalTensor("x", (4, 6), "float32")
@@ -415,7 +415,7 @@ def test_every_element_once(parts: coverage.Copies, expected: list[str]) -> None
      ([(0, 9), (2, 4)], ["2 elements are stored more than once"])],
 )  # fmt: skip
 def test_flat_arrays_hold_every_element_once(intervals: list[tuple[int, int]], expected: list[str]) -> None:
-    extent = Extent("f", 0, 0, "float32", 9)
+    extent = ArchivedTensor("f", 0, 0, "float32", 9)
     array = FlatArray(9, "float32", tuple(FlatPiece(low, high, extent, 0) for low, high in intervals))
     assert [finding.what for finding in coverage.check_flat("a", array)] == expected
 
@@ -452,9 +452,8 @@ def test_kinds_of_different_shape_are_told(damaged: Fixture) -> None:
     assert "its kinds differ in shape" in report.findings[0].what
 
 
-def test_a_checkpoint_without_optimizer(tmp_path: Path) -> None:
-    """As `--no-save-optim` leaves it: the optimizer's keys are in no index."""
-    source = open_checkpoint(fixture_named("p04").run)
+def test_an_optimizer_that_the_common_state_does_not_name(tmp_path: Path) -> None:
+    """Its keys show it."""
     target = fixture_named("p04").copy_to(tmp_path / "p04")
     common = torch.load(target.iteration / "common.pt", weights_only=False)
     for key in ("optimizer", "content_metadata"):
@@ -462,12 +461,20 @@ def test_a_checkpoint_without_optimizer(tmp_path: Path) -> None:
     torch.save(common, target.iteration / "common.pt")
     result = verify(target.run)
     assert result.sound
-    arrays = sum(key.startswith("optimizer.state.") for key in source.index.arrays)
-    assert f"{arrays} arrays of an optimizer were not" in findings(result, COVERED)[0]
+    assert any(check.name == PROOF and check.done for check in result.checks)
+
+
+def test_a_checkpoint_without_optimizer(tmp_path: Path) -> None:
+    """As `--no-save-optim` leaves it."""
+    mcore_ckpt_ext.convert(fixture_named("p04").run, tmp_path / "o", mcore_ckpt_ext.TorchDist(), drop=["optimizer"])
+    result = verify(tmp_path / "o")
+    assert result.sound
+    assert "it holds no optimizer state" in findings(result, COVERED)[0]
+    assert not any(check.name == PROOF and check.done for check in result.checks)
 
 
 def test_a_canonical_folder_is_verified(tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "c", to="canonical")
+    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "c", mcore_ckpt_ext.Canonical())
     assert verify(tmp_path / "c").sound
     checkpoint = open_checkpoint(tmp_path / "c")
     name = checkpoint.names(WEIGHT)[0]

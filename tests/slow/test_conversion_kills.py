@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.offline.test_interruption import KINDS, assert_survives_kills
+from tests.harness.kills import KINDS, assert_survives_kills
 
 KILLS = 50
 

@@ -6,12 +6,14 @@ import random
 from pathlib import Path
 
 import pytest
+from megatron_on_cpu import launch
 
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.whole import problems_of, standing_of
-from tests.online.cases import Case, Outcomes, load_all
-from tests.online.jobs import LAST, Layout, launch
-from tests.online.saving import RANKS, durable_lines, iterations_in, run_saving, tracked
+from tests.harness.cases import Case, Outcomes, load_all
+from tests.harness.jobs import LAST
+from tests.harness.layouts import Layout
+from tests.harness.saving import RANKS, durable_lines, iterations_in, run_saving, tracked
 
 KILLS = 30
 SAVES = (2, 3, 4)

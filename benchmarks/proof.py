@@ -1,0 +1,73 @@
+"""What the proof after a load adds to that load.
+
+    python benchmarks/proof.py FOLDER [--runs 3] [--layers 24 --hidden 1024] [--ranks 8] [--pipeline 4]
+
+Genuine Megatron 0.19.2 on CPU ranks saves once (by default 4 GB) and then resumes under the same layout, so that the
+load is stock's alone, and as pipelines of half the length, so that the package resumes the optimizer. Beside each
+load's time, on the rank that took longest, stands the share of the proof in it, as the mean of all ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set above
+
+PLUGIN = Path(__file__).with_name("proof_rank.py")
+GOAL = 0.02
+
+
+def run(options: argparse.Namespace, pipeline: int, name: str, *, loads: bool) -> list[dict[str, float]]:
+    """Run one job of one iteration; what each of its ranks measured."""
+    run_folder, report = options.folder / "checkpoints", options.folder / name
+    report.mkdir(parents=True, exist_ok=True)
+    size = ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
+    arguments = toy_jobs.tiny_gpt(
+        1, pipeline, iterations=2, save=None if loads else run_folder, save_interval=1,
+        load=run_folder if loads else None, more=[*size, "--exit-interval", "1"],
+    )  # fmt: skip
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts")])
+    environment = {"PROOF_REPORT": str(report), "PYTHONPATH": paths}
+    result = launch.run(
+        options.ranks, launch.TRAIN_GPT, arguments, timeout=900, environment=environment, plugin_files=[PLUGIN]
+    )
+    if result.returncode:
+        raise SystemExit(result.output[-4000:])
+    return [json.loads(path.read_text()) for path in sorted(report.iterdir())] if loads else []
+
+
+def main() -> None:
+    """Save once, load often, print the ratios."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--pipeline", type=int, default=4)
+    options = parser.parse_args()
+    if not (options.folder / "checkpoints").exists():
+        run(options, options.pipeline, "saved", loads=False)
+    size = sum(path.stat().st_size for path in (options.folder / "checkpoints").rglob("*") if path.is_file())
+    print(f"checkpoint of {size / 1e9:.2f} GB", flush=True)
+    for pipeline, who in ((options.pipeline, "stock"), (options.pipeline // 2, "the package")):
+        loads, shares = [], []
+        for number in range(options.runs):
+            ranks = run(options, pipeline, f"{who}-{number}", loads=True)
+            loads.append(max(rank["load"] for rank in ranks))
+            shares.append(statistics.mean(rank["proof"] / rank["load"] for rank in ranks))
+        median = statistics.median(loads)
+        print(f"loaded by {who}: {median:.1f} s, of it the proof {100 * statistics.median(shares):.2f} % "
+              f"(goal {100 * GOAL:.0f} %)", flush=True)
+
+
+if __name__ == "__main__":
+    main()

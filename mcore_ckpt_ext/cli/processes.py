@@ -1,0 +1,100 @@
+"""The processes that torchrun started, as a team that shares a conversion."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed
+
+from mcore_ckpt_ext.cli.output import message
+from mcore_ckpt_ext.errors import CheckpointError, UsageError
+from mcore_ckpt_ext.offline.team import Alone, Team
+
+# Set by torchrun alone (torch/distributed/elastic/agent/server/local_elastic_agent.py).
+_STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
+_HOW_TO_START = "start them with torchrun -m mcore_ckpt_ext convert ..., or leave --join away and use one process"
+_DIGITS = 10
+
+
+@contextmanager
+def the_team(*, join: bool = False) -> Iterator[Team]:
+    """The processes that share this command: those of torchrun, or that the user says to `join`; else this one alone.
+
+    The variables of a training pod's shell are not enough: the processes that they speak of are doing something else.
+
+    Raises:
+        UsageError: the variables name no group of processes.
+        CheckpointError: the others do not come.
+    """
+    if not join and _STARTED_BY_TORCHRUN not in os.environ:
+        yield Alone()
+        return
+    rank, size = _number("RANK"), _number("WORLD_SIZE")
+    if size < 2:
+        yield Alone()
+        return
+    _form_group(rank, size)
+    try:
+        yield _Together()
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def _form_group(rank: int, size: int) -> None:
+    place = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if place.startswith(":") or place.endswith(":"):
+        raise UsageError(
+            "it is not known where the processes meet", expected="MASTER_ADDR and MASTER_PORT", helps=_HOW_TO_START
+        )
+    if rank == 0:
+        message(f"waiting for the {size} processes that share the work, at {place}")
+    try:
+        torch.distributed.init_process_group("gloo")
+    except (RuntimeError, ValueError, OSError) as error:
+        raise CheckpointError(
+            "the processes that share the work did not come together", found=str(error).splitlines()[0], where=place,
+            helps=_HOW_TO_START,
+        ) from error  # fmt: skip
+
+
+def _number(variable: str) -> int:
+    text = os.environ.get(variable, "")
+    if not (text.isascii() and text.isdigit() and len(text) < _DIGITS):
+        raise UsageError(
+            f"{variable} is not a number", found=repr(text[:_DIGITS]) if text else "nothing", helps=_HOW_TO_START
+        )
+    return int(text)
+
+
+class _Together:
+    def __init__(self) -> None:
+        self.rank = torch.distributed.get_rank()
+        self.size = torch.distributed.get_world_size()
+
+    def all(self, work: Callable[[], None]) -> None:
+        """Do the work here, and then tell each other how it went."""
+        error: CheckpointError | None = None
+        try:
+            work()
+        except CheckpointError as caught:
+            error = caught
+        reasons: list[str | None] = [None] * self.size
+        torch.distributed.all_gather_object(reasons, None if error is None else str(error))
+        failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+        if error is not None:
+            raise error
+        if failed:
+            rank, reason = next(iter(failed.items()))
+            raise CheckpointError(f"process {rank} failed, so all stop: {reason}")
+
+    def first(self, work: Callable[[], None]) -> None:
+        """Do the work in the first process, and wait for it in the others."""
+        self.all(work if self.rank == 0 else lambda: None)
+
+    def total(self, count: int) -> int:
+        """The sum over all processes."""
+        counts = [0] * self.size
+        torch.distributed.all_gather_object(counts, count)
+        return sum(counts)

@@ -1,0 +1,121 @@
+"""Writing the optimizers that are not distributed into legacy files: one tensor for each parameter of a rank.
+
+Sources: `Float16OptimizerWithFloat16Params.state_dict` and `FP32Optimizer.state_dict` (optimizer.py), and
+`_get_param_groups` (__init__.py), megatron/core/optimizer, core_v0.9.0 to 0.19.2; torch's own dict numbers parameters
+through the groups, each group in the order of registration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.portable_state import inner_state
+from mcore_ckpt_ext.model_space.names import of_experts
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS
+from mcore_ckpt_ext.storage.pickling import DeclaredTensor
+
+Part = Callable[[str, str], DeclaredTensor]
+"""A rank's part of the state of a kind and a name."""
+
+
+class WholeStates:
+    """Lays out what `state_dict` of each chained optimizer gives on a rank.
+
+    `chain`: the settings of each, as `Checkpoint.chain` has them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, chain: Sequence[Mapping[str, Any]], experts_apart: bool) -> None:
+        self._checkpoint = checkpoint
+        self._chain = chain
+        self._experts_apart = experts_apart
+        state = checkpoint.optimizer
+        self._kinds: dict[str, list[str]] = {}
+        for kind in state.carried_kinds:
+            for name in state.names(kind) if kind != FP32_PARAM else ():
+                self._kinds.setdefault(name, []).append(kind)
+
+    def of_rank(self, parameters: Sequence[str], part: Part) -> Any:
+        """The rank's entry `optimizer`: of one optimizer its own, of several a list.
+
+        Args:
+            parameters: what the rank trains, in the order of registration.
+            part: makes the rank's part of a tensor.
+        """
+        trained = [name for name in parameters if name in self._kinds]
+        entries = [
+            self._entry(child, [name for name in trained if self._child_of(name) == number], part)
+            for number, child in enumerate(self._chain)
+        ]
+        return entries if len(entries) > 1 else entries[0]
+
+    def _entry(self, child: Mapping[str, Any], names: Sequence[str], part: Part) -> dict[str, Any]:
+        inner = inner_state(child)
+        by_group = self._grouped(names, inner["param_groups"])
+        step = (inner.get("state") or {}).get("common_step")
+        own_step = {} if step is None else {"step": torch.tensor(float(step))}
+        numbered = {name: number for number, name in enumerate(name for group in by_group for name in group)}
+        written = {
+            "state": {
+                number: {**own_step, **{kind: part(kind, name) for kind in self._kinds[name]}}
+                for name, number in numbered.items()
+            },
+            "param_groups": [
+                {**group, "params": [numbered[name] for name in own]}
+                for group, own in zip(inner["param_groups"], by_group, strict=True)
+            ],
+        }
+        if "optimizer" not in child:
+            return written
+        masters = [[part(FP32_PARAM, name) for name in own if not self._is_own_master(name)] for own in by_group]
+        scaler = {"grad_scaler": child["grad_scaler"]} if "grad_scaler" in child else {}
+        return {"optimizer": written, MASTERS: masters, **scaler}
+
+    def _grouped(self, names: Sequence[str], groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+        """The parameters of each group: biases and arrays of one axis have no weight decay.
+
+        Raises:
+            UnsupportedCheckpointError: the groups differ otherwise.
+        """
+        if len(groups) == 1:
+            return [list(names)]
+        multipliers = [group.get("wd_mult", group.get("pre_wd_mult")) for group in groups]
+        if sorted(multipliers, key=repr) != [0.0, 1.0]:
+            raise UnsupportedCheckpointError(
+                "which parameters belong to which parameter group is not known",
+                found=f"{len(groups)} groups",
+                expected="one with and one without weight decay",
+                helps="convert --to torch_dist",
+            )
+        return [[name for name in names if self._decays(name) == bool(multiplier)] for multiplier in multipliers]
+
+    def _decays(self, name: str) -> bool:
+        tensor = self._checkpoint.logical_tensor(WEIGHT, name)
+        return not name.endswith(".bias") and tensor is not None and len(tensor.shape) > 1
+
+    def _is_own_master(self, name: str) -> bool:
+        tensor = self._checkpoint.logical_tensor(WEIGHT, name)
+        return tensor is not None and tensor.dtype == "float32"
+
+    def _child_of(self, name: str) -> int:
+        """The optimizer that steps a parameter: by what it keeps of it, and whether it is an expert's."""
+        found = [number for number, child in enumerate(self._chain) if self._steps(child, name)]
+        if len(found) == 1:
+            return found[0]
+        raise UnsupportedCheckpointError(
+            "which of the chained optimizers steps a parameter is not known",
+            found=f"{len(found)} that may",
+            where=name,
+            helps="convert --to torch_dist",
+        )
+
+    def _steps(self, child: Mapping[str, Any], name: str) -> bool:
+        groups = inner_state(child)["param_groups"]
+        experts = any(group.get("is_expert_parallel") for group in groups)
+        adam = any("betas" in group for group in groups)
+        return adam == (EXP_AVG in self._kinds[name]) and experts == (self._experts_apart and of_experts(name))

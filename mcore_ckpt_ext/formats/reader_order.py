@@ -1,0 +1,64 @@
+"""The order in which the job that will read a checkpoint registers its parameters, as far as the source proves it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, known_orders
+from mcore_ckpt_ext.model_space.names import of_experts, split_layer
+
+
+def order_for(checkpoint: Checkpoint, arguments: JobArguments, experts_apart: bool) -> ParameterOrder:
+    """The order to write gradient buffers in.
+
+    The layer spec that the arguments name decides, unless the source shows that its model is built otherwise.
+
+    Args:
+        checkpoint: the source.
+        arguments: Megatron's arguments of the job that will read.
+        experts_apart: there, experts have buffers of their own.
+
+    Raises:
+        UnsupportedCheckpointError: the source follows no known order, and its own does not say where experts stand.
+    """
+    registered = _registered(checkpoint)
+    for order in known_orders(arguments):
+        if all(_agrees(order, names) for names in registered):
+            return order
+    if checkpoint.experts_apart == experts_apart or not any(of_experts(name) for names in registered for name in names):
+        return WitnessedOrder("the source's own model", registered)
+    raise UnsupportedCheckpointError(
+        "the model registers its parameters in an order that no known layer spec has, and where its experts would "
+        "stand in the other layout is not known",
+        where=str(checkpoint.folder),
+        helps="keep the expert parallel size, or convert --to torch_dist, which needs no order",
+    )
+
+
+def _registered(checkpoint: Checkpoint) -> list[list[str]]:
+    """Names in registration order, a list for each buffer whose layout is proven; the buffers hold them in reverse."""
+    buffers = checkpoint.optimizer.buffers if checkpoint.optimizer_format else ()
+    found = []
+    for layout in (part.layout_of(group).layout for part in buffers for group in part.groups.values()):
+        for buffer in sorted({key.buffer for key in layout}):
+            placed = [
+                (key.bucket, placement.start, placement.name)
+                for key, placements in layout.items()
+                if key.buffer == buffer
+                for placement in placements
+            ]
+            found.append([name for *_, name in sorted(placed, reverse=True)])
+    return found
+
+
+def _agrees(order: ParameterOrder, names: Sequence[str]) -> bool:
+    """Whether an order arranges every layer of a buffer as it was found."""
+    layers: dict[int, list[str]] = {}
+    for name in names:
+        layer, suffix = split_layer(name)
+        if layer is not None:
+            layers.setdefault(layer, []).append(suffix)
+    return all(order.arrange(layer, suffixes) == suffixes for layer, suffixes in layers.items())

@@ -1,0 +1,48 @@
+"""The optimizer's step, which is one number however often it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.portable_state import inner_state
+
+
+def check_step(checkpoint: Checkpoint) -> None:
+    """Refuse an optimizer that is at several steps at once.
+
+    All groups of all ranks and optimizers are at the same one, and torch's Adam, whose step belongs to a parameter, has
+    it a second time (`_synchronize_steps` and `_extract_common_per_param_step`, megatron/core/optimizer/optimizer.py,
+    core_v0.12.0 to 0.19.2).
+
+    Raises:
+        UnreadableCheckpointError: it is there twice and differs.
+    """
+    if checkpoint.optimizer_format is None:
+        return
+    found: dict[float, str] = {}
+    for where, step in _steps(checkpoint):
+        found.setdefault(step, where)
+    if len(found) > 1:
+        raise UnreadableCheckpointError(
+            "the optimizer's step is stored more than once, and not as one number",
+            found="; ".join(f"{step:g} in {where}" for step, where in sorted(found.items())),
+            expected="the same step everywhere",
+            where=str(checkpoint.folder),
+            helps="the checkpoint was damaged or put together from several: use another iteration",
+        )
+
+
+def _steps(checkpoint: Checkpoint) -> Iterator[tuple[str, float]]:
+    for number, group in enumerate(checkpoint.param_groups()):
+        yield from _number(f"parameter group {number}", group)
+    for number, child in enumerate(checkpoint.chain()):
+        yield from _number(f"the state of optimizer {number}", inner_state(child).get("state") or {}, "common_step")
+
+
+def _number(where: str, settings: Mapping[str, Any], key: str = "step") -> Iterator[tuple[str, float]]:
+    value = settings.get(key)
+    if value is not None:
+        yield where, float(value)

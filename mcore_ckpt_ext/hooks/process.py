@@ -1,0 +1,28 @@
+"""What this package keeps in a process. It is the one thing in the hooks, and in saving, that changes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Kept = TypeVar("Kept")
+
+
+class Process:
+    """One object of each kind, from its first use on."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._kept: dict[type, Any] = {}
+
+    def one(self, kind: type[Kept], make: Callable[[], Kept] | None = None) -> Kept:
+        """The object of a kind, made at first by `make`, or as the kind makes one of nothing."""
+        with self._lock:
+            if kind not in self._kept:
+                self._kept[kind] = (make or kind)()
+            found: Kept = self._kept[kind]
+            return found
+
+
+PROCESS = Process()

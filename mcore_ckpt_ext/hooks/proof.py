@@ -1,0 +1,94 @@
+"""After a load, whoever did it: the masters of the live optimizer are those of its weights, or training does not begin.
+
+Megatron itself leaves others in some cases: CPU-offloaded masters that nobody set from the weights after `--finetune`
+(before core_v0.14), a `fully_reshardable` state that it wrote shifted (formats of 0.15 to 0.19). The next step would
+overwrite every weight with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import ProofError
+from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.layout.proof import Proof
+from mcore_ckpt_ext.online.agreement import gather
+from mcore_ckpt_ext.online.proving import Unproven, unproven
+from mcore_ckpt_ext.optimizer_reshard import prepare
+from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
+
+_SHOWN = 3
+
+
+class Witness:
+    """Sees whether anything was loaded into the weights since it was made: every write is counted by torch."""
+
+    def __init__(self, chunks: Sequence[Any]) -> None:
+        self._versions = {id(p): p._version for p in _parameters(chunks)}
+
+    def has_seen_a_load(self, chunks: Sequence[Any]) -> bool:
+        """Whether a parameter has been written to."""
+        return any(p._version != self._versions.get(id(p)) for p in _parameters(chunks))
+
+
+def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None) -> None:
+    """Stop the job where masters do not round to their weights, or say so; collective.
+
+    Args:
+        chunks: the unwrapped model chunks.
+        optimizer: the live optimizer, None for a job without.
+        loaded: whether this rank has loaded anything.
+        weaker: see `unproven`.
+
+    Raises:
+        ProofError: on every rank, naming the parameters.
+    """
+    found = _found(chunks, optimizer, loaded, weaker)
+    if not found:
+        return
+    names = list(dict.fromkeys(item.name for item in found))
+    more = f"; and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else ""
+    error = ProofError(
+        f"after this load {len(names)} parameters have masters that do not round to their weights: the first step "
+        "would overwrite the weights with something else",
+        found="; ".join(str(next(item for item in found if item.name == name)) for name in names[:_SHOWN]) + more,
+        expected="every master rounds to its weight, bit for bit",
+        helps="resume from another iteration, or with --no-load-optim; where the masters are known to be right, "
+        f"{PROOF.name}={WARN} lets the training go on",
+    )
+    if PROOF.value != WARN:
+        raise error
+    announce(f"{PROOF.name}={WARN}: {error}")
+
+
+def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, arguments: Any) -> None:
+    """Repair what Megatron wrote wrong (optimizers/shifted_state.py), where its own load shows it; collective."""
+    names = {item.name for item in _found(chunks, optimizer, loaded=True)}
+    if not names:
+        return
+    running = JobArguments.of(vars(arguments))
+    prepared = prepare(folder, chunks, optimizer, running, accept_lost=ACCEPT_LOST.value)
+    proven = prepared.prove()
+    lost = f", {prepared.lost_elements} lost elements took their weights, with zero moments"
+    repaired = f"{len(names)} parameters of this checkpoint were written shifted by Megatron and are repaired"
+    announce(f"{repaired}{lost if prepared.lost_elements else ''}; {proven.fill()}")
+
+
+def _found(
+    chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None = None
+) -> list[Unproven]:
+    """What all ranks found; a look that fails must not end a load that has worked."""
+    own: list[Unproven] = []
+    try:
+        own = unproven(chunks, optimizer, weaker) if loaded else []
+    except Exception as error:  # noqa: BLE001 - see the docstring
+        announce(f"what was loaded could not be proven: {type(error).__name__}: {error}")
+    return [item for items in gather(own) for item in items]
+
+
+def _parameters(chunks: Sequence[Any]) -> Iterator[Any]:
+    for chunk in chunks:
+        yield from chunk.parameters()

@@ -1,0 +1,26 @@
+"""A name of the framework means something else for the length of a call, whatever happens in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def rebound(namespace: MutableMapping[str, Any], **values: Any) -> Iterator[None]:
+    """Give names that are there other values, and give them back what they had.
+
+    Args:
+        namespace: the globals of a module, or the `vars` of its arguments.
+        values: what they mean within.
+
+    Raises:
+        KeyError: a name is not there; nothing has changed.
+    """
+    before = {name: namespace[name] for name in values}
+    namespace.update(values)
+    try:
+        yield
+    finally:
+        namespace.update(before)

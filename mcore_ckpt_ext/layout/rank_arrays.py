@@ -1,0 +1,66 @@
+"""Arrays that ranks stored in parts under their own shapes, put together in model space."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.layout.local_parameters import TensorPart, regions_of
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.model_space.names import of_experts
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.planning.plan import Copies, StoredSlice
+from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
+from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+
+
+class RankArrays:
+    """Arrays put together from the ranks' parts. What several ranks stored alike is read from the first of them."""
+
+    def __init__(self, arguments: JobArguments, layout: ParallelLayout) -> None:
+        self._arguments = arguments
+        self._layout = layout
+        self._tensors: dict[tuple[str, str], LogicalTensor] = {}
+        self._copies: dict[tuple[str, str], dict[Region, list[StoredSlice]]] = {}
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        return self._tensors.get((kind, name))
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """All slices that hold elements of a tensor."""
+        return [copies[0] for copies in self._copies.get((kind, name), {}).values()]
+
+    def copies(self, kind: str, name: str) -> Copies:
+        """For each stored part of a tensor all its copies: tensor-parallel ranks, tied embeddings, expert ranks."""
+        return [[[copy] for copy in copies] for copies in self._copies.get((kind, name), {}).values()]
+
+    def add(self, kind: str, name: str, value: TensorReference, tensor_rank: int, place: StoredObject) -> None:
+        """File one rank's part of a tensor.
+
+        Raises:
+            UnsupportedCheckpointError: no rule says which part it is.
+            UnreadableCheckpointError: the ranks disagree about the tensor.
+        """
+        shape, regions = regions_of(name, value.shape, self._part(name, tensor_rank), self._arguments)
+        extent = extent_of(value, place)
+        tensor = LogicalTensor(name, shape, extent.dtype)
+        if self._tensors.setdefault((kind, name), tensor) != tensor or not value.is_contiguous:
+            raise UnreadableCheckpointError(
+                "ranks of the checkpoint disagree about a tensor",
+                found=f"{shape} of {extent.dtype}",
+                expected=str(self._tensors[kind, name]),
+                where=f"{kind} {name}, {place.file}",
+            )
+        first = value.offset
+        for region in regions:
+            stored = StoredSlice(Slice.whole((region,)), extent, first)
+            self._copies.setdefault((kind, name), {}).setdefault(region, []).append(stored)
+            first += region.numel
+
+    def _part(self, name: str, tensor_rank: int) -> TensorPart:
+        """Experts are cut between the expert-tensor ranks, which run fastest (parallel_state.py)."""
+        ranks = self._layout.expert_tensor if of_experts(name) else self._layout.tensor
+        return TensorPart(tensor_rank % ranks, ranks)

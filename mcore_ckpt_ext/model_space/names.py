@@ -1,0 +1,266 @@
+"""Names of parameters: the one place that takes them apart and puts them together.
+
+A parameter has one name in model space, and is written in three other ways:
+
+    model space              decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight
+    sharded key              decoder.layers.mlp.experts.experts.linear_fc1.weight      element (3, 5) of that array
+    own, sequential experts  decoder.layers.1.mlp.experts.local_experts.1.linear_fc1.weight
+    own, grouped experts     decoder.layers.1.mlp.experts.linear_fc1.weight1
+
+A rank's own names, those of its `state_dict`, count layers from the first of its model chunk and experts from its
+first. Sources, core_v0.7.0 to 0.19.2: `sharded_state_dict` of megatron/core/transformer/transformer_block.py
+(homogeneous blocks stack their layers into one array for each parameter, others put the layer into the key) and of
+moe/experts.py (experts are stacked always).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
+OUTPUT_LAYER = "output_layer.weight"
+VOCABULARY = (WORD_EMBEDDINGS, OUTPUT_LAYER)
+"""The parameters with a row for every token, which padding makes longer."""
+EXTRA_STATE = "_extra_state"
+"""What Transformer Engine's modules store beside their parameters ends in this; it carries no weights."""
+
+# The blocks whose layers are numbered through the whole model: `decoder.layers.3`.
+BLOCKS = ("decoder",)
+_LAYER = re.compile(rf"^({'|'.join(BLOCKS)})\.layers\.(\d+)\.(.+)$")
+_EXPERT = re.compile(r"^(.*\.experts)\.experts\.(\d+)\.(.+)$")
+_SEQUENTIAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.+)$")
+_GROUPED_EXPERT = re.compile(r"^(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
+_FUSED_EXPERTS = re.compile(r"\.experts\.weight[12]$")
+_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+_STACKED_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
+_GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
+_MODULE_BUFFER = re.compile(r"\.router\.(expert_bias|local_tokens_per_expert)$")
+_MIXER_PARTS = ("z", "x", "B", "C", "dt")
+_MIXER_PART = re.compile(rf"^(.*\.mixer\.(?:in_proj|conv1d)\.(?:weight|bias))\.({'|'.join(_MIXER_PARTS)})$")
+
+ShardedKey = tuple[str, tuple[int, ...]]
+"""A key of Megatron's sharded state dict, and the index on its axes that count layers and experts."""
+
+
+class LayerSpec(Enum):
+    """Of whose modules a transformer layer is built, as far as names depend on it (gpt_layer_specs.py)."""
+
+    TRANSFORMER_ENGINE = "transformer_engine"
+    LOCAL = "local"
+    LOCAL_LATENT = "local, latent attention"
+
+
+# `sharded_state_dict_keys_map` of the local spec (`get_gpt_layer_local_spec`): its norms are modules of their own, and
+# their keys are those of the linears that they are fused with in the other spec. With latent attention there is no map.
+_OWN_TO_KEY: Mapping[LayerSpec, Mapping[str, str]] = {
+    LayerSpec.TRANSFORMER_ENGINE: {},
+    LayerSpec.LOCAL: {
+        "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+        "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+    },
+    LayerSpec.LOCAL_LATENT: {},
+}
+# What model-space names of Transformer Engine's spec are in the other ones.
+_ENGINE_TO_SPEC: Mapping[LayerSpec, Mapping[str, str]] = {
+    LayerSpec.TRANSFORMER_ENGINE: {},
+    LayerSpec.LOCAL: {".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_"},
+    LayerSpec.LOCAL_LATENT: {
+        ".self_attention.linear_q_up_proj.layer_norm_": ".self_attention.q_layernorm.",
+        ".self_attention.linear_kv_up_proj.layer_norm_": ".self_attention.kv_layernorm.",
+        ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
+    },
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterName:
+    """A name taken apart; `str` puts it together as in model space.
+
+    Attributes:
+        block: `decoder`; None outside of the layers.
+        layer: the number of its layer; None outside of the layers.
+        experts: the module that holds the experts, seen from the layer (`mlp.experts`); None for everything else.
+        expert: the number of its expert; None for everything else.
+        rest: what follows (`linear_fc1.weight`), or the whole of a name that has no such numbers.
+    """
+
+    block: str | None
+    layer: int | None
+    experts: str | None
+    expert: int | None
+    rest: str
+
+    def __str__(self) -> str:
+        return self._in_layer(f"{self.experts}.experts.{self.expert}.{self.rest}" if self.experts else self.rest)
+
+    def own(self, grouped_experts: bool) -> str:
+        """As the `state_dict` of a rank has it; a grouped linear has one extra state for all of its experts."""
+        if self.experts is None:
+            return str(self)
+        if not grouped_experts:
+            return self._in_layer(f"{self.experts}.local_experts.{self.expert}.{self.rest}")
+        return self._in_layer(f"{self.experts}.{self.rest}{'' if is_extra_state(self.rest) else self.expert}")
+
+    def sharded_key(self, stack_layers: bool) -> ShardedKey:
+        """The array that holds it, with experts stacked and layers stacked or not: the inverse of `name_at`."""
+        in_layer = self.rest if self.experts is None else f"{self.experts}.experts.{self.rest}"
+        index = () if self.expert is None else (self.expert,)
+        if self.layer is None or not stack_layers:
+            return self._in_layer(in_layer), index
+        return f"{self.block}.layers.{in_layer}", (self.layer, *index)
+
+    def counted_from(self, layer: int, expert: int) -> ParameterName:
+        """The same, where the first layer and the first expert have these numbers."""
+        return replace(
+            self,
+            layer=None if self.layer is None else self.layer + layer,
+            expert=None if self.expert is None else self.expert + expert,
+        )
+
+    def _in_layer(self, text: str) -> str:
+        return text if self.layer is None else f"{self.block}.layers.{self.layer}.{text}"
+
+
+def parse(name: str) -> ParameterName:
+    """Take a model-space name apart."""
+    return _parsed(name, (_EXPERT,), ())
+
+
+def parse_own(name: str, spec: LayerSpec) -> ParameterName:
+    """Take a name of a rank's `state_dict` apart, as a key of the sharded state dict, without the wrappers' prefixes.
+
+    The numbers stay those of the rank: see `ParameterName.counted_from`.
+    """
+    return _parsed(unwrapped(name), (_SEQUENTIAL_EXPERT, _GROUPED_EXPERT), _OWN_TO_KEY[spec].items())
+
+
+def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool) -> str:
+    """The way back: as the `state_dict` of a rank has it, whose numbers `name` already has."""
+    separate = {key: own for own, key in _OWN_TO_KEY[spec].items()}
+    renamed = name if name.layer is None else replace(name, rest=_renamed(name.rest, separate.items()))
+    return renamed.own(grouped_experts)
+
+
+def _parsed(
+    name: str, experts: Sequence[re.Pattern[str]], renaming: Iterable[tuple[str, str]]
+) -> ParameterName:
+    block, layer, rest = None, None, name
+    if match := _LAYER.match(name):
+        block, layer, rest = match[1], int(match[2]), _renamed(match[3], renaming)
+    for pattern in experts:
+        if match := pattern.match(rest):
+            number, leaf = (match[2], match[3]) if match[2].isdecimal() else (match[3], match[2])
+            return ParameterName(block, layer, match[1], int(number), leaf)
+    return ParameterName(block, layer, None, None, rest)
+
+
+def _renamed(suffix: str, renaming: Iterable[tuple[str, str]]) -> str:
+    for old, new in renaming:
+        if suffix.startswith(old):
+            return new + suffix.removeprefix(old)
+    return suffix
+
+
+def unwrapped(name: str) -> str:
+    """A name without the wrappers around the model (DDP, Float16Module)."""
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def under_spec(name: str, spec: LayerSpec) -> str:
+    """What a model-space name of Transformer Engine's spec is in a model of another one."""
+    for engine, other in _ENGINE_TO_SPEC[spec].items():
+        name = name.replace(engine, other)
+    return name
+
+
+def stacked_axes(key: str) -> int:
+    """How many leading axes of the array stored under a sharded key count layers and experts.
+
+    A digit behind `layers.` means that the key names its layer itself.
+    """
+    return bool(_STACKED_LAYERS.search(key)) + bool(_STACKED_EXPERTS.search(key))
+
+
+def name_at(key: str, stack_index: Sequence[int]) -> str:
+    """The model-space name of one element of a stacked array.
+
+    Args:
+        key: Megatron's sharded key.
+        stack_index: index on each of the `stacked_axes(key)` leading axes.
+    """
+    index = list(stack_index)
+    name = key
+    for pattern in (_STACKED_LAYERS, _STACKED_EXPERTS):
+        if match := pattern.search(name):
+            name = f"{name[: match.end()]}{index.pop(0)}.{name[match.end() :]}"
+    return name
+
+
+def split_layer(name: str) -> tuple[int | None, str]:
+    """(global layer, what follows) of a model-space name; (None, name) outside of the layers."""
+    match = _LAYER.match(name)
+    return (int(match[2]), match[3]) if match else (None, name)
+
+
+def in_layer(layer: int, suffix: str, block: str = BLOCKS[0]) -> str:
+    """The model-space name of a layer's parameter: the inverse of `split_layer`."""
+    return f"{block}.layers.{layer}.{suffix}"
+
+
+def in_some_layer(name: str) -> bool:
+    """Whether a model-space name or a sharded key is of a layer of a block."""
+    return name.startswith(tuple(f"{block}.layers." for block in BLOCKS))
+
+
+def of_experts(name: str) -> bool:
+    """Whether a model-space name or a sharded key is of experts that tokens are routed to."""
+    return ".experts.experts." in name
+
+
+def fuses_experts(own: str) -> bool:
+    """Whether a rank's own name is of the one matrix that holds all experts, transposed (GroupedMLP)."""
+    return bool(_FUSED_EXPERTS.search(own))
+
+
+def is_extra_state(name: str) -> bool:
+    """Whether a name is of what a module stores beside its parameters."""
+    return name.endswith(EXTRA_STATE)
+
+
+def is_module_buffer(name: str) -> bool:
+    """Whether a name is of something stored with the model that is no parameter (moe/router.py, since core_v0.10.0)."""
+    return bool(_MODULE_BUFFER.search(name))
+
+
+def is_first_linear(name: str) -> bool:
+    """Whether a name is of the first linear of an MLP, which holds the gate, too, where there is one."""
+    return bool(_GATED.search(name))
+
+
+def module_and_leaf(name: str) -> tuple[str, str]:
+    """The last two parts of a name: `linear_qkv` and `weight`."""
+    *_, module, leaf = ["", *name.split(".")]
+    return module, leaf
+
+
+def split_parameters(names: Iterable[str]) -> dict[str, list[str]]:
+    """Parameters that are stored in parts, each under a key of its own: a Mamba mixer's `in_proj` and `conv1d`.
+
+    Source: `MambaMixer.sharded_state_dict` (megatron/core/ssm/mamba_mixer.py, core_v0.9.0 to 0.19.2), which splits a
+    rank's rows into z, x, B, C, dt (`in_proj.weight`) or x, B, C (`conv1d`), because each is cut between
+    tensor-parallel ranks by itself. In memory, and in the gradient buffer, the parts follow each other.
+
+    Returns:
+        The names of all parts of each such parameter, in the order of its memory, by the name of the first part.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for name in names:
+        if match := _MIXER_PART.match(name):
+            found.setdefault(match[1], {})[match[2]] = name
+    parts = [[by_part[part] for part in _MIXER_PARTS if part in by_part] for by_part in found.values()]
+    return {names[0]: names for names in parts}

@@ -1,0 +1,234 @@
+"""Laying out what a conversion writes: from a source and a target to files, records and notes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UsageError
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.canonical import canonical_output
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface_folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    TOKENIZER_FOLDER,
+    companions,
+    refused_companions,
+)
+from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceTarget
+from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
+from mcore_ckpt_ext.formats.steps import check_step
+from mcore_ckpt_ext.formats.torch_dist_target import TorchDistTarget
+from mcore_ckpt_ext.model_space.names import of_experts
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.planning.output import Output, OutputFile
+from mcore_ckpt_ext.storage.paths import as_path
+from mcore_ckpt_ext.storage.runs import RELEASE, TRACKER_FILE, iteration_name
+from mcore_ckpt_ext.targets import Canonical, HuggingFace, Legacy, Target, TorchDist, version_number
+
+RUN_CONFIG = "run_config.yaml"
+"""The file by which Megatron-Bridge knows its checkpoints."""
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """What is to be written, below the destination.
+
+    Attributes:
+        output: the files, what goes into them, and the notes for whoever reads them.
+        folder: the iteration folder among them; empty where the destination itself is the checkpoint.
+        kinds: the kinds that can be read back.
+        left_out: names of the source's weights that the format has no place for.
+        reads_optimizer: more than the weights is taken from the source.
+        reads_back: opens what was written.
+    """
+
+    output: Output
+    folder: str
+    kinds: Sequence[str]
+    left_out: Sequence[str] = ()
+    reads_optimizer: bool = True
+    reads_back: Callable[[Path], Checkpoint] = open_checkpoint
+
+
+def open_source(path: str | os.PathLike[str], target: Target, family: Family | None) -> Checkpoint:
+    """The source of a conversion, under the names that the target wants.
+
+    Raises:
+        UsageError: an option makes no sense for this source.
+        CheckpointError: it cannot be read.
+    """
+    wanted = None if isinstance(target, HuggingFace) else target.transformer_impl
+    checkpoint = open_checkpoint(path, family=family, transformer_impl=wanted or TRANSFORMER_ENGINE)
+    from_hugging_face = isinstance(checkpoint, HuggingFaceCheckpoint)
+    if wanted is not None and not from_hugging_face:
+        raise UsageError(
+            "the layer spec can be chosen only for a Hugging Face source: a Megatron checkpoint has one already",
+            found=f"--transformer-impl {wanted}, a source in {checkpoint.format}", where=str(checkpoint.folder),
+            helps="leave the option away",
+        )  # fmt: skip
+    if family is not None and not from_hugging_face and not isinstance(target, HuggingFace):
+        raise UsageError(
+            "a model family is used only where a Hugging Face folder is read or written",
+            found=f"--family {family.name}, from {checkpoint.format} to {target.name}", where=str(checkpoint.folder),
+            helps="leave the option away",
+        )  # fmt: skip
+    return checkpoint
+
+
+def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> LaidOut:
+    """Lay out the files of a conversion.
+
+    Raises:
+        UnsupportedCheckpointError: the format cannot hold this checkpoint.
+    """
+    if isinstance(target, HuggingFace):
+        return _hugging_face(checkpoint, target, family)
+    expert = getattr(target, "expert_model_parallel_size", None)
+    if expert is not None and expert > 1 and not any(map(of_experts, checkpoint.names(WEIGHT))):
+        raise UsageError(
+            "the model has no experts to spread over expert-parallel ranks",
+            found=f"--expert-model-parallel-size {expert}", where=str(checkpoint.folder), helps="leave the option away",
+        )  # fmt: skip
+    check_step(checkpoint)
+    kinds, notices = checkpoint.carried_kinds(), checkpoint.notices()
+    if isinstance(target, Canonical):
+        return LaidOut(_noting(canonical_output(checkpoint), notices), "", kinds)
+    output = _torch_dist(checkpoint, target) if isinstance(target, TorchDist) else _legacy(checkpoint, target)
+    folder = RELEASE if checkpoint.released else iteration_name(checkpoint.iteration)
+    return LaidOut(_below(_with_companions(_noting(output, notices), checkpoint), folder), folder, kinds)
+
+
+def _torch_dist(checkpoint: Checkpoint, target: TorchDist) -> Output:
+    expert = target.expert_model_parallel_size
+    experts_apart = checkpoint.experts_apart if expert is None else expert > 1
+    output = TorchDistTarget(checkpoint, version_number(target.megatron_version), experts_apart).output()
+    if not isinstance(checkpoint, HuggingFaceCheckpoint):
+        return output
+    text = checkpoint.run_config().encode()
+    return replace(output, files=[OutputFile(RUN_CONFIG, len(text), ((0, text),)), *output.files])
+
+
+def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
+    arguments = reader_arguments(checkpoint, target)
+    return LegacyTarget(checkpoint, arguments, version_number(target.megatron_version)).output()
+
+
+def _hugging_face(checkpoint: Checkpoint, target: HuggingFace, family: Family | None) -> LaidOut:
+    tokenizer = _tokenizer(target.tokenizer)
+    layout = HuggingFaceTarget(checkpoint, target, family, tokenizer)
+    spec = layout.fit.arguments.transformer_impl
+
+    def reads_back(folder: Path) -> Checkpoint:
+        return open_checkpoint(folder, family=layout.fit.family, transformer_impl=spec)
+
+    taken = [name for name in {**checkpoint.companions(), **tokenizer} if name not in (CONFIG, GENERATION_CONFIG)]
+    output = _noting(layout.output(), companion_notes(taken, checkpoint))
+    return LaidOut(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)
+
+
+def _tokenizer(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
+    """The small files of the folder that the user names.
+
+    Raises:
+        UnreadableCheckpointError: it has none.
+    """
+    if path is None:
+        return {}
+    found = companions(as_path(path))
+    if not found:
+        refused = "; ".join(f"{name}: {why}" for name, why in refused_companions(as_path(path)).items())
+        raise UnreadableCheckpointError(
+            "the folder holds no tokenizer", found=refused or None, where=str(path), helps="--tokenizer PATH"
+        )
+    return found
+
+
+def _noting(output: Output, notes: Sequence[str]) -> Output:
+    return replace(output, notes=(*output.notes, *notes))
+
+
+def _with_companions(output: Output, checkpoint: Checkpoint) -> Output:
+    """The same, and the model's small files where Megatron keeps its tokenizer."""
+    small = [
+        OutputFile(f"{TOKENIZER_FOLDER}/{name}", len(content), ((0, content),))
+        for name, content in checkpoint.companions().items()
+    ]
+    notes = companion_notes(checkpoint.companions(), checkpoint)
+    return replace(output, files=[*small, *output.files], notes=(*output.notes, *notes))
+
+
+def companion_notes(taken: Iterable[str], checkpoint: Checkpoint) -> list[str]:
+    """Which small files are taken over with a checkpoint, and which are not."""
+    refused = refused_companions(checkpoint.folder, checkpoint.companions_below)
+    found = [f"taken over beside the weights: {', '.join(taken)}"] if taken else []
+    return found + [f"not taken over: {name}: {why}" for name, why in refused.items()]
+
+
+def _below(output: Output, folder: str) -> Output:
+    """The same files in a folder of the destination, with the tracker file that names it."""
+    files = [replace(file, name=f"{folder}/{file.name}") for file in output.files]
+    named = folder if folder == "release" else str(int(folder.removeprefix("iter_")))
+    files.append(OutputFile(TRACKER_FILE, len(named), ((0, named.encode()),), last=True))
+    records = [replace(record, file=f"{folder}/{record.file}") for record in output.records]
+    return replace(output, files=files, records=records)
+
+
+# Arguments that say how layers are spread over pipeline ranks, and mean nothing for another number of ranks.
+_SPREADING = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+)  # fmt: skip
+
+
+def reader_arguments(checkpoint: Checkpoint, target: Legacy) -> JobArguments:
+    """Megatron's arguments of the job that will read: the writer's, with another layout."""
+    written, source = checkpoint.arguments, checkpoint.layout
+    tensor = target.tensor_model_parallel_size or source.tensor
+    vocabulary = target.vocab_size or checkpoint.vocabulary
+    pipeline = target.pipeline_model_parallel_size or source.pipeline
+    expert = target.expert_model_parallel_size or source.expert
+    virtual = target.virtual_pipeline_model_parallel_size
+    if virtual is None:
+        virtual = source.virtual_pipeline if pipeline == source.pipeline else 1
+    ranks = tensor * pipeline * source.context
+    data = max(1, source.world // ranks)
+    changes: dict[str, Any] = {}
+    if pipeline != source.pipeline:
+        changes |= {name: None for name in _SPREADING if written.is_known(name)}
+    changes |= {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "transformer_pipeline_model_parallel_size": pipeline,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "expert_model_parallel_size": expert,
+        "expert_tensor_parallel_size": tensor,
+        "data_parallel_size": data,
+        "world_size": ranks * data,
+        "padded_vocab_size": _padded_vocabulary(written, tensor, vocabulary),
+        "ckpt_format": "torch",
+        "use_dist_ckpt": False,
+        "use_distributed_optimizer": not (checkpoint.optimizer_format and checkpoint.chain()),
+    }
+    return written.changed(**changes)
+
+
+def _padded_vocabulary(arguments: JobArguments, tensor: int, vocabulary: int | None) -> int:
+    """Rows of the embedding: `_vocab_size_with_padding` (megatron/training/tokenizer/tokenizer.py, 0.7 to 0.19).
+
+    Without the true size, which no checkpoint records, the stored one is kept, or padded further where it does not
+    divide.
+    """
+    multiple = (arguments.make_vocab_size_divisible_by or 128) * tensor
+    stored = arguments.whole("padded_vocab_size")
+    if vocabulary is None:
+        return stored if stored % tensor == 0 else -(-stored // multiple) * multiple
+    return -(-vocabulary // multiple) * multiple

@@ -1,0 +1,134 @@
+"""DistributedOptimizer with plain fp32 masters: Adam of Apex, Transformer Engine and torch, Lion.
+
+Attributes used, present from core_v0.7.0 to 0.19.2 in megatron/core/optimizer/distrib_optimizer.py:
+`gbuf_ranges[buffer][dtypes][bucket]["param_map"][param]["param"]`, `model_param_group_index_map`,
+`optimizer.param_groups`, `optimizer.state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
+from mcore_ckpt_ext.online.homes.home import LiveShard
+from mcore_ckpt_ext.online.live_model import LiveParameter
+from mcore_ckpt_ext.optimizers.groups import BOUNDS
+
+
+class DistributedHome:
+    """The home of masters and moments that `DistributedOptimizer` shards over data-parallel ranks."""
+
+    def __init__(self, optimizer: Any) -> None:
+        """Args: the DistributedOptimizer."""
+        self._optimizer = optimizer
+
+    @property
+    def kind(self) -> str:
+        """In what way masters are kept, in words; the same on all ranks that have such a home."""
+        return "whole masters"
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether no other rank tells the same about the model."""
+        return bool(self._optimizer.data_parallel_group.rank() == 0)
+
+    @property
+    def param_groups(self) -> Sequence[dict[str, Any]]:
+        """The parameter groups, in the optimizer's own order."""
+        groups: Sequence[dict[str, Any]] = self._optimizer.optimizer.param_groups
+        return groups
+
+    def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
+        """What this rank holds."""
+        for buckets in (b for ranges in self._optimizer.gbuf_ranges for b in ranges.values()):
+            for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
+                described = live.get(id(parameter))
+                if described is None:
+                    raise ModelMismatchError(
+                        "the model trains a parameter that its own sharded state dict does not list",
+                        found=f"a parameter of shape {tuple(parameter.shape)}",
+                    )
+                local = Slice(described.regions, ranges["param"].start, ranges["param"].end)
+                shard = LiveShard(described, local, self, self._kinds)
+                self._check(shard)
+                yield shard
+
+    def room(self, shard: LiveShard) -> torch.Tensor:
+        """Uninitialised fp32 memory where the shard is stepped, for `set_master` and `keep`."""
+        return torch.empty_like(self._kept(shard), dtype=torch.float32, requires_grad=False).view(-1)
+
+    def master(self, shard: LiveShard) -> torch.Tensor:
+        """The masters in fp32; to be read only."""
+        return self._kept(shard).detach().view(-1)
+
+    def proof(self, shard: LiveShard) -> Proof | None:
+        """How masters are proven that are kept like this; None where any pair of both is right, as with remainders."""
+        return BY_ROUNDING
+
+    def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
+        """A plain cast (`_copy_main_params_to_model_params`)."""
+        return values.to(shard.weight.dtype)
+
+    def share_weights(self) -> None:
+        """What follows every step (`DistributedDataParallel.start_param_sync`, core_v0.8.0 to 0.19.2)."""
+        for chunk in self._optimizer.model_chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    def set_master(self, shard: LiveShard, values: torch.Tensor) -> None:
+        """Copy fp32 masters; `values` stays the caller's."""
+        with torch.no_grad():
+            self.master(shard).copy_(values)
+
+    def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
+        """Take fp32 moments over; `values` belongs to the home afterwards."""
+        state, stepped = self._optimizer.optimizer.state, self._stepped(shard)
+        state[stepped] = {**state.get(stepped, {}), kind: values}
+
+    def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
+        """The optimizer's own loading gives torch's Adam its step for each parameter.
+
+        Since core_v0.19.0 it looks the groups up by their bounds, too (`param_group_identifier_keys`, optimizer.py): it
+        gets those of the live groups, which a new learning rate has changed, and the stored ones come afterwards.
+        """
+        known = [{**group, **_bounds(live)} for live, group in zip(self.param_groups, groups, strict=True)]
+        state: dict[str, Any] = {"optimizer": {"param_groups": known}}
+        if scaler is not None:
+            state["grad_scaler"] = scaler
+        self._optimizer.load_state_dict(state)
+        for live, group in zip(self.param_groups, groups, strict=True):
+            live.update(_bounds(group))
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """Both moments of Adam, one of Lion (`optimizer_state_keys`, since core_v0.19.0; before it Adam only)."""
+        return tuple(getattr(self._optimizer, "optimizer_state_keys", (EXP_AVG, EXP_AVG_SQ)))
+
+    def _stepped(self, shard: LiveShard) -> torch.Tensor:
+        """The tensor in the inner optimizer's parameter groups."""
+        group, order = self._optimizer.model_param_group_index_map[shard.live.parameter]
+        stepped: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][order]
+        return stepped
+
+    def _kept(self, shard: LiveShard) -> torch.Tensor:
+        """The masters where they are kept: what is stepped is an fp32 copy of the weights, or fp32 weights."""
+        return self._stepped(shard)
+
+    def _check(self, shard: LiveShard) -> None:
+        main = self._kept(shard)
+        if main.dtype != torch.float32 or main.numel() != shard.slice.numel or not main.is_contiguous():
+            raise UnsupportedCheckpointError(
+                "the optimizer's masters are not plain fp32 shards",
+                found=f"{main.dtype}, {main.numel()} elements",
+                expected=f"torch.float32, {shard.slice.numel} elements",
+                where=shard.name,
+            )
+
+
+def _bounds(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in BOUNDS if key in group}

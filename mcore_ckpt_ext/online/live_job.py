@@ -1,0 +1,66 @@
+"""A live job, one rank of it: its model and optimizer as they are to be filled, and what it tells the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.online.homes.recognition import homes_of
+from mcore_ckpt_ext.online.live_model import live_names, live_parameters, registered_names
+
+
+class LiveJob:
+    """The model and the optimizer of one rank, as they are to be filled."""
+
+    def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
+        """Args: the unwrapped model chunks, the live optimizer.
+
+        Raises:
+            UnsupportedCheckpointError: the optimizer is of a kind that is not filled.
+            ModelMismatchError: see `Home.shards`.
+        """
+        self.homes = homes_of(optimizer)
+        live = live_parameters(chunks)
+        self.shards = [shard for home in self.homes for shard in home.shards(live)]
+        first = not self.homes or any(home.is_first_replica for home in self.homes)
+        self.view = RankView(
+            names=live_names(chunks) if first else [],
+            trained=list(dict.fromkeys(name for shard in self.shards for name in shard.live.tensors)),
+            registered=[registered_names(chunk, live) for chunk in chunks] if first else [],
+            kinds=frozenset(home.kind for home in self.homes),
+        )
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What a rank tells the others before planning."""
+
+    names: list[str]
+    trained: list[str]
+    registered: list[list[str]]
+    kinds: frozenset[str]
+
+
+def check_same_kinds(views: Sequence[RankView]) -> None:
+    """Refuse ranks that keep their masters in different ways; one may lack what another has.
+
+    Raises:
+        ModelMismatchError: two ranks were started with different options.
+    """
+    ranks_of: dict[frozenset[str], list[int]] = {}
+    for rank, view in enumerate(views):
+        ranks_of.setdefault(view.kinds, []).append(rank)
+    ordered = sorted(ranks_of, key=len)
+    if all(fewer <= more for fewer, more in pairwise(ordered)):
+        return
+    raise ModelMismatchError(
+        "the ranks of this job do not keep their optimizers in the same way",
+        found="; ".join(
+            f"{' and '.join(sorted(kinds))} on rank {', '.join(map(str, ranks_of[kinds]))}" for kinds in ordered
+        ),
+        expected="the same on all of them",
+        helps="start all ranks with the same options (--optimizer-offload-fraction, --use-precision-aware-optimizer)",
+    )

@@ -1,0 +1,100 @@
+"""Megatron's live model, seen as slices of model space.
+
+Attributes used, present from core_v0.7.0 to 0.19.2: `sharded_state_dict` of the model chunks, and what its entries
+say of themselves (megatron/core/dist_checkpointing/mapping.py). Nothing is imported: the objects are what the caller
+hands over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.model_space.names import name_at, stacked_axes
+from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+
+
+@dataclass(frozen=True)
+class LiveParameter:
+    """A live parameter: its regions in the order of its memory, and the global tensors they belong to."""
+
+    parameter: torch.Tensor
+    regions: tuple[Region, ...]
+    tensors: Mapping[str, LogicalTensor]
+    may_pad: bool
+
+
+def live_parameters(chunks: Sequence[Any]) -> dict[int, LiveParameter]:
+    """All parameters and buffers of the model chunks by `id`, described by the model's own sharded state dict."""
+    found: dict[int, LiveParameter] = {}
+    for chunk in chunks:
+        held = {id(tensor) for tensor in (*chunk.parameters(), *chunk.buffers())}
+        for entry in _entries(chunk.sharded_state_dict()):
+            if id(getattr(entry, "data", None)) in held:
+                found[id(entry.data)] = _described(entry)
+    return found
+
+
+def live_names(chunks: Sequence[Any]) -> list[str]:
+    """Model-space names of every tensor, parameters and buffers, that the model chunks would store."""
+    names: dict[str, None] = {}
+    for chunk in chunks:
+        for entry in _entries(chunk.sharded_state_dict()):
+            if isinstance(getattr(entry, "data", None), torch.Tensor):
+                names.update(dict.fromkeys(_described(entry).tensors))
+    return list(names)
+
+
+def registered_names(chunk: Any, live: Mapping[int, LiveParameter]) -> list[str]:
+    """Names of a chunk's parameters in registration order."""
+    return [live[id(parameter)].regions[0].name for parameter in chunk.parameters() if id(parameter) in live]
+
+
+def _entries(tree: Any) -> Iterator[Any]:
+    """The leaves of a sharded state dict that describe tensors (ShardedTensor and ShardedTensorFactory)."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _entries(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _entries(value)
+    elif hasattr(tree, "global_offset") and hasattr(tree, "local_shape") or hasattr(tree, "build_fn"):
+        yield tree
+
+
+def _described(entry: Any) -> LiveParameter:
+    if not hasattr(entry, "build_fn"):
+        region, tensor = _region(entry)
+        return LiveParameter(entry.data, (region,), {tensor.name: tensor}, bool(entry.allow_shape_mismatch))
+    # A factory cuts the parameter into parts with places of their own (SwiGLU gate and up, Mamba's in_proj). Built
+    # over a tensor without memory, the parts' offsets in its storage tell which part lies where.
+    ghost = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
+    parts = sorted(
+        _entries(entry.build_fn(entry.key, ghost, entry.replica_id, entry.flattened_range)),
+        key=lambda part: int(part.data.storage_offset()),
+    )
+    end = 0
+    for part in parts:
+        if part.data.storage_offset() != end or not part.data.is_contiguous():
+            raise UnsupportedCheckpointError(
+                "a parameter is stored in parts that are no contiguous rows of it", where=str(entry.key)
+            )
+        end += part.data.numel()
+    described = [_region(part) for part in parts]
+    tensors = {tensor.name: tensor for _, tensor in described}
+    return LiveParameter(entry.data, tuple(region for region, _ in described), tensors, may_pad=False)
+
+
+def _region(sharded: Any) -> tuple[Region, LogicalTensor]:
+    """A ShardedTensor's place in model space."""
+    stacked = stacked_axes(sharded.key)
+    sizes = (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
+    name = name_at(sharded.key, sharded.global_offset[:stacked])
+    dtype = str(sharded.dtype).removeprefix("torch.")
+    region = Region(name, tuple(sharded.global_offset[stacked:]), sizes[stacked:])
+    return region, LogicalTensor(name, tuple(sharded.global_shape[stacked:]), dtype)

@@ -1,0 +1,70 @@
+"""What one rank reads of a checkpoint for its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
+from mcore_ckpt_ext.online.homes.home import LiveShard
+from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan, plans_of
+from mcore_ckpt_ext.transfer import read_wanted
+
+
+class Reading:
+    """What one rank reads: the plan, and which shard each part of it is for."""
+
+    def __init__(self, checkpoint: Checkpoint, shards: Sequence[LiveShard], accept_lost: bool) -> None:
+        self._checkpoint = checkpoint
+        self._accept_lost = accept_lost
+        wishes = [(kind, shard) for shard in shards for kind in (FP32_PARAM, *shard.kinds)]
+        derived = [wish for wish in wishes if checkpoint.derivation(wish[0], wish[1].name) is not None]
+        self._derived = {wish: plans_of(_slice(*wish), checkpoint, accept_lost) for wish in derived}
+        self._stored = [wish for wish in wishes if wish not in self._derived]
+        self._plan = make_plan([_slice(*wish) for wish in self._stored], checkpoint, accept_lost)
+        for plan in self.plans:
+            for copy in plan.copies:
+                checkpoint.transfer.locate(copy.extent)
+
+    @property
+    def plans(self) -> list[Plan]:
+        """All that is read: what is stored, and what the rest is derived from."""
+        return [self._plan, *(plan for plans in self._derived.values() for plan in plans)]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The moments of all shards together."""
+        return tuple(dict.fromkeys(kind for kind, _ in (*self._stored, *self._derived) if kind != FP32_PARAM))
+
+    def shards(self, kind: str) -> list[LiveShard]:
+        """The shards that keep a kind."""
+        return [shard for wanted, shard in (*self._stored, *self._derived) if wanted == kind]
+
+    def read(self, kind: str, rooms: Mapping[LiveShard, torch.Tensor]) -> dict[LiveShard, list[slice]]:
+        """Read all of one kind.
+
+        Args:
+            kind: which.
+            rooms: for each shard that keeps it the memory, 1-D, that receives it.
+
+        Returns:
+            The elements that the checkpoint does not have.
+        """
+        targets = {target: shard for target, (wanted, shard) in enumerate(self._stored) if wanted == kind}
+        part, transfer = self._plan.of_kind(kind), self._checkpoint.transfer
+        transfer.execute(part, {target: rooms[shard] for target, shard in targets.items()})
+        missing: dict[LiveShard, list[slice]] = {}
+        for fill in part.fills:
+            missing.setdefault(targets[fill.target], []).append(slice(fill.start, fill.stop))
+        for (wanted, shard), plans in self._derived.items():
+            if wanted == kind:
+                values = read_wanted(self._checkpoint, transfer, _slice(kind, shard), self._accept_lost)
+                rooms[shard].copy_(values)
+                missing[shard] = [slice(fill.start, fill.stop) for plan in plans for fill in plan.fills]
+        return missing
+
+
+def _slice(kind: str, shard: LiveShard) -> WantedSlice:
+    return WantedSlice(kind, shard.slice, shard.live.tensors, shard.live.may_pad)

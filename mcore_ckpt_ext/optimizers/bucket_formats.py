@@ -1,0 +1,127 @@
+"""The optimizer formats `dp_reshardable` and `fully_sharded_bucket_space`: one array a bucket and kind.
+
+Sources in megatron/core/optimizer/distrib_optimizer.py: `sharded_param_state_dp_reshardable` (core_v0.15.0 to 0.19.2)
+and `sharded_param_state_fs_bucket_space` (core_v0.6.0 to 0.14.0). Each rank writes a chunk for each of its parameter
+pieces, and for what lies between them. The older format stores the padding at bucket ends, too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+from mcore_ckpt_ext.layout.buckets import BucketKey
+from mcore_ckpt_ext.layout.grad_buffer import PackingRule
+from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version, is_of_group
+from mcore_ckpt_ext.optimizers.flat_buffers import (
+    FlatArray,
+    FlatBuffers,
+    FlatPiece,
+    FlatState,
+    GroupKey,
+    flat_optimizer,
+    kind_of_array,
+)
+from mcore_ckpt_ext.storage.dcp_index import StoredArray
+
+DP_RESHARDABLE = "dp_reshardable"
+BUCKET_SPACE = "fully_sharded_bucket_space"
+
+_KEY = re.compile(
+    r"^(?:chained_(?P<child>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
+    r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_(?P<dtypes>\(.*\))\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)$"
+)
+_GROUP = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.")
+_UNPADDED = "per_bucket_numel_unpadded/shard_0_1"
+
+
+def bucket_state(keys: StoredKeys) -> FlatState:
+    """The flat arrays of a checkpoint."""
+    state: dict[GroupKey, dict[tuple[BucketKey, str], FlatArray]] = {}
+    unpadded: dict[str, Any] = {}
+    for name, array in keys.arrays.items():
+        match = _KEY.match(name)
+        if match is None:
+            continue
+        prefix = name[: match.start("buffer") - len("gbuf_idx_")]
+        if prefix not in unpadded:
+            unpadded[prefix] = keys.read_object(prefix + _UNPADDED)
+        key = BucketKey(int(match["buffer"]), match["dtypes"], int(match["bucket"]))
+        numel = _numel(unpadded[prefix], key)
+        group = (int(match["child"] or 0), int(match["group"]))
+        kind = kind_of_array(match["state"], array.dtype)
+        state.setdefault(group, {})[key, kind] = _flat(array, numel)
+    return FlatState(state, joined=False, chunked=keys.chunks_show_parameters)
+
+
+def _numel(per_buffer: Any, key: BucketKey) -> int:
+    """Elements of a bucket without its end padding: a list over buffers of {dtypes: [elements of each bucket]}."""
+    sizes = {str(dtypes): numels for dtypes, numels in per_buffer[key.buffer].items()}
+    return int(sizes[key.dtypes][key.bucket])
+
+
+def _flat(array: StoredArray, numel: int) -> FlatArray:
+    pieces = tuple(
+        FlatPiece(chunk.offsets[0], min(chunk.offsets[0] + chunk.sizes[0], numel), chunk.extent, 0)
+        for chunk in array.chunks
+        if chunk.offsets[0] < numel
+    )
+    return FlatArray(numel, array.dtype, pieces)
+
+
+def optimizer_children(keys: Iterable[str]) -> int:
+    """How many chained optimizers stored their state in flat buffers."""
+    return len({match[1] for key in keys if (match := _GROUP.match(key))})
+
+
+def _claims(name: str, keys: StoredKeys) -> set[str]:
+    """Both formats have the same keys; the older one is recognised by its label alone."""
+    if (keys.label == BUCKET_SPACE) != (name == BUCKET_SPACE):
+        return set()
+    prefixes = {key[: match.end()] for key in keys.arrays if _KEY.match(key) and (match := _GROUP.match(key))}
+    return {
+        key for key in keys
+        if (match := _GROUP.match(key)) and key[: match.end()] in prefixes and (_KEY.match(key) or is_of_group(key))
+    }  # fmt: skip
+
+
+def _read(
+    rules: tuple[PackingRule, ...], holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]
+) -> FlatBuffers:
+    return flat_optimizer(holder, bucket_state(keys), rules, models())
+
+
+def _reshardable_by_stock(placement_changed: bool, version: Version) -> bool:
+    return version >= (0, 15) and not placement_changed
+
+
+def _bucket_space_by_stock(placement_changed: bool, version: Version) -> bool:
+    return version < (0, 13) and not placement_changed
+
+
+ENCODINGS = (
+    Encoding(
+        name=DP_RESHARDABLE,
+        stored="flat gradient buffers, one array a bucket and kind, without the padding at bucket ends",
+        written_by="DistributedOptimizer since 0.15, by default",
+        claims=partial(_claims, DP_RESHARDABLE),
+        read=partial(_read, (PackingRule.SINCE_0_13,)),
+        stock_loads=_reshardable_by_stock,
+        note="another TP, PP, VPP or EP is refused or fails",
+        shows_names=False,
+    ),
+    Encoding(
+        name=BUCKET_SPACE,
+        stored="flat gradient buffers, one array a bucket and kind, padded",
+        written_by="DistributedOptimizer of 0.6 and 0.7 with --ckpt-fully-parallel-save",
+        claims=partial(_claims, BUCKET_SPACE),
+        read=partial(_read, (PackingRule.UNTIL_0_7, PackingRule.UNTIL_0_8, PackingRule.UNTIL_0_12)),
+        # It left the loader in 0.13 (`load_checkpoint`, megatron/training/checkpointing.py).
+        stock_loads=_bucket_space_by_stock,
+        note="left the loader in 0.13",
+        shows_names=False,
+    ),
+)

@@ -1,0 +1,28 @@
+"""Which optimizer a state is of, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER
+
+MOMENTUM = "momentum_buffer"
+_KNOWN = (FP32_PARAM, PARAM_REMAINDER, EXP_AVG, EXP_AVG_SQ, MOMENTUM)
+
+
+def described(kinds: Collection[str], groups: Iterable[Mapping[str, Any]], arguments: JobArguments) -> str:
+    """The optimizers that have state of these kinds, and where and how they keep it; empty without any."""
+    if not kinds:
+        return ""
+    names = []
+    if MOMENTUM in kinds:
+        names.append("SGD with momentum" if arguments.stated.get("optimizer") == "sgd" else "Muon")
+    if EXP_AVG in kinds:
+        names.append("Adam" if EXP_AVG_SQ in kinds else "Lion")
+    names += [f"state {kind}" for kind in kinds if kind not in _KNOWN]
+    fractions = sorted({float(group["offload_fraction"]) for group in groups if "offload_fraction" in group})
+    extras = [f"offloaded to CPUs by {fraction:g}" for fraction in fractions]
+    extras += ["masters as remainders of bf16 weights"] * (PARAM_REMAINDER in kinds)
+    return ", ".join([" and ".join(names) or "masters alone", *extras])

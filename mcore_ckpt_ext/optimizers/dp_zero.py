@@ -1,0 +1,116 @@
+"""The optimizer format `dp_zero_gather_scatter`: one pickled object a group, whole buffers in it.
+
+Source: `DistributedOptimizer.get_parameter_state_dp_zero` (megatron/core/optimizer/distrib_optimizer.py, core_v0.7.0
+to 0.19.2); the legacy `distrib_optim.pt` is the same object in a file of its own. The pickle is read, which is small;
+the tensors stay on disk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.buckets import BucketKey
+from mcore_ckpt_ext.layout.grad_buffer import PackingRule
+from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version, is_of_group
+from mcore_ckpt_ext.optimizers.flat_buffers import (
+    KINDS,
+    FlatArray,
+    FlatBuffers,
+    FlatPiece,
+    FlatState,
+    GroupKey,
+    flat_optimizer,
+)
+from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
+from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+
+NAME = "dp_zero_gather_scatter"
+LEGACY = "legacy_torch"
+"""The same in files of its own; Megatron has no name for it."""
+
+_GROUP = r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\."
+_KEY = re.compile(_GROUP + r"param_state/shard_0_1$")
+_RULES = (PackingRule.SINCE_0_13, PackingRule.UNTIL_0_12, PackingRule.UNTIL_0_8, PackingRule.UNTIL_0_7)
+
+
+def dp_zero_state(keys: StoredKeys) -> FlatState:
+    """The flat arrays of a checkpoint.
+
+    Raises:
+        UnsupportedCheckpointError: the object is of a version before core_v0.7.0.
+    """
+    state: dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]] = {}
+    for key, place in keys.objects.items():
+        if match := _KEY.match(key):
+            state[int(match[1] or 0), int(match[2])] = buffer_arrays(keys.read_object(key), place, key)
+    return FlatState(state, joined=True, chunked=False)
+
+
+def buffer_arrays(content: Any, place: StoredObject, where: str) -> dict[tuple[BucketKey, str], FlatArray]:
+    """The arrays of one object: `{buffer: {(dtype, dtype): {state: tensor, "numel_unpadded": int}}}`.
+
+    Raises:
+        UnsupportedCheckpointError: its buckets are not coalesced (before core_v0.7.0).
+    """
+    if not isinstance(content, dict) or not content.get("buckets_coalesced"):
+        raise UnsupportedCheckpointError(
+            "the optimizer state is in the layout of Megatron before core_v0.7.0, with one tensor a bucket", where=where
+        )
+    return {
+        (BucketKey(buffer, str(dtypes), 0), KINDS.get(name, name)): _array(tensor, place)
+        for buffer, by_dtypes in content.items()
+        if isinstance(buffer, int) and not isinstance(buffer, bool)
+        for dtypes, states in by_dtypes.items()
+        for name, tensor in states.items()
+        if isinstance(tensor, TensorReference)
+    }
+
+
+def _array(tensor: TensorReference, place: StoredObject) -> FlatArray:
+    extent = extent_of(tensor, place)
+    (numel,) = tensor.shape
+    return FlatArray(numel, extent.dtype, (FlatPiece(0, numel, extent, tensor.offset),))
+
+
+def legacy_optimizer(holder: Holder, state: FlatState) -> FlatBuffers:
+    """The optimizer state of the `distrib_optim.pt` of all ranks."""
+    return flat_optimizer(holder, state, _RULES, holder.models)
+
+
+def _claims(keys: StoredKeys) -> set[str]:
+    prefixes = {key.partition("param_state/")[0] for key in keys.objects if _KEY.match(key)}
+    return {k for k in keys.objects if (match := re.match(_GROUP, k)) and match[0] in prefixes and is_of_group(k)}
+
+
+def _read(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> FlatBuffers:
+    return flat_optimizer(holder, dp_zero_state(keys), _RULES, models())
+
+
+def _by_stock(placement_changed: bool, version: Version) -> bool:
+    return not placement_changed
+
+
+ENCODINGS = (
+    Encoding(
+        name=NAME,
+        stored="flat gradient buffers, whole, in one pickled object a group of ranks",
+        written_by="DistributedOptimizer of 0.6 to 0.14 without --ckpt-fully-parallel-save",
+        claims=_claims,
+        read=_read,
+        stock_loads=_by_stock,
+        shows_names=False,
+    ),
+    Encoding(
+        name=LEGACY,
+        stored="flat gradient buffers, whole, in a distrib_optim.pt a rank",
+        written_by="DistributedOptimizer of every version in legacy checkpoints",
+        claims=lambda keys: (),
+        read=_read,
+        stock_loads=_by_stock,
+        shows_names=False,
+    ),
+)

@@ -1,0 +1,297 @@
+"""Optimizer state in flat gradient buffers: what all such formats share once their arrays are found.
+
+A format says which flat arrays there are; which parameter lies where in them is recovered from the witnesses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+
+import torch
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import LayoutError
+from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
+from mcore_ckpt_ext.layout.discovery import irregularity
+from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, PackingRule
+from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
+from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
+from mcore_ckpt_ext.layout.proposals import Proposal
+from mcore_ckpt_ext.layout.recover import RecoveredLayout, propose, recover, recover_unproven
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, LogicalTensor
+from mcore_ckpt_ext.optimizers.encoding import Holder
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.extents import Extent
+from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice
+from mcore_ckpt_ext.transfer import Transfer, read_slice
+
+# The masters are called `param` on disk; every other state keeps its name.
+KINDS = {"param": FP32_PARAM}
+MASTERS = (FP32_PARAM, PARAM_REMAINDER)
+
+# A chained optimizer's number and Megatron's `dp_group_idx`.
+GroupKey = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPiece:
+    """Elements `[start, stop)` of a flat array, from element `first` of an extent on."""
+
+    start: int
+    stop: int
+    extent: Extent
+    first: int
+
+
+@dataclass(frozen=True, slots=True)
+class FlatArray:
+    """A flat array of one kind: `numel` elements without end padding. As a source, one tensor without a name."""
+
+    numel: int
+    dtype: str
+    pieces: tuple[FlatPiece, ...]
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """All slices that hold elements of a tensor."""
+        whole = (Region(name, (0,), (self._length,)),)
+        return [StoredSlice(Slice(whole, piece.start, piece.stop), piece.extent, piece.first) for piece in self.pieces]
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        return LogicalTensor(name, (self._length,), self.dtype)
+
+    @property
+    def _length(self) -> int:
+        return max(piece.stop for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class FlatState:
+    """All flat arrays of an optimizer.
+
+    Attributes:
+        arrays: by group, then by bucket and kind.
+        joined: one array holds a buffer's buckets one after the other, without the padding at their ends.
+        chunked: the borders of the pieces tell where parameters begin and end.
+    """
+
+    arrays: Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]
+    joined: bool
+    chunked: bool
+
+
+def kind_of_array(state: str, dtype: str) -> str:
+    """The kind of an array by its name on disk and its dtype: masters of int16 are remainders."""
+    return PARAM_REMAINDER if state in KINDS and dtype == "int16" else KINDS.get(state, state)
+
+
+class FlatBuffers(OptimizerState):
+    """The optimizer state of a checkpoint, group by group; layouts are recovered when first asked for."""
+
+    def __init__(
+        self,
+        state: FlatState,
+        models: LocalModels,
+        proposals: Callable[[], Sequence[Proposal]],
+        weights: Source,
+        transfer: Transfer,
+        proof: Proof = BY_ROUNDING,
+    ) -> None:
+        self._proof = proof
+        self.models = models
+        self._proposals = proposals
+        self._weights = weights
+        self._transfer = transfer
+        self._recovered: dict[GroupKey, RecoveredLayout] = {}
+        self._state = state
+        self._arrays = state.arrays
+        self.kinds = tuple(dict.fromkeys(kind for arrays_of in self._arrays.values() for _, kind in arrays_of))
+        self.groups = {key: self._group(*key) for key in sorted(self._arrays)}
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The tensor as the checkpoint knows it: the weight's shape, the state's dtype."""
+        weight = self.models.weights.get(name)
+        if weight is None or kind not in self.kinds:
+            return None
+        if not any(self.stored(kind, name)):
+            return None
+        dtype = next(a.dtype for arrays in self._arrays.values() for (_, k), a in arrays.items() if k == kind)
+        return LogicalTensor(name, weight.tensor.shape, dtype)
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """All stored slices of one tensor, replicas after what they repeat."""
+        slices: list[StoredSlice] = []
+        for group in self._groups_of(name):
+            for key, placements in self.layout_of(group).layout.items():
+                array = self._arrays[group.child, group.index].get((key, kind))
+                for placement in placements:
+                    if array is not None and any(region.name == name for region in placement.regions):
+                        slices.extend(cut(placement, array))
+        return slices
+
+    @property
+    def arrays(self) -> Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]:
+        """The stored flat arrays, by group, then by bucket and kind."""
+        return self._arrays
+
+    @property
+    @override
+    def buffers(self) -> Sequence[FlatBuffers]:
+        return (self,)
+
+    def copies(self, kind: str, name: str) -> Copies:
+        """For each part of a tensor that some rank held its copies, each of them as the slices that hold it.
+
+        Tensor-parallel ranks hold copies of what is not cut between them, pipeline ranks of a tied embedding.
+        """
+        parts: dict[tuple[Region, ...], list[list[StoredSlice]]] = {}
+        for group, key, placement in self._placed.get(name, ()):
+            array = self._arrays[group.child, group.index].get((key, kind))
+            parts.setdefault(placement.regions, []).append([] if array is None else cut(placement, array))
+        return list(parts.values())
+
+    @cached_property
+    def _placed(self) -> dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]]:
+        """Every placement of every group, by the parameter's name."""
+        placed: dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]] = {}
+        for group in self.groups.values():
+            for key, placements in self.layout_of(group).layout.items():
+                for placement in placements:
+                    placed.setdefault(placement.name, []).append((group, key, placement))
+        return placed
+
+    def proposed_layouts(self) -> dict[GroupKey, RecoveredLayout | None]:
+        """The first proposal for each group that sizes and chunk borders allow; nothing of the content is read."""
+        proposals = self._proposals()
+        return {key: propose(group, proposals) for key, group in self.groups.items()}
+
+    def layout_of(self, group: OptimizerGroup) -> RecoveredLayout:
+        """The layout of one group, recovered on first use.
+
+        Raises:
+            LayoutError: it cannot be proven.
+        """
+        if self._recover(group).discovered:
+            # An unknown order shows everywhere in the same way; damage shows in one place.
+            layouts = [self._recover(other).layout for other in self.groups.values()]
+            if problem := irregularity(layouts):
+                raise LayoutError(
+                    "no layout of the gradient buffers could be proven: what fits by content is no order of modules",
+                    found=problem,
+                    where=str(group),
+                    helps="the checkpoint is damaged or was edited: resume from another iteration",
+                )
+        return self._recover(group)
+
+    def _recover(self, group: OptimizerGroup) -> RecoveredLayout:
+        key = (group.child, group.index)
+        if key not in self._recovered:
+            if any(kind == PARAM_REMAINDER for _, kind in self._arrays[key]):
+                self._recovered[key] = recover_unproven(group, self.models, self._proposals())
+            else:
+                self._recovered[key] = recover(group, self.models, self._proposals(), self, self._proof)
+        return self._recovered[key]
+
+    def witnesses(self) -> list[str]:
+        """What the layouts recovered so far came from."""
+        return sorted({recovered.witness for recovered in self._recovered.values()})
+
+    @override
+    def names(self, kind: str | None = None) -> list[str]:
+        found = {
+            region.name: None
+            for group in self.groups.values()
+            for key, placements in self.layout_of(group).layout.items()
+            if kind is None or (key, kind) in self._arrays[group.child, group.index]
+            for placement in placements
+            for region in placement.regions
+        }
+        return list(found)
+
+    def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
+        """`count` fp32 masters from element `start` of a bucket."""
+        source = self._arrays[group.child, group.index][key, FP32_PARAM]
+        whole = Region.whole("masters", (source.numel,))
+        return read_slice(source, self._transfer, FP32_PARAM, Slice((whole,), start, start + count))
+
+    def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
+        """`count` elements from element `start` of the flattening of regions of a weight, in the stored dtype."""
+        return read_slice(self._weights, self._transfer, "weight", Slice(regions, start, start + count))
+
+    def _groups_of(self, name: str) -> list[OptimizerGroup]:
+        ranks = self.models.ranks_of(name)
+        return [group for rank in ranks for group in self._by_rank.get(rank, [])]
+
+    @cached_property
+    def _by_rank(self) -> dict[ModelRank, list[OptimizerGroup]]:
+        found: dict[ModelRank, list[OptimizerGroup]] = {}
+        for group in self.groups.values():
+            found.setdefault(group.rank, []).append(group)
+        return found
+
+    def _group(self, child: int, index: int) -> OptimizerGroup:
+        """The group of a chained optimizer and `dp_group_idx`, by the rules of `get_megatron_optimizer`.
+
+        Source: megatron/core/optimizer/__init__.py, core_v0.7.0 to 0.19.2. `dp_group_idx` is the rank in the
+        model-parallel group: tensor ranks run fastest, then, for experts, expert ranks, then pipeline ranks; up to
+        0.9, which had no expert tensor parallelism, expert ranks ran slowest. Experts are the last chained optimizer;
+        with `--overlap-param-gather-with-optimizer-step` the first model chunk has an optimizer of its own.
+        """
+        layout = self.models.layout
+        first_chunk_apart = bool(self.models.arguments.overlap_param_gather_with_optimizer_step)
+        stages = range(layout.virtual_pipeline)
+        if self.models.experts_apart and child == max(number for number, _ in self._arrays):
+            rest, tensor = divmod(index, layout.expert_tensor)
+            if self.models.arguments.is_known("expert_tensor_parallel_size"):
+                pipeline, expert = divmod(rest, layout.expert)
+            else:
+                expert, pipeline = divmod(rest, layout.pipeline)
+            rank = ModelRank(pipeline, tensor, expert)
+        else:
+            pipeline, tensor = divmod(index, layout.tensor)
+            rank = ModelRank(pipeline, tensor)
+            if first_chunk_apart:
+                stages = stages[:1] if child == 0 else stages[1:]
+        if pipeline >= layout.pipeline:
+            raise LayoutError(
+                "the checkpoint holds an optimizer group that its own layout has no room for",
+                found=f"dp_group_idx_{index} of optimizer {child}",
+                expected=str(layout),
+            )
+        buckets: dict[BucketKey, StoredBucket] = {}
+        for (key, kind), array in self._arrays[child, index].items():
+            if kind in MASTERS:
+                borders = {border for piece in array.pieces for border in (piece.start, piece.stop)}
+                buckets[key] = StoredBucket(array.numel, tuple(sorted(borders)) if self._state.chunked else None)
+        # Parameters are aligned since core_v0.8.0 (commit 5467bef3); an argument that came with it tells.
+        alignment = PARAMETER_ALIGNMENT if self.models.arguments.is_known("dist_ckpt_strictness") else 1
+        return OptimizerGroup(child, index, rank, stages, buckets, self._state.joined, alignment)
+
+
+def flat_optimizer(
+    holder: Holder, state: FlatState, rules: Sequence[PackingRule], models: LocalModels
+) -> FlatBuffers:
+    """The optimizer state in flat arrays, of the parameters of `models`.
+
+    Args:
+        holder: the checkpoint.
+        state: its flat arrays.
+        rules: the packing rules of the versions that wrote such arrays.
+        models: the parameters that may lie in them.
+    """
+    proposals = partial(holder.proposals, rules, models)
+    return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof)
+
+
+def cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:
+    """The parts of a placed parameter that the pieces of its array hold."""
+    parts = []
+    for piece in array.pieces:
+        low, high = max(placement.start, piece.start), min(placement.stop, piece.stop)
+        if low < high:
+            part = Slice(placement.regions, low - placement.start, high - placement.start)
+            parts.append(StoredSlice(part, piece.extent, piece.first + low - piece.start))
+    return parts

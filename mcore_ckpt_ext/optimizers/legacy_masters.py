@@ -1,0 +1,191 @@
+"""Legacy optimizer state without DistributedOptimizer: every rank's masters and moments, one tensor a parameter.
+
+Source: `Float16OptimizerWithFloat16Params.state_dict`, megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2:
+`fp32_from_fp16_params` lists the masters group by group, each group in the order in which its parameters were
+registered, and `optimizer` is torch's own dict, whose ids count through the groups. Which parameter is in which group
+is not recorded: each weight takes the next master of the group whose next master rounds to it. `FP32Optimizer` stores
+torch's dict alone; there the next of the right shape is taken, as Megatron's groups differ in the number of axes
+(`_get_param_groups`, megatron/core/optimizer/__init__.py), and two groups that both fit are refused.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import LayoutError, UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.layout.rank_arrays import RankArrays
+from mcore_ckpt_ext.model_space.names import is_module_buffer
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM
+from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys
+from mcore_ckpt_ext.optimizers.flat_buffers import FlatArray, FlatPiece
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
+from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+from mcore_ckpt_ext.transfer import Transfer, read_slice
+
+NAME = "legacy_torch_per_parameter"
+MASTERS = "fp32_from_fp16_params"
+_SAMPLE = 64
+# How a group of Adam is told from all others (Lion has no eps, SGD no betas), and what it keeps of each parameter.
+_ADAM, _MOMENTS_OF_ADAM = frozenset({"betas", "eps"}), frozenset({EXP_AVG, EXP_AVG_SQ})
+
+_Queue = deque[dict[str, TensorReference]]
+
+
+@dataclass(frozen=True)
+class RankOptimizers:
+    """The chained optimizers of one rank, and its parameters in registration order; tensors lie in `place`."""
+
+    tensor: int
+    place: StoredObject
+    optimizers: Sequence[Mapping[str, Any]]
+    parameters: Sequence[tuple[str, TensorReference]]
+
+
+class LegacyMasters(RankArrays, OptimizerState):
+    """The optimizer state of a checkpoint, in model space."""
+
+    def __init__(
+        self,
+        ranks: Iterable[RankOptimizers],
+        arguments: JobArguments,
+        layout: ParallelLayout,
+        transfer: Transfer,
+    ) -> None:
+        """Raises: LayoutError, when the masters cannot be told apart; UnsupportedCheckpointError, see `_queue`."""
+        super().__init__(arguments, layout)
+        self._transfer = transfer
+        for rank in ranks:
+            self._add_rank(rank)
+
+    @property
+    @override
+    def kinds(self) -> tuple[str, ...]:  # type: ignore[override]  # known only when all ranks are read
+        found = dict.fromkeys(kind for kind, _ in self._tensors)
+        return tuple(sorted(found, key=lambda kind: kind != FP32_PARAM))
+
+    @override
+    def names(self, kind: str | None = None) -> list[str]:
+        return list(dict.fromkeys(name for of_kind, name in self._tensors if kind in (None, of_kind)))
+
+    @override
+    def is_distributed(self, name: str) -> bool:
+        return False
+
+    def witnesses(self) -> list[str]:
+        """Where the layout is known from."""
+        return ["the order of the stored masters"]
+
+    def _add_rank(self, rank: RankOptimizers) -> None:
+        queues = [queue for optimizer in rank.optimizers for queue in _queues(optimizer, rank.place.file)]
+        if not all(FP32_PARAM in item for queue in queues for item in queue):
+            if all(weight.storage.dtype != torch.float32 for _, weight in rank.parameters):
+                raise _unknown("no masters", rank.place.file)
+            self._check_all_trained(queues, rank)
+        for name, weight in rank.parameters:
+            fitting = [queue for queue in queues if queue and self._fits(queue[0], weight, rank.place)]
+            if len(fitting) > 1:
+                raise self._ambiguous(f"{len(fitting)} groups have state for it", name, rank)
+            for kind, tensor in fitting[0].popleft().items() if fitting else ():  # without one: it is not trained
+                self.add(kind, name, tensor, rank.tensor, rank.place)
+        if left := sum(map(len, queues)):
+            raise self._ambiguous(f"{left} masters or moments fit no weight", "the stored model", rank)
+
+    def _check_all_trained(self, queues: Sequence[_Queue], rank: RankOptimizers) -> None:
+        """In fp32 training shapes and order alone tell: only where nothing was left out are they certain."""
+        parameters = [name for name, _ in rank.parameters if not is_module_buffer(name)]
+        if (stored := sum(map(len, queues))) != len(parameters):
+            raise self._ambiguous(f"state of {stored} parameters, of {len(parameters)}", "the stored model", rank)
+
+    def _ambiguous(self, found: str, name: str, rank: RankOptimizers) -> LayoutError:
+        return LayoutError(
+            "it cannot be told which of the optimizer's state belongs to which weight",
+            found=found,
+            where=f"{name}, {rank.place.file}",
+            helps="the checkpoint is damaged or its weights were edited after the save: use another iteration",
+        )
+
+    def _fits(self, item: Mapping[str, TensorReference], weight: TensorReference, place: StoredObject) -> bool:
+        if any(tensor.shape != weight.shape for tensor in item.values()):
+            return False
+        if FP32_PARAM not in item:
+            return weight.storage.dtype == torch.float32
+        return first_mismatch(self._sample(item[FP32_PARAM], place), self._sample(weight, place)) is None
+
+    def _sample(self, tensor: TensorReference, place: StoredObject) -> torch.Tensor:
+        region = Region.whole("sample", tensor.shape)
+        extent = extent_of(tensor, place)
+        array = FlatArray(region.numel, extent.dtype, (FlatPiece(0, region.numel, extent, tensor.offset),))
+        flat = Region.whole("sample", (region.numel,))
+        return read_slice(array, self._transfer, FP32_PARAM, Slice((flat,), 0, min(region.numel, _SAMPLE)))
+
+
+def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
+    """The state of each group's parameters, in order.
+
+    Raises:
+        UnsupportedCheckpointError: some parameter lacks what others of its group have, or the step is kept elsewhere.
+    """
+    masters = optimizer.get(MASTERS)
+    inner = optimizer.get("optimizer", optimizer)
+    groups, state = inner.get("param_groups", []), inner.get("state", {})
+    queues: list[_Queue] = []
+    for number, group in enumerate(groups):
+        entries = [_tensors(state.get(parameter, {})) for parameter in group["params"]]
+        if masters is not None and number < len(masters) and len(masters[number]) == len(entries):
+            entries = [{FP32_PARAM: m, **entry} for m, entry in zip(masters[number], entries, strict=True)]
+        elif masters is not None:
+            raise _unknown("masters of other parameters than the optimizer's", where)
+        kinds = {frozenset(entry) - {FP32_PARAM} for entry in entries}
+        if len(kinds) > 1 or frozenset() in kinds:
+            raise _unknown("not the same state for all parameters of a group", where)
+        if EXP_AVG in next(iter(kinds), ()) and "step" not in group:
+            raise _unknown("no step in a parameter group", where)
+        if kinds and group.keys() >= _ADAM and kinds != {_MOMENTS_OF_ADAM}:
+            raise _unknown(f"a group of Adam that keeps {', '.join(sorted(kinds.pop()))}", where)
+        queues.append(deque(entries))
+    return queues
+
+
+def _tensors(entry: Mapping[str, Any]) -> dict[str, TensorReference]:
+    return {str(kind): value for kind, value in entry.items() if isinstance(value, TensorReference) and value.shape}
+
+
+def _unknown(found: str, where: str) -> UnsupportedCheckpointError:
+    return UnsupportedCheckpointError(
+        "the optimizer state of this legacy checkpoint is not as Megatron's optimizers keep it",
+        found=found,
+        expected=f"{MASTERS} where weights are not fp32, the same state for every parameter, and a step in each group",
+        where=where,
+        helps="resume it once under its own layout, and save with --use-distributed-optimizer",
+    )
+
+
+def _nothing(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
+    raise UnsupportedCheckpointError("a torch_dist checkpoint has no rank files", where=str(holder.folder))
+
+
+ENCODINGS = (
+    Encoding(
+        name=NAME,
+        stored="the masters and moments of each rank's parameters, one tensor each",
+        written_by="the optimizers without --use-distributed-optimizer, of every version, in legacy checkpoints",
+        claims=lambda keys: (),
+        read=_nothing,
+        stock_loads=lambda placement_changed, version: not placement_changed,
+        shows_names=False,
+        distributed=False,
+        opening_reads_elements=True,
+    ),
+)

@@ -1,0 +1,151 @@
+"""The optimizer formats in model space: arrays under the sharded keys of the weights that they belong to.
+
+Sources in megatron/core/optimizer: `sharded_param_state_fully_reshardable` (distrib_optimizer.py, core_v0.15.0 to
+0.19.2) and `sharded_param_state_fs_model_space` (core_v0.8.0 to 0.15.3); `sharded_state_dict` of
+`Float16OptimizerWithFloat16Params` and `FP32Optimizer` (optimizer.py, core_v0.7.0 to 0.19.2) and of
+`LayerWiseDistributedOptimizer` (layer_wise_optimizer.py, core_v0.16.0 to 0.19.2), which stores as they do. What a
+checkpoint says of itself may be the word of another of its optimizers, so keys decide: `fully_reshardable` calls the
+masters `param`, all others `fp32_param`, and layer-wise optimizers are a chain that marks its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from mcore_ckpt_ext.errors import LayoutError
+from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version
+from mcore_ckpt_ext.optimizers.masters import NumbersOfRemainders
+from mcore_ckpt_ext.optimizers.model_space_state import STATE_KEY, ModelSpaceState
+from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders
+from mcore_ckpt_ext.optimizers.shifted_state import repaired, shifted_names
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.transfer import read_slice
+
+FULLY_RESHARDABLE = "fully_reshardable"
+MODEL_SPACE = "fully_sharded_model_space"
+LAYER_WISE = "layer_wise"
+NOT_DISTRIBUTED = "no_distributed_optimizer"
+_FULLY_RESHARDABLE_MASTER = "param"
+_SAMPLE = 64
+
+
+def encoding_of(keys: StoredKeys) -> dict[str, str]:
+    """The encoding of every array in model space, by key; judged for each parameter by all its keys."""
+    parts = {key: match for key in keys.arrays if (match := STATE_KEY.match(key))}
+    gathered = {match["key"] for match in parts.values() if match["state"] == _FULLY_RESHARDABLE_MASTER}
+    found = {}
+    for key, match in parts.items():
+        if match["key"] in gathered:
+            found[key] = FULLY_RESHARDABLE
+        elif keys.label == MODEL_SPACE or key in keys.natural_shapes:
+            found[key] = MODEL_SPACE
+        else:
+            found[key] = LAYER_WISE if match["chain"] and keys.label else NOT_DISTRIBUTED
+    return found
+
+
+def _claims(name: str) -> Callable[[StoredKeys], set[str]]:
+    return lambda keys: {key for key, found in encoding_of(keys).items() if found == name}
+
+
+def _read(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
+    return ModelSpaceState(keys)
+
+
+def _read_undistributed(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
+    return ModelSpaceState(keys, distributed=False)
+
+
+def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalModels]) -> OptimizerState:
+    """0.15 to 0.19 write it shifted where a bucket that is not the last ends in padding.
+
+    And remainders are written as numbers (`_get_main_param_and_optimizer_states` hands out int16, and the gathered
+    buffers are fp32; distrib_optimizer.py, core_v0.15.0 to 0.19.2).
+    """
+    state = ModelSpaceState(keys)
+    if holder.arguments.use_precision_aware_optimizer and _holds_numbers(state, holder):
+        if any(shifted_names(models(), order) for order in holder.orders()):
+            raise LayoutError(
+                "Megatron 0.15 to 0.19 write such a state shifted, and remainders of masters, unlike masters, cannot "
+                "show whether it is",
+                where=str(holder.folder),
+                helps="use an iteration saved without --dist-ckpt-optim-fully-reshardable",
+            )
+        return NumbersOfRemainders(state)
+    return repaired(state, models(), holder.orders(), holder.weights, holder.transfer)
+
+
+def _holds_numbers(state: ModelSpaceState, holder: Holder) -> bool:
+    """Whether the stored "masters" are remainders: all of them whole numbers, and not all the weights themselves."""
+    differ = False
+    for name in state.names(FP32_PARAM):
+        for stored in state.stored(FP32_PARAM, name)[:1]:
+            begin = stored.slice.start
+            sample = Slice(stored.slice.regions, begin, min(stored.slice.stop, begin + _SAMPLE))
+            masters = read_slice(state, holder.transfer, FP32_PARAM, sample)
+            if not are_numbers_of_remainders(masters):
+                return False
+            weights = read_slice(holder.weights, holder.transfer, WEIGHT, sample)
+            differ = differ or first_mismatch(masters, weights) is not None
+    return differ
+
+
+def _reshardable_by_stock(placement_changed: bool, version: Version) -> bool:
+    return version >= (0, 15)
+
+
+def _model_space_by_stock(placement_changed: bool, version: Version) -> bool:
+    """Refused since 0.16 (commit 5ab481cb).
+
+    Up to 0.13 its parameter groups are taken by position, which exchanges weight decay between them on later pipeline
+    stages.
+    """
+    return (0, 14) <= version < (0, 16)
+
+
+def _always_by_stock(placement_changed: bool, version: Version) -> bool:
+    return True
+
+
+ENCODINGS = (
+    Encoding(
+        name=LAYER_WISE,
+        stored="arrays shaped like the weights, marked with the number of the chained optimizer",
+        written_by="LayerWiseDistributedOptimizer since 0.16 (--optimizer dist_muon)",
+        claims=_claims(LAYER_WISE),
+        read=_read_undistributed,
+        stock_loads=_always_by_stock,
+        distributed=False,
+    ),
+    Encoding(
+        name=NOT_DISTRIBUTED,
+        stored="arrays shaped like the weights; without masters where the weights are fp32",
+        written_by="the optimizers without --use-distributed-optimizer, of every version",
+        claims=_claims(NOT_DISTRIBUTED),
+        read=_read_undistributed,
+        stock_loads=_always_by_stock,
+        distributed=False,
+    ),
+    Encoding(
+        name=MODEL_SPACE,
+        stored="each rank's flat part of arrays shaped like the weights",
+        written_by="DistributedOptimizer of 0.8 to 0.14, by default",
+        claims=_claims(MODEL_SPACE),
+        read=_read,
+        stock_loads=_model_space_by_stock,
+        note="0.8 to 0.13 load it, too, but exchange weight decay between groups when PP > 1",
+    ),
+    Encoding(
+        name=FULLY_RESHARDABLE,
+        stored="arrays shaped like the weights; masters are called param",
+        written_by="DistributedOptimizer since 0.15 with --dist-ckpt-optim-fully-reshardable",
+        claims=_claims(FULLY_RESHARDABLE),
+        read=_read_repaired,
+        stock_loads=_reshardable_by_stock,
+        note="0.15 to 0.19 may have written it shifted: `mcore-ckpt verify` tells",
+    ),
+)

@@ -1,0 +1,84 @@
+"""Optimizer state that no weight can prove, or that cannot be placed: refused before anything is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.optimizers.encoding import Holder, StoredKeys
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+
+_QUANTISED = "torch.uint8"
+_QUANTISING = ("fp8_param_gather", "fp4_param_gather")
+_MODEL_SPACE_MASTER = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.(?:fp32_param|param)\.")
+
+
+def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[str]) -> None:
+    """Refuse optimizer state that no weight can prove.
+
+    With `--fp8-param-gather` (or fp4) the stored weights are dequantised ones, and a buffer's parameter dtype is uint8
+    (param_and_grad_buffer.py, core_v0.9.0 to 0.19.2).
+
+    Args:
+        holder: the checkpoint.
+        keys: what a torch_dist checkpoint stores of its optimizers.
+        encodings: of the state, by name.
+
+    Raises:
+        UnsupportedCheckpointError: it is of such a kind.
+    """
+    found = _quantised(holder, keys)
+    if found:
+        raise UnsupportedCheckpointError(
+            "the optimizer state cannot be proven: no weight is the plain rounding of an fp32 master",
+            found=found,
+            where=str(holder.folder),
+            helps="resume under the layout, and with the optimizer's options, that it was written with (switching them "
+            "off makes Megatron take numbers for masters that are none); or resume with --no-load-optim",
+        )
+    if FULLY_RESHARDABLE not in encodings and _transposes_experts(holder.arguments):
+        raise UnsupportedCheckpointError(
+            "the optimizer state of the experts cannot be placed: it is transposed, and the weights are not",
+            found="GroupedMLP: --moe-grouped-gemm without Transformer Engine's grouped linear layers",
+            where=str(holder.folder),
+            helps="under the layout that wrote it, save once with --dist-ckpt-optim-fully-reshardable (0.15, 0.16); "
+            "or resume with --no-load-optim",
+        )
+
+
+def _quantised(holder: Holder, keys: StoredKeys | None) -> str | None:
+    arrays = keys.arrays if keys else {}
+    masters = [array for key, array in arrays.items() if is_master(key)]
+    if narrow := next((array for array in masters if array.dtype not in ("float32", "int16")), None):
+        return f"masters of {narrow.dtype}"
+    if keys and any(f"({_QUANTISED}," in key for key in keys):
+        return f"gradient buffers for parameters of {_QUANTISED}: fp8 or fp4 primary weights"
+    if chosen := [name for name in _QUANTISING if holder.arguments.value(name)]:
+        return f"{' and '.join(chosen)} in the arguments of the job that wrote it: fp8 or fp4 primary weights"
+    return None
+
+
+def _transposes_experts(arguments: JobArguments) -> bool:
+    """Whether the job's experts were `GroupedMLP` (megatron/core/transformer/moe/experts.py, core_v0.7.0 to 0.16.1).
+
+    It keeps one matrix for all experts of a rank, transposed; `sharded_state_dict` turns its weights, not the flat
+    optimizer state. Who chooses it: megatron/core/models/gpt/moe_module_specs.py (core_v0.11.0 to 0.16.1); what an
+    older version chose, its arguments do not tell, and the proof decides.
+    """
+    chosen = arguments.moe_use_legacy_grouped_gemm
+    return bool(arguments.moe_grouped_gemm) and bool(
+        chosen or (chosen is not None and arguments.transformer_impl == "local")
+    )
+
+
+def has_remainders(index: DcpIndex) -> bool:
+    """Whether masters are stored as the int16 that a precision-aware optimizer keeps beside bf16 weights."""
+    return any(is_master(key) and array.dtype == "int16" for key, array in index.arrays.items())
+
+
+def is_master(key: str) -> bool:
+    """Whether the array of a sharded key holds masters, in any torch_dist format."""
+    return key.endswith(".param") if ".gbuf_idx_" in key else bool(_MODEL_SPACE_MASTER.match(key))

@@ -1,0 +1,74 @@
+"""What every optimizer state of a checkpoint answers, however it is stored."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.planning.plan import Derivation, StoredOnce, StoredSlice
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
+
+
+class OptimizerState(StoredOnce, ABC):
+    """The optimizer state of a checkpoint, in model space.
+
+    `kinds`: what it stores, master and moments by name; not every parameter has every kind.
+    """
+
+    kinds: tuple[str, ...]
+
+    @abstractmethod
+    def names(self, kind: str | None = None) -> list[str]:
+        """All parameters with state of one kind; without it, of any."""
+
+    @abstractmethod
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+
+    @abstractmethod
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """All slices that hold elements of a tensor."""
+
+    def derivation(self, kind: str, name: str) -> Derivation | None:
+        """How a tensor follows from others; None where it is stored."""
+        return None
+
+    @property
+    def carried_kinds(self) -> tuple[str, ...]:
+        """The kinds that hold all there is: without those that others were derived from."""
+        return self.kinds
+
+    def is_distributed(self, name: str) -> bool:
+        """Whether a DistributedOptimizer has a parameter's state, and not an optimizer that keeps it whole."""
+        return True
+
+    def witnesses(self) -> list[str]:
+        """Where the layouts that were needed so far are known from."""
+        return ["the arrays' own names"]
+
+    def lost_elements(self) -> dict[str, int]:
+        """Parameters of which the checkpoint lacks elements, and of how many, for each kind."""
+        return {}
+
+    @property
+    def buffers(self) -> Sequence[FlatBuffers]:
+        """The parts of it that lie in flat gradient buffers."""
+        return ()
+
+    @property
+    def shifted(self) -> Sequence[str]:
+        """Parameters whose stored slots hold other elements (see `shifted_state`)."""
+        return ()
+
+    @property
+    def written(self) -> OptimizerState:
+        """The state as its slots hold it: differs for what is `shifted`."""
+        return self
+
+    def lost(self, kind: str, name: str) -> list[tuple[int, int]]:
+        """Elements `[first, last)` of a tensor's flattening that are stored nowhere."""
+        return []

@@ -1,0 +1,185 @@
+"""The table of encodings, and the optimizer of a checkpoint as a composition of what each of them recognises.
+
+A new encoding is a module with its rows, and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.optimizers import bucket_formats, dp_zero, legacy_masters, model_space_formats
+from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version
+from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
+from mcore_ckpt_ext.optimizers.masters import with_masters
+from mcore_ckpt_ext.optimizers.refusals import check_provable
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice
+
+# What names its parameters stands before what lies in gradient buffers, which hold the others.
+ENCODINGS: tuple[Encoding, ...] = (
+    *model_space_formats.ENCODINGS,
+    *bucket_formats.ENCODINGS,
+    *dp_zero.ENCODINGS,
+    *legacy_masters.ENCODINGS,
+)
+
+FORMATS = tuple(encoding.name for encoding in ENCODINGS)
+_JOINT = " + "
+
+
+def encodings_named(name: str | None) -> list[Encoding]:
+    """The rows that a checkpoint's `optimizer_format` names; none of what is not in the table."""
+    parts = name.split(_JOINT) if name else []
+    return [encoding for encoding in ENCODINGS if encoding.name in parts]
+
+
+def stock_can_load(name: str | None, placement_changed: bool, version: Version) -> bool:
+    """Whether Megatron itself loads an intact optimizer state correctly.
+
+    Sources: `load_checkpoint` (megatron/training/checkpointing.py) and `DistributedOptimizer.load_state_dict` at each
+    version.
+
+    Args:
+        name: the optimizer format.
+        placement_changed: the gradient buffers of the run differ from those of the job that wrote it.
+        version: of the running megatron-core, (major, minor).
+    """
+    return all(encoding.stock_loads(placement_changed, version) for encoding in encodings_named(name))
+
+
+def shows_names(name: str | None) -> bool:
+    """Whether the arrays of an optimizer format say which parameters they belong to; not so without an optimizer."""
+    return name is not None and all(encoding.shows_names for encoding in encodings_named(name))
+
+
+def opens_by_metadata(name: str) -> bool:
+    """Whether an optimizer format says what it holds without a look at elements."""
+    return not any(encoding.opening_reads_elements for encoding in encodings_named(name))
+
+
+def recognised(keys: StoredKeys) -> list[tuple[Encoding, StoredKeys]]:
+    """The encodings in a checkpoint, each with the keys that are its own."""
+    claims = [(encoding, encoding.claims(keys)) for encoding in ENCODINGS]
+    return [(encoding, keys.only(claimed)) for encoding, claimed in claims if claimed]
+
+
+def format_name(keys: StoredKeys) -> str | None:
+    """The names of all encodings in a checkpoint; its own label where nothing is recognised; None without state."""
+    names = [encoding.name for encoding, _ in recognised(keys)]
+    return _JOINT.join(names) or (keys.label if any(True for _ in keys) else None)
+
+
+def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
+    """The optimizer state of a torch_dist checkpoint.
+
+    Args:
+        holder: the checkpoint that it belongs to.
+        keys: what the checkpoint stores of its optimizers.
+
+    Raises:
+        UnsupportedCheckpointError: there is none, or in a format that is not read.
+    """
+    found = recognised(keys)
+    if not found:
+        raise UnsupportedCheckpointError(
+            "the optimizer state is in a format that this version does not read",
+            found=keys.label,
+            expected=", ".join(FORMATS),
+            where=str(holder.folder),
+        )
+    check_provable(holder, keys, [encoding.name for encoding, _ in found])
+    states: list[OptimizerState] = []
+    named: set[str] = set()
+
+    def others() -> LocalModels:
+        """The parameters that no array named so far: those that gradient buffers hold."""
+        return holder.models.without(named)
+
+    for encoding, own in found:
+        states.append(with_masters(encoding.read(holder, own, others), holder.weights))
+        if encoding.shows_names:
+            named |= set(states[-1].names())
+    return states[0] if len(states) == 1 else Composition(states)
+
+
+class Composition(OptimizerState):
+    """The states of several optimizers, each of them of its own parameters."""
+
+    def __init__(self, states: Sequence[OptimizerState]) -> None:
+        self._states = states
+        self.kinds = tuple(dict.fromkeys(kind for state in states for kind in state.kinds))
+
+    @override
+    def names(self, kind: str | None = None) -> list[str]:
+        return list(dict.fromkeys(name for state in self._states for name in state.names(kind)))
+
+    @override
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        state = self._state_of(name)
+        return state.logical_tensor(kind, name) if state else None
+
+    @override
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        state = self._state_of(name)
+        return state.stored(kind, name) if state else []
+
+    @override
+    def copies(self, kind: str, name: str) -> Copies:
+        state = self._state_of(name)
+        return state.copies(kind, name) if state else []
+
+    @override
+    def derivation(self, kind: str, name: str) -> Derivation | None:
+        state = self._state_of(name)
+        return state.derivation(kind, name) if state else None
+
+    @property
+    @override
+    def carried_kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(kind for state in self._states for kind in state.carried_kinds))
+
+    @override
+    def is_distributed(self, name: str) -> bool:
+        state = self._state_of(name)
+        return state is None or state.is_distributed(name)
+
+    @override
+    def witnesses(self) -> list[str]:
+        return sorted({witness for state in self._states for witness in state.witnesses()})
+
+    @override
+    def lost_elements(self) -> dict[str, int]:
+        return {name: count for state in self._states for name, count in state.lost_elements().items()}
+
+    @property
+    @override
+    def buffers(self) -> Sequence[FlatBuffers]:
+        return [buffers for state in self._states for buffers in state.buffers]
+
+    @property
+    @override
+    def shifted(self) -> Sequence[str]:
+        return [name for state in self._states for name in state.shifted]
+
+    @property
+    @override
+    def written(self) -> OptimizerState:
+        return Composition([state.written for state in self._states])
+
+    @override
+    def lost(self, kind: str, name: str) -> list[tuple[int, int]]:
+        state = self._state_of(name)
+        return state.lost(kind, name) if state else []
+
+    def _state_of(self, name: str) -> OptimizerState | None:
+        return self._holding.get(name)
+
+    @cached_property
+    def _holding(self) -> dict[str, OptimizerState]:
+        return {name: state for state in reversed(self._states) for name in state.names()}

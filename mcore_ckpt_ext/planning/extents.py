@@ -1,0 +1,78 @@
+"""Where an array lies in a file, in each of the ways that one can.
+
+All of them say: the `file`, the byte `offset` and `length` of what holds the array, its `dtype` by name, and its number
+of elements `numel`. An archive's payload is looked up when it is read, not when the plan is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class ArchivedTensor(NamedTuple):
+    """The one tensor of the torch archive of `length` bytes at `offset` of `file`."""
+
+    file: str
+    offset: int
+    length: int
+    dtype: str
+    numel: int
+
+
+class ArchivedRecord(NamedTuple):
+    """A storage of the torch archive of `length` bytes at `offset` of `file`: the archive's record of that name."""
+
+    file: str
+    offset: int
+    length: int
+    dtype: str
+    numel: int
+    record: str
+
+
+class RawArray(NamedTuple):
+    """Nothing but the elements, from byte `offset` on."""
+
+    file: str
+    offset: int
+    length: int
+    dtype: str
+    numel: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transposed:
+    """A matrix of `columns` columns, whose elements are counted in the order of its transpose."""
+
+    matrix: ArchivedTensor | ArchivedRecord | RawArray
+    columns: int
+
+    @property
+    def file(self) -> str:
+        """Of the matrix."""
+        return self.matrix.file
+
+    @property
+    def offset(self) -> int:
+        """Of the matrix."""
+        return self.matrix.offset
+
+    @property
+    def length(self) -> int:
+        """Of the matrix."""
+        return self.matrix.length
+
+    @property
+    def dtype(self) -> str:
+        """Of the matrix."""
+        return self.matrix.dtype
+
+    @property
+    def numel(self) -> int:
+        """Of the matrix."""
+        return self.matrix.numel
+
+
+PlainExtent = ArchivedTensor | ArchivedRecord | RawArray
+Extent = PlainExtent | Transposed

@@ -1,0 +1,104 @@
+"""The last step of a save, on rank 0: the disk keeps all of it, then the tracker names it; training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+
+from mcore_ckpt_ext.layout.sidecar import SaveRecord
+from mcore_ckpt_ext.online.agreement import attempt
+from mcore_ckpt_ext.saving.durable import Disk
+from mcore_ckpt_ext.saving.save import Save, Step
+
+Start = Callable[[Callable[[], str | None]], "Future[str | None]"]
+"""Begins a piece of work beside the training."""
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _Running:
+    """What is being published beside the training."""
+
+    save: Save
+    own: Sequence[Step]
+    problem: Future[str | None]
+
+
+class Publisher:
+    """Publishes one save at a time; on other ranks it never has one.
+
+    Args:
+        disk: where the run lies.
+        start: begins a piece of work beside the training.
+        now: the time in seconds.
+        say: tells the user a line.
+        warn: tells the user a line that is this rank's own.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        start: Start,
+        now: Callable[[], float],
+        say: Callable[[str], None],
+        warn: Callable[[str], None],
+    ) -> None:
+        self._disk, self._start, self._now, self._say, self._warn = disk, start, now, say, warn
+        self._running: _Running | None = None
+
+    def prepare(self, save: Save) -> None:
+        """Give a save its place; OSError where the disk refuses."""
+        self._disk.prepare(save.folder, save.tracker)
+
+    def publish(self, save: Save, tracker: bool = True) -> None:
+        """Once all files are written: flush, record, point the tracker to it.
+
+        Raises:
+            OSError: the disk refuses; the tracker names what it named.
+        """
+        self._disk.settle(save.folder)
+        taken = self._now() - save.began
+        background = max(0.0, taken - save.stalled) if save.asynchronous else 0.0
+        sidecar = save.record(SaveRecord(save.asynchronous, save.bytes, round(save.stalled, 4), round(background, 4)))
+        self._disk.publish(save.folder, sidecar, save.tracker if tracker else None, save.tracker_text)
+        save.line = (
+            f"iteration {save.iteration} is complete on disk: {save.bytes / 1e6:,.1f} MB in {save.folder}, "
+            f"training stalled {save.stalled:.2f} s, {background:.2f} s in the background"
+        )
+
+    def begin(self, save: Save, own: Sequence[Step]) -> None:
+        """Publish beside the training that goes on; what is the training script's own follows at the end."""
+        self.end(wait=True)
+        self._disk.copy(save.tracker, save.scratch)  # Megatron reads it before it writes it, for what it may delete
+        self._running = _Running(save, own, self._start(partial(attempt, partial(self.publish, save))))
+
+    def end(self, wait: bool) -> None:
+        """Where a publication is at its end: say so, and do what waited for it."""
+        running = self._running
+        if running is None or not (wait or running.problem.done()):
+            return None
+        self._running = None
+        if (problem := running.problem.result()) is not None:
+            running.save.problem = f"iteration {running.save.iteration} was not saved: {problem}"
+            return self.clear_away([running.save])
+        self.do(running.save, running.own)
+        return self.tell(running.save)
+
+    def do(self, save: Save, own: Sequence[Step]) -> None:
+        """What the training script does of itself after a save."""
+        for step in own:
+            if (failure := attempt(step.run)) is not None:
+                self._warn(f"iteration {save.iteration} is saved, but then: {failure}")
+
+    def tell(self, save: Save) -> None:
+        """Say that it is a fact."""
+        self._say(save.line)
+        self._disk.remove(save.scratch)
+
+    def clear_away(self, saves: Sequence[Save]) -> None:
+        """Remove what failed saves left."""
+        self._disk.discard([save.folder for save in saves if self._disk.tracked(save.tracker) != save.iteration])
+        for save in saves:
+            self._disk.remove(save.scratch)

@@ -1,0 +1,124 @@
+"""One save of a job: what it is, where it stands, and where the ranks meet for it. Nothing here knows a framework."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
+
+from mcore_ckpt_ext.layout.sidecar import SaveRecord
+from mcore_ckpt_ext.online.background import Report
+
+
+class State(Enum):
+    """Where a save stands: what every rank knows of it, so that it is the same on all of them."""
+
+    PLANNED = "planned"  # what is saved is being put together
+    WRITING = "writing"  # the writers have it
+    FINALISED = "finalised"  # all ranks have written, and the index names all of it
+    PUBLISHING = "publishing"  # rank 0 has the disk keep it, and points the tracker to it
+    TOLD = "told"  # it is a fact, and every rank knows
+    FAILED = "failed"  # what was left of it is gone, and every rank knows
+
+
+FOLLOWS: Mapping[State, frozenset[State]] = MappingProxyType(
+    {
+        State.PLANNED: frozenset((State.WRITING, State.FAILED)),
+        State.WRITING: frozenset((State.FINALISED, State.FAILED)),
+        State.FINALISED: frozenset((State.PUBLISHING,)),
+        State.PUBLISHING: frozenset((State.TOLD, State.FAILED)),
+        State.TOLD: frozenset(),
+        State.FAILED: frozenset(),
+    }
+)
+"""What each state may lead to."""
+
+
+class Point(Enum):
+    """Where all ranks meet: each tells whether it has a problem, and all go on knowing the same."""
+
+    BEGIN = 1  # of `save_checkpoint`: the one before is published, and this one has a place
+    INDEX = 2  # of a synchronous save: rank 0 has written the index, and every file is there
+    FINALISE = 3  # of an asynchronous one: the same, and each rank has done its steps
+    OUTCOME = 4  # what came of publishing
+
+
+class Ranks(Protocol):
+    """The ranks of the job, seen by one of them."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this one publishes."""
+
+    def agree(self, point: Point, problem: str | None) -> str | None:
+        """Meet; the problems of all ranks, with their ranks, on every rank; None where none has one."""
+
+    def barrier(self) -> None:
+        """Stand in for a barrier of Megatron's that this rank's failure has kept it from."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that Megatron does on a rank when all writers are done.
+
+    Attributes:
+        run: does it.
+        has_barrier: it ends with a barrier of all ranks, which the others wait in if it fails here.
+        is_own: it is the training script's and does not communicate: its log, its tracker, older ones to delete.
+    """
+
+    run: Callable[[], object]
+    has_barrier: bool = False
+    is_own: bool = False
+
+
+Finalise = Callable[[Sequence[Step]], None]
+
+
+@dataclass(eq=False)
+class Save:
+    """One save, on one rank.
+
+    Attributes:
+        iteration: its number, written to `folder`.
+        tracker: the file that names the newest checkpoint of the run; what it is to say: `tracker_text`.
+        asynchronous: whether training goes on while it is written.
+        record: gives the sidecar's text, once it is known what the save took; empty where there is none.
+        began: when it began, in seconds of the coordinator's clock; for `stalled` of them training stood still.
+        bytes: of all its records, on rank 0.
+        report: what its writer says of its own failure.
+        problem: on rank 0, why it could not be published, until all ranks know.
+        line: on rank 0, what the user is told of it.
+    """
+
+    iteration: int
+    folder: Path
+    tracker: Path
+    tracker_text: str
+    asynchronous: bool
+    record: Callable[[SaveRecord], str]
+    state: State = State.PLANNED
+    began: float = 0.0
+    stalled: float = 0.0
+    bytes: int = 0
+    report: Report = field(default_factory=Report)
+    problem: str | None = None
+    line: str = ""
+
+    @property
+    def scratch(self) -> Path:
+        """Where Megatron writes its tracker file; ours is written in one step, when it is true."""
+        return self.tracker.with_name(f".{self.tracker.name}.scratch")
+
+    def become(self, state: State) -> None:
+        """Go on to the next state.
+
+        Raises:
+            RuntimeError: no save goes there from where this one stands: a defect of this package.
+        """
+        if state not in FOLLOWS[self.state]:
+            raise RuntimeError(f"a save that is {self.state.value} cannot be {state.value}")
+        self.state = state

@@ -1,0 +1,106 @@
+"""The variables of the environment that this package listens to: each with its meaning, its default and its value now.
+
+Every `import torch` pays for this module, and a checkpoint's writer process imports it: it needs nothing but Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Value = TypeVar("Value")
+# What a save that fails does to the training; also the values of `--ckpt-ext-on-save-failure`.
+STOP, CONTINUE = "stop", "continue"
+WARN = "warn"
+
+
+class Setting(Generic[Value]):
+    """One variable; it is read when it is asked for, so that a program may set it after this package is imported.
+
+    Args:
+        name: the variable.
+        meaning: what it does, in words that follow its name: "full: checksums of ...".
+        default: its value where it is not set, or is set to what nobody understands.
+        parse: the value of a text; raises LookupError or ValueError for what it does not understand.
+        argument: the argument of a job's command line that means the same, and wins.
+    """
+
+    def __init__(
+        self, name: str, meaning: str, default: Value, parse: Callable[[str], Value], argument: str = ""
+    ) -> None:
+        self.name = name
+        self.meaning = meaning
+        self.default = default
+        self.argument = argument
+        self._parse = parse
+
+    @property
+    def flag(self) -> str:
+        """The argument as a user spells it."""
+        return f"--{self.argument.replace('_', '-')}"
+
+    def chosen(self, arguments: object) -> Value:
+        """What holds in a job with these parsed arguments."""
+        given: Value | None = getattr(arguments, self.argument, None)
+        return given or self.value
+
+    @property
+    def text(self) -> str | None:
+        """What the environment says; None where it is not set, or empty."""
+        return os.environ.get(self.name) or None
+
+    @property
+    def is_understood(self) -> bool:
+        """Whether what the environment says means anything."""
+        return self._parsed()[1]
+
+    @property
+    def value(self) -> Value:
+        """What holds now."""
+        return self._parsed()[0]
+
+    def _parsed(self) -> tuple[Value, bool]:
+        if self.text is None:
+            return self.default, True
+        try:
+            return self._parse(self.text), True
+        except (LookupError, ValueError):
+            return self.default, False
+
+
+SWITCH = Setting("MCORE_CKPT_EXT", "0 switches the package off", True, {"0": False, "1": True}.__getitem__)
+VERIFY_ALL = Setting(
+    "MCORE_CKPT_EXT_VERIFY", "full: checksums of all records before a resume", False, {"full": True}.__getitem__
+)
+ACCEPT_LOST = Setting(
+    "MCORE_CKPT_EXT_ACCEPT_LOST",
+    "1: resume although elements are lost",
+    False,
+    {"0": False, "1": True}.__getitem__,
+)
+PROOF = Setting(
+    "MCORE_CKPT_EXT_PROOF",
+    "warn: training goes on although masters do not round to their weights",
+    STOP,
+    {word: word for word in (STOP, WARN)}.__getitem__,
+)
+ON_SAVE_FAILURE = Setting(
+    "MCORE_CKPT_EXT_ON_SAVE_FAILURE",
+    "continue: training goes on when a save fails",
+    STOP,
+    {word: word for word in (STOP, CONTINUE)}.__getitem__,
+    argument="ckpt_ext_on_save_failure",
+)
+FALLBACK = Setting(
+    "MCORE_CKPT_EXT_FALLBACK",
+    "1: resume from the newest whole checkpoint",
+    False,
+    {"0": False, "1": True}.__getitem__,
+    argument="ckpt_ext_fallback",
+)
+WRITER_PATIENCE = Setting(
+    "MCORE_CKPT_EXT_WRITER_PATIENCE", "seconds after which a silent writer is given up", 300.0, float
+)
+SETTINGS = (SWITCH, VERIFY_ALL, ACCEPT_LOST, PROOF, ON_SAVE_FAILURE, FALLBACK, WRITER_PATIENCE)
+"""All of them, in the order in which a user meets them; a test compares the README's table with this."""

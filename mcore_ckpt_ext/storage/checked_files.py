@@ -1,0 +1,61 @@
+"""Opening files of a stranger's folder: ordinary files only, and none that a link brings in from elsewhere.
+
+What is read of a checkpoint is shown, and carried into what is written. A link from its folder to somebody's keys must
+not take them along; a FIFO would hold its reader for ever, and opening some devices does something.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+from mcore_ckpt_ext.storage.paths import is_remote
+
+SMALL_BYTES = 256 << 20
+"""More than any description beside a checkpoint has; a tokenizer may have tens of MiB."""
+
+
+def open_file(folder: Path, name: str) -> int:
+    """The descriptor of an ordinary file of a folder of this machine, for reading.
+
+    Links are followed within the folder, and in a cache of huggingface_hub, whose snapshots are links to the blobs
+    beside them (`file_download.py`, `_create_symlink`, 0.20 to 1.x).
+
+    Raises:
+        OSError: it is missing, a link that leads elsewhere, or no ordinary file; `strerror` says which.
+    """
+    real = Path(os.path.realpath(folder / name))
+    if not any(real.is_relative_to(root) for root in _roots(folder)):
+        raise OSError(errno.ELOOP, f"a link leads out of the folder, to {real}", str(folder / name))
+    if not stat.S_ISREG(real.stat().st_mode):
+        raise OSError(errno.EINVAL, "no ordinary file, but a folder, a pipe or a device", str(folder / name))
+    descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "no ordinary file, but a folder, a pipe or a device", str(folder / name))
+    return descriptor
+
+
+def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
+    """The content of a file of a folder.
+
+    Raises:
+        OSError: as `open_file`, or it has more than `limit` bytes.
+    """
+    if is_remote(folder):
+        path = folder / name
+        if path.stat().st_size > limit:
+            raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
+        return path.read_bytes()
+    with os.fdopen(open_file(folder, name), "rb") as stream:
+        if os.fstat(stream.fileno()).st_size > limit:
+            raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(folder / name))
+        return stream.read()
+
+
+def _roots(folder: Path) -> list[Path]:
+    real = Path(os.path.realpath(folder))
+    snapshots = real.parent
+    return [real, snapshots.parent / "blobs"] if snapshots.name == "snapshots" else [real]

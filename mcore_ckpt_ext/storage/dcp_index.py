@@ -1,0 +1,149 @@
+"""The index of a torch distributed checkpoint: `.metadata`, read without torch.distributed and without trust."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, remedy
+from mcore_ckpt_ext.planning.extents import ArchivedRecord, ArchivedTensor, PlainExtent
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.collector import collector_paused
+from mcore_ckpt_ext.storage.safe_pickle import TensorReference, safe_loads
+
+METADATA_FILE = ".metadata"
+# A chunk takes some 300 bytes, and the largest checkpoints have millions.
+_INDEX_BYTES = 8 << 30
+
+
+class StoredChunk(NamedTuple):
+    """A hyper-rectangle of a stored array, and the archive that holds it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    extent: PlainExtent
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array of the checkpoint under Megatron's sharded key; shape in elements, dtype by name."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[StoredChunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """A pickled object: the archive of `length` bytes at `offset` of `file`."""
+
+    file: str
+    offset: int
+    length: int
+
+
+def extent_of(tensor: TensorReference, place: StoredObject) -> ArchivedRecord:
+    """The storage of a tensor that was pickled in the archive at `place`; the tensor begins at `tensor.offset`."""
+    dtype = str(tensor.storage.dtype).removeprefix("torch.")
+    return ArchivedRecord(place.file, place.offset, place.length, dtype, tensor.storage.numel, tensor.storage.key)
+
+
+@dataclass(frozen=True)
+class DcpIndex:
+    """Everything that `.metadata` says: arrays by key, objects by key (with Megatron's `/shard_…` suffix).
+
+    `natural_shapes` gives the shape of arrays that Megatron 0.8 to 0.15 stored reshaped (`mcore_data`,
+    dist_checkpointing/strategies/torch.py and resharding.py). `has_plans`: the ranks' plans are kept with it, which
+    Megatron does since 0.11 (`all_local_plans`). `chunks_show_parameters`: the chunks of a flat gradient buffer begin
+    and end where its parameters do, as they do in torch's format, which has one a saved piece.
+    """
+
+    arrays: Mapping[str, StoredArray]
+    objects: Mapping[str, StoredObject]
+    natural_shapes: Mapping[str, tuple[int, ...]]
+    has_plans: bool = False
+    chunks_show_parameters: bool = True
+
+
+def read_index(folder: Path) -> DcpIndex:
+    """Read `.metadata` of an iteration folder.
+
+    Raises:
+        UnreadableCheckpointError: it is missing, damaged, or contradicts itself.
+        UnsupportedCheckpointError: the records are compressed.
+    """
+    path = folder / METADATA_FILE
+    try:
+        data = read_file(folder, METADATA_FILE, _INDEX_BYTES)
+    except OSError as error:
+        raise UnreadableCheckpointError(
+            "the checkpoint's index cannot be read",
+            found=error.strerror,
+            where=str(path),
+            helps=remedy(error),
+        ) from error
+    try:
+        with collector_paused():
+            return _index(safe_loads(data, str(path)))
+    except (AttributeError, TypeError, ValueError, KeyError) as error:
+        raise UnreadableCheckpointError(
+            "the checkpoint's index is damaged", found=f"{type(error).__name__}: {error}", where=str(path)
+        ) from error
+
+
+def _index(metadata: Any) -> DcpIndex:
+    # Chunks are filed under (key, offsets), objects under (key, None): `MetadataIndex` of
+    # torch/distributed/checkpoint/metadata.py.
+    places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+    for index, info in metadata.storage_data.items():
+        if getattr(info, "transform_descriptors", None):
+            raise UnsupportedCheckpointError(
+                "the checkpoint's records are compressed", found=info.transform_descriptors, where=index.fqn
+            )
+        offset = getattr(index, "offset", None)  # absent for objects: a default of torch's class
+        places[index.fqn, None if offset is None else tuple(offset)] = info
+    arrays: dict[str, StoredArray] = {}
+    objects: dict[str, StoredObject] = {}
+    left = len(places)
+    for key, entry in metadata.state_dict_metadata.items():
+        if hasattr(entry, "chunks"):
+            left -= len(entry.chunks)
+            if left < 0:
+                raise ValueError(f"more chunks than records: the {len(entry.chunks)} of {key} repeat themselves")
+            arrays[key] = _array(key, entry, places)
+        else:
+            info = places[key, None]
+            objects[key] = StoredObject(str(info.relative_path), int(info.offset), int(info.length))
+    natural = {
+        key: tuple(int(size) for size in data["nd_reformulated_orig_global_shape"])
+        for key, data in (getattr(metadata, "mcore_data", None) or {}).items()
+        if data.get("nd_reformulated_orig_global_shape") is not None
+    }
+    return DcpIndex(arrays, objects, natural, bool(getattr(metadata, "all_local_plans", None)))
+
+
+def _array(key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any]) -> StoredArray:
+    shape = tuple(int(size) for size in entry.size)
+    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    if dtype not in ITEM_SIZE:
+        raise ValueError(f"{key} has the unknown dtype {dtype}")
+    chunks = []
+    for chunk in entry.chunks:
+        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        if len(offsets) != len(shape) or len(sizes) != len(shape):
+            raise ValueError(f"a chunk of {key} has {len(offsets)} axes, its array {len(shape)}")
+        numel = 1
+        for offset, size, end in zip(offsets, sizes, shape, strict=True):
+            if min(offset, size) < 0 or offset + size > end:
+                raise ValueError(f"a chunk of {key} lies at {offsets} with sizes {sizes}, in an array of shape {shape}")
+            numel *= size
+        info = places[key, offsets]
+        extent = ArchivedTensor(str(info.relative_path), int(info.offset), int(info.length), dtype, numel)
+        if numel * ITEM_SIZE[dtype] > extent.length:
+            raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {extent.length} bytes")
+        chunks.append(StoredChunk(offsets, sizes, extent))
+    return StoredArray(key, shape, dtype, tuple(chunks))

@@ -1,0 +1,181 @@
+"""Folders held by their descriptors: what is made, opened and removed below one is never reached through a link.
+
+A path is looked up anew at each use, and in a folder that others may write to, any part of it can have become a link
+since. A descriptor stays what it was when it was opened (openat(2), `O_NOFOLLOW`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NO_REPLACE, _EXCHANGE = 1, 2  # RENAME_NOREPLACE and RENAME_EXCHANGE of Linux, renameat2(2)
+_NOT_OFFERED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+
+
+class Folder:
+    """An open folder; `path` is for messages only. All methods raise OSError where the system refuses."""
+
+    def __init__(self, descriptor: int, path: Path) -> None:
+        self.descriptor = descriptor
+        self.path = path
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    @classmethod
+    def at(cls, path: Path) -> Folder:
+        """The folder that a user names: links in this path are the user's own, and followed."""
+        return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path)
+
+    def status(self, name: str | None = None) -> os.stat_result | None:
+        """Of an entry, which may be a link, or of the folder itself; None where there is none."""
+        if name is None:
+            return os.fstat(self.descriptor)
+        with contextlib.suppress(FileNotFoundError):
+            return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
+        return None
+
+    def make(self, name: str, mode: int = 0o777) -> None:
+        """Make a folder in this one; never one that is there already."""
+        os.mkdir(name, mode, dir_fd=self.descriptor)
+
+    def enter(self, name: str) -> Folder:
+        """Open a folder in this one, if it is no link."""
+        return Folder(os.open(name, _FOLDER, dir_fd=self.descriptor), self.path / name)
+
+    def open(self, file: str, flags: int, mode: int = 0o666) -> int:
+        """The descriptor of a file below; folders on the way are made where `flags` has `O_CREAT`."""
+        *folders, name = PurePosixPath(file).parts
+        held: list[Folder] = []
+        try:
+            for part in folders:
+                within = held[-1] if held else self
+                if flags & os.O_CREAT:
+                    with contextlib.suppress(FileExistsError):
+                        within.make(part)
+                held.append(within.enter(part))
+            within = held[-1] if held else self
+            # Without O_NONBLOCK, opening a FIFO would wait for whoever planted it.
+            flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            descriptor = os.open(name, flags, mode, dir_fd=within.descriptor)
+        finally:
+            for folder in held:
+                folder.close()
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise OSError(errno.EINVAL, "no ordinary file", str(self.path / file))
+        return descriptor
+
+    def read(self, file: str, limit: int) -> bytes | None:
+        """The first `limit` bytes of a file below; None where there is none."""
+        try:
+            descriptor = self.open(file, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        with os.fdopen(descriptor, "rb") as stream:
+            return stream.read(limit)
+
+    def names(self) -> list[str]:
+        """The entries, sorted."""
+        return sorted(os.listdir(self.descriptor))  # noqa: PTH208  a descriptor is no path
+
+    def folders(self) -> Iterator[tuple[Folder, list[str]]]:
+        """This folder and all below, the deepest first, each with the names in it that are no folders."""
+        others = []
+        for name in self.names():
+            status = self.status(name)
+            if status is not None and stat.S_ISDIR(status.st_mode):
+                with self.enter(name) as below:
+                    yield from below.folders()
+            elif status is not None:
+                others.append(name)
+        yield self, others
+
+    def remove(self, name: str) -> None:
+        """Remove an entry with all that is in it; nothing where there is none."""
+        status = self.status(name)
+        if status is None:
+            return
+        if not stat.S_ISDIR(status.st_mode):
+            os.unlink(name, dir_fd=self.descriptor)
+            return
+        with self.enter(name) as folder:
+            for below in folder.names():
+                folder.remove(below)
+        os.rmdir(name, dir_fd=self.descriptor)
+
+    def flush(self) -> None:
+        """Flush all that is in the folder to the disk, and the folder itself."""
+        for folder, files in self.folders():
+            for file in files:
+                descriptor = folder.open(file, os.O_RDONLY)
+                try:
+                    os.fsync(descriptor)
+                finally:
+                    os.close(descriptor)
+            os.fsync(folder.descriptor)
+
+
+def move_new(source: Folder, name: str, target: Folder, new_name: str) -> None:
+    """Move a folder to a name that is free, in one step.
+
+    Raises:
+        FileExistsError: the name is taken; nothing was moved.
+        OSError: the system refuses; nothing was moved.
+    """
+    try:
+        _rename(source, name, target, new_name, _NO_REPLACE)
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED:
+            raise
+        # A file system without that flag: an empty folder claims the name, and a rename replaces empty folders only.
+        target.make(new_name, 0o700)
+        try:
+            os.rename(name, new_name, src_dir_fd=source.descriptor, dst_dir_fd=target.descriptor)
+        except OSError as refused:
+            with contextlib.suppress(OSError):
+                os.rmdir(new_name, dir_fd=target.descriptor)
+            if refused.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(target.path / new_name)) from refused
+            raise
+
+
+def exchange(first: Folder, name: str, second: Folder, other: str) -> bool:
+    """Exchange the names of two folders, which no moment shows half done; False where the system does not offer it.
+
+    Raises:
+        OSError: the system refuses.
+    """
+    try:
+        _rename(first, name, second, other, _EXCHANGE)
+    except OSError as error:
+        if error.errno not in _NOT_OFFERED:
+            raise
+        return False
+    return True
+
+
+def _rename(source: Folder, name: str, target: Folder, new_name: str, flags: int) -> None:
+    library = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(library, "renameat2"):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    old, new = os.fsencode(name), os.fsencode(new_name)
+    if library.renameat2(source.descriptor, old, target.descriptor, new, flags):
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number), str(target.path / new_name))

@@ -1,0 +1,134 @@
+"""Run folders: the names of iterations, and the tracker file that names the newest one.
+
+Source: `read_metadata` and `get_checkpoint_name`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, some
+
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+RELEASE = "release"
+"""The name of the folder of a model that no iteration of a job made, and what the tracker says where it is meant."""
+_ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
+_NUMBER = re.compile(r"\d{1,18}", re.ASCII)
+_SHOWN = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Tracker:
+    """What a tracker file says.
+
+    Attributes:
+        path: the file.
+        text: its first characters.
+        iteration: the one that it names; None where it names none.
+    """
+
+    path: Path
+    text: str
+    iteration: int | None
+
+    @property
+    def names_release(self) -> bool:
+        """Whether it names the folder `release`."""
+        return self.text == RELEASE
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder that it names, there or not; None where it names none."""
+        if self.names_release:
+            return self.path.parent / RELEASE
+        return None if self.iteration is None else self.path.parent / iteration_name(self.iteration)
+
+
+def read_tracker(path: Path) -> Tracker | None:
+    """What a tracker file says; None where there is no such file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not path.is_file():
+        return None
+    text = path.read_text(errors="replace").strip()
+    return Tracker(path, text[:_SHOWN], int(text) if _NUMBER.fullmatch(text) else None)
+
+
+def iteration_name(number: int) -> str:
+    """The name of an iteration's folder."""
+    return f"iter_{number:07d}"
+
+
+def iteration_number(folder: Path) -> int | None:
+    """Which iteration a folder is named after; None for every other name."""
+    match = _ITERATION.fullmatch(folder.name)
+    return int(match[1]) if match else None
+
+
+def iteration_folders(run: Path) -> dict[int, Path]:
+    """What a run folder has under the names of iterations, by number, newest first."""
+    found = {number: path for path in run.iterdir() if (number := iteration_number(path)) is not None}
+    return dict(sorted(found.items(), reverse=True))
+
+
+def iteration_folder(path: Path) -> Path:
+    """The iteration folder that a run folder's tracker names, or `path` itself where it has no tracker.
+
+    Raises:
+        UnreadableCheckpointError: there is no such folder, or its tracker names none.
+    """
+    check_folder_exists(path)
+    tracker = read_tracker(path / TRACKER_FILE)
+    if tracker is None:
+        return path
+    if tracker.folder is None:
+        raise UnreadableCheckpointError(
+            "the tracker file names no iteration", found=repr(tracker.text), where=str(tracker.path)
+        )
+    if not tracker.folder.is_dir():
+        raise UnreadableCheckpointError(
+            "the tracker file names an iteration that is not there", found=_iterations(path),
+            expected=tracker.folder.name, where=str(tracker.path), helps="name one of the others, by its folder",
+        )  # fmt: skip
+    return tracker.folder
+
+
+def check_folder_exists(path: Path) -> None:
+    """See that there is a folder, here or in a remote store.
+
+    Raises:
+        UnreadableCheckpointError: there is none, or the store does not answer.
+    """
+    try:
+        there = path.is_dir()
+    except OSError:
+        raise
+    except Exception as error:
+        # The libraries of remote stores have their own, of a missing password for example.
+        raise UnreadableCheckpointError(
+            "the remote store cannot be read", found=f"{type(error).__name__}: {error}", where=str(path),
+            helps="check the address, and that the store's library finds your credentials (fsspec, s3fs, gcsfs, adlfs)",
+        ) from error  # fmt: skip
+    if not there:
+        what = "that is a file, not a folder" if path.exists() else "there is no such folder"
+        raise UnreadableCheckpointError(what, where=str(path), helps="check the path")
+
+
+def no_checkpoint(path: Path) -> UnreadableCheckpointError:
+    """The refusal of a folder in which nothing is a checkpoint: what is there instead."""
+    names = sorted(entry.name for entry in path.iterdir())
+    return UnreadableCheckpointError(
+        "there is no checkpoint in this folder",
+        found=_iterations(path) if iteration_folders(path) else some(names) or "nothing, it is empty",
+        expected=f"a run folder with its {TRACKER_FILE}, an iteration folder, a Hugging Face or a canonical folder",
+        where=str(path),
+        helps="name one of its iterations, by its folder" if iteration_folders(path) else "check the path",
+    )
+
+
+def _iterations(run: Path) -> str:
+    return some([folder.name for folder in iteration_folders(run).values()]) or "no iteration at all"

@@ -1,0 +1,134 @@
+"""The same content on every rank: keys, shapes, dtypes, and digests of the tensors' bytes.
+
+A digest of all bytes would take a fifth of the time of the load itself and more, also where a rank maps a file and
+needs its own part only. So beyond `_WHOLE_BYTES` in all, of each larger tensor samples are digested, spread evenly from
+its first to its last byte: checkpoints of different iterations differ in nearly every element.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import zlib
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
+from mcore_ckpt_ext.zero_strict_state_dict.ranks import Ranks
+
+_WHOLE_BYTES = 16 << 20
+_SAMPLES = 16
+_SAMPLE_BYTES = 4 << 10
+_SHOWN = 3
+
+Digests = dict[str, str]
+
+
+def digests(content: Mapping[Any, object], own: Container[str] = ()) -> Digests:
+    """A digest of every leaf of nested dicts and lists, by the path to it.
+
+    Args:
+        content: nested dicts and lists.
+        own: entries of which each rank may have values of its own (a BatchNorm's statistics): only their shapes count.
+
+    Raises:
+        CheckpointError: a tensor has no values of its own to write: it is on the meta device, sparse or quantised.
+    """
+    leaves = {key: dict(_leaves(value, str(key))) for key, value in content.items()}
+    tensors = [leaf for some in leaves.values() for leaf in some.values() if isinstance(leaf, torch.Tensor)]
+    whole = sum(tensor.numel() * tensor.element_size() for tensor in tensors) <= _WHOLE_BYTES
+    return {
+        path: _form(path, leaf) if key in own else _digest(path, leaf, whole)
+        for key, some in leaves.items()
+        for path, leaf in some.items()
+    }
+
+
+def summary(found: Digests) -> str:
+    """One digest of all, whatever the order of the keys."""
+    lines = "\n".join(f"{path}\0{digest}" for path, digest in sorted(found.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def refuse_different(ranks: Ranks, summaries: Mapping[int, str | None], found: Digests, untouched: str) -> None:
+    """Let the ranks find out what differs, if the summaries of those that have content do; all ranks must call this.
+
+    Raises:
+        ResumeRefusedError: on all ranks.
+    """
+    if len({one for one in summaries.values() if one is not None}) < 2:
+        return
+    by_rank = {rank: one for rank, one in ranks.gather(found).items() if summaries[rank] is not None}
+    paths = sorted({path for one in by_rank.values() for path in one})
+    differing = [path for path in paths if len({one.get(path) for one in by_rank.values()}) > 1]
+    more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+    raise ResumeRefusedError(
+        f"the ranks pass different contents; {untouched}",
+        found=_sides(by_rank, differing[0]),
+        expected="the same keys and values on every rank",
+        where=f"{', '.join(differing[:_SHOWN])}{more}",
+        helps="load the same files on every rank (a stale copy on a local disk?), or give the whole dict to rank 0 of "
+        "the ZeRO group and an empty one to the others",
+    )
+
+
+def _sides(by_rank: Mapping[int, Digests], path: str) -> str:
+    """Which ranks agree with each other about one entry."""
+    sides: dict[str | None, list[int]] = {}
+    for rank, one in by_rank.items():
+        sides.setdefault(one.get(path), []).append(rank)
+    return "; ".join(
+        f"rank {', '.join(map(str, ranks))}: {'no such entry' if digest is None else digest}"
+        for digest, ranks in sides.items()
+    )
+
+
+def _leaves(content: object, path: str) -> Iterator[tuple[str, object]]:
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _leaves(value, f"{path}/{key}")
+    elif isinstance(content, (list, tuple)):
+        for place, value in enumerate(content):
+            yield from _leaves(value, f"{path}/{place}")
+    else:
+        yield path, content
+
+
+def _digest(path: str, leaf: object, whole: bool) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return f"{_form(path, leaf)} {_checksum(leaf, whole):08x}"
+    if isinstance(leaf, io.BytesIO):
+        return f"{zlib.crc32(leaf.getbuffer()):08x}"
+    plain = isinstance(leaf, (bool, int, float, str, bytes)) or leaf is None
+    # Of anything else, equality between processes cannot be told from outside.
+    return repr(leaf) if plain else _form(path, leaf)
+
+
+def _form(path: str, leaf: object) -> str:
+    if not isinstance(leaf, torch.Tensor):
+        return type(leaf).__qualname__
+    _refuse_without_values(path, leaf)
+    return f"{str(leaf.dtype).removeprefix('torch.')} {tuple(leaf.shape)}"
+
+
+def _refuse_without_values(path: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta or tensor.layout != torch.strided or tensor.is_quantized:
+        kind = "meta" if tensor.is_meta else "quantised" if tensor.is_quantized else str(tensor.layout)
+        raise CheckpointError(
+            "a tensor of the dict cannot be written into a parameter",
+            found=f"a {kind} tensor of shape {tuple(tensor.shape)}",
+            expected="a dense tensor with values",
+            where=path,
+            helps="materialise it: to_dense(), dequantize(), or load the file without the meta device",
+        )
+
+
+def _checksum(tensor: torch.Tensor, whole: bool) -> int:
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    last = len(flat) - _SAMPLE_BYTES
+    if not whole and len(flat) > _SAMPLES * _SAMPLE_BYTES:
+        starts = [last * sample // (_SAMPLES - 1) for sample in range(_SAMPLES)]
+        flat = torch.cat([flat[start : start + _SAMPLE_BYTES] for start in starts])
+    return zlib.crc32(flat.cpu().numpy())

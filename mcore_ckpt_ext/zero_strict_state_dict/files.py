@@ -1,0 +1,222 @@
+"""ColossalAI's files, written whole: under scratch names until all are there, the index last; and read whole.
+
+Names and indexes are ColossalAI's own (0.5.0, checkpoint_io/utils.py: ``get_model_base_filenames``,
+``get_optimizer_base_filenames``, ``get_shard_filename``; index_file.py). A save that breaks off leaves either what was
+there before, or a folder without an index, which is no checkpoint for any reader; never files of two saves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import zipfile
+from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.zero_strict_state_dict.ranks import Ranks
+
+_SCALAR: Any = np.float64(0).__reduce__()[0]
+# What the pickle of a scalar of numpy names; the function's module has two names, of numpy 1 and 2.
+_NUMPY: list[Any] = [
+    (_SCALAR, "numpy._core.multiarray.scalar"),
+    (_SCALAR, "numpy.core.multiarray.scalar"),
+    np.dtype,
+    *(type(np.dtype(kind)) for kind in (np.float64, np.float32, np.int64, np.int32, np.bool_)),
+]
+
+
+class Files:
+    """Files of one folder on the rank that writes them, and nothing on the others; published together, or not at all.
+
+    Args:
+        folder: where they go; made if it is not there.
+        name: of the last one, which makes the others count.
+        is_writer: whether this rank writes them.
+    """
+
+    def __init__(self, folder: Path, name: str, is_writer: bool) -> None:
+        self._folder, self._last, self.is_writer = folder, name, is_writer
+        self._scratch = folder / f".{name}.partial"
+        self._names: list[str] = []
+
+    def __enter__(self) -> Files:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.is_writer:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def add(self, name: str, write: Callable[[Path], object]) -> None:
+        """Write a file under its scratch name."""
+        if not self.is_writer:
+            return
+        self._scratch.mkdir(parents=True, exist_ok=True)
+        write(self._scratch / name)
+        _flush(self._scratch / name)
+        self._names.append(name)
+
+    def add_folder(self, write: Callable[[Path], object]) -> None:
+        """Add what `write` puts into a folder."""
+        if not self.is_writer:
+            return
+        folder = self._scratch / "more"
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder)
+        for file in sorted(folder.iterdir()):
+            file.replace(self._scratch / file.name)
+            _flush(self._scratch / file.name)
+            self._names.append(file.name)
+
+    def publish(self) -> None:
+        """Give every file its name; the last one's old self goes first, so that old and new are never taken for one."""
+        if not self.is_writer:
+            return
+        (self._folder / self._last).unlink(missing_ok=True)
+        for name in sorted(dict.fromkeys(self._names), key=lambda name: name == self._last):
+            (self._scratch / name).replace(self._folder / name)
+        _flush(self._folder)
+
+
+def write_shards(
+    files: Files, shards: Generator[tuple[Any, int]], name_of: Callable[[int], str]
+) -> tuple[dict[str, str], int]:
+    """Take all shards, on every rank, and write them where they arrive.
+
+    Args:
+        files: where they go.
+        shards: what fails here is thrown into them, so that the other ranks hear of it.
+        name_of: a shard's file, by its place.
+
+    Returns:
+        Which entry is in which file, and the size of all in bytes.
+
+    Raises:
+        ResumeRefusedError: on all ranks.
+    """
+    entries: dict[str, str] = {}
+    total = 0
+    for place, (shard, size) in enumerate(shards):
+        total += size
+        failure = _failure_of(partial(files.add, name_of(place), partial(write_tensors, shard)))
+        if failure is not None:
+            shards.throw(failure)
+        entries.update((str(key), name_of(place)) for key in shard)
+    return entries, total
+
+
+def write_index(metadata: Mapping[str, Any], entries: Mapping[str, str]) -> Callable[[Path], object]:
+    """What writes an index, as Hugging Face and ColossalAI lay it out."""
+    return lambda path: path.write_text(json.dumps({"metadata": metadata, "weight_map": entries}, indent=2) + "\n")
+
+
+def write_tensors(state: Mapping[Any, Any], path: Path) -> None:
+    """Write a file of the kind that its name tells."""
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file(dict(state), path, metadata={"format": "pt"})
+    else:
+        torch.save(state, path)
+
+
+def read_by_all(ranks: Ranks, files: Callable[[], Iterable[Path]]) -> dict[Any, Any]:
+    """All entries of some files, which are mapped, not read, until a value is needed.
+
+    Raises:
+        ResumeRefusedError: on all ranks, if one cannot read them.
+    """
+    entries: dict[Any, Any] = {}
+
+    def read() -> None:
+        for file in files():
+            entries.update(load(file))
+
+    ranks.agreed("reading the checkpoint", read, "nothing is written")
+    return entries
+
+
+def read_sharded_by_all(ranks: Ranks, index: Path) -> dict[Any, Any]:
+    """All entries of the files that an index names, if they are what it says.
+
+    Raises:
+        ResumeRefusedError: on all ranks: a file is missing, or has other entries than the index says.
+    """
+    entries: dict[Any, Any] = {}
+
+    def read() -> None:
+        expected: dict[str, set[str]] = {}
+        for key, name in json.loads(index.read_text())["weight_map"].items():
+            expected.setdefault(name, set()).add(key)
+        for name, keys in expected.items():
+            found = load(beside(index, name))
+            _refuse_other_entries({str(key) for key in found}, keys, index.parent / name)
+            entries.update(found)
+
+    ranks.agreed("reading the checkpoint", read, "nothing is written")
+    return entries
+
+
+def param_groups_beside(index: Path) -> list[Any]:
+    """The param groups in the file that an optimizer's index names."""
+    return list(load(beside(index, json.loads(index.read_text())["metadata"]["param_groups"])))
+
+
+def beside(index: Path, name: str) -> Path:
+    """A file that an index names.
+
+    Raises:
+        UnreadableCheckpointError: it is not there, or is named outside of the index's folder.
+    """
+    file = index.parent / name
+    if Path(name).name != name or not file.is_file():
+        raise UnreadableCheckpointError("a file of the checkpoint is not there", found=name, where=str(index))
+    return file
+
+
+def load(file: Path) -> Any:
+    """What a file holds: tensors, plain values and scalars of numpy, and nothing that runs."""
+    if file.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(file)
+    with torch.serialization.safe_globals(_NUMPY):
+        # Files older than torch 1.6, and those written for such, are no archives, and cannot be mapped.
+        return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+
+
+def _refuse_other_entries(found: set[str], expected: set[str], file: Path) -> None:
+    missing, more = sorted(expected - found), sorted(found - expected)
+    if missing or more:
+        raise UnreadableCheckpointError(
+            "a file has other entries than the index says: it is of another save",
+            found=", ".join([*(f"no {key}" for key in missing[:2]), *more[:2]]),
+            expected=f"{len(expected)} entries",
+            where=str(file),
+            helps="use another checkpoint; this one was overwritten in part",
+        )
+
+
+def _failure_of(work: Callable[[], object]) -> Exception | None:
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks have to hear of it
+        return error
+    return None
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,274 @@
+"""What the command line says when something is not as it should be: what, where, what helps, and its exit code."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.cli.output import json_text
+from mcore_ckpt_ext.errors import remedy
+from mcore_ckpt_ext.storage.publish import cannot_write
+from tests.harness.checkpoints import fixture_named
+
+REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
+NOBODY = 65534
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[object, str, str]:
+    """Exit code, stdout and stderr of a command in this process."""
+    try:
+        code: object = main([str(word) for word in words])
+    except SystemExit as stopped:  # of argparse
+        code = stopped.code
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("command", ["verify", "diff"])
+@pytest.mark.parametrize("workers", ["0", "-1", "many", "9" * 5000])
+def test_workers(command: str, workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = ["x"] if command == "verify" else ["x", "y"]
+    code, _, err = said(capsys, command, *paths, "--workers", workers)
+    assert code == 2
+    assert "is not a whole number of 1 or more" in err
+    assert len(err) < 1000
+
+
+class TestPaths:
+    @pytest.mark.parametrize("command", ["inspect", "verify"])
+    def test_nothing(self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code, _, err = said(capsys, command, tmp_path / "x")
+        assert (code, "there is no such folder" in err, "check the path" in err) == (2, True, True)
+        assert "--load" not in err
+
+    @pytest.mark.parametrize("command", ["inspect", "verify"])
+    def test_a_file(self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (tmp_path / "x").touch()
+        assert "a file, not a folder" in said(capsys, command, tmp_path / "x")[2]
+
+    @pytest.mark.parametrize("command", ["inspect", "verify"])
+    def test_an_empty_folder(self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        code, _, err = said(capsys, command, tmp_path)
+        assert code == 2
+        assert "no checkpoint in this folder; found: nothing, it is empty; expected: a run folder" in err
+
+    @pytest.mark.parametrize("command", ["inspect", "verify"])
+    def test_another_folder(self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for name in ("notes.txt", "plot.png"):
+            (tmp_path / name).touch()
+        assert "found: notes.txt, plot.png; expected" in said(capsys, command, tmp_path)[2]
+
+    def test_a_run_without_tracker(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for number in (2, 4):
+            (tmp_path / f"iter_{number:07d}").mkdir()
+        code, _, err = said(capsys, "inspect", tmp_path)
+        assert code == 2
+        assert "found: iter_0000004, iter_0000002;" in err
+        assert "name one of its iterations" in err
+
+    def test_an_iteration_that_is_not_there(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        shutil.copytree(fixture_named("p02").run, tmp_path / "run")
+        (tmp_path / "run" / "latest_checkpointed_iteration.txt").chmod(0o644)
+        (tmp_path / "run" / "latest_checkpointed_iteration.txt").write_text("9")
+        code, _, err = said(capsys, "inspect", tmp_path / "run")
+        assert code == 2
+        assert "not there; found: iter_0000004; expected: iter_0000009" in err
+
+    def test_a_store_without_credentials(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        pytest.importorskip("s3fs")
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            monkeypatch.delenv(name)
+        # Nothing of this machine, nor of a machine in a cloud, tells who the user is.
+        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+        monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+        monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+        code, _, err = said(capsys, "inspect", "s3://bucket/run")
+        assert code == 2
+        assert "the remote store cannot be read" in err
+        assert "credentials" in err
+
+
+class TestRights:
+    @pytest.mark.parametrize("command", ["inspect", "verify", "diff"])
+    @pytest.mark.parametrize("hidden", ["metadata.json", ".metadata", "__0_0.distcp"])
+    def test_what_may_not_be_read(self, command: str, hidden: str, tmp_path: Path) -> None:
+        """By a user who is not the owner; as root nothing is forbidden, so another process becomes nobody."""
+        if os.geteuid():
+            pytest.skip("only root can become another user")
+        shutil.copytree(fixture_named("p04").run, tmp_path / "run")
+        (tmp_path / "run" / "iter_0000004" / hidden).chmod(0o000)
+        for folder in (tmp_path, *tmp_path.parents[:3]):
+            folder.chmod(0o755)
+        read_end, write_end = os.pipe()
+        child = os.fork()
+        if not child:
+            os.close(read_end)
+            os.setuid(NOBODY)
+            os.dup2(write_end, 1)
+            os.dup2(write_end, 2)
+            sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+            paths = [tmp_path / "run"] * (2 if command == "diff" else 1)
+            code = main([command, *map(str, paths)])
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+        os.close(write_end)
+        with os.fdopen(read_end) as stream:
+            told = stream.read()
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if command == "inspect" and hidden == "__0_0.distcp":
+            assert code in (0, 2)  # metadata may be all that is read
+            return
+        assert code in (1, 2)
+        assert "Permission denied" in told
+        assert "interrupted" not in told
+        assert "Traceback" not in told
+
+    def test_what_helps(self) -> None:
+        assert "chmod" in remedy(PermissionError(13, "Permission denied"))
+        assert "interrupted" in remedy(FileNotFoundError(2, "No such file"))
+        assert "free some space" in str(cannot_write(Path("x"), OSError(28, "No space left on device")))
+        for number, text in ((13, "Permission denied"), (30, "Read-only file system")):
+            refused = str(cannot_write(Path("x"), OSError(number, text)))
+            assert "free some space" not in refused
+            assert "that you may write to" in refused
+
+
+class TestProcesses:
+    """A command joins others only when torchrun started it, or the user says so."""
+
+    def converted(self, capsys: pytest.CaptureFixture[str], folder: Path, *words: str) -> tuple[object, str, str]:
+        return said(capsys, "convert", fixture_named("p02").run, folder / "out", "--to", "torch_dist", *words)
+
+    def test_the_shell_of_a_training_pod(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        for name, value in {"WORLD_SIZE": "16", "RANK": "0", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+        code, out, err = self.converted(capsys, tmp_path)
+        assert (code, out.startswith("wrote "), err) == (0, True, "")
+
+    @pytest.mark.parametrize("value", ["many", "", "-2", "٣", "9" * 5000])
+    def test_a_size_that_is_none(
+        self, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", value)
+        code, out, err = self.converted(capsys, tmp_path, "--join")
+        assert (code, out) == (2, "")
+        assert "WORLD_SIZE is not a number" in err
+        assert "torchrun" in err
+        assert len(err) < 500
+
+    def test_nowhere_to_meet(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.delenv("MASTER_ADDR", raising=False)
+        code, _, err = self.converted(capsys, tmp_path, "--join")
+        assert code == 2
+        assert "where the processes meet; expected: MASTER_ADDR and MASTER_PORT" in err
+
+    def test_that_it_waits_is_said(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
+        def nobody_comes(backend: str) -> None:
+            raise RuntimeError("timed out after 1800 s")
+
+        for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("torch.distributed.init_process_group", nobody_comes)
+        code, _, err = self.converted(capsys, tmp_path, "--join")
+        assert code == 2
+        assert "waiting for the 2 processes that share the work, at h:1" in err
+        assert "did not come together; found: timed out" in err
+
+
+def test_expert_parallel_ranks_of_a_dense_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for to in ("legacy", "torch_dist"):
+        words = ["--to", to, "--expert-model-parallel-size", "4"]
+        code, _, err = said(capsys, "convert", fixture_named("p02").run, tmp_path / "out", *words)
+        assert code == 2
+        assert "no experts to spread over expert-parallel ranks; found: --expert-model-parallel-size 4" in err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_opens_nothing_for_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o555)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    written: list[str] = []
+    opened = os.open
+
+    def watched(path: object, flags: int, *more: object, **options: object) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            written.append(str(path))
+        return opened(path, flags, *more, **options)
+
+    monkeypatch.setattr(os, "open", watched)
+    code, out, _ = said(capsys, "convert", fixture_named("p02").run, tmp_path / "out", "--to", "legacy", "--dry-run")
+    assert (code, out.startswith("would write"), written) == (0, True, [])
+    assert not list(tmp_path.iterdir())
+
+
+def test_json_has_no_number_that_json_has_not() -> None:
+    text = json_text({"loss": float("nan"), "most": [float("inf"), (float("-inf"), 1.5)]})
+    found = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert found == {"loss": "NaN", "most": ["Infinity", ["-Infinity", 1.5]]}
+
+
+def test_json_of_a_checkpoint_whose_learning_rate_is_nan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "run", mcore_ckpt_ext.Canonical())
+    about = json.loads((tmp_path / "run" / "common.json").read_text())
+    text = json.dumps(about["param_groups"])
+    rate = str(about["param_groups"][0]["lr"])
+    assert rate in text
+    about["param_groups"] = json.loads(text.replace(rate, "NaN"))
+    (tmp_path / "run" / "common.json").write_text(json.dumps(about))
+    code, out, err = said(capsys, "inspect", tmp_path / "run", "--json")
+    assert code == 0, err
+    json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+def command(*words: object, cwd: Path | None = None, **streams: object) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.run(
+        [sys.executable, "-m", "mcore_ckpt_ext", *map(str, words)],
+        env=environment, text=True, timeout=120, check=False, cwd=cwd, stderr=subprocess.PIPE, **streams,
+    )  # fmt: skip
+
+
+def test_a_closed_or_full_stdout() -> None:
+    shell = f"{sys.executable} -m mcore_ckpt_ext inspect {fixture_named('p02').run}"
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    for redirection, code, told in ((">&-", 0, ""), ("> /dev/full", 2, "No space left on device")):
+        done = subprocess.run(
+            f"{shell} {redirection}", shell=True, env=environment, capture_output=True, text=True, timeout=120,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == code, done.stderr
+        assert told in done.stderr
+        assert len(done.stderr.splitlines()) == bool(told)
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path: Path) -> None:
+    """A folder of a stranger may hold a `torch.py`, or whatever else the program imports."""
+    for name in ("torch", "numpy", "json", "yaml", "upath"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
+    done = command("inspect", fixture_named("p02").run, cwd=tmp_path, stdout=subprocess.PIPE)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,153 @@
+"""Booster's files are whole or not there, every rank hears of what fails on one, and foreign files are read."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from colossalai_on_cpu import ranks
+
+from mcore_ckpt_ext import zero_strict_state_dict as strict
+from mcore_ckpt_ext.zero_strict_state_dict import gathering, state
+from tests.colossalai.boosted import boost, train
+from tests.colossalai.jobs import refusal, same_bits, wrap
+from tests.colossalai.models import Everything
+
+
+def test_a_disk_that_refuses_on_rank_0_stops_all_and_the_old_checkpoint_stays(tmp_path: Path) -> None:
+    saves = {
+        "sharded model": lambda b, m, o: b.save_model(m, str(tmp_path / "model"), shard=True, size_per_shard=0.02),
+        "model": lambda b, m, o: b.save_model(m, str(tmp_path / "model.bin")),
+        "safetensors": lambda b, m, o: b.save_model(m, str(tmp_path / "m.safetensors"), use_safetensors=True),
+        "sharded optimizer": lambda b, m, o: b.save_optimizer(o, str(tmp_path / "optim"), True, size_per_shard=0.02),
+        "optimizer": lambda b, m, o: b.save_optimizer(o, str(tmp_path / "optim.bin")),
+    }
+
+    def job() -> None:
+        strict.install()
+        booster, model, optimizer = boost()
+        train(booster, model, optimizer, range(1))
+        for save in saves.values():
+            save(booster, model, optimizer)
+        dist.barrier()
+        before = _contents(tmp_path)
+        train(booster, model, optimizer, range(1, 2))
+        for name, save in saves.items():
+            if dist.get_rank() == 0:
+                # No file may grow beyond this; what is above it fails while it is written.
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+            text = refusal(lambda save=save: save(booster, model, optimizer))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            assert "rank 0: " in text, (name, text)
+            dist.barrier()
+            assert _contents(tmp_path) == before, name
+            dist.barrier()
+        booster.load_model(model, str(tmp_path / "model"), strict=True)
+
+    ranks.run(2, job)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file()}
+
+
+def test_running_out_of_memory_on_one_rank_stops_all() -> None:
+    def job() -> None:
+        strict.install()
+        model, _ = wrap(Everything)
+        calls = {
+            "state_dict": lambda: model.state_dict(),
+            "shards": lambda: list(model.state_dict_shard(max_shard_size=0.005)),
+            "static": lambda: strict.get_static_torch_model(model),
+        }
+        expected = model.state_dict()
+        for name, call in calls.items():
+            if dist.get_rank() == 0:
+                original, left = gathering._room, [2]
+                gathering._room = _failing_after(left, original)
+            assert "MemoryError" in refusal(call), name
+            if dist.get_rank() == 0:
+                gathering._room = original
+        # The copies of what lies in no chunk, not the room to gather in.
+        if dist.get_rank() == 0:
+            original = state.own_copy
+            state.own_copy = _failing_after([1], original)
+        assert "MemoryError" in refusal(lambda: model.state_dict())
+        if dist.get_rank() == 0:
+            state.own_copy = original
+        again = model.state_dict()
+        assert list(again) == list(expected)
+        assert all(torch.equal(again[name], value) for name, value in expected.items() if "_extra" not in name)
+        # What a consumer of shards fails at.
+        shards = model.state_dict_shard(max_shard_size=0.005)
+        next(shards)
+        if dist.get_rank() == 0:
+            assert "my disk" in refusal(lambda: shards.throw(OSError("my disk")))
+        else:
+            assert "rank 0: OSError: my disk" in refusal(lambda: list(shards))
+        for dtype in (torch.int8, torch.bool):
+            assert "no dtype for parameters" in refusal(lambda dtype=dtype: model.state_dict(dtype=dtype))
+
+    ranks.run(2, job, timeout=60)
+
+
+def _failing_after(left: list[int], original: Any) -> Any:
+    def function(*arguments: Any, **keywords: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise MemoryError("no room")
+        return original(*arguments, **keywords)
+
+    return function
+
+
+def test_what_older_torch_and_schedulers_leave_in_files(tmp_path: Path) -> None:
+    def job() -> None:
+        booster, model, optimizer = boost()
+        train(booster, model, optimizer, range(1))
+        optimizer.optim.param_groups[0]["lr"] = np.float64(0.125)
+        # ColossalAI's own files: what torch's safe unpickler does not know is in them, too.
+        booster.save_optimizer(optimizer, str(tmp_path / "stock"), shard=True)
+        strict.install()
+        booster.save_optimizer(optimizer, str(tmp_path / "ours"), shard=True)
+        booster.save_optimizer(optimizer, str(tmp_path / "ours.bin"))
+        state = model.state_dict()
+        if state:
+            torch.save(state, tmp_path / "legacy.bin", _use_new_zipfile_serialization=False)
+            groups = torch.load(tmp_path / "ours" / "pytorch_optim_group.bin", weights_only=True)
+            assert type(groups[0]["lr"]) is float
+        dist.barrier()
+        booster.load_model(model, str(tmp_path / "legacy.bin"), strict=True)
+        assert same_bits(model.state_dict(), state)
+        for name in ("stock", "ours", "ours.bin"):
+            optimizer.optim.param_groups[0]["lr"] = 1.0
+            booster.load_optimizer(optimizer, str(tmp_path / name))
+            assert optimizer.optim.param_groups[0]["lr"] == 0.125, name
+
+    ranks.run(2, job)
+
+
+def test_files_of_two_saves_are_not_one_checkpoint(tmp_path: Path) -> None:
+    def job() -> None:
+        strict.install()
+        booster, model, _ = boost()
+        booster.save_model(model, str(tmp_path / "small"), shard=True, size_per_shard=0.02)
+        booster.save_model(model, str(tmp_path / "large"), shard=True, size_per_shard=0.04)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            index = json.loads((tmp_path / "small" / "pytorch_model.bin.index.json").read_text())
+            assert len(set(index["weight_map"].values())) > 2
+            name = "pytorch_model-00002.bin"
+            shutil.copy(tmp_path / "large" / name, tmp_path / "small" / name)
+        dist.barrier()
+        text = refusal(lambda: booster.load_model(model, str(tmp_path / "small"), strict=False))
+        assert "other entries than the index says" in text
+        assert "pytorch_model-00002.bin" in text
+
+    ranks.run(2, job)

@@ -1,0 +1,117 @@
+"""LowLevelZeroPlugin: masters and loss scale are in the optimizer's files, and stock loads these, too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from colossalai_on_cpu import ranks
+
+from mcore_ckpt_ext import zero_strict_state_dict as strict
+from tests.colossalai.boosted import train
+from tests.colossalai.jobs import bits
+from tests.colossalai.models import gpt2
+
+MORE = range(3, 8)
+
+
+def _boost(stage: int, precision: str = "bf16", seed: int = 0) -> tuple[Any, Any, Any]:
+    from colossalai.booster import Booster
+    from colossalai.booster.plugin import LowLevelZeroPlugin
+    from colossalai.nn.optimizer import HybridAdam
+
+    torch.manual_seed(seed)
+    module = gpt2()
+    plugin = LowLevelZeroPlugin(stage=stage, precision=precision, initial_scale=128, overlap_communication=False)
+    booster = Booster(plugin=plugin)
+    model, optimizer, *_ = booster.boost(module, HybridAdam(module.parameters(), lr=1e-2))
+    return booster, model, optimizer
+
+
+def _save(folder: Path, shard: bool, booster: Any, model: Any, optimizer: Any) -> None:
+    folder.mkdir(exist_ok=True)
+    booster.save_model(model, str(folder / "model.bin"))
+    booster.save_optimizer(optimizer, str(folder / ("optimizer" if shard else "optimizer.bin")), shard=shard)
+    dist.barrier()
+
+
+def _load(folder: Path, shard: bool, booster: Any, model: Any, optimizer: Any, optimizer_first: bool = False) -> None:
+    loads = [
+        lambda: booster.load_model(model, str(folder / "model.bin")),
+        lambda: booster.load_optimizer(optimizer, str(folder / ("optimizer" if shard else "optimizer.bin"))),
+    ]
+    for load in reversed(loads) if optimizer_first else loads:
+        load()
+
+
+def _state(optimizer: Any) -> dict[str, bytes]:
+    states = optimizer.state_dict()["state"]
+    return {
+        f"{key}.{name}": bytes(bits(torch.as_tensor(value)).tolist())
+        for key, state in sorted(states.items())
+        for name, value in state.items()
+    }
+
+
+def _began(folder: Path, stage: int, precision: str, shard: bool) -> tuple[dict[str, bytes], list[float]]:
+    """A run of eight steps that saves after three: its state then, and its later losses."""
+    strict.install(plugins=("low_level_zero",))
+    booster, model, optimizer = _boost(stage, precision)
+    train(booster, model, optimizer, range(3))
+    if precision == "fp16":
+        optimizer.mixed_precision_mixin.grad_scaler._scale.fill_(32.0)
+    _save(folder, shard, booster, model, optimizer)
+    # What stands beside the state while it is saved does not stay.
+    assert all("fp32_param" not in state for state in optimizer.optim.state.values())
+    assert "mcore_ckpt_ext" not in optimizer.optim.param_groups[0]
+    return _state(optimizer), train(booster, model, optimizer, MORE)
+
+
+def _went_on(
+    folder: Path, stage: int, precision: str, shard: bool, optimizer_first: bool
+) -> tuple[dict[str, bytes], list[float]]:
+    strict.install(plugins="low_level_zero")
+    booster, model, optimizer = _boost(stage, precision, seed=1)
+    _load(folder, shard, booster, model, optimizer, optimizer_first)
+    if precision == "fp16":
+        assert optimizer.mixed_precision_mixin.grad_scaler.scale.item() == 32.0
+    return _state(optimizer), train(booster, model, optimizer, MORE)
+
+
+def test_resumes_exactly_where_stock_does_not(tmp_path: Path) -> None:
+    def job() -> None:
+        for number, (stage, precision, shard) in enumerate(((1, "bf16", True), (2, "bf16", False), (1, "fp16", False))):
+            folder = tmp_path / str(number)
+            state, losses = _began(folder, stage, precision, shard)
+            for optimizer_first in (False, True):
+                assert _went_on(folder, stage, precision, shard, optimizer_first) == (state, losses), (number, stage)
+            strict.uninstall()
+            # The negative control, which shows as well that stock loads the file.
+            booster, model, optimizer = _boost(stage, precision, seed=1)
+            _load(folder, shard, booster, model, optimizer)
+            assert train(booster, model, optimizer, MORE) != losses
+
+    ranks.run(2, job, timeout=300)
+
+
+def test_another_stage_and_number_of_ranks(tmp_path: Path) -> None:
+    # Every rank has the same data, so the mean of their gradients is that of one, exactly.
+    began = ranks.run(2, _began, tmp_path, 1, "bf16", True)[0]
+    assert ranks.run(1, _went_on, tmp_path, 2, "bf16", True, False) == [began]
+
+
+def test_before_the_first_step(tmp_path: Path) -> None:
+    def job() -> None:
+        strict.install(plugins=("gemini", "low_level_zero"))
+        booster, model, optimizer = _boost(1)
+        _save(tmp_path, True, booster, model, optimizer)
+        masters = [master.clone() for master in optimizer.optim.param_groups[0]["params"]]
+        again = _boost(1, seed=1)
+        _load(tmp_path, True, *again)
+        assert not again[2].optim.state
+        loaded = again[2].optim.param_groups[0]["params"]
+        assert all(torch.equal(a, b) for a, b in zip(loaded, masters, strict=True))
+
+    ranks.run(2, job)

@@ -1,0 +1,70 @@
+"""Many loads in one launch of genuine Megatron-LM: what a test asks for, and what each rank saw (see `ranks/`)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.harness.jobs import RANK_SCRIPTS, run_job
+from tests.harness.layouts import Layout
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load: Megatron's arguments and the environment as they are for its time.
+
+    Attributes:
+        name: the key of its outcome.
+        load: the run folder.
+        arguments: other arguments to change after parsing.
+        environment: variables to set.
+        model: arguments to build a model of its own with.
+        dump: where to dump the live optimizer afterwards.
+    """
+
+    name: str
+    load: Path
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict)
+    dump: Path | None = None
+
+    def order(self) -> dict[str, Any]:
+        """The case as the ranks read it."""
+        dump = {"dump": str(self.dump)} if self.dump else {}
+        return {
+            "name": self.name,
+            "arguments": {"load": str(self.load), **self.arguments},
+            "environment": dict(self.environment),
+            "model": dict(self.model),
+            **dump,
+        }
+
+
+Outcomes = dict[str, list[dict[str, Any]]]
+"""For each case, by name, what every rank reports of it."""
+
+
+def load_all(
+    folder: Path, layout: Layout, cases: Sequence[Case], *, more: Sequence[str] = ()
+) -> Outcomes:
+    """Build the model once and load each case into it, in one launch."""
+    folder.mkdir(parents=True, exist_ok=True)
+    order, report = folder / "order.json", folder / "report"
+    report.mkdir()
+    order.write_text(json.dumps([case.order() for case in cases]))
+    environment = {"TEST_ORDER": str(order), "TEST_REPORT": str(report)}
+    result = run_job(folder, layout, script=RANK_SCRIPTS / "load_cases.py", more=more, environment=environment)
+    assert result.returncode == 0, result.output[-6000:]
+    ranks = [json.loads((report / f"rank_{rank}.json").read_text()) for rank in range(layout.ranks)]
+    return {case.name: [rank[case.name] for rank in ranks] for case in cases}
+
+
+def save_noise(folder: Path, layout: Layout, more: Sequence[str] = ()) -> Path:
+    """A run folder with a checkpoint of iteration 4 whose optimizer holds noise; its dump lies beside it."""
+    result = run_job(folder, layout, saves=True, script=RANK_SCRIPTS / "save_noise.py", more=more)
+    assert result.returncode == 0, result.output[-6000:]
+    return folder / "checkpoints"

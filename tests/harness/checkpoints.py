@@ -1,0 +1,144 @@
+"""The real checkpoints that come with the tests: `fixture_named("p01")` unpacks one and says where it is.
+
+They lie in `tests/data`, one archive each, and are unpacked when they are first asked for, into a folder that lasts as
+long as the test run; FOLDER_VARIABLE names it, so that the processes of one run share it.
+
+    python -m tests.harness.checkpoints FOLDER...    packs folders into `tests/data`, always into the same bytes
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import shutil
+import sys
+import tarfile
+import tempfile
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint
+from mcore_ckpt_ext.model_space.slices import Slice
+
+FOLDER_VARIABLE = "TEST_DATA_UNPACKED"
+_DATA = Path(__file__).parents[1] / "data"
+_SUFFIX = ".tar.xz"
+FIXTURES = sorted(path.name.removesuffix(_SUFFIX) for path in _DATA.glob(f"*{_SUFFIX}"))
+# Other optimizers than Adam with all of its state in fp32, and other writers than Megatron-LM: tests name these.
+APART = [name for name in FIXTURES if name[:2] in ("p4", "p5")]
+# Written wrong by Megatron itself.
+CORRUPTED = [name for name in FIXTURES if "corrupt" in name]
+# Those that the tests of all checkpoints take in turn.
+INTACT = [name for name in FIXTURES if name not in CORRUPTED and name not in APART]
+# Optimizer formats that need a layout: flat gradient buffers.
+FLAT = [name for name in INTACT if any(sign in name for sign in ("dpreshardable", "default", "dpzero", "bucketspace"))]
+FLAT += [name for name in INTACT if any(sign in name for sign in ("moe", "torchadam", "te_", "legacy_tp"))]
+
+
+@dataclass(frozen=True)
+class Fixture:
+    """A checkpoint written by genuine Megatron, and the truth dumped from the live job beside it."""
+
+    folder: Path
+
+    @property
+    def run(self) -> Path:
+        return self.folder / "ckpt"
+
+    @property
+    def iteration(self) -> Path:
+        return self.run / "iter_0000004"
+
+    @cached_property
+    def truth(self) -> dict[str, torch.Tensor]:
+        """Model space: `kind.name` to tensor."""
+        return load_file(self.folder / "truth.safetensors")
+
+    @cached_property
+    def job(self) -> dict[str, Any]:
+        return json.loads((self.folder / "truth.json").read_text())
+
+    def copy_to(self, target: Path) -> Fixture:
+        """A copy that a test may damage."""
+        shutil.copytree(self.folder, target)
+        return Fixture(target)
+
+
+def fixture_named(name: str) -> Fixture:
+    """The fixture of this name or number: `p08` or `p08_v0161_legacy_tp2pp2dp2`."""
+    (found,) = (known for known in FIXTURES if name in (known, known.partition("_")[0]))
+    return Fixture(_unpacked(found))
+
+
+@cache
+def _unpacked(name: str) -> Path:
+    """The folder of a fixture; whichever process is first unpacks it."""
+    folder = _shared_folder() / name
+    if not folder.exists():
+        with tempfile.TemporaryDirectory(dir=folder.parent) as partial:
+            with tarfile.open(_DATA / f"{name}{_SUFFIX}") as archive:
+                archive.extractall(partial, filter="data")
+            try:
+                (Path(partial) / name).rename(folder)
+            except OSError:
+                if not folder.exists():  # otherwise another process was faster
+                    raise
+    return folder
+
+
+@cache
+def _shared_folder() -> Path:
+    if FOLDER_VARIABLE not in os.environ:
+        folder, owner = tempfile.mkdtemp(prefix="checkpoints-"), os.getpid()
+        os.environ[FOLDER_VARIABLE] = folder
+
+        def remove() -> None:
+            if os.getpid() == owner:
+                shutil.rmtree(folder)
+
+        atexit.register(remove)
+    return Path(os.environ[FOLDER_VARIABLE])
+
+
+def pack(folder: Path, archive: Path) -> None:
+    """Put a folder into an archive that depends on nothing but the names and the bytes of its files."""
+
+    def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
+        member.mtime = member.uid = member.gid = 0
+        member.uname = member.gname = ""
+        member.mode = 0o755 if member.isdir() else 0o644
+        return member
+
+    with tarfile.open(archive, "w:xz", preset=9, format=tarfile.GNU_FORMAT) as packed:
+        for path in (folder, *sorted(folder.rglob("*"))):
+            packed.add(path, str(path.relative_to(folder.parent)), recursive=False, filter=anonymous)
+
+
+def part_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
+    """The elements that a slice of one tensor names."""
+    windows = [
+        tensor[tuple(slice(o, o + s) for o, s in zip(region.offsets, region.sizes, strict=True))].reshape(-1)
+        for region in part.regions
+    ]
+    return torch.cat(windows)[part.start : part.stop]
+
+
+def everything_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds, read without Megatron: `kind.name` to tensor."""
+    return {
+        f"{kind}.{name}": checkpoint.tensor(kind, name).read().view(checkpoint.tensor(kind, name).shape)
+        for kind in checkpoint.kinds()
+        for name in checkpoint.names(kind)
+    }
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        source = Path(argument).resolve()
+        pack(source, _DATA / f"{source.name}{_SUFFIX}")

@@ -1,0 +1,64 @@
+"""Damage to a checkpoint's files, and what sees it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from mcore_ckpt_ext.transfer import read_slice
+from tests.harness.checkpoints import Fixture
+
+MATRIX = "decoder.layers.1.mlp.linear_fc1.weight"
+
+
+def payload_position(checkpoint: Checkpoint, kind: str, name: str, element: int) -> tuple[Path, int]:
+    """File and byte of the first byte of one element of a tensor's first stored slice."""
+    stored = checkpoint.stored(kind, name)[0]
+    payload = checkpoint.transfer.locate(stored.extent)
+    size = payload.dtype.itemsize
+    return checkpoint.folder / payload.file, payload.offset + (stored.first + element) * size
+
+
+def flip(path: Path, position: int, bit: int = 0x40) -> None:
+    """Flip one bit of one byte of a file."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        (value,) = file.read(1)
+        file.seek(position)
+        file.write(bytes([value ^ bit]))
+
+
+def read_all(run: Path) -> None:
+    """Read every tensor of every kind."""
+    checkpoint = open_checkpoint(run)
+    for kind in checkpoint.kinds():
+        for name in checkpoint.names(kind):
+            checkpoint.tensor(kind, name).read()
+
+
+def verify_checksums(checkpoint: Checkpoint) -> None:
+    """Of all archives."""
+    for file, offset, length in checkpoint.archives():
+        TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()
+
+
+def wrong_masters(fixture: Fixture) -> set[str]:
+    """Parameters whose masters, read as the arrays' names say, are not the live ones."""
+    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
+    written = ModelSpaceState(checkpoint.index)
+    wrong = set()
+    for key, expected in fixture.truth.items():
+        kind, _, name = key.partition(".")
+        if kind == "fp32_param":
+            whole = Slice.whole((Region.whole(name, tuple(expected.shape)),))
+            stored = read_slice(written, checkpoint.transfer, kind, whole)
+            wrong |= set() if torch.equal(stored, expected.reshape(-1)) else {name}
+    return wrong
+
+

@@ -1,0 +1,118 @@
+"""Tiny models of every family, made by transformers from a configuration, with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import logging
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+
+VOCABULARY, POSITIONS = 250, 128
+# Families with one mistake each, for `--family`.
+MISTAKES = Path(__file__).with_name("mistakes.py")
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": POSITIONS,
+}  # fmt: skip
+_LATENT: dict[str, Any] = {
+    **_SIZES, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2,
+    "n_shared_experts": 2, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+_LLAMA_3_ROPE = {
+    "rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}  # fmt: skip
+_YARN = {
+    "rope_theta": 10000.0, "rope_type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32,
+    "beta_slow": 1, "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+def _configured(class_name: str, **keys: Any) -> Callable[[], PretrainedConfig]:
+    return lambda: getattr(transformers, class_name)(**keys)
+
+
+CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
+    "gpt2": _configured("GPT2Config", vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS),
+    "llama": _configured("LlamaConfig", **_SIZES),
+    "llama3_tied": _configured(
+        "LlamaConfig", **_SIZES, rope_parameters=_LLAMA_3_ROPE, tie_word_embeddings=True, head_dim=16
+    ),
+    "llama_linear": _configured(
+        "LlamaConfig", **_SIZES, rope_parameters={"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
+    ),
+    "mistral": _configured("MistralConfig", **_SIZES, sliding_window=16),
+    "qwen2": _configured("Qwen2Config", **_SIZES, tie_word_embeddings=True),
+    "qwen3": _configured("Qwen3Config", **_SIZES, head_dim=16),
+    "mixtral": _configured("MixtralConfig", **_SIZES, num_local_experts=4),
+    "qwen2_moe": _configured(
+        "Qwen2MoeConfig", **_SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16,
+        shared_expert_intermediate_size=24, norm_topk_prob=True, mlp_only_layers=[0],
+    ),
+    "qwen3_moe": _configured(
+        "Qwen3MoeConfig", **_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+    ),
+    "deepseek_v2": _configured("DeepseekV2Config", **_LATENT, routed_scaling_factor=1.5),
+    "deepseek_v2_lite": _configured("DeepseekV2Config", **{**_LATENT, "q_lora_rank": None}),
+    "deepseek_v3": _configured(
+        "DeepseekV3Config",
+        **{**_LATENT, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
+        rope_parameters=_YARN,
+    ),
+    "gemma2": _configured("Gemma2Config", **_SIZES, head_dim=8, sliding_window=16, query_pre_attn_scalar=24),
+}  # fmt: skip
+
+# Megatron Core's GPTModel has no Gemma 2, and the local layer spec no latent attention without compressed queries.
+BUILT_BY_MEGATRON = [name for name in CONFIGS if name not in ("gemma2", "deepseek_v2_lite")]
+
+
+def make(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """Make a model, save it, and return it.
+
+    Weights are large enough for every part to count: as transformers draws them, attention hardly chooses.
+    """
+    torch.manual_seed(sum(name.encode()))
+    config = CONFIGS[name]()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    with torch.no_grad():
+        for label, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if "norm" in label or "ln_" in label:
+                tensor.copy_(0.3 * torch.randn_like(tensor) + (name != "gemma2"))
+            elif "inv_freq" not in label:
+                tensor.copy_(0.3 * torch.randn_like(tensor))
+    model.save_pretrained(folder)
+    return model
+
+
+def make_all(root: Path) -> dict[str, Path]:
+    """A folder of every model below `root`, in fp32."""
+    for name in CONFIGS:
+        make(name, root / name)
+    return {name: root / name for name in CONFIGS}
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a Hugging Face folder."""
+    found: dict[str, torch.Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        found |= load_file(file)
+    return found
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Two Hugging Face folders hold the same tensors, bit for bit."""
+    expected, found = tensors(one), tensors(other)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        assert torch.equal(found[name], tensor), name

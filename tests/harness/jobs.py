@@ -1,0 +1,220 @@
+"""Genuine Megatron-LM jobs on CPU ranks, and what the tests compare of them."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron_on_cpu import launch, toy_jobs
+from megatron_on_cpu.dump_optimizer import (
+    FOLDER_VARIABLE,
+    MOMENTS_VARIABLE,
+    assemble,
+    parameter_settings,
+    training_state,
+)
+from megatron_on_cpu.record_losses import FILE_VARIABLE
+
+from tests.harness.layouts import Layout
+
+SAVED, LAST = 4, 8
+RANK_SCRIPTS = Path(__file__).with_name("ranks")
+WITNESS = RANK_SCRIPTS / "witness.py"
+TIME_LIMIT = 240
+# The environment of a job without this package.
+OFF = {"MCORE_CKPT_EXT": "0"}
+LEGACY = ["--ckpt-format", "torch"]
+SUMMARY = "[mcore_ckpt_ext] optimizer resumed from "
+# The one line that a resume prints: from, to, format, bytes, parameters, elements, witnesses, seconds.
+SUMMARY_FORM = re.compile(
+    r"optimizer resumed from (?P<source>TP\d.*?) as (?P<target>TP\d.*?): (?P<format>\w+), (?P<megabytes>[\d.,]+) MB "
+    r"read, (?P<parameters>\d+) parameters proven equal to their weights( when rounded, ties either way)? "
+    r"\((?P<elements>[\d,]+) elements, layout by (?P<witnesses>.+?)\), (?P<seconds>[\d.]+) s"
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that ended well."""
+
+    folder: Path
+    layout: Layout
+    output: str
+
+    @property
+    def run(self) -> Path:
+        """Its checkpoints."""
+        return self.folder / "checkpoints"
+
+    @property
+    def iteration(self) -> Path:
+        """The checkpoint of iteration 4."""
+        return self.run / f"iter_{SAVED:07d}"
+
+    @property
+    def at_save(self) -> Path:
+        """The live optimizer right after that checkpoint was saved."""
+        return self.folder / "dump" / f"after_save_{SAVED:07d}"
+
+    @property
+    def at_load(self) -> Path:
+        """The live optimizer right after loading."""
+        return self.folder / "dump" / "after_load"
+
+    @property
+    def buffers(self) -> Path:
+        """What its live gradient buffers said at the save."""
+        return self.folder / "buffers"
+
+    @property
+    def losses(self) -> dict[int, float]:
+        """The loss of each iteration, in full precision."""
+        record = json.loads((self.folder / "losses.json").read_text())
+        return {int(iteration): values["lm loss"] for iteration, values in record.items()}
+
+    @property
+    def said(self) -> list[str]:
+        """The plugin's lines, with the rank that printed them."""
+        return [line for line in self.output.splitlines() if "[mcore_ckpt_ext]" in line]
+
+    @property
+    def summary(self) -> re.Match[str]:
+        """The one-line summary, which rank 0 prints exactly once."""
+        lines = [line for line in self.said if SUMMARY in line]
+        assert len(lines) == 1, lines
+        assert lines[0].startswith("[rank 0] ")
+        found = SUMMARY_FORM.search(lines[0])
+        assert found is not None, lines[0]
+        return found
+
+
+def run_job(
+    folder: Path,
+    layout: Layout,
+    *,
+    load: Path | None = None,
+    saves: bool = False,
+    until: int = SAVED,
+    precision: Sequence[str] = ("--bf16",),
+    optimizer: Sequence[str] = ("--use-distributed-optimizer",),
+    more: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    script: Path | str = launch.TRAIN_GPT,
+    megatron: Path | None = None,
+    plugins: Sequence[Path] = (),
+    distributed: bool = True,
+) -> launch.RunResult:
+    """Run a job of eight planned iterations up to `until`, saving every fourth; the result as it is.
+
+    `distributed`: whether it has the distributed optimizer.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    arguments = toy_jobs.tiny_gpt(
+        layout.tensor,
+        layout.pipeline,
+        iterations=LAST,
+        save=folder / "checkpoints" if saves else None,
+        save_interval=SAVED,
+        load=load,
+        precision=precision,
+        optimizer=optimizer,
+        more=[*layout.flags, *more, *([] if until == LAST else ["--exit-interval", str(until)])],
+    )
+    if not distributed:
+        arguments.remove("--use-distributed-optimizer")
+    recording = {
+        FILE_VARIABLE: str(folder / "losses.json"),
+        FOLDER_VARIABLE: str(folder / "dump"),
+        MOMENTS_VARIABLE: "save" if saves else "load",
+    }
+    return launch.run(
+        layout.ranks,
+        script,
+        arguments,
+        timeout=TIME_LIMIT,
+        megatron=megatron,
+        environment={**recording, **(environment or {})},
+        plugin_files=plugins,
+        log_file=folder / "log",
+    )
+
+
+def finished(folder: Path, layout: Layout, result: launch.RunResult) -> Job:
+    """The job, which must have ended well."""
+    assert result.returncode == 0, result.output[-6000:]
+    return Job(folder, layout, result.output)
+
+
+def train_and_save(folder: Path, layout: Layout, *, records_buffers: bool = False, **options: Any) -> Job:
+    """Train from the start; the checkpoint of iteration 4 is the newest, whatever came after it.
+
+    `records_buffers`: whether what its live gradient buffers say is written down, too; see `Job.buffers`.
+    """
+    if records_buffers:
+        (folder / "buffers").mkdir(parents=True)
+        options["plugins"] = [RANK_SCRIPTS / "record_buffers.py", *options.get("plugins", [])]
+        options["environment"] = {"TEST_BUFFERS": str(folder / "buffers"), **options.get("environment", {})}
+    job = finished(folder, layout, run_job(folder, layout, saves=True, **options))
+    (job.run / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    return job
+
+
+def resume(folder: Path, layout: Layout, load: Path, **options: Any) -> Job:
+    """Resume and train one more iteration, or up to `until`."""
+    options.setdefault("until", SAVED + 1)
+    return finished(folder, layout, run_job(folder, layout, load=load, **options))
+
+
+def copy_of(run: Path, folder: Path) -> Path:
+    """A private copy of a run folder with its checkpoint of iteration 4, to damage."""
+    name = f"iter_{SAVED:07d}"
+    shutil.copytree(run / name, folder / name)
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(SAVED))
+    return folder
+
+
+def differing(expected: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of the tensors that are not the same bits, or that only one side has."""
+    return [
+        name for name in sorted(expected.keys() | found.keys()) if not _same_bits(expected.get(name), found.get(name))
+    ]
+
+
+def _same_bits(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None or one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+
+
+def with_vocabulary(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """The same with the vocabulary's padding cut off, or filled with zeros, to a number of rows."""
+
+    def resized(tensor: torch.Tensor) -> torch.Tensor:
+        missing = rows - tensor.shape[0]
+        return tensor[:rows] if missing <= 0 else torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
+
+    padded = ("word_embeddings.weight", "output_layer.weight")
+    return {name: resized(tensor) if name.endswith(padded) else tensor for name, tensor in tensors.items()}
+
+
+def assert_same_optimizer(saved: Path, loaded: Path) -> None:
+    """Two dumps hold the same model and optimizer: every element of every kind."""
+    expected, found = assemble(saved), assemble(loaded)
+    assert {name.partition(".")[0] for name in expected} == {"weight", "fp32_param", "exp_avg", "exp_avg_sq"}
+    assert differing(expected, found) == []
+
+
+def assert_same_training_state(saved: Path, loaded: Path) -> None:
+    """Iteration, consumed samples, scheduler, gradient scaler; learning rate, weight decay and step per parameter."""
+    assert training_state(saved) == training_state(loaded)
+    expected, found = parameter_settings(saved), parameter_settings(loaded)
+    assert expected.keys() == found.keys()
+    for name, settings in expected.items():
+        assert settings["step"] > 0
+        assert found[name] == settings, name

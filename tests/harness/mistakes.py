@@ -1,0 +1,63 @@
+"""Families with one mistake each: of the kind that loads without an error, and of the kind that drops something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.llama import Llama
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, Rows, Span
+
+
+def _key_first(rows: int, arguments: ModelArguments) -> Sequence[Span]:
+    """Each group's first query and its key change places."""
+    head = arguments.kv_channels
+    per_group = arguments.num_attention_heads // arguments.num_query_groups
+    spans = []
+    for group in range(arguments.num_query_groups):
+        start = group * (per_group + 2) * head
+        spans += [(start + per_group * head, head), (start + head, (per_group - 1) * head)]
+    return spans
+
+
+def _query_as_key(rows: int, arguments: ModelArguments) -> Sequence[Span]:
+    head = arguments.kv_channels
+    per_group = arguments.num_attention_heads // arguments.num_query_groups
+    return [(group * (per_group + 2) * head, head) for group in range(arguments.num_query_groups)]
+
+
+def _interleaved(rows: Rows) -> Rows:
+    """Of every head the rows 0, n/2, 1, n/2 + 1, ..., as models rotate that pair neighbours."""
+
+    def spans(count: int, arguments: ModelArguments) -> Sequence[Span]:
+        head = arguments.kv_channels
+        firsts = [start for first, size in rows.spans(count, arguments) for start in range(first, first + size, head)]
+        return [(first + half + row, 1) for first in firsts for row in range(head // 2) for half in (0, head // 2)]
+
+    return Rows(spans)
+
+
+class ExchangedQueriesAndKeys(Llama):
+    rules = tuple(
+        replace(rule, rows=Rows(_key_first)) if rule.rows is QUERY
+        else replace(rule, rows=Rows(_query_as_key)) if rule.rows is KEY
+        else rule
+        for rule in Llama.rules
+    )  # fmt: skip
+
+
+class InterleavedHalves(Llama):
+    rules = tuple(
+        replace(rule, rows=_interleaved(rule.rows)) if rule.rows in (QUERY, KEY) else rule for rule in Llama.rules
+    )
+
+
+class KeysTwice(Llama):
+    """Leaves the values out, and would drop them in silence."""
+
+    rules = tuple(replace(rule, rows=KEY) if rule.rows is VALUE else rule for rule in Llama.rules)
+
+
+class WithoutOutput(Llama):
+    rules = tuple(rule for rule in Llama.rules if rule.hugging_face != "lm_head.weight")

@@ -1,0 +1,158 @@
+"""Runs the genuine `load_checkpoint` once for each case of the order, and reports what each rank saw.
+
+A case is an object with a `name`, and, where wanted, `arguments` and `environment` to change for its time, `model`
+with arguments to build a model of its own, and `dump`, a folder for the live optimizer afterwards.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import live_job
+import torch
+from live_job import Live, changed, training
+from megatron_on_cpu import dump_optimizer
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.optimizer_reshard import Prepared, Proven
+
+hook: Any = importlib.import_module("mcore_ckpt_ext.hooks.megatron")
+proof: Any = importlib.import_module("mcore_ckpt_ext.hooks.proof")
+resuming: Any = importlib.import_module("mcore_ckpt_ext.hooks.resuming")
+checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
+_PROGRESS = {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0}
+
+
+class Witness:
+    """Sees what the product does in one load: calls of stock Megatron's function, lines, resumes, memory."""
+
+    def __init__(self) -> None:
+        self.stock_calls: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = []
+        self.lines: list[str] = []
+        self.resumes: list[Prepared] = []
+        self.memory: dict[str, int] = {}
+
+    def install(self) -> None:
+        """Take the place of stock Megatron's function, below the product's wrapper, and listen to the product."""
+        mcore_ckpt_ext.uninstall()
+        checkpointing.load_checkpoint = self._listening(checkpointing.load_checkpoint)
+        training.load_checkpoint = checkpointing.load_checkpoint
+        mcore_ckpt_ext.install()
+        hook.announce = proof.announce = resuming.announce = self.lines.append
+        for owner, phase in ((hook, "prepare"), (Prepared, "prove"), (Proven, "fill")):
+            setattr(owner, phase, self._measured(phase, getattr(owner, phase)))
+
+    def _listening(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_checkpoint(*positional: Any, **keywords: Any) -> Any:
+            self.stock_calls.append((positional, keywords, dict(vars(live_job.get_args()))))
+            return original(*positional, **keywords)
+
+        return load_checkpoint
+
+    def _measured(self, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def measured(*positional: Any, **keywords: Any) -> Any:
+            # What was freed before must not serve for what is allocated now; then Linux starts the peak anew.
+            ctypes.CDLL(None).malloc_trim(0)
+            Path("/proc/self/clear_refs").write_text("5")
+            before = _kibibytes("VmRSS")
+            result = original(*positional, **keywords)
+            if phase == "prepare":
+                self.resumes.append(result)
+            self.memory[phase] = 1024 * (_kibibytes("VmHWM") - before)
+            return result
+
+        return measured
+
+    def forget(self) -> None:
+        """Start anew, for the next load."""
+        for heard in (self.stock_calls, self.lines, self.resumes, self.memory):
+            heard.clear()
+
+
+def _kibibytes(name: str) -> int:
+    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+def load(case: dict[str, Any], live: Live, witness: Witness) -> dict[str, Any]:
+    """One case, from a filled optimizer to a report."""
+    witness.forget()
+    arguments = live_job.get_args()
+    live.fill_with_noise(seed=1)
+    scheduler = training.get_optimizer_param_scheduler(live.optimizer)
+    before = live.fingerprint()
+    given: tuple[Any, ...] = (live.model, live.optimizer, scheduler), {"strict": True, "checkpointing_context": {}}
+    error, result = None, None
+    progress, environment = _PROGRESS | case["arguments"], case["environment"]
+    with changed(vars(arguments), progress), changed(os.environ, environment):
+        as_called = dict(vars(arguments))
+        try:
+            result = training.load_checkpoint(*given[0], **given[1])[0]
+        except BaseException as refusal:
+            error = f"{type(refusal).__name__}: {refusal}"
+        after = live.fingerprint()
+        if "dump" in case:
+            arguments.iteration = result
+            dump_optimizer.dump(Path(case["dump"]), result, live.model, live.optimizer, scheduler)
+    return {
+        "error": error,
+        "iteration": result,
+        "before": before,
+        "after": after,
+        "lines": witness.lines.copy(),
+        "passed_through": [_same_objects(given, call) and call[2] == as_called for call in witness.stock_calls],
+        "resumes": len(witness.resumes),
+        "elements": live.elements(),
+        "memory": witness.memory.copy(),
+        **(_counters(witness.resumes[0]) if witness.resumes and error is None else {}),
+    }
+
+
+def _same_objects(given: tuple[Any, ...], call: tuple[Any, ...]) -> bool:
+    positional, keywords = given
+    return (
+        len(positional) == len(call[0])
+        and all(one is other for one, other in zip(positional, call[0], strict=True))
+        and keywords.keys() == call[1].keys()
+        and all(keywords[name] is call[1][name] for name in keywords)
+    )
+
+
+def _counters(prepared: Prepared) -> dict[str, Any]:
+    return {
+        "planned_bytes": prepared.bytes_read,
+        "filled_elements": prepared.filled_elements,
+        "read_bytes": prepared.checkpoint.reader.bytes_read,
+    }
+
+
+def main() -> None:
+    """All the cases, one after the other; ranks stay in step because each case ends on all of them."""
+    live_job.start()
+    witness = Witness()
+    witness.install()
+    models: dict[str, Live] = {}
+    outcomes = {}
+    for case in live_job.order():
+        key = json.dumps(case.get("model", {}))
+        with changed(vars(live_job.get_args()), case.get("model", {})):
+            if key not in models:
+                models[key] = live_job.built()
+            outcomes[case["name"]] = load(case, models[key], witness)
+        torch.distributed.barrier()
+    live_job.report(outcomes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,17 @@
+"""A plugin: rank 1 moves less of its optimizer to the CPU than the others do."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import Any
+
+if os.environ["RANK"] == "1":
+    config: Any = importlib.import_module("megatron.core.optimizer.optimizer_config").OptimizerConfig
+    original = config.__post_init__
+
+    def post_init(self: Any) -> None:
+        self.optimizer_offload_fraction = 0.25
+        original(self)
+
+    config.__post_init__ = post_init

@@ -1,0 +1,115 @@
+"""Every other way to spread a model, saved by genuine Megatron-LM 0.19.2 without the plugin, resumed with it.
+
+There is no sidecar: the layout follows from the stored arguments and weights, or from the content. The live optimizer
+right after the resume equals the one that was saved, bit for bit, as does what is read offline; training goes on with
+the loss of the uninterrupted run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from megatron_on_cpu.dump_optimizer import assemble, parameter_settings
+
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from tests.harness.checkpoints import everything_in
+from tests.harness.jobs import OFF, RANK_SCRIPTS, SAVED, differing, resume, train_and_save
+from tests.harness.layouts import SEQUENCE, Layout, expert_sizes
+from tests.harness.models import GATED, GATED_EXPERTS
+
+CONTEXT = ("--context-parallel-size", "2")
+INSTANCES = ("--num-distributed-optimizer-instances", "2", "--overlap-grad-reduce")
+DECOUPLED = ["--decoupled-lr", "5e-4", "--decoupled-min-lr", "5e-5"]
+# Large enough for every data-parallel rank to have more than padding: Megatron cannot save otherwise.
+LARGER = ["--hidden-size", "64", "--untie-embeddings-and-output-weights"]
+HIGH_BANDWIDTH = ("--ddp-pad-buckets-for-high-nccl-busbw",)
+ACCOUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
+
+
+def stages(layout: str) -> tuple[str, ...]:
+    return ("--pipeline-model-parallel-layout", layout)
+
+
+def buckets(number: int) -> tuple[str, ...]:
+    return ("--ddp-num-buckets", str(number))
+
+
+CUT_EXPERTS = Layout(2, 1, 4, more=(*SEQUENCE, *expert_sizes(2, 2)))
+WHOLE_EXPERTS = Layout(2, 1, 4, more=(*SEQUENCE, *expert_sizes(2, 1)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, the layout that it is saved under, those that it is resumed under, and what every rank runs first."""
+
+    model: list[str]
+    source: Layout
+    targets: list[Layout]
+    plugins: tuple[str, ...] = ()
+    discovered: bool = False  # no rule knows the layout: it is found by content
+
+
+CASES = {
+    "context parallel": Case(
+        GATED, Layout(2, 2, 8, more=CONTEXT), [Layout(1, 2, 4, more=CONTEXT), Layout(1, 1, 2)], ("context_parallel.py",)
+    ),
+    "to context parallel": Case(GATED, Layout(1, 2, 2), [Layout(2, 1, 4, more=CONTEXT)], ("context_parallel.py",)),
+    "optimizer instances, a number of buckets, decoupled learning rate": Case(
+        DECOUPLED,
+        Layout(1, 2, 8, more=(*INSTANCES, *buckets(3))),
+        [Layout(2, 1, 4), Layout(1, 1, 4, more=(*INSTANCES, *buckets(2)))],
+    ),
+    "buckets padded for high bandwidth": Case(
+        LARGER, Layout(1, 2, 4, more=HIGH_BANDWIDTH), [Layout(1, 2, 4), Layout(2, 1, 2, more=HIGH_BANDWIDTH)]
+    ),
+    "a pipeline layout": Case(
+        [], Layout(1, 2, 2, more=stages("Et|tttL")),
+        [
+            Layout(1, 3, 3, more=ACCOUNTED),
+            Layout(1, 4, 4, more=stages("E|tt|tt|L")),
+            Layout(1, 2, 2, more=stages("E|tt|t|tL")),
+        ],
+        discovered=True,
+    ),
+    "an interleaved pipeline layout": Case(
+        [], Layout(1, 2, 2, more=stages("E|tt|t|tL")), [Layout(2, 1, 2)], discovered=True
+    ),
+    "embedding and loss accounted as layers": Case(
+        [], Layout(1, 3, 3, more=ACCOUNTED), [Layout(1, 2, 2, more=stages("Et|tttL"))]
+    ),
+    "experts cut by tensor parallelism, to whole": Case(GATED_EXPERTS, CUT_EXPERTS, [WHOLE_EXPERTS]),
+    "whole experts, to cut by tensor parallelism": Case(GATED_EXPERTS, WHOLE_EXPERTS, [CUT_EXPERTS]),
+    "multi-token prediction": Case(
+        [*GATED, "--mtp-num-layers", "1"], Layout(1, 2, 4), [Layout(2, 2, 4), Layout(1, 1, 2)], discovered=True
+    ),
+    "frozen parameters": Case([], Layout(1, 2, 4), [Layout(2, 2, 4), Layout(1, 1, 2)], ("freeze.py",), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_live_optimizer_equals_the_one_that_was_saved(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    plugins = [RANK_SCRIPTS / plugin for plugin in case.plugins]
+    options = {"more": case.model, "plugins": plugins}
+    saved = train_and_save(tmp_path / "saved", case.source, until=SAVED + 1, environment=OFF, **options)
+    truth, settings = assemble(saved.at_save), told_apart(parameter_settings(saved.at_save))
+    checkpoint = open_checkpoint(saved.run)
+    assert differing(truth, everything_in(checkpoint)) == []
+    assert ("discovery by content" in checkpoint.optimizer.witnesses()) == case.discovered
+    for number, target in enumerate(case.targets):
+        resumed = resume(tmp_path / str(number), target, saved.run, **options)
+        assert resumed.summary, target
+        assert differing(truth, assemble(resumed.at_load)) == [], target
+        assert told_apart(parameter_settings(resumed.at_load)) == settings, target
+        assert resumed.losses[SAVED + 1] == pytest.approx(saved.losses[SAVED + 1], rel=1e-4), target
+
+
+def told_apart(settings: Mapping[str, Mapping[str, object]]) -> dict[str, dict[str, object]]:
+    """What the optimizer applies to each parameter; whether it is an expert's is no setting."""
+    return {
+        name: {key: value for key, value in values.items() if key != "is_expert_parallel"}
+        for name, values in settings.items()
+    }

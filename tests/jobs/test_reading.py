@@ -1,0 +1,71 @@
+"""What each rank of genuine Megatron-LM reads and holds while it resumes: its own shards, and not much more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from megatron_on_cpu.dump_optimizer import assemble
+
+from tests.harness.cases import Case, Outcomes, load_all, save_noise
+from tests.harness.jobs import Job
+from tests.harness.layouts import Layout
+
+MEBIBYTE = 1 << 20
+# 76 million parameters: the whole optimizer, 0.9 GB, is far beyond a rank's shards and 256 MiB.
+LARGE = ["--num-layers", "6", "--hidden-size", "1024", "--num-attention-heads", "8"]
+STATE = 12  # bytes of a master and two moments
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("reading")
+
+
+@pytest.fixture(scope="module")
+def large(folder: Path) -> Path:
+    """Saved as TP1 x PP2."""
+    return save_noise(folder / "saved", Layout(1, 2, 2), LARGE)
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path, large: Path) -> Outcomes:
+    """Resumed as TP4 x PP1."""
+    return load_all(folder / "job", Layout(4, 1, 4), [Case("large", large)], more=LARGE)
+
+
+def test_a_rank_reads_exactly_its_own_shards_and_some_metadata(outcomes: Outcomes, large: Path) -> None:
+    metadata = (large / "iter_0000004" / ".metadata").stat().st_size
+    for rank in outcomes["large"]:
+        own = STATE * rank["elements"]
+        assert rank["planned_bytes"] == own
+        assert own < rank["read_bytes"] < 1.05 * own + metadata
+
+
+def test_rows_that_become_zeros_are_not_read(gpt: Job, tmp_path: Path) -> None:
+    """128 rows of 32 more than were saved, for each kind, over two tensor-parallel ranks: all on the second."""
+    outcomes = load_all(tmp_path, Layout(2, 1, 2, vocabulary=256), [Case("padded", gpt.run)])
+    first, second = outcomes["padded"]
+    assert (first["filled_elements"], second["filled_elements"]) == (0, 3 * 128 * 32)
+    for rank in (first, second):
+        assert rank["planned_bytes"] == STATE * rank["elements"] - 4 * rank["filled_elements"]
+
+
+def test_with_data_parallelism_a_rank_reads_its_part_of_the_shards(gpt: Job, tmp_path: Path) -> None:
+    outcomes = load_all(tmp_path, Layout(1, 1, 4), [Case("DP4", gpt.run)])
+    ranks = outcomes["DP4"]
+    assert [rank["planned_bytes"] for rank in ranks] == [STATE * rank["elements"] for rank in ranks]
+    parameters = sum(tensor.numel() for name, tensor in assemble(gpt.at_save).items() if name.startswith("fp32_param"))
+    assert sum(rank["elements"] for rank in ranks) == parameters
+
+
+def test_a_rank_holds_its_own_shards_and_no_more_than_256_mib_beside(outcomes: Outcomes) -> None:
+    """The masters are there already; two moments come, and nothing else that is large, at any moment."""
+    everything = sum(STATE * rank["elements"] for rank in outcomes["large"])
+    for rank in outcomes["large"]:
+        moment = 4 * rank["elements"]
+        assert everything > 3 * moment + 512 * MEBIBYTE
+        grown = rank["memory"]
+        assert grown["prepare"] < 256 * MEBIBYTE
+        assert 0.9 * moment < grown["prove"] < moment + 256 * MEBIBYTE
+        assert grown["prove"] + grown["fill"] < 2 * moment + 256 * MEBIBYTE

@@ -1,0 +1,192 @@
+"""Saving in the background with genuine Megatron-LM 0.19.2: real, durable, and no failure goes unnoticed."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from megatron_on_cpu.launch import TIMED_OUT, RunResult
+
+from mcore_ckpt_ext.offline.comparison import compare
+from mcore_ckpt_ext.storage.runs import TRACKER_FILE
+from tests.harness.saving import (
+    CAUSES,
+    assert_told,
+    assert_trained_meanwhile,
+    assert_whole,
+    durable_lines,
+    iterations_in,
+    run_held,
+    run_saving,
+    tracked,
+)  # fmt: skip
+
+# Enough for what goes wrong; what goes well is shown with eight.
+FEW = 4
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saving")
+
+
+@pytest.fixture(scope="module")
+def synchronous(base: Path) -> RunResult:
+    """Saved at iterations 4 and 8 without `--async-save`; the tracker that is there before has a second name."""
+    run = base / "synchronous" / "checkpoints"
+    run.mkdir(parents=True)
+    (run / TRACKER_FILE).write_text("1")
+    (base / "tracker").hardlink_to(run / TRACKER_FILE)
+    result = run_saving(base / "synchronous", 8, interval=4, more=["--use-dist-ckpt"])
+    assert result.returncode == 0, result.output[-6000:]
+    return result
+
+
+@pytest.fixture(scope="module")
+def held(base: Path) -> RunResult:
+    """The flags of existing scripts; see `run_held`."""
+    result = run_held(base / "held")
+    assert result.returncode == 0, result.output[-6000:]
+    return result
+
+
+def test_one_line_says_what_was_chosen_and_why(held: RunResult) -> None:
+    lines = [line for line in held.output.splitlines() if "--async-save:" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("[rank 0]")
+    assert "async_strategy = mcore (nvrx cannot be used:" in lines[0]
+    assert "use_persistent_ckpt_worker = True (without it" in lines[0]
+
+
+def test_training_goes_on_while_the_writers_are_at_work(held: RunResult) -> None:
+    assert_trained_meanwhile(held.output)
+
+
+@pytest.mark.parametrize("iteration", [4, 8])
+def test_it_is_the_synchronous_checkpoint_bit_for_bit(
+    iteration: int, held: RunResult, synchronous: RunResult, base: Path
+) -> None:
+    folders = [base / name / "checkpoints" / f"iter_{iteration:07d}" for name in ("held", "synchronous")]
+    comparison = compare(*folders)
+    assert comparison.equal, comparison
+
+
+def test_the_record_says_what_the_save_took(held: RunResult, base: Path) -> None:
+    lines, run = durable_lines(held.output), base / "held" / "checkpoints"
+    assert sorted(lines) == iterations_in(run) == [4, 8, 12]
+    record = json.loads((run / "iter_0000008" / "mcore_ckpt_ext.json").read_text())["saved"]
+    assert record["asynchronous"] is True
+    assert min(record["seconds_in_background"], record["seconds_stalled"]) > 0
+    on_disk = sum(path.stat().st_size for path in (run / "iter_0000008").glob("*.distcp"))
+    assert record["bytes"] == on_disk
+    assert f"{record['bytes'] / 1e6:,.1f}" == lines[8]["megabytes"]
+    assert f"{record['seconds_stalled']:.2f}" == lines[8]["stalled"]
+
+
+def test_a_synchronous_save_has_its_line_and_record_too(synchronous: RunResult, base: Path) -> None:
+    run = base / "synchronous" / "checkpoints"
+    assert sorted(durable_lines(synchronous.output)) == iterations_in(run) == [4, 8]
+    assert tracked(run) == 8
+    record = json.loads((run / "iter_0000004" / "mcore_ckpt_ext.json").read_text())["saved"]
+    assert (record["asynchronous"], record["seconds_in_background"]) == (False, 0)
+
+
+def test_the_tracker_is_replaced_and_never_written_over(synchronous: RunResult, base: Path) -> None:
+    """Megatron truncates it first: a kill between the two would leave a run that names nothing."""
+    assert (base / "tracker").read_text() == "1"
+
+
+def test_nothing_but_checkpoints_is_left(held: RunResult, base: Path) -> None:
+    found = sorted(path.name for path in (base / "held" / "checkpoints").iterdir())
+    assert found == ["iter_0000004", "iter_0000008", "iter_0000012", "latest_checkpointed_iteration.txt"]
+
+
+TROUBLES = {
+    1: {"ranks": [1], "what": "idle"},
+    2: {"ranks": [1], "what": "SIGKILL", "preload": True},
+    3: {"ranks": [1], "what": "raise", "settle": True},
+    4: {"ranks": [1], "what": "full", "settle": True},
+    5: {"ranks": [0], "what": "vanish", "settle": True},
+    6: {"ranks": [0], "what": "SIGSTOP", "settle": True},
+    7: {"ranks": [1], "what": "mute", "settle": True},
+    8: {"ranks": [1], "what": "lose", "settle": True},
+    9: {"ranks": [0], "what": "bar", "settle": True},
+    10: {"ranks": [0], "what": "clear", "settle": True},
+    11: {"ranks": [0], "what": "bar", "finish": True},
+    12: {"ranks": [0], "what": "clear"},
+    13: {"ranks": [1], "what": "end"},
+}
+"""By the number of the save, which is half its iteration; a save that cannot begin does not count."""
+
+
+@pytest.fixture(scope="module")
+def troubled(base: Path) -> RunResult:
+    """One job that goes on through everything; a file bars the way to the folder of iteration 14."""
+    run = base / "troubled" / "checkpoints"
+    run.mkdir(parents=True)
+    (run / "iter_0000014").write_text("in the way")
+    environment = {"MCORE_CKPT_EXT_WRITER_PATIENCE": "15"}
+    more = ["--use-dist-ckpt", "--async-save", "--ckpt-ext-on-save-failure", "continue"]
+    return run_saving(base / "troubled", 30, ranks=FEW, trouble=TROUBLES, environment=environment, more=more)
+
+
+def test_training_goes_on_if_the_user_wants_it(troubled: RunResult) -> None:
+    assert troubled.returncode == 0, troubled.output[-6000:]
+    assert "iteration       30/      30" in troubled.output
+
+
+def test_no_save_takes_the_results_of_one_that_was_given_up(troubled: RunResult) -> None:
+    assert "results of another" not in troubled.output
+
+
+@pytest.mark.parametrize(
+    ("iteration", "cause"),
+    [
+        (4, CAUSES["SIGKILL"]),
+        (6, CAUSES["raise"]),
+        (8, CAUSES["full"]),
+        (10, CAUSES["vanish"]),
+        (12, CAUSES["SIGSTOP"]),
+        (14, r"rank 0: FileExistsError"),
+        (16, CAUSES["mute"]),
+        (18, CAUSES["lose"]),
+        (20, r"IsADirectoryError"),
+        (26, r"rank 0: iteration 24 was not saved: IsADirectoryError"),
+    ],
+)
+def test_each_failure_is_told_with_its_cause(iteration: int, cause: str, troubled: RunResult) -> None:
+    assert_told(troubled.output, iteration, cause)
+
+
+def test_what_failed_is_gone_and_what_was_saved_is_whole(troubled: RunResult, base: Path) -> None:
+    run = base / "troubled" / "checkpoints"
+    assert [number for number in iterations_in(run) if number != 14] == [2, 22, 28, 30]
+    assert_whole(troubled.output, run, [2, 22, 28, 30])
+
+
+@pytest.fixture(scope="module")
+def stopped(base: Path) -> RunResult:
+    """The default: a writer is killed at the second save."""
+    return run_saving(base / "stopped", 8, ranks=FEW, trouble={2: {"ranks": [1], "what": "SIGKILL"}})
+
+
+def test_training_stops_on_every_rank_by_default(stopped: RunResult, base: Path) -> None:
+    assert stopped.returncode not in (0, TIMED_OUT)
+    for rank in range(FEW):
+        form = rf"^\[rank {rank}\] .*SaveFailedError: iteration 4(, 6)? was not saved"
+        assert re.search(form, stopped.output, re.MULTILINE)
+    assert "rank 1: its writer" in stopped.output
+    assert "--ckpt-ext-on-save-failure continue" in stopped.output
+    run = base / "stopped" / "checkpoints"
+    assert (iterations_in(run), tracked(run)) == ([2], 2)
+
+
+def test_a_read_only_folder_ends_the_job_with_a_message(base: Path) -> None:
+    """Not even root may make a folder there."""
+    result = run_saving(base / "read-only", 4, ranks=FEW, save=Path("/sys/kernel/checkpoints"))
+    assert result.returncode not in (0, TIMED_OUT)
+    for rank in range(FEW):
+        form = rf"^\[rank {rank}\] .*SaveFailedError: iteration 2 cannot be saved to /sys"
+        assert re.search(form, result.output, re.MULTILINE)

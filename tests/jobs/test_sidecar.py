@@ -1,0 +1,139 @@
+"""The sidecar that genuine Megatron-LM 0.19.2 leaves beside its checkpoints, and what reading makes of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_on_cpu import launch
+from megatron_on_cpu.dump_optimizer import assemble
+
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.layout.digest import digest_of, read
+from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, PARAM_REMAINDER
+from tests.harness.cases import Case, Outcomes, load_all
+from tests.harness.jobs import Job, copy_of, differing, train_and_save
+from tests.harness.layouts import Layout
+
+NAME = "mcore_ckpt_ext.json"
+
+
+def sidecar_of(job: Job) -> dict[str, Any]:
+    return json.loads((job.iteration / NAME).read_text())
+
+
+@pytest.fixture(params=["gpt", "llama"])
+def saved(request: pytest.FixtureRequest) -> Job:
+    """Saved asynchronously, with tied embeddings on two stages; and synchronously, with tensor-parallel siblings."""
+    return request.getfixturevalue(request.param)
+
+
+def test_it_names_the_job(saved: Job) -> None:
+    sidecar = sidecar_of(saved)
+    assert sidecar["written_by"].startswith("mcore_ckpt_ext ")
+    assert (sidecar["megatron"], sidecar["iteration"]) == ("0.19.2", 4)
+    layout = sidecar["layout"]
+    assert (layout["tensor"], layout["pipeline"]) == (saved.layout.tensor, saved.layout.pipeline)
+    assert (layout["data"], layout["world"]) == (2, saved.layout.ranks)
+
+
+def test_it_says_what_the_live_gradient_buffers_say(saved: Job) -> None:
+    """Every group of ranks is there, each bucket with every parameter at the elements that its gradient occupies."""
+    groups = sidecar_of(saved)["groups"]
+    recorded = {index: group["buckets"] for group in groups for index in group["indices"]}
+    live = [json.loads(path.read_text()) for path in sorted(saved.buffers.glob("rank_*.json"))]
+    assert len(live) == saved.layout.tensor * saved.layout.pipeline
+    assert sorted(recorded) == sorted(group["index"] for group in live)
+    for group in live:
+        found = [
+            {
+                "buffer": bucket["buffer"],
+                "bucket": bucket["bucket"],
+                "numel": bucket["numel"],
+                "parameters": [[item["name"], item["start"], item["stop"]] for item in bucket["parameters"]],
+            }
+            for bucket in recorded[group["index"]]
+        ]
+        assert found == group["buckets"]
+
+
+def test_nothing_half_written_is_left(saved: Job) -> None:
+    assert [path.name for path in saved.iteration.glob("mcore_ckpt_ext*")] == [NAME]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sidecar")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path, gpt: Job) -> Outcomes:
+    """The same checkpoint with its sidecar, without, and with sidecars that cannot be believed; as TP2 x PP1."""
+    runs = {name: copy_of(gpt.run, folder / name) for name in ("intact", "deleted", "lying", "garbage")}
+    sidecars = {name: run / "iter_0000004" / NAME for name, run in runs.items()}
+    sidecars["deleted"].unlink()
+    sidecars["garbage"].write_text("[" + sidecars["intact"].read_text()[:1000])
+    lying = sidecars["lying"].read_text()
+    one, other = (f"decoder.layers.{layer}.self_attention.linear_proj.weight" for layer in (1, 2))
+    lying = lying.replace(one, "?").replace(other, one).replace("?", other)
+    sidecars["lying"].write_text(lying)
+    cases = [Case(name, run, dump=folder / f"{name}-dump") for name, run in runs.items()]
+    return load_all(folder / "job", Layout(2, 1, 2), cases)
+
+
+def witness_of(outcomes: Outcomes, name: str) -> str:
+    (line,) = outcomes[name][0]["lines"]
+    return line.partition("layout by ")[2].partition(")")[0]
+
+
+def test_it_is_used_first(outcomes: Outcomes) -> None:
+    assert witness_of(outcomes, "intact") == "the sidecar"
+
+
+@pytest.mark.parametrize("name", ["deleted", "garbage"])
+def test_without_it_the_layout_is_recovered(name: str, outcomes: Outcomes) -> None:
+    assert "sidecar" not in witness_of(outcomes, name)
+
+
+def test_it_is_not_believed_without_proof(outcomes: Outcomes) -> None:
+    """Two parameters of equal shape are exchanged in it."""
+    assert witness_of(outcomes, "lying") != "the sidecar"
+
+
+@pytest.mark.parametrize("name", ["intact", "deleted", "lying", "garbage"])
+def test_the_result_is_the_same(name: str, outcomes: Outcomes, gpt: Job, folder: Path) -> None:
+    assert outcomes[name][0]["error"] is None
+    assert differing(assemble(gpt.at_save), assemble(folder / f"{name}-dump")) == []
+
+
+@pytest.fixture(scope="module")
+def aware(folder: Path) -> Job:
+    """Masters as remainders, as Transformer Engine's optimizer keeps them; each parameter's state on two ranks."""
+    more = ["--use-precision-aware-optimizer"]
+    return train_and_save(folder / "aware", Layout(1, 2, 4), more=more, plugins=[launch.PRECISION_AWARE])
+
+
+def test_where_masters_are_remainders_it_keeps_digests_of_the_state(aware: Job) -> None:
+    """What each rank added up while it was alive is what the checkpoint holds, for every parameter and kind."""
+    digests = Sidecar.from_json((aware.iteration / NAME).read_text()).digests
+    checkpoint = open_checkpoint(aware.iteration)
+    recorded = {
+        (kind, name): read(digest)
+        for group in digests
+        for name, kinds in group.parameters.items()
+        for kind, digest in kinds.items()
+    }
+    stored = {
+        (kind, name): digest_of(checkpoint.tensor(kind, name).read())
+        for kind in (PARAM_REMAINDER, EXP_AVG, EXP_AVG_SQ)
+        for name in checkpoint.names(kind)
+    }
+    assert recorded == stored
+    assert len(digests) == 2
+
+
+def test_other_jobs_have_none(saved: Job) -> None:
+    assert sidecar_of(saved)["digests"] == []

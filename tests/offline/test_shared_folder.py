@@ -1,0 +1,157 @@
+"""A parent folder that others may write to: nothing that they put there is adopted, followed or believed."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import DestinationError
+from mcore_ckpt_ext.storage.folder import Folder
+from mcore_ckpt_ext.storage.publish import Publication, replace
+from tests.harness.checkpoints import fixture_named
+
+WORK = "a" * 16
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Path:
+    """A file of somebody, elsewhere."""
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "keys").write_text("secret")
+    return tmp_path / "home" / "keys"
+
+
+@pytest.fixture
+def shared(tmp_path: Path) -> Path:
+    (tmp_path / "shared").mkdir(mode=0o777)
+    return tmp_path / "shared"
+
+
+def unfinished(shared: Path) -> Path:
+    """Where the unfinished folder of `out` lies."""
+    return Publication(shared / "out", WORK).folder.parent
+
+
+def test_the_unfinished_folder_is_nobody_elses(shared: Path) -> None:
+    publication = Publication(shared / "out", WORK)
+    publication.open()
+    assert stat.S_IMODE(unfinished(shared).stat().st_mode) == 0o700
+    publication.publish()
+    publication.close()
+    assert stat.S_IMODE((shared / "out").stat().st_mode) & 0o700 == 0o700
+    assert [path.name for path in shared.iterdir()] == ["out"]
+
+
+def planted_link(place: Path, victim: Path) -> None:
+    place.symlink_to(victim.parent)
+
+
+def planted_file(place: Path, victim: Path) -> None:
+    place.write_text("not a folder")
+
+
+def open_to_all(place: Path, victim: Path) -> None:
+    place.mkdir()
+    place.chmod(0o777)
+
+
+@pytest.mark.parametrize("plant", [planted_link, planted_file, open_to_all], ids=lambda plant: plant.__name__)
+@pytest.mark.parametrize("resume", [False, True])
+def test_what_others_planted_is_not_adopted(
+    plant: Callable[[Path, Path], None], resume: bool, shared: Path, victim: Path
+) -> None:
+    plant(unfinished(shared), victim)
+    publication = Publication(shared / "out", WORK)
+    with pytest.raises(DestinationError, match="not ours"):
+        publication.open(resume=resume)
+    publication.close()
+    assert victim.read_text() == "secret"
+    assert [path.name for path in victim.parent.iterdir()] == ["keys"]
+
+
+def test_another_users_folder_is_not_adopted(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    unfinished(shared).mkdir(mode=0o700)
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with pytest.raises(DestinationError, match="another user's"):
+        Publication(shared / "out", WORK).open(resume=True)
+
+
+@pytest.mark.parametrize("name", ["lock", "work", "journal0", "content"])
+@pytest.mark.parametrize("resume", [False, True])
+def test_links_below_are_not_followed(name: str, resume: bool, shared: Path, victim: Path) -> None:
+    """Of a folder that is ours, but was not always, say."""
+    unfinished(shared).mkdir(mode=0o700)
+    (unfinished(shared) / name).symlink_to(victim.parent if name == "content" else victim)
+    publication = Publication(shared / "out", WORK)
+    try:
+        publication.open(resume=resume)
+        publication.note(0, 0)
+        publication.done()
+    except DestinationError:
+        pass
+    finally:
+        publication.close()
+    assert victim.read_text() == "secret"
+    assert [path.name for path in victim.parent.iterdir()] == ["keys"]
+
+
+def test_files_are_not_reached_through_links(shared: Path, victim: Path) -> None:
+    (shared / "out").mkdir()
+    (shared / "out" / "iter_0000004").symlink_to(victim.parent)
+    (shared / "out" / "file").symlink_to(victim)
+    os.mkfifo(shared / "out" / "pipe")
+    with Folder.at(shared / "out") as folder:
+        for name in ("iter_0000004/keys", "file", "pipe"):
+            with pytest.raises(OSError, match=r"symbolic links|Not a directory|no ordinary file|No such device"):
+                folder.open(name, os.O_RDWR | os.O_CREAT)
+        folder.remove("iter_0000004")
+    assert victim.read_text() == "secret"
+
+
+def test_a_folder_that_is_swapped_meanwhile_changes_nothing(shared: Path, victim: Path) -> None:
+    """In a shared folder without the sticky bit, others may rename what is ours."""
+    publication = Publication(shared / "out", WORK)
+    publication.open()
+    unfinished(shared).rename(shared / "moved")
+    unfinished(shared).symlink_to(victim.parent)
+    descriptor = publication.content.open("file", os.O_WRONLY | os.O_CREAT)
+    os.close(descriptor)
+    publication.note(0, 0)
+    assert sorted(path.name for path in (shared / "moved").iterdir()) == ["content", "journal0", "lock", "work"]
+    publication.publish()
+    publication.close()
+    assert [path.name for path in (shared / "out").iterdir()] == ["file"]
+    assert [path.name for path in victim.parent.iterdir()] == ["keys"]
+
+
+def test_a_journal_is_believed_only_with_its_bytes(tmp_path: Path) -> None:
+    """Our own folder, but a journal whose checksums are those of zeros: what it speaks of is not what it was."""
+    run, out = fixture_named("p02").run, tmp_path / "out"
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mcore_ckpt_ext.convert(run, out, mcore_ckpt_ext.Canonical(), workers=1, progress=stop)
+    (partial,) = tmp_path.glob("out.partial-*")
+    with (partial / "journal0").open("a") as journal:
+        journal.writelines(f"{json.dumps([number, 12345])}\n" for number in range(1000))
+    mcore_ckpt_ext.convert(run, out, mcore_ckpt_ext.Canonical(), resume=True)
+    mcore_ckpt_ext.convert(run, tmp_path / "fresh", mcore_ckpt_ext.Canonical())
+    for path in (tmp_path / "fresh").iterdir():
+        assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+def test_a_planted_link_for_a_small_file_is_not_followed(shared: Path, victim: Path) -> None:
+    """The tracker of a run folder, which is replaced in one step."""
+    (shared / "tracker.txt.partial").symlink_to(victim)
+    replace({shared / "tracker.txt": "100"})
+    assert (shared / "tracker.txt").read_text() == "100"
+    assert victim.read_text() == "secret"

@@ -1,0 +1,110 @@
+"""Names of parameters, taken apart and put together again in every way that they are written."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore_ckpt_ext.model_space.names import (
+    BLOCKS,
+    LayerSpec,
+    ParameterName,
+    in_layer,
+    name_at,
+    own_name,
+    parse,
+    parse_own,
+    split_layer,
+    split_parameters,
+    stacked_axes,
+    under_spec,
+)
+
+DENSE = st.sampled_from(
+    ["self_attention.linear_qkv.weight", "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc2.bias",
+     "mlp.linear_fc1.layer_norm_bias", "mlp.shared_experts.linear_fc1.weight", "mlp.router.expert_bias",
+     "pre_mlp_layernorm.weight"]
+)  # fmt: skip
+OF_EXPERTS = st.sampled_from(["linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias"])
+NUMBERS = st.integers(0, 300)
+NAMES = st.one_of(
+    st.builds(ParameterName, st.sampled_from(BLOCKS), NUMBERS, st.none(), st.none(), DENSE),
+    st.builds(ParameterName, st.sampled_from(BLOCKS), NUMBERS, st.just("mlp.experts"), NUMBERS, OF_EXPERTS),
+    st.builds(
+        ParameterName, st.none(), st.none(), st.none(), st.none(),
+        st.sampled_from(["embedding.word_embeddings.weight", "decoder.final_layernorm.bias", "output_layer.weight",
+                         "mtp.layers.0.eh_proj.weight"]),
+    ),
+)  # fmt: skip
+
+
+@given(NAMES)
+def test_what_is_parsed_is_formatted_again(name: ParameterName) -> None:
+    assert parse(str(name)) == name
+    layer, suffix = split_layer(str(name))
+    assert layer == name.layer
+    assert str(name) == (suffix if layer is None else in_layer(layer, suffix))
+
+
+@given(NAMES, st.booleans())
+def test_a_sharded_key_gives_the_name_back(name: ParameterName, stack_layers: bool) -> None:
+    key, index = name.sharded_key(stack_layers)
+    assert stacked_axes(key) == len(index)
+    assert name_at(key, index) == str(name)
+
+
+@given(NAMES, st.sampled_from(LayerSpec), st.booleans(), st.integers(0, 20), st.integers(0, 20))
+def test_a_rank_s_own_name_gives_the_name_back(
+    name: ParameterName, spec: LayerSpec, grouped: bool, layers: int, experts: int
+) -> None:
+    if spec is LayerSpec.LOCAL and "_layernorm." in name.rest and name.layer is not None:
+        return  # of that spec's own names there is no such key
+    own = own_name(name, spec, grouped)
+    assert parse_own(f"module.module.{own}", spec) == name
+    moved = name.counted_from(layers, experts)
+    assert parse_own(own, spec).counted_from(layers, experts) == moved
+    assert moved.counted_from(-layers, -experts) == name
+
+
+@pytest.mark.parametrize(
+    ("spec", "grouped", "own"),
+    [
+        (LayerSpec.LOCAL, False, "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.bias"),
+        (LayerSpec.TRANSFORMER_ENGINE, True, "decoder.layers.3.mlp.experts.linear_fc1.bias5"),
+    ],
+)
+def test_experts_under_a_rank_s_own_names(spec: LayerSpec, grouped: bool, own: str) -> None:
+    name = "decoder.layers.3.mlp.experts.experts.5.linear_fc1.bias"
+    assert own_name(parse(name), spec, grouped) == own
+    assert str(parse_own(own, spec)) == name
+
+
+def test_grouped_experts_have_one_extra_state() -> None:
+    name = parse("decoder.layers.3.mlp.experts.experts.5.linear_fc1._extra_state")
+    assert own_name(name, LayerSpec.TRANSFORMER_ENGINE, True) == "decoder.layers.3.mlp.experts.linear_fc1._extra_state"
+
+
+@pytest.mark.parametrize(
+    ("engine", "spec", "name"),
+    [
+        ("decoder.layers.1.pre_mlp_layernorm.weight", LayerSpec.LOCAL,
+         "decoder.layers.1.mlp.linear_fc1.layer_norm_weight"),
+        ("decoder.layers.1.mlp.linear_fc1.layer_norm_weight", LayerSpec.LOCAL_LATENT,
+         "decoder.layers.1.pre_mlp_layernorm.weight"),
+        ("decoder.layers.1.self_attention.linear_kv_up_proj.layer_norm_weight", LayerSpec.LOCAL_LATENT,
+         "decoder.layers.1.self_attention.kv_layernorm.weight"),
+        ("decoder.layers.1.pre_mlp_layernorm.weight", LayerSpec.TRANSFORMER_ENGINE,
+         "decoder.layers.1.pre_mlp_layernorm.weight"),
+    ],
+)  # fmt: skip
+def test_names_under_the_other_layer_spec(engine: str, spec: LayerSpec, name: str) -> None:
+    assert under_spec(engine, spec) == name
+
+
+def test_parts_of_a_mixer_follow_each_other_in_the_order_of_memory() -> None:
+    weight = "decoder.layers.0.mixer.in_proj.weight"
+    names = [f"{weight}.{part}" for part in ("B", "dt", "z", "x", "C")]
+    assert split_parameters([*names, "decoder.layers.0.mixer.D"]) == {
+        f"{weight}.z": [f"{weight}.{part}" for part in ("z", "x", "B", "C", "dt")]
+    }

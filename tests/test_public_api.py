@@ -1,0 +1,109 @@
+"""What is public: the exact list, typed without `Any`, documented, and each function with an example that runs."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import doctest
+import inspect
+import shutil
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import mcore_ckpt_ext
+from tests.harness.checkpoints import fixture_named
+
+PUBLIC = {
+    "__version__",
+    # what it does
+    "compare", "convert", "inspect", "install", "open_checkpoint", "status", "uninstall", "verify",
+    # what a conversion can write
+    "Canonical", "HuggingFace", "Legacy", "TorchDist",
+    # what the results are made of
+    "BufferMap", "Check", "Checkpoint", "Comparison", "Evidence", "Fact", "Finding", "Inspection", "KindComparison",
+    "PaddingRows", "ParallelLayout", "Report", "Resumption", "SeamStatus", "StoredFile", "StoredTensor",
+    "TensorDifference", "TensorHandle", "Unread", "Verification", "Writer",
+    # the errors
+    "CheckpointError", "DestinationError", "LayoutError", "ModelMismatchError", "ProofError", "ResumeRefusedError",
+    "SaveFailedError", "UnreadableCheckpointError", "UnsafePickleError", "UnsupportedCheckpointError", "UsageError",
+}  # fmt: skip
+WITH_EXAMPLE = sorted(name for name in PUBLIC if name[0].islower()) + sorted(
+    ["Canonical", "HuggingFace", "Legacy", "TorchDist", "CheckpointError"]
+)
+# Of an open checkpoint a user needs these; formats have more, for the rest of the package.
+OF_CHECKPOINTS = ("kinds", "names", "tensor", "unread")
+OF_HANDLES = ("read",)
+
+
+def test_the_list() -> None:
+    assert set(mcore_ckpt_ext.__all__) == PUBLIC
+    assert all(getattr(mcore_ckpt_ext, name) is not None for name in PUBLIC)
+    assert set(dir(mcore_ckpt_ext)) >= PUBLIC
+
+
+def test_whoever_checks_types_sees_the_same_names() -> None:
+    """The imports under TYPE_CHECKING, and the table of homes that serves them."""
+    tree = ast.parse(Path(mcore_ckpt_ext.__file__).read_text())
+    (guarded,) = (node for node in tree.body if isinstance(node, ast.If))
+    homes = {name.name: node.module for node in guarded.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert homes == mcore_ckpt_ext._HOMES
+    assert homes.keys() | {"__version__"} == PUBLIC
+
+
+@pytest.mark.parametrize("name", sorted(PUBLIC - {"__version__"}))
+def test_everything_is_documented(name: str) -> None:
+    found = getattr(mcore_ckpt_ext, name)
+    assert found.__doc__
+    assert not found.__doc__.startswith((f"{name}(", "See "))
+
+
+def contains_any(hint: object) -> bool:
+    return hint is typing.Any or any(contains_any(part) for part in typing.get_args(hint))
+
+
+def hinted() -> list[object]:
+    found = [getattr(mcore_ckpt_ext, name) for name in sorted(PUBLIC - {"__version__", "Checkpoint", "TensorHandle"})]
+    found = [item for item in found if not (isinstance(item, type) and issubclass(item, Exception))]
+    found += [getattr(mcore_ckpt_ext.Checkpoint, name) for name in OF_CHECKPOINTS]
+    return found + [getattr(mcore_ckpt_ext.TensorHandle, name) for name in OF_HANDLES]
+
+
+@pytest.mark.parametrize("found", hinted(), ids=lambda found: found.__name__)
+def test_types_hide_nothing(found: object) -> None:
+    # The hooks import it for type checkers only.
+    hints = typing.get_type_hints(found, localns={"SeamStatus": mcore_ckpt_ext.SeamStatus})
+    assert hints
+    assert not [name for name, hint in hints.items() if contains_any(hint)]
+    if inspect.isfunction(found):
+        assert "return" in hints
+        assert hints.keys() - {"return"} == {name for name in inspect.signature(found).parameters if name != "self"}
+    else:
+        assert dataclasses.is_dataclass(found) or issubclass(found, tuple)
+
+
+@pytest.fixture
+def examples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, object]]:
+    """The folder in which examples run, with a real checkpoint called `run`; and the names that they may use."""
+    shutil.copytree(fixture_named("p02").run, tmp_path / "run")
+    monkeypatch.chdir(tmp_path)
+    public = {name: getattr(mcore_ckpt_ext, name) for name in PUBLIC}
+    installed = any(seam.state != "not patched" for seam in mcore_ckpt_ext.status())
+    yield {**public, "torch": torch}
+    if installed:
+        mcore_ckpt_ext.install()
+    else:
+        mcore_ckpt_ext.uninstall()
+
+
+@pytest.mark.parametrize("name", WITH_EXAMPLE)
+def test_the_example_of(name: str, examples: dict[str, object]) -> None:
+    found = getattr(mcore_ckpt_ext, name)
+    test = doctest.DocTestParser().get_doctest(found.__doc__, examples, name, None, 0)
+    assert test.examples
+    told: list[str] = []
+    doctest.DocTestRunner(verbose=False).run(test, out=told.append)
+    assert not told, "".join(told)

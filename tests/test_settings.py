@@ -1,0 +1,63 @@
+"""The variables of the environment are said once: in the module, and in the README's table."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt_ext.settings import CONTINUE, ON_SAVE_FAILURE, SETTINGS, STOP, SWITCH, WRITER_PATIENCE, Setting
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("setting", "text", "value", "is_understood"),
+    [
+        (SWITCH, "0", False, True),
+        (SWITCH, "off", True, False),
+        (SWITCH, "", True, True),
+        (ON_SAVE_FAILURE, "continue", CONTINUE, True),
+        (ON_SAVE_FAILURE, "Continue", STOP, False),
+        (WRITER_PATIENCE, "15", 15.0, True),
+        (WRITER_PATIENCE, "long", 300.0, False),
+    ],
+)
+def test_what_is_not_understood_is_as_if_not_set(
+    setting: Setting[Any], text: str, value: object, is_understood: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(setting.name, text)
+    assert (setting.value, setting.is_understood) == (value, is_understood)
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)
+def test_without_the_variable_the_default_holds(setting: Setting[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(setting.name, raising=False)
+    assert (setting.text, setting.value, setting.is_understood) == (None, setting.default, True)
+
+
+def test_the_readme_has_a_row_for_each() -> None:
+    rows = re.findall(r"^\| `(MCORE_CKPT_EXT\w*)", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+    assert rows == [setting.name for setting in SETTINGS]
+
+
+def strings_of_code(path: Path) -> Iterator[str]:
+    """The strings of a module, without those that stand alone: its docstrings."""
+    tree = ast.parse(path.read_text())
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node.value
+
+
+def test_no_other_module_spells_a_variable() -> None:
+    named = {
+        path.name
+        for path in (REPOSITORY / "mcore_ckpt_ext").rglob("*.py")
+        if any("MCORE_CKPT_EXT" in text for text in strings_of_code(path))
+    }
+    assert named == {"settings.py"}
