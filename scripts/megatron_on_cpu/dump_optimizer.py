@@ -68,34 +68,38 @@ class Piece:
 
 
 def install() -> None:
-    """Wrap setting up and saving, if a folder is asked for."""
+    """Wrap setting up and saving, if a folder is asked for; which one, and when, is looked up at each call."""
     if FOLDER_VARIABLE not in os.environ:
         return
-    folder = Path(os.environ[FOLDER_VARIABLE])
-    moments = os.environ.get(MOMENTS_VARIABLE, "load,save").split(",")
     training: Any = importlib.import_module("megatron.training.training")
-    if "load" in moments:
-        training.setup_model_and_optimizer = _dumping_after_load(training.setup_model_and_optimizer, folder)
-    if "save" in moments:
-        training.save_checkpoint = _dumping_after_save(training.save_checkpoint, folder)
+    training.setup_model_and_optimizer = _dumping_after_load(training.setup_model_and_optimizer)
+    training.save_checkpoint = _dumping_after_save(training.save_checkpoint)
 
 
-def _dumping_after_load(original: Any, folder: Path) -> Any:
+def _folder_at(moment: str) -> Path | None:
+    """Where to dump at that moment; None where nobody wants it."""
+    wanted = moment in os.environ.get(MOMENTS_VARIABLE, "load,save").split(",")
+    return Path(os.environ[FOLDER_VARIABLE]) if wanted else None
+
+
+def _dumping_after_load(original: Any) -> Any:
     @functools.wraps(original)
     def setup(*args: Any, **kwargs: Any) -> Any:
         model, optimizer, scheduler = original(*args, **kwargs)
         iteration = importlib.import_module("megatron.training").get_args().iteration
-        dump(folder / "after_load", iteration, model, optimizer, scheduler)
+        if folder := _folder_at("load"):
+            dump(folder / "after_load", iteration, model, optimizer, scheduler)
         return model, optimizer, scheduler
 
     return setup
 
 
-def _dumping_after_save(original: Any, folder: Path) -> Any:
+def _dumping_after_save(original: Any) -> Any:
     @functools.wraps(original)
     def save(iteration: int, model: Any, optimizer: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(iteration, model, optimizer, scheduler, *args, **kwargs)
-        dump(folder / f"after_save_{iteration:07d}", iteration, model, optimizer, scheduler)
+        if folder := _folder_at("save"):
+            dump(folder / f"after_save_{iteration:07d}", iteration, model, optimizer, scheduler)
         return result
 
     return save

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import json
 import os
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +22,21 @@ FILE_VARIABLE = "MEGATRON_ON_CPU_LOSSES"
 
 
 def install() -> None:
-    """Wrap ``training_log``, if a file is asked for."""
+    """Wrap ``training_log``, if a file is asked for; which one is looked up at each call."""
     if FILE_VARIABLE not in os.environ:
         return
-    file = Path(os.environ[FILE_VARIABLE])
     training: Any = importlib.import_module("megatron.training.training")
     original = training.training_log
     signature = inspect.signature(original)
-    record: dict[int, dict[str, float]] = {}
+    records: dict[str, dict[int, dict[str, float]]] = defaultdict(dict)
 
     @functools.wraps(original)
     def log_and_record(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        record[given["iteration"]] = _numbers(given)
+        file = os.environ[FILE_VARIABLE]
+        records[file][given["iteration"]] = _numbers(given)
         if torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
-            file.write_text(json.dumps(record))
+            Path(file).write_text(json.dumps(records[file]))
         return original(*args, **kwargs)
 
     training.training_log = log_and_record

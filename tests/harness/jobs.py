@@ -114,6 +114,35 @@ def run_job(
 
     `distributed`: whether it has the distributed optimizer.
     """
+    arguments, recording = described(
+        folder, layout, load=load, saves=saves, until=until, precision=precision, optimizer=optimizer, more=more
+    )
+    if not distributed:
+        arguments.remove("--use-distributed-optimizer")
+    return launch.run(
+        layout.ranks,
+        script,
+        arguments,
+        timeout=TIME_LIMIT,
+        megatron=megatron,
+        environment={**recording, **(environment or {})},
+        plugin_files=plugins,
+        log_file=folder / "log",
+    )
+
+
+def described(
+    folder: Path,
+    layout: Layout,
+    *,
+    load: Path | None = None,
+    saves: bool = False,
+    until: int = SAVED,
+    precision: Sequence[str] = ("--bf16",),
+    optimizer: Sequence[str] = ("--use-distributed-optimizer",),
+    more: Sequence[str] = (),
+) -> tuple[list[str], dict[str, str]]:
+    """The job as Megatron's arguments, and the variables by which its losses and its optimizer are recorded."""
     folder.mkdir(parents=True, exist_ok=True)
     arguments = toy_jobs.tiny_gpt(
         layout.tensor,
@@ -126,23 +155,11 @@ def run_job(
         optimizer=optimizer,
         more=[*layout.flags, *more, *([] if until == LAST else ["--exit-interval", str(until)])],
     )
-    if not distributed:
-        arguments.remove("--use-distributed-optimizer")
-    recording = {
+    return arguments, {
         FILE_VARIABLE: str(folder / "losses.json"),
         FOLDER_VARIABLE: str(folder / "dump"),
         MOMENTS_VARIABLE: "save" if saves else "load",
     }
-    return launch.run(
-        layout.ranks,
-        script,
-        arguments,
-        timeout=TIME_LIMIT,
-        megatron=megatron,
-        environment={**recording, **(environment or {})},
-        plugin_files=plugins,
-        log_file=folder / "log",
-    )
 
 
 def finished(folder: Path, layout: Layout, result: launch.RunResult) -> Job:

@@ -2,12 +2,10 @@
 
 The fused optimizer keeps masters as the int16 that bf16 weights lack. Stock looks at none of it when the option is
 switched on or off: torch's loader copies remainders into fp32 masters, and masters into remainders, without a word.
+All jobs are one launch.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,90 +13,93 @@ from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble
 from megatron_on_cpu.precision_aware import REMAINDERS_VARIABLE, split
 
-from tests.harness.jobs import (
-    LAST,
-    OFF,
-    SAVED,
-    Job,
-    assert_same_training_state,
-    differing,
-    resume,
-    run_job,
-    train_and_save,
-)
+from tests.harness.jobs import LAST, SAVED, Job, assert_same_training_state, differing
 from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA
+from tests.harness.turns import Results, Turn, run_in_turn
 
 LAYOUT = Layout(1, 2, 4)
+OTHER = Layout(2, 1, 4)
 AWARE = [*LLAMA, "--use-precision-aware-optimizer"]
 REDUCED = [*AWARE, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp16"]
 WHOLE = {REMAINDERS_VARIABLE: "0"}
-PLUGIN = [launch.PRECISION_AWARE]
 
 
 @pytest.fixture(scope="module")
-def remainders(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Trained to the end, so that what comes after the checkpoint is known."""
-    folder = tmp_path_factory.mktemp("remainders") / "job"
-    return train_and_save(folder, LAYOUT, more=AWARE, plugins=PLUGIN, until=LAST)
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Two jobs that save, trained to the end, so that what comes after the checkpoint is known; and who resumes.
+
+    Among the masters of plain Adam are such at exactly half of a step of bf16, whose remainder belongs to the weight
+    above.
+    """
+    folder = tmp_path_factory.mktemp("aware")
+    remainders, masters = folder / "remainders" / "checkpoints", folder / "masters" / "checkpoints"
+    turns = [
+        Turn(folder / "remainders", LAYOUT, more=AWARE, saves=True, until=LAST),
+        Turn(folder / "masters", LAYOUT, more=LLAMA, saves=True, until=LAST),
+        Turn(folder / "stock", LAYOUT, more=LLAMA, load=remainders, stock=True),
+        Turn(folder / "stock's own", LAYOUT, more=AWARE, load=remainders, until=LAST),
+        Turn(folder / "remainders, TP2", OTHER, more=AWARE, load=remainders, until=LAST),
+        Turn(folder / "whole masters, TP1 x PP1", Layout(1, 1, 4), more=AWARE, load=remainders, environment=WHOLE,
+             until=LAST),
+        Turn(folder / "off, TP2 x PP2", Layout(2, 2, 4), more=LLAMA, load=remainders, until=LAST),
+        Turn(folder / "off, same layout", LAYOUT, more=LLAMA, load=remainders, until=LAST),
+        Turn(folder / "on, same layout", LAYOUT, more=AWARE, load=masters, until=LAST),
+        Turn(folder / "on, TP2", OTHER, more=AWARE, load=masters, until=LAST),
+        Turn(folder / "reduced", OTHER, more=REDUCED, load=masters, environment=WHOLE),
+    ]  # fmt: skip
+    return run_in_turn(folder, turns, plugins=[launch.PRECISION_AWARE])
 
 
 @pytest.fixture(scope="module")
-def masters(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Plain Adam; with masters at exactly half of a step of bf16, whose remainder belongs to the weight above."""
-    return train_and_save(tmp_path_factory.mktemp("masters") / "job", LAYOUT, more=LLAMA, until=LAST)
+def remainders(results: Results) -> Job:
+    return results.job("remainders")
 
 
-def test_stock_takes_remainders_for_masters(remainders: Job, folder: Path) -> None:
+@pytest.fixture(scope="module")
+def masters(results: Results) -> Job:
+    return results.job("masters")
+
+
+def test_stock_takes_remainders_for_masters(results: Results) -> None:
     """Why the package takes this load over although the layout is the same."""
-    stock = run_job(folder, LAYOUT, load=remainders.run, more=LLAMA, environment=OFF, until=SAVED + 1)
+    stock = results["stock"]
     assert "successfully loaded checkpoint" in stock.output
-    loaded = assemble(folder / "dump" / "after_load")
+    assert "[mcore_ckpt_ext]" not in stock.output
+    loaded = assemble(results.folder("stock") / "dump" / "after_load")
     assert loaded["fp32_param.output_layer.weight"].abs().max() > 1000
 
 
-def test_under_the_same_layout_stock_resumes_what_it_wrote(remainders: Job, folder: Path) -> None:
-    resumed = resume(folder, LAYOUT, remainders.run, more=AWARE, plugins=PLUGIN, until=LAST)
+def test_under_the_same_layout_stock_resumes_what_it_wrote(remainders: Job, results: Results) -> None:
+    resumed = results.job("stock's own")
     assert resumed.losses == {number: loss for number, loss in remainders.losses.items() if number > SAVED}
     assert not any("optimizer resumed" in line for line in resumed.said)
 
 
 @pytest.mark.parametrize(
-    ("layout", "options", "environment"),
-    [
-        (Layout(2, 1, 4), AWARE, {}),
-        (Layout(1, 1, 2), AWARE, WHOLE),
-        (Layout(2, 2, 4), LLAMA, {}),
-        (LAYOUT, LLAMA, {}),
-    ],
-    ids=["remainders, TP2", "whole masters, TP1 x PP1", "off, TP2 x PP2", "off, same layout"],
+    "name", ["remainders, TP2", "whole masters, TP1 x PP1", "off, TP2 x PP2", "off, same layout"]
 )
-def test_remainders_under_another_layout_and_as_masters(
-    remainders: Job, layout: Layout, options: Sequence[str], environment: dict[str, str], folder: Path
-) -> None:
-    resumed = resume(
-        folder, layout, remainders.run, more=options, plugins=PLUGIN, environment=environment, until=LAST
-    )
+def test_remainders_under_another_layout_and_as_masters(remainders: Job, results: Results, name: str) -> None:
+    resumed = results.job(name)
     assert_same_masters_and_moments(remainders, resumed)
     assert "joined from their weights and remainders" in resumed.output
     assert_losses_go_on(remainders, resumed)
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, Layout(2, 1, 4)], ids=["same layout", "TP2"])
-def test_masters_become_remainders(masters: Job, layout: Layout, folder: Path) -> None:
-    resumed = resume(folder, layout, masters.run, more=AWARE, plugins=PLUGIN, until=LAST)
+@pytest.mark.parametrize("name", ["on, same layout", "on, TP2"])
+def test_masters_become_remainders(masters: Job, results: Results, name: str) -> None:
+    resumed = results.job(name)
     assert_same_masters_and_moments(masters, resumed)
     found = assemble(resumed.at_load)
-    for name, master in found.items():
-        if name.startswith("fp32_param."):
-            weight = found[name.replace("fp32_param.", "weight.")]
+    for key, master in found.items():
+        if key.startswith("fp32_param."):
+            weight = found[key.replace("fp32_param.", "weight.")]
             assert torch.equal(split(master.reshape(-1))[0].view(torch.int16), weight.reshape(-1).view(torch.int16))
     assert_losses_go_on(masters, resumed)
 
 
-def test_reduced_moments_take_the_nearest_numbers_of_their_dtype(masters: Job, folder: Path) -> None:
-    resumed = resume(folder, Layout(2, 1, 4), masters.run, more=REDUCED, plugins=PLUGIN, environment=WHOLE)
-    expected, found = assemble(masters.at_save), assemble(resumed.at_load)
+def test_reduced_moments_take_the_nearest_numbers_of_their_dtype(masters: Job, results: Results) -> None:
+    expected, found = assemble(masters.at_save), assemble(results.job("reduced").at_load)
     kinds = {"exp_avg.": 2**-8, "exp_avg_sq.": 2**-10}
     for name, values in expected.items():
         for kind, step in kinds.items():

@@ -1,0 +1,73 @@
+"""Runs the genuine `pretrain` once for each job of the order, as if each began in a process of its own."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron_on_cpu import train_gpt
+
+import mcore_ckpt_ext
+
+parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
+_FORGET = {
+    "megatron.training.global_vars": "destroy_global_vars",
+    "megatron.core.num_microbatches_calculator": "destroy_num_microbatches_calculator",
+    "megatron.core.rerun_state_machine": "destroy_rerun_state_machine",
+    "megatron.core.parallel_state": "destroy_model_parallel",
+}
+
+
+def code_of(job: Callable[[], None]) -> int:
+    """Run a job: the code with which its process would have ended."""
+    try:
+        job()
+    except SystemExit as end:
+        return int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def run(job: dict[str, Any]) -> None:
+    """One job, from its command line to its end; then Megatron forgets it."""
+    (mcore_ckpt_ext.uninstall if job["stock"] else mcore_ckpt_ext.install)()
+    os.environ.update(job["environment"])
+    sys.argv[1:] = job["arguments"]
+    say(f"=== begins: {job['name']}")
+    say(f"=== ended with code {code_of(train_gpt.main)}")
+    for name in job["environment"]:
+        del os.environ[name]
+    for module, function in _FORGET.items():
+        getattr(importlib.import_module(module), function)()
+    gc.collect()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        for path, text in job["newest"].items():
+            Path(path).write_text(text)
+    torch.distributed.barrier()
+
+
+def say(line: str) -> None:
+    """Tell the test where a job begins and ends, between the lines of the job itself."""
+    sys.stderr.flush()
+    print(line, flush=True)
+
+
+def main() -> None:
+    """All jobs."""
+    for job in json.loads(Path(os.environ["TEST_ORDER"]).read_text()):
+        run(job)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,109 @@
+"""Several genuine Megatron-LM jobs in one launch, one after the other: what a test asks for, and what came of each.
+
+A job costs less than starting its ranks. They must be of the same number of ranks; how these are spread may change.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_on_cpu import launch
+from megatron_on_cpu.dump_optimizer import FOLDER_VARIABLE
+from megatron_on_cpu.record_losses import FILE_VARIABLE
+
+from tests.harness.jobs import RANK_SCRIPTS, SAVED, TIME_LIMIT, Job, described, finished
+from tests.harness.layouts import Layout
+
+STARTS, ENDS = "=== begins: ", "=== ended with code "
+
+
+class Turn:
+    """One job."""
+
+    def __init__(
+        self,
+        folder: Path,
+        layout: Layout,
+        *,
+        saves: bool = False,
+        until: int = SAVED + 1,
+        environment: Mapping[str, str] | None = None,
+        stock: bool = False,
+        **options: Any,
+    ) -> None:
+        """Describe it.
+
+        Args:
+            folder: where it lives.
+            layout: how its ranks are spread.
+            saves: whether it saves; the checkpoint of iteration 4 is then the newest, whatever comes after it.
+            until: its last iteration.
+            environment: variables for its time.
+            stock: it runs without this package.
+            options: of `run_job`: `load` (the run of an earlier turn may be one), `more`, `optimizer`, `precision`.
+        """
+        self.folder, self.layout = folder, layout
+        arguments, recording = described(folder, layout, saves=saves, until=until, **options)
+        tracker = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+        self.order = {
+            "name": folder.name,
+            "arguments": arguments,
+            "environment": {**recording, **(environment or {})},
+            "stock": stock,
+            "newest": {str(tracker): str(SAVED)} if saves else {},
+        }
+
+
+class Results(dict[str, launch.RunResult]):
+    """How each job ended, by the name of its folder."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        super().__init__()
+        self._turns = {turn.folder.name: turn for turn in turns}
+
+    def folder(self, name: str) -> Path:
+        """Where that job lives."""
+        return self._turns[name].folder
+
+    def job(self, name: str) -> Job:
+        """That job, which must have ended well."""
+        turn = self._turns[name]
+        return finished(turn.folder, turn.layout, self[name])
+
+
+def run_in_turn(folder: Path, turns: Sequence[Turn], plugins: Sequence[Path] = ()) -> Results:
+    """Run the jobs, one after the other; one that fails must do so on all of its ranks."""
+    order = folder / "order.json"
+    order.write_text(json.dumps([turn.order for turn in turns]))
+    (ranks,) = {turn.layout.ranks for turn in turns}
+    unused = str(folder / "unused")
+    result = launch.run(
+        ranks,
+        RANK_SCRIPTS / "jobs_in_turn.py",
+        [],
+        timeout=TIME_LIMIT + 60 * len(turns),
+        environment={"TEST_ORDER": str(order), FILE_VARIABLE: unused, FOLDER_VARIABLE: unused},
+        plugin_files=plugins,
+        log_file=folder / "log",
+    )
+    assert result.returncode == 0, result.output[-6000:]
+    results = Results(turns)
+    results.update({turn.folder.name: _of(turn.folder.name, ranks, result) for turn in turns})
+    return results
+
+
+def _of(name: str, ranks: int, result: launch.RunResult) -> launch.RunResult:
+    """What the ranks printed in one turn, and the code that they ended it with."""
+    lines, codes = [], set()
+    for rank in range(ranks):
+        mark = f"[rank {rank}] "
+        own = [line for line in result.output.splitlines(keepends=True) if line.startswith(mark)]
+        first = next(n for n, line in enumerate(own) if line.strip() == f"{mark}{STARTS}{name}")
+        last = next(n for n in range(first, len(own)) if own[n].startswith(mark + ENDS))
+        codes.add(int(own[last].removeprefix(mark + ENDS)))
+        lines += own[first + 1 : last]
+    (code,) = codes
+    return launch.RunResult(code, "".join(lines), result.seconds)
