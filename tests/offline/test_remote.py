@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 
@@ -42,6 +43,8 @@ def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
         monkeypatch.setenv(name, "testing")
     monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("s3_server"))
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    # fsspec keeps its file systems for the whole process, one that an earlier test made without these keys included.
+    fsspec.get_filesystem_class("s3").clear_instance_cache()
     bucket = upath.UPath(f"s3://{uuid.uuid4()}")
     bucket.mkdir()
     return bucket
