@@ -17,6 +17,7 @@ from mcore_ckpt_ext.storage.writable import first_unwritable, hides_a_pickle
 
 WRITTEN_FOR = "mcore_ckpt_ext_written_for"
 """The argument by which a converted checkpoint is known: the version of Megatron that it was written for."""
+_NOT_SETTINGS = {"params", "cpu_optimizer_cls", "gpu_optimizer_cls"}
 
 
 def portable_arguments(
@@ -118,9 +119,10 @@ def portable_group(group: Mapping[str, Any]) -> dict[str, Any]:
     """A parameter group's settings, without its parameters.
 
     `HybridDeviceOptimizer` keeps the classes of its optimizers in every group, which no loader takes from there: they
-    are left out (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.12.0 to 0.19.2).
+    are left out (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.12.0 to 0.19.2). Whatever else
+    cannot be written is refused when it is: settings are part of what must be carried.
     """
-    return {key: value for key, value in group.items() if key != "params" and first_unwritable(value) is None}
+    return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
 
 
 def portable_chain(chain: Iterable[Mapping[str, Any]], experts_apart: bool) -> list[dict[str, Any]]:
