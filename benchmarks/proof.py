@@ -4,7 +4,8 @@
 
 Genuine Megatron 0.19.2 on CPU ranks saves once (by default 4 GB) and then resumes under the same layout, so that the
 load is stock's alone, and as pipelines of half the length, so that the package resumes the optimizer. Beside each
-load's time, on the rank that took longest, stands the share of the proof in it, as the mean of all ranks.
+load's time, on the rank that took longest, stands the share of the proof in it, as the mean of all ranks; and the same
+share in the processors' time of all ranks, which counts where ranks share processors.
 """
 
 from __future__ import annotations
@@ -59,14 +60,15 @@ def main() -> None:
     size = sum(path.stat().st_size for path in (options.folder / "checkpoints").rglob("*") if path.is_file())
     print(f"checkpoint of {size / 1e9:.2f} GB", flush=True)
     for pipeline, who in ((options.pipeline, "stock"), (options.pipeline // 2, "the package")):
-        loads, shares = [], []
+        loads, shares, busy = [], [], []
         for number in range(options.runs):
             ranks = run(options, pipeline, f"{who}-{number}", loads=True)
             loads.append(max(rank["load"] for rank in ranks))
             shares.append(statistics.mean(rank["proof"] / rank["load"] for rank in ranks))
+            busy.append(sum(rank["proof processor"] for rank in ranks) / sum(rank["load processor"] for rank in ranks))
         median = statistics.median(loads)
         print(f"loaded by {who}: {median:.1f} s, of it the proof {100 * statistics.median(shares):.2f} % "
-              f"(goal {100 * GOAL:.0f} %)", flush=True)
+              f"(goal {100 * GOAL:.0f} %); of the processors' time {100 * statistics.median(busy):.2f} %", flush=True)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ import torch
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ProofError
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers of the same width, by bytes: what compares bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +80,7 @@ def first_mismatch(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | Non
         None when all are equal.
     """
     rounded = master.detach().to(weight.dtype).contiguous()
-    bits = _BITS[weight.dtype.itemsize]
+    bits = BITS[weight.dtype.itemsize]
     different = (rounded.view(bits) != weight.detach().contiguous().view(bits)).reshape(-1)
     if not bool(different.any()):
         return None

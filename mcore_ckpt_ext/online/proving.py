@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.layout.proof import Proof
+from mcore_ckpt_ext.layout.proof import BITS, Proof
+from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.online.homes.home import LiveShard
-from mcore_ckpt_ext.online.live_job import LiveJob
+from mcore_ckpt_ext.online.homes.recognition import homes_of
+from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters
 
 _BLOCK = 1 << 24
 # Elements that a processor's cache holds: rounding them and comparing costs one pass over the memory.
@@ -33,7 +35,7 @@ def prove(shard: LiveShard, master: torch.Tensor, checkpoint: Checkpoint) -> Non
             return f"{shard.name}, element {first + position} of this rank's part, {checkpoint.folder}"
 
         instead = ": resume from another iteration, or with --no-load-optim and a fresh optimizer"
-        checkpoint.proof.check(master[part], shard.weight[part], where, instead)
+        checkpoint.proof.check(master[part], shard.weight[part].to(master.device), where, instead)
 
 
 @dataclass(frozen=True)
@@ -52,37 +54,79 @@ class Unproven:
 def unproven(chunks: Sequence[Any], optimizer: Any, weaker: Proof | None = None) -> list[Unproven]:
     """Parameters of the live optimizer whose masters do not round to the live weights; touches no checkpoint.
 
-    It is how any load is proven, the framework's too. Optimizers of a kind that is not filled are passed over.
+    It is how any load is proven, the framework's too. Optimizers of a kind that is not filled are passed over. It costs
+    one pass over masters and weights: the pairs are the optimizer's own, and the model is asked to describe itself only
+    where a name has to be told.
 
     Args:
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
         weaker: the proof of the checkpoint that it was filled from, where that is all that masters can promise.
     """
+    pairs = {
+        id(parameter): LiveParameter(parameter, (Region.whole(name, tuple(parameter.shape)),), {}, may_pad=False)
+        for chunk in chunks
+        for name, parameter in chunk.named_parameters()
+    }
+    room = _Room()
+    found: dict[int, Unproven] = {}
     try:
-        job = LiveJob(chunks, optimizer)
+        for shard in (shard for home in homes_of(optimizer) for shard in home.shards(pairs)):
+            number = id(shard.live.parameter)
+            if number not in found and (mismatch := _first_mismatch(shard, weaker, room)) is not None:
+                found[number] = mismatch
     except CheckpointError:
         return []
-    found: dict[str, Unproven] = {}
-    for shard in job.shards:
-        if shard.name not in found and (mismatch := _first_mismatch(shard, weaker)) is not None:
-            found[shard.name] = mismatch
-    return list(found.values())
+    return _named(found, chunks) if found else []
 
 
-def _first_mismatch(shard: LiveShard, weaker: Proof | None) -> Unproven | None:
+def _named(found: Mapping[int, Unproven], chunks: Sequence[Any]) -> list[Unproven]:
+    """The same by the names that checkpoints use; a parameter that is never stored keeps its own."""
+    live = live_parameters(chunks)
+    return [
+        replace(item, name=live[number].regions[0].name) if number in live else item for number, item in found.items()
+    ]
+
+
+def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room) -> Unproven | None:
     proof, weight = shard.home.proof(shard), shard.weight
     if proof is None:
         return None
     master = shard.home.master(shard)
     if master.data_ptr() == weight.data_ptr():
         return None  # fp32 training: they are one
-    for begin in range(0, master.numel(), _CACHED):
-        part = slice(begin, begin + _CACHED)
-        if torch.equal(master[part].to(weight.dtype), weight[part]):
+    # A GPU is waited for once a block; a processor rounds what its cache holds.
+    size = _CACHED if master.device.type == weight.device.type == "cpu" else _BLOCK
+    for begin in range(0, master.numel(), size):
+        part = slice(begin, begin + size)
+        own = weight[part].to(master.device)
+        if room.rounds_to(master[part], own):
             continue
-        mismatch = (weaker or proof).first_mismatch(master[part], weight[part])
-        if mismatch is not None:  # NaN equals itself here
+        mismatch = (weaker or proof).first_mismatch(master[part], own)
+        if mismatch is not None:
             at = shard.slice.start + begin + mismatch.position
             return Unproven(shard.name, at, mismatch.master, mismatch.weight)
     return None
+
+
+class _Room:
+    """Memory to round into, kept from block to block: a new one each time costs as much as the rounding."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def rounds_to(self, master: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Whether masters round to weights of the same length and device, bit for bit."""
+        key = weight.dtype, weight.device
+        if key not in self._kept or self._kept[key].numel() < weight.numel():
+            self._kept[key] = torch.empty_like(weight)
+        rounded = self._kept[key][: weight.numel()].copy_(master)
+        words = _widest(weight)
+        return torch.equal(rounded.view(words), weight.view(words))
+
+
+def _widest(values: torch.Tensor) -> torch.dtype:
+    """The widest whole numbers that values can be seen as: the fewer, the faster they are compared."""
+    each = 8 // values.dtype.itemsize
+    aligned = values.is_contiguous() and not (values.numel() % each or values.storage_offset() % each)
+    return torch.int64 if aligned else BITS[values.dtype.itemsize]
