@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import enum
 import io
 import os
@@ -18,7 +19,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError, UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.safe_pickle import Placeholder, TensorReference, safe_loads
+from mcore_ckpt_ext.storage.safe_pickle import Placeholder, TensorReference, origin_of, safe_loads
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 
@@ -81,6 +82,21 @@ def test_unknown_classes_become_inert_placeholders() -> None:
 def test_what_checkpoints_hold_comes_back_as_it_was() -> None:
     namespace = argparse.Namespace(size=3, dtype=torch.bfloat16, path=[{"a": b"x"}])
     assert safe_loads(pickle.dumps(namespace), "here") == namespace
+
+
+def test_what_was_read_can_be_pickled_and_copied() -> None:
+    """By whoever opens a checkpoint and saves what is in it; a placeholder does not become what it stands for."""
+    read = safe_loads(pickle.dumps(argparse.Namespace(size=3, colour=Colour.RED, custom=Custom())), "here")
+    stream = io.BytesIO()
+    torch.save(read, stream)
+    stream.seek(0)
+    for again in (pickle.loads(pickle.dumps(read)), copy.deepcopy(read), torch.load(stream, weights_only=False)):
+        assert type(again) is argparse.Namespace and again.size == 3
+        for name in ("colour", "custom"):
+            first, second = getattr(read, name), getattr(again, name)
+            assert type(second) is type(first) and first is not second
+            assert vars(origin_of(second)) == vars(origin_of(first))
+        assert again.custom.value == 7 and again.colour.arguments == read.colour.arguments
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"garbage", pickle.dumps([1, 2, 3])[:-3]])

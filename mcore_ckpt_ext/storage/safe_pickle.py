@@ -84,6 +84,10 @@ class Placeholder(metaclass=_Sealed):
     def __setitem__(self, key: object, value: object) -> None:
         self._origin.entries.append((key, value))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled again, by whoever saves what was read here, it is still a placeholder, never what it stands for."""
+        return _again, (self.pickled_module, self.pickled_name, vars(self))
+
     def __repr__(self) -> str:
         return f"<{self.pickled_module}.{self.pickled_name} {self.arguments!r}>"
 
@@ -105,6 +109,12 @@ class Origin:
 def origin_of(placeholder: Placeholder) -> Origin:
     """What a placeholder was made from."""
     return placeholder._origin
+
+
+def _again(module: str, name: str, content: dict[str, Any]) -> Placeholder:
+    placeholder = placeholder_class(module, name)()
+    vars(placeholder).update(content)
+    return placeholder
 
 
 # More than any machine holds, and few enough that a count of bytes fits 64 bits.
@@ -130,6 +140,24 @@ class _Stateless(metaclass=_Sealed):
 
     def __setstate__(self, state: object) -> None:
         raise TypeError(f"a pickle sets the state of a {type(self).__name__}")
+
+
+class _Function(_Stateless):
+    """A function that a pickle knows by name: of a plain one it could set the defaults."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+
+class _Namespace(metaclass=_Sealed):
+    """`argparse.Namespace`, which is written in Python: a pickle makes genuine ones and never holds the class."""
+
+    def __new__(cls, **content: object) -> argparse.Namespace:  # type: ignore[misc]
+        """Make a genuine one."""
+        return argparse.Namespace(**content)
 
 
 class StorageReference(_Stateless):
@@ -173,19 +201,23 @@ class TensorReference(_Stateless):
         return True
 
 
+@_Function
 def _parameter(data: TensorReference, *_: object) -> TensorReference:
     return data
 
 
+@_Function
 def _with_attributes(build: object, _: object, arguments: tuple[Any, ...], *__: object) -> TensorReference:
     """A tensor with Python attributes (torch/_tensor.py, `_rebuild_from_type_v2`), as Megatron's masters are."""
     if build is TensorReference:
         return TensorReference(*arguments)
     if build is _parameter:
-        return _parameter(*arguments)
+        parameter: TensorReference = _parameter(*arguments)
+        return parameter
     raise UnsafePickleError("a pickle rebuilds a tensor by an unknown function", found=repr(build))
 
 
+@_Function
 def _inert_getattr(owner: object, name: str) -> object:
     """Enums of Python 3.11 are pickled as `getattr(class, name)`; only placeholders have anything to get."""
     if isinstance(owner, type) and issubclass(owner, Placeholder):
@@ -195,7 +227,7 @@ def _inert_getattr(owner: object, name: str) -> object:
     raise UnsafePickleError("a pickle asks for an attribute", found=f"getattr({owner!r}, {name!r})")
 
 
-def _raw_bytes(kind: type) -> Callable[..., Any]:
+def _raw_bytes(kind: type) -> _Function:
     """`bytes` and `bytearray` of given content; of a number they would make so many zeros."""
 
     def build(*arguments: Any) -> Any:
@@ -203,7 +235,7 @@ def _raw_bytes(kind: type) -> Callable[..., Any]:
             raise TypeError(f"{kind.__name__} of {arguments[0]!r}")
         return kind(*arguments)
 
-    return build
+    return _Function(build)
 
 
 def bytes_of_text(text: object, codec: object = "utf-8") -> bytes:
@@ -233,13 +265,13 @@ _STORAGES = {
 _METADATA_MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard")
 
 _REAL: dict[tuple[str, str], object] = {
-    ("argparse", "Namespace"): argparse.Namespace,
+    ("argparse", "Namespace"): _Namespace,
     ("types", "SimpleNamespace"): types.SimpleNamespace,
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
     ("collections", "deque"): collections.deque,
     ("_io", "BytesIO"): io.BytesIO,
-    ("_codecs", "encode"): bytes_of_text,
+    ("_codecs", "encode"): _Function(bytes_of_text),
     ("torch", "Size"): tuple,
     ("torch.serialization", "_get_layout"): str,
     ("torch._utils", "_rebuild_tensor_v2"): TensorReference,
@@ -273,7 +305,6 @@ _HARMLESS = {
 _SYSTEM_MODULES = {"__builtin__", "posix", "nt", "os2", "commands", "__main__"}
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_NAMESPACE = dict(vars(argparse.Namespace))
 # What a common state of a checkpoint has at most, counted as often as it is referred to; real ones have thousands.
 _MOST_NODES, _DEEPEST = 1 << 22, 200
 
@@ -368,19 +399,6 @@ def safe_loads(data: bytes, where: str) -> Any:
         raise UnsafePickleError(
             "a pickle is damaged", found=f"{type(error).__name__}: {error}", where=where
         ) from error
-    finally:
-        _restore_namespace()
-
-
-def _restore_namespace() -> None:
-    """The one class written in Python, not ours, that a pickle knows by name: it could set attributes of it."""
-    changed = dict(vars(argparse.Namespace))
-    if changed != _NAMESPACE:
-        for name in changed.keys() - _NAMESPACE.keys():
-            delattr(argparse.Namespace, name)
-        for name, value in _NAMESPACE.items():
-            if changed.get(name) is not value:
-                setattr(argparse.Namespace, name, value)
 
 
 def check_expansion(tree: Any, where: str) -> None:

@@ -23,6 +23,7 @@ from mcore_ckpt_ext.formats.portable_state import portable_arguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.storage import safe_pickle
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pickling import dumps
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
@@ -108,14 +109,29 @@ def test_a_pickle_cannot_change_what_later_pickles_find(named: str, state: bytes
     assert getattr(safe_loads(lookup + b".", "here"), "dtype", None) != 7
 
 
+FOUND_BY_NAME = sorted(f"{module}\n{name}" for module, name in safe_pickle._REAL)
+
+
+@pytest.mark.parametrize("attribute", ["__qualname__", "__name__", "__doc__", "__defaults__", "__dict__", "new"])
+def test_nor_what_it_finds_for_good(attribute: str) -> None:
+    """All that is there for every pickle; some attributes of a class are no part of its `__dict__`."""
+    value: object = {"defaults": (1,), "dict": {}}.get(attribute.strip("_"), "evil")
+    state = b"N" + pickle.dumps({attribute: value}, 2)[2:-1] + b"\x86"
+    for named in FOUND_BY_NAME:
+        with pytest.raises(UnsafePickleError):
+            safe_loads(b"\x80\x02c" + named.encode() + b"\n" + state + b"b.", "here")
+    assert pickle.loads(pickle.dumps(argparse.Namespace(size=3))) == argparse.Namespace(size=3)
+
+
 def test_the_namespace_would_stay_changed_elsewhere() -> None:
     """Negative control, in a process of its own."""
     code = (
         "import argparse, pickle;"
-        "pickle.loads(b'\\x80\\x02cargparse\\nNamespace\\n(N}X\\x05\\x00\\x00\\x00dtypeK\\x07stb.');"
-        "print(argparse.Namespace.dtype)"
+        "pickle.loads(b'\\x80\\x02cargparse\\nNamespace\\n(N}X\\x0c\\0\\0\\0__qualname__X\\x04\\0\\0\\0evilstb.');"
+        "pickle.dumps(argparse.Namespace())"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"7\n"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "Can't pickle <class 'argparse.evil'>" in done.stderr
 
 
 class Constant:
