@@ -18,7 +18,7 @@ KINDS = {
 }
 OURS = (
     "import torch, time; start = time.perf_counter();"
-    "import mcore_ckpt_ext, mcore_ckpt_ext.hooks.autoload as a; a.register(); print(time.perf_counter() - start)"
+    "import mcore_ckpt_ext_autoload as a; a.register(); print(time.perf_counter() - start)"
 )
 
 
