@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import interpreting, shortened
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, interpreting, shortened
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.stacking import stacks_layers
 from mcore_ckpt_ext.formats.unread import Unread
@@ -275,6 +275,17 @@ class Checkpoint(ABC):
         """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
         source: Source = self.weights if kind == WEIGHT else self.optimizer
         return source.logical_tensor(kind, name)
+
+    def named_tensor(self, kind: str, name: str) -> LogicalTensor:
+        """A tensor that is among the `names` of its kind.
+
+        Raises:
+            UnsupportedCheckpointError: the checkpoint does not know it all the same.
+        """
+        tensor = self.logical_tensor(kind, name)
+        if tensor is None:
+            raise UnsupportedCheckpointError("the checkpoint lacks a tensor that it names", where=f"{kind} {name}")
+        return tensor
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """All slices that hold elements of a tensor."""

@@ -185,9 +185,7 @@ def canonical_output(checkpoint: Checkpoint) -> Output:
     size = 0
     for kind in checkpoint.carried_kinds():
         for name in checkpoint.names(kind):
-            tensor = checkpoint.logical_tensor(kind, name)
-            if tensor is None:
-                raise UnsupportedCheckpointError("the checkpoint lacks a tensor that it names", where=f"{kind} {name}")
+            tensor = checkpoint.named_tensor(kind, name)
             nbytes = prod(tensor.shape) * ITEM_SIZE[tensor.dtype]
             if batches[-1] and size + nbytes > FILE_BYTES:
                 batches.append([])

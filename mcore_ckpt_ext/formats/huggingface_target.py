@@ -24,7 +24,7 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
 from mcore_ckpt_ext.model_space.names import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage.archive_layout import archive_layout
@@ -148,7 +148,7 @@ class HuggingFaceTarget:
         """What the arguments say of every parameter's shape must be so; the vocabulary may be padded."""
         wrong = []
         for name, shape in parameter_shapes(self._tensors).items():
-            found = self._source(WEIGHT, name).shape
+            found = self._checkpoint.named_tensor(WEIGHT, name).shape
             longer = name in VOCABULARY and found[1:] == shape[1:] and found[0] > shape[0]
             if found != shape and not longer:
                 wrong.append(f"{name} is {found}, not {shape}")
@@ -164,7 +164,7 @@ class HuggingFaceTarget:
         yield f"the model is a {family.name}"
         yield from family.notices(self.fit.arguments)
         shapes = parameter_shapes(self._tensors)
-        padding = self._source(WEIGHT, VOCABULARY[0]).shape[0] - shapes[VOCABULARY[0]][0]
+        padding = self._checkpoint.named_tensor(WEIGHT, VOCABULARY[0]).shape[0] - shapes[VOCABULARY[0]][0]
         if padding:
             yield f"{padding} rows of padding are removed from the vocabulary"
         if self.left_out:
@@ -175,18 +175,12 @@ class HuggingFaceTarget:
         if missing:
             yield f"config.json has no {' and '.join(missing)}: name a folder that has, --tokenizer PATH, or edit it"
 
-    def _source(self, kind: str, name: str) -> LogicalTensor:
-        tensor = self._checkpoint.logical_tensor(kind, name)
-        if tensor is None:
-            raise UnsupportedCheckpointError("the checkpoint lacks a tensor that it names", where=f"{kind} {name}")
-        return tensor
-
     def _laid_out(self, tensor: HuggingFaceTensor) -> _Tensor:
         placed, start = [], 0
         dtypes = set()
         for name, regions in groupby(tensor.regions, key=lambda region: region.name):
             kind = FP32_PARAM if name in self._masters else WEIGHT
-            source = self._source(kind, name)
+            source = self._checkpoint.named_tensor(kind, name)
             part = Slice.whole(tuple(regions))
             turned = tensor.shape[1] if tensor.transposed else 0
             placed.append(Placed(start, WantedSlice(kind, part, {name: source}), turned))

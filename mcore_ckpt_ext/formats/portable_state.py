@@ -1,10 +1,11 @@
-"""State that other versions and other ranks can take over: arguments, and parameter groups each once."""
+"""State that other versions and other ranks can take over: common state, and each parameter group once."""
 
 from __future__ import annotations
 
 import argparse
 import io
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,69 +18,104 @@ from mcore_ckpt_ext.storage.writable import first_unwritable, hides_a_pickle
 
 WRITTEN_FOR = "mcore_ckpt_ext_written_for"
 """The argument by which a converted checkpoint is known: the version of Megatron that it was written for."""
+
+# Kept by the job's own state machine for its own ranks; stock does without it when the layout has changed.
+_NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine", "args")
+# Members of Megatron's own enums come and go with its versions; `--use-checkpoint-args` does without them.
+_ENUMS = ("megatron.core.", "signal.Signals", "megatron.training.")
+# What a parameter group holds beside its settings; the classes are those of `HybridDeviceOptimizer`.
 _NOT_SETTINGS = {"params", "cpu_optimizer_cls", "gpu_optimizer_cls"}
 
 
-def portable_arguments(
-    arguments: argparse.Namespace, version: tuple[int, int], notes: list[str]
-) -> argparse.Namespace:
-    """The arguments that every version can unpickle: without members of Megatron's own enums, which come and go.
+@dataclass(frozen=True)
+class PortableState:
+    """What a checkpoint holds beside its tensors, as far as another job can take it over.
 
-    What else may not be written is left out with one of the `notes`.
-
-    No loader reads these from a checkpoint; with `--use-checkpoint-args` a missing one keeps the job's own value
-    (`load_args_from_checkpoint`, megatron/training/checkpointing.py).
+    Attributes:
+        common: the common state, with `args`, but without the optimizer.
+        extra_states: the modules' extra states, by model-space name.
+        random_states: the states of the random generators by rank; empty where one of them may not be written.
+        notes: a line for everything that was left out.
     """
-    found = {}
-    for name, value in vars(arguments).items():
-        reason = first_unwritable(value)
-        if reason is None:
-            found[name] = value
-        elif not reason.startswith(_ENUMS):
-            notes.append(f"left out of the arguments: {printable(name)}, which names {printable(reason)}")
-    return argparse.Namespace(**{**found, WRITTEN_FOR: f"{version[0]}.{version[1]}"})
+
+    common: dict[str, Any]
+    extra_states: Mapping[str, Any]
+    random_states: Mapping[tuple[int, ...], Any]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, arguments: argparse.Namespace, version: tuple[int, int]) -> PortableState:
+        """The portable state of a checkpoint.
+
+        Args:
+            checkpoint: the source.
+            arguments: Megatron's arguments of the job that will read it.
+            version: the version of Megatron that will read it.
+        """
+        stored = {key: value for key, value in checkpoint.common.items() if key not in _NOT_CARRIED}
+        common, notes = _writable(stored, "the common state")
+        common["args"], about_arguments = portable_arguments(arguments, version)
+        extra_states, about_extra_states = writable_extra_states(checkpoint.extra_states())
+        random_states, about_random_states = _writable_random_states(checkpoint)
+        notes += [*about_arguments, *about_extra_states, *about_random_states]
+        return cls(common, extra_states, random_states, tuple(notes))
 
 
-# Classes of arguments of honest jobs, which `--use-checkpoint-args` does without.
-_ENUMS = ("megatron.core.", "signal.Signals", "megatron.training.")
+def portable_arguments(
+    arguments: argparse.Namespace, version: tuple[int, int]
+) -> tuple[argparse.Namespace, list[str]]:
+    """The arguments that every version can unpickle, and a note for each of the others.
+
+    Members of Megatron's own enums are left out without a note. No loader reads these from a checkpoint; with
+    `--use-checkpoint-args` a missing one keeps the job's own value (`load_args_from_checkpoint`,
+    megatron/training/checkpointing.py).
+    """
+    found, notes = _writable(vars(arguments), "the arguments", unmentioned=_ENUMS)
+    return argparse.Namespace(**{**found, WRITTEN_FOR: f"{version[0]}.{version[1]}"}), notes
 
 
-def writable_state(state: Mapping[Any, Any], notes: list[str]) -> dict[Any, Any]:
-    """Of a common state what may be written; of the rest `notes` are made, an entry each."""
-    found = {}
-    for key, value in state.items():
-        reason = first_unwritable(value)
-        if reason is None:
-            found[key] = value
-        else:
-            notes.append(f"left out of the common state: {printable(key)}, which names {printable(reason)}")
-    return found
+def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The extra states, emptied where they hold what their owner would run on loading; then there is a note."""
+    emptied = [name for name, state in states.items() if not _is_harmless(state)]
+    found = {name: _empty(state) if name in emptied else state for name, state in states.items()}
+    if not emptied:
+        return found, []
+    return found, [
+        f"extra states of {len(emptied)} modules are written empty, for they hold pickles with other classes than "
+        f"this package writes (fp8 scaling begins anew): {printable(emptied[0])} and so on"
+    ]
 
 
-def writable_extra_states(checkpoint: Checkpoint, notes: list[str]) -> dict[str, Any]:
-    """The extra states; emptied, with one of the `notes`, where they hold what their owner would run on loading."""
-    found, emptied = {}, []
-    for name, state in checkpoint.extra_states().items():
-        content = _content(state)
-        safe = first_unwritable(state) is None and not (content is not None and hides_a_pickle(content))
-        found[name] = state if safe else _empty(state)
-        emptied += [] if safe else [name]
-    if emptied:
-        notes.append(
-            f"extra states of {len(emptied)} modules are written empty, for they hold pickles with other classes than "
-            f"this package writes (fp8 scaling begins anew): {printable(emptied[0])} and so on"
-        )
-    return found
-
-
-def writable_random_states(checkpoint: Checkpoint, notes: list[str]) -> Mapping[tuple[int, ...], Any]:
-    """The random states of the ranks, or none, with one of the `notes`, where one may not be written."""
+def _writable_random_states(checkpoint: Checkpoint) -> tuple[Mapping[tuple[int, ...], Any], list[str]]:
     states = checkpoint.random_states()
     reason = next((found for state in states.values() if (found := first_unwritable(state))), None)
     if reason is None:
-        return states
-    notes.append(f"the random states are left out: one names {printable(reason)}")
-    return {}
+        return states, []
+    return {}, [f"the random states are left out: one names {printable(reason)}"]
+
+
+def _writable(
+    state: Mapping[Any, Any], what: str, unmentioned: tuple[str, ...] = ()
+) -> tuple[dict[Any, Any], list[str]]:
+    """The entries that may be written, and a note for each of the others.
+
+    Args:
+        state: entries by name.
+        what: what they are the entries of, for the notes.
+        unmentioned: beginnings of the names of classes that are left out without a note.
+    """
+    reasons = {key: reason for key, value in state.items() if (reason := first_unwritable(value)) is not None}
+    notes = [
+        f"left out of {what}: {printable(key)}, which names {printable(reason)}"
+        for key, reason in reasons.items()
+        if not reason.startswith(unmentioned)
+    ]
+    return {key: value for key, value in state.items() if key not in reasons}, notes
+
+
+def _is_harmless(state: Any) -> bool:
+    content = _content(state)
+    return first_unwritable(state) is None and not (content is not None and hides_a_pickle(content))
 
 
 def _content(state: Any) -> bytes | None:
@@ -120,7 +156,7 @@ def portable_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
     `HybridDeviceOptimizer` keeps the classes of its optimizers in every group, which no loader takes from there: they
     are left out (megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.12.0 to 0.19.2). Whatever else
-    cannot be written is refused when it is: settings are part of what must be carried.
+    cannot be written is refused when the file is laid out: settings are part of what must be carried.
     """
     return {key: value for key, value in group.items() if key not in _NOT_SETTINGS}
 

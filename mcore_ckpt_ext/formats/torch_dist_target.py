@@ -9,6 +9,7 @@ axes, and whole otherwise.
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,14 +20,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.portable_state import (
-    distinct_groups,
-    portable_arguments,
-    portable_chain,
-    writable_extra_states,
-    writable_random_states,
-    writable_state,
-)
+from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, portable_chain
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, in_some_layer, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
@@ -42,8 +36,6 @@ OLDEST = (0, 8)
 CHUNK_BYTES = 128 << 20
 FILE_BYTES = 4 << 30
 _METADATA = "torch.distributed.checkpoint.metadata"
-# Kept by the job's own state machine for its own ranks; stock does without it when the layout changed.
-_NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine")
 
 
 @dataclass(frozen=True)
@@ -85,7 +77,7 @@ class TorchDistTarget:
         self._version = version
         self._experts_apart = experts_apart
         self._keys = checkpoint.sharded_keys()
-        self._left_out: list[str] = []
+        self._state = PortableState.of(checkpoint, checkpoint.common["args"], version)
         self._source_chain = checkpoint.chain() if checkpoint.optimizer_format is not None else []
         self._random_states = dict(self._random_state_objects())
 
@@ -108,7 +100,7 @@ class TorchDistTarget:
         small.append(_small_file(".metadata", metadata))
         small.append(replace(_small_file("metadata.json", self._config()), last=True))
         afresh = "the state of the random generators is not carried: they start anew on resuming"
-        return Output([*files, *small], records, (*self._left_out, *(() if self._random_states else (afresh,))))
+        return Output([*files, *small], records, (*self._state.notes, *(() if self._random_states else (afresh,))))
 
     def _config(self) -> bytes:
         """`CheckpointingConfig` (megatron/core/dist_checkpointing/core.py); without common backend since 0.19."""
@@ -127,7 +119,7 @@ class TorchDistTarget:
             for distributed in (True, False):
                 names = [name for name in optimizer.names(kind) if self._is_distributed(name) == distributed]
                 if kind == FP32_PARAM and not distributed:
-                    names = [name for name in names if self._tensor(WEIGHT, name).dtype != "float32"]
+                    names = [name for name in names if self._checkpoint.named_tensor(WEIGHT, name).dtype != "float32"]
                 gathered = kind == FP32_PARAM and distributed and self._version >= (0, 15)
                 state = "param" if gathered else kind
                 yield from self._arrays_of(kind, names, f"optimizer.state.{state}.", distributed)
@@ -144,7 +136,7 @@ class TorchDistTarget:
             key, index = self._keys[name]
             stacks.setdefault(key, []).append((index, name))
         for key, members in stacks.items():
-            tensors = [self._tensor(kind, name) for _, name in members]
+            tensors = [self._checkpoint.named_tensor(kind, name) for _, name in members]
             counts = tuple(max(axis) + 1 for axis in zip(*(index for index, _ in members), strict=True))
             shape, dtype = tensors[0].shape, tensors[0].dtype
             whole = counts + shape
@@ -170,12 +162,6 @@ class TorchDistTarget:
             return ""
         return f"chained_{int(of_experts(key))}."
 
-    def _tensor(self, kind: str, name: str) -> LogicalTensor:
-        tensor = self._checkpoint.logical_tensor(kind, name)
-        if tensor is None:
-            raise UnsupportedCheckpointError("the checkpoint lacks a tensor that it names", where=f"{kind} {name}")
-        return tensor
-
     def _objects(self) -> Iterator[tuple[str, Any]]:
         """Pickled objects by key: extra states, and the random states where their ranks keep their meaning."""
         counts: dict[str, tuple[int, ...]] = {}
@@ -183,7 +169,7 @@ class TorchDistTarget:
         # Experts are stacked always: whether layers are, an axis more tells.
         stacked = any(len(index) > of_experts(key) for key, index in layers)
         states: list[tuple[str, tuple[int, ...], Any]] = []
-        for name, value in writable_extra_states(self._checkpoint, self._left_out).items():
+        for name, value in self._state.extra_states.items():
             key, index = parse(name).sharded_key(stacked)
             if key != f"output_layer.{EXTRA_STATE}":  # left out by `GPTModel.sharded_state_dict`
                 states.append((key, index or (0,), value))
@@ -194,7 +180,7 @@ class TorchDistTarget:
 
     def _random_state_objects(self) -> Iterator[tuple[str, Any]]:
         """The states of the random generators by key; none where the reading job's ranks would be others."""
-        states = writable_random_states(self._checkpoint, self._left_out)
+        states = self._state.random_states
         grid = tuple(max(axis) + 1 for axis in zip(*states, strict=True)) if states else ()
         layout = self._checkpoint.layout
         # In 0.16 with several expert ranks, and only there, the grid has a data-parallel axis (`get_rng_state`).
@@ -206,9 +192,8 @@ class TorchDistTarget:
     def _common(self, objects: Mapping[str, Any]) -> dict[str, Any]:
         """The common state as that version's `save_checkpoint` writes it."""
         source = self._checkpoint
-        common = {key: value for key, value in source.common.items() if key not in (*_NOT_CARRIED, "args")}
-        common = writable_state(common, self._left_out)
-        common["args"] = arguments = portable_arguments(source.common["args"], self._version, self._left_out)
+        common, arguments = dict(self._state.common), argparse.Namespace(**vars(self._state.common["args"]))
+        common["args"] = arguments
         arguments.ckpt_format = "torch_dist"
         arguments.use_dist_ckpt = True
         arguments.no_save_rng = not any(key.startswith("rng_state/") for key in objects)

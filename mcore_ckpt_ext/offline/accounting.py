@@ -81,10 +81,10 @@ def _flat(buffers: FlatBuffers) -> Iterator[StoredPart]:
 
 
 def _legacy(checkpoint: LegacyCheckpoint) -> Iterator[StoredPart]:
-    for file in checkpoint.rank_files():
-        for path, tensor in _tensors(file.content, ()):
+    for file, _, content in checkpoint.rank_files():
+        for path, tensor in _tensors(content, ()):
             kind = _legacy_kind(path)
-            yield StoredPart(file.file, kind, ".".join(path), prod(tensor.shape) * tensor.storage.dtype.itemsize)
+            yield StoredPart(file, kind, ".".join(path), prod(tensor.shape) * tensor.storage.dtype.itemsize)
 
 
 def _legacy_kind(path: tuple[str, ...]) -> str:

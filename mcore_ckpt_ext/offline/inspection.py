@@ -187,8 +187,8 @@ def _explained(checkpoint: Checkpoint, name: str, grid: RankGrid) -> StoredFile:
         rank = int(match[1])
         return StoredFile(name, rank, int(match[2]), grid.place(rank), size)
     if isinstance(checkpoint, LegacyCheckpoint):
-        (found,) = (file for file in checkpoint.rank_files() if file.file == name)
-        return StoredFile(name, None, None, grid.model_place(found.tensor, found.pipeline, found.expert), size)
+        (owner,) = (rank for file, rank, _ in checkpoint.rank_files() if file == name)
+        return StoredFile(name, None, None, grid.model_place(owner.tensor, owner.pipeline, owner.expert), size)
     return StoredFile(name, None, None, "", size)
 
 

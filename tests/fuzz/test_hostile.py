@@ -201,7 +201,7 @@ def test_metadata_that_make_no_sense_are_one_clear_error(damaged: Fixture) -> No
     """A type that nobody expects, deep in the common state: a refusal, and a finding of `verify`."""
     path = damaged.iteration / "common.pt"
     common = safe_loads(edits.pickle_of(path.read_bytes()), "here")
-    common["args"] = portable_arguments(common["args"], (0, 19), [])
+    common["args"] = portable_arguments(common["args"], (0, 19))[0]
     common["iteration"] = ["four"]
     data, leaves = dumps(common)
     assert not leaves

@@ -1,0 +1,177 @@
+"""The rank folders of the legacy format `torch`: their names, and what the pickles in them hold.
+
+Source: megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2 (`get_checkpoint_name`, `find_checkpoint_rank_0`).
+Only pickles are read; tensors stay on disk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.storage.dcp_index import StoredObject
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+
+MODEL_FILE = "model_optim_rng.pt"
+OPTIMIZER_FILE = "distrib_optim.pt"
+_RANK_FOLDER = re.compile(r"^mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
+_MODEL_CHUNK = re.compile(r"^model\d*$")
+
+
+@dataclass(frozen=True)
+class LegacyRank:
+    """The numbers of a model-parallel rank, which name its folder."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+
+    def folder(self, layout: ParallelLayout) -> str:
+        """The folder of the rank in a job of that layout (`get_checkpoint_name`)."""
+        pipeline = f"_{self.pipeline:03d}" if layout.pipeline > 1 else ""
+        expert = f"_{self.expert:03d}" if layout.expert > 1 else ""
+        return f"mp_rank_{self.tensor:02d}{pipeline}{expert}"
+
+    @classmethod
+    def of_folder(cls, folder: str, layout: ParallelLayout) -> LegacyRank:
+        """The rank whose folder it is in a job of that layout."""
+        match = _RANK_FOLDER.match(folder)
+        tensor, *rest = [int(number) for number in match.groups() if number is not None] if match else [0]
+        # Without pipeline parallelism the expert rank stands where the pipeline rank otherwise stands.
+        pipeline, expert = (*rest, 0, 0)[:2] if layout.pipeline > 1 else (0, (*rest, 0)[0])
+        return cls(tensor, pipeline, expert)
+
+
+@dataclass(frozen=True)
+class RankState:
+    """What `model_optim_rng.pt` of one rank holds, unpickled with tensors as references."""
+
+    rank: LegacyRank
+    folder: str
+    state: Mapping[str, Any]
+
+    @property
+    def file(self) -> str:
+        """The file, relative to the iteration folder."""
+        return f"{self.folder}/{MODEL_FILE}"
+
+    @property
+    def chunks(self) -> list[Mapping[str, Any]]:
+        """The `state_dict` of each model chunk."""
+        if "model" in self.state:
+            return [self.state["model"]]
+        return [self.state[f"model{number}"] for number in range(sum(map(is_model_chunk, self.state)))]
+
+    @property
+    def optimizers(self) -> list[Mapping[str, Any]]:
+        """The state of each chained optimizer: a list of several, or the only one itself."""
+        found = self.state.get("optimizer") or []
+        return list(found) if isinstance(found, list) else [found]
+
+
+@dataclass(frozen=True)
+class RankBuffers:
+    """What `distrib_optim.pt` of one rank holds: for each chained optimizer its buffers, or None (see `children`)."""
+
+    rank: LegacyRank
+    place: StoredObject
+    children: Sequence[Any]
+    """None where another rank's file has that optimizer's state (`ChainedOptimizer.save_parameter_state`)."""
+
+
+class RankFolders:
+    """All rank folders of an iteration folder; each pickle is read once."""
+
+    def __init__(self, folder: Path, reader: FolderReader) -> None:
+        self._folder = folder
+        self._reader = reader
+        self._states: dict[str, Mapping[str, Any]] = {}
+
+    @cached_property
+    def first(self) -> RankState:
+        """The first rank's state, which has the job's arguments.
+
+        Raises:
+            UnsupportedCheckpointError: the checkpoint is too old, or has no arguments.
+        """
+        folder = folder_names(self._folder)[0]
+        state = self._load(folder)
+        version = state.get("checkpoint_version", 0)
+        if "args" not in state or not isinstance(version, (int, float)) or version < 3.0:
+            raise UnsupportedCheckpointError(
+                "the checkpoint was written before Megatron-LM 2.6, which ordered the rows of attention differently",
+                found=f"checkpoint version {version}",
+                expected="3.0, and the job's arguments",
+                where=str(self._folder),
+            )
+        return RankState(LegacyRank(0, 0, 0), folder, state)
+
+    def states(self, layout: ParallelLayout) -> list[RankState]:
+        """The states of all ranks, the first pipeline rank's first.
+
+        Raises:
+            UnreadableCheckpointError: there are not the folders that a job of that layout writes.
+        """
+        names = folder_names(self._folder)
+        states = [RankState(LegacyRank.of_folder(name, layout), name, self._load(name)) for name in names]
+        states.sort(key=lambda found: (found.rank.pipeline, found.rank.expert, found.rank.tensor))
+        found = {(state.rank.tensor, state.rank.pipeline) for state in states}
+        expected = {(t, p) for t in range(layout.tensor) for p in range(layout.pipeline)}
+        if found != expected:
+            raise UnreadableCheckpointError(
+                "the checkpoint does not have the rank folders of its own layout",
+                found=f"{len(found)} (tensor, pipeline) ranks",
+                expected=f"{len(expected)}, for {layout}",
+                where=str(self._folder),
+                helps="the save was interrupted or the copy is incomplete: use another iteration",
+            )
+        return states
+
+    def buffer_files(self, states: Sequence[RankState]) -> list[tuple[LegacyRank, str]]:
+        """The files of distributed optimizers, and whose they are; nothing is read."""
+        files = [(state.rank, f"{state.folder}/{OPTIMIZER_FILE}") for state in states]
+        return [(rank, file) for rank, file in files if (self._folder / file).exists()]
+
+    def buffers(self, files: Sequence[tuple[LegacyRank, str]]) -> list[RankBuffers]:
+        """What these files hold."""
+        found = []
+        for rank, file in files:
+            content = TorchArchive(self._reader, file).load()
+            found.append(RankBuffers(rank, self.place(file), content if isinstance(content, list) else [content]))
+        return found
+
+    def place(self, file: str) -> StoredObject:
+        """The archive that a file is."""
+        return StoredObject(file, 0, self._reader.size(file))
+
+    def other_files(self, folder: str) -> Iterator[Path]:
+        """Files of a rank folder that are not read: of other optimizers (`layer_wise_optimizer_0.pt`)."""
+        for path in sorted((self._folder / folder).glob("*.pt")):
+            if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
+                yield path
+
+    def _load(self, folder: str) -> Mapping[str, Any]:
+        if folder not in self._states:
+            file = f"{folder}/{MODEL_FILE}"
+            state = TorchArchive(self._reader, file).load()
+            if not isinstance(state, dict):
+                raise UnreadableCheckpointError("a rank's state is no dict", found=type(state), where=file)
+            self._states[folder] = state
+        return self._states[folder]
+
+
+def folder_names(folder: Path) -> list[str]:
+    """Names of the rank folders below an iteration folder, sorted."""
+    return sorted(path.name for path in folder.glob("mp_rank_*") if _RANK_FOLDER.match(path.name))
+
+
+def is_model_chunk(key: object) -> bool:
+    """Whether a rank's state holds a model chunk under a key."""
+    return bool(_MODEL_CHUNK.match(str(key)))
