@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.formats.torch_dist_target import Array, Chunk, DistcpFiles
+from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
 from mcore_ckpt_ext.layout.parallel import ParallelLayout

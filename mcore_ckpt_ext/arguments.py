@@ -145,6 +145,11 @@ class JobArguments:
     fp8_param_gather: bool | None = _flag()
     fp4_param_gather: bool | None = _flag()
 
+    lr: float | None = _number()
+    min_lr: float | None = _number()
+    decoupled_lr: float | None = _number()
+    decoupled_min_lr: float | None = _number()
+
     # Saving, and what the run says of itself.
     no_save_optim: bool | None = _flag()
     ckpt_fully_parallel_save: bool | None = _flag()

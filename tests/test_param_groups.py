@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.online.param_groups import carried_groups, override_bounds, with_step
 
@@ -71,7 +72,8 @@ def test_a_group_without_a_single_counterpart_is_refused(stored: list[dict[str, 
 def test_overriding_gives_each_group_its_bounds() -> None:
     """A decoupled learning rate is its own; what the arguments do not say stays."""
     groups = [group(max_lr=1.0, min_lr=0.1), {**group(max_lr=2.0, min_lr=0.2), "is_decoupled_lr": True}]
-    override_bounds(groups, {"lr": 5.0, "min_lr": 0.5, "decoupled_lr": 6.0, "decoupled_min_lr": None})
+    arguments = JobArguments(lr=5.0, min_lr=0.5, decoupled_lr=6.0, decoupled_min_lr=None)
+    override_bounds(groups, arguments)
     assert [(one["max_lr"], one["min_lr"]) for one in groups] == [(5.0, 0.5), (6.0, 0.2)]
 
 

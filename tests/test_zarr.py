@@ -13,7 +13,7 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.torch_dist import StackedWeights
+from mcore_ckpt_ext.formats.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.zarr import is_zarr, read_index
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.storage.files import FolderReader

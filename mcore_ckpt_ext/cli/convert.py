@@ -12,9 +12,10 @@ from mcore_ckpt_ext.cli.processes import the_team
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.errors import UsageError, readable
-from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, DEFAULT_WORKERS, Report, convert
+from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, Report, convert
 from mcore_ckpt_ext.offline.team import Team
 from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, TARGETS, Target
+from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 
 _FIELDS = {name: {field.name for field in fields(target)} for name, target in TARGETS.items()}
 

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.errors import readable
 from mcore_ckpt_ext.offline.comparison import KINDS, Comparison, KindComparison, TensorDifference, compare
-from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
+from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 
 _SHOWN = 40
 

@@ -8,8 +8,8 @@ from mcore_ckpt_ext.cli.output import as_json, heading, line, table
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.offline.findings import Verification
-from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
 from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
@@ -126,8 +126,6 @@ class ModelArguments:
 
 
 _NAMES = tuple(one.name for one in fields(ModelArguments) if one.name != "job")
-DEFAULTS = {one.name: one.default for one in fields(ModelArguments) if one.default is not MISSING}
-"""What an argument means where a job does not have it."""
 
 
 def complete(job: JobArguments) -> ModelArguments:

@@ -6,24 +6,9 @@ from typing import Any
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
+from mcore_ckpt_ext.families.common_settings import NO_WINDOW, RMS_NORM, SILU, SIZES, TRAINING, rope_parameters, tied
 from mcore_ckpt_ext.families.family import Rule
-from mcore_ckpt_ext.families.settings import (
-    NO_WINDOW,
-    RMS_NORM,
-    SILU,
-    SIZES,
-    TRAINING,
-    Both,
-    Config,
-    Fixed,
-    Needs,
-    Same,
-    Setting,
-    Size,
-    rope_parameters,
-    tied,
-    unrepresentable,
-)  # fmt: skip
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Setting, Size, unrepresentable
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
 # YaRN: Hugging Face's key, Megatron's argument, and what a missing key means (modeling_rope_utils.py).

@@ -14,7 +14,6 @@ from typing import Any, ClassVar
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.arguments import (
-    DEFAULTS,
     ModelArguments,
     complete,
     has_experts,
@@ -23,7 +22,7 @@ from mcore_ckpt_ext.families.arguments import (
 )
 from mcore_ckpt_ext.families.rows import WHOLE, Rows
 from mcore_ckpt_ext.families.settings import Config, Setting
-from mcore_ckpt_ext.families.values import checked_values
+from mcore_ckpt_ext.families.values import check_plain
 from mcore_ckpt_ext.model_space.slices import Region
 
 Condition = Callable[[ModelArguments, int], bool]
@@ -131,7 +130,7 @@ class Family:
         try:
             for setting in self.settings:
                 found |= setting.arguments(config)
-            checked_values(found, DEFAULTS)
+            check_plain(found)
             return complete(JobArguments.of(found, source="config.json"))
         except (KeyError, TypeError, ValueError) as error:
             raise UnsupportedCheckpointError(

@@ -8,24 +8,19 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.settings import (
+from mcore_ckpt_ext.families.common_settings import (
     DENSE,
     QUERY_KEY_VALUE,
     SIZES,
     TRAINING,
-    Both,
-    Config,
-    Fixed,
-    Needs,
-    Same,
     head_size,
     query_groups,
     rope,
-    unrepresentable,
     window,
     window_of,
 )
+from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, unrepresentable
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 

@@ -5,21 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import DENSE, NO_WINDOW, PLAIN, QUERY_KEY_VALUE
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, joined, transposed
-from mcore_ckpt_ext.families.settings import (
-    DENSE,
-    NO_WINDOW,
-    PLAIN,
-    QUERY_KEY_VALUE,
-    Both,
-    Config,
-    Fixed,
-    Needs,
-    Same,
-    Size,
-    unrepresentable,
-)
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Size, unrepresentable
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)

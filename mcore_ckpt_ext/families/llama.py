@@ -6,8 +6,9 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import DENSE, NO_WINDOW, llama_like
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import DENSE, NO_WINDOW, Fixed, Needs, llama_like
+from mcore_ckpt_ext.families.settings import Fixed, Needs
 
 
 class Llama(Family):

@@ -6,8 +6,9 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import DENSE, llama_like, sliding_window
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import DENSE, Needs, llama_like, sliding_window
+from mcore_ckpt_ext.families.settings import Needs
 
 
 class Mistral(Family):

@@ -6,8 +6,9 @@ from typing import Any
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import llama_like, sliding_window
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
-from mcore_ckpt_ext.families.settings import Both, Config, Needs, Same, checked_size, llama_like, sliding_window
+from mcore_ckpt_ext.families.settings import Both, Config, Needs, Same, checked_size
 
 _ROUTER = Rule("model.layers.{layer}.mlp.gate.weight", "decoder.layers.{layer}.mlp.router.weight", where=with_experts)
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.common_settings import NO_WINDOW, llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.qwen_experts import expert_settings
-from mcore_ckpt_ext.families.settings import NO_WINDOW, Fixed, Needs, llama_like
+from mcore_ckpt_ext.families.settings import Fixed, Needs
 
 
 class Qwen3MoE(Family):

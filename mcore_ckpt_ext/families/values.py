@@ -1,7 +1,8 @@
-"""The types that values of a stranger's `config.json` may have before they become arguments of a job.
+"""What values of a stranger's `config.json` may be before they become arguments of a job.
 
 Arguments go on into `run_config.yaml`, where Megatron-Bridge calls what an object's `_target_` names, and where text
-may refer to the environment. So each is a number, a plain word, or a list of numbers, as its default is.
+may refer to the environment. So each is a number, a plain word, or a list of numbers. That each is of its own type,
+`JobArguments` checks.
 """
 
 from __future__ import annotations
@@ -11,33 +12,26 @@ from collections.abc import Mapping
 from math import isfinite
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, printable
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened
 
 _WORD = re.compile(r"[\w.+-]{0,100}")
 _SHOWN = 80
-_MAY_BE_LISTS = {"moe_layer_freq", "window_size", "window_attn_skip_freq", "no_rope_freq"}
 
 
-def checked_values(arguments: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-    """Refuse arguments of types that they cannot have.
-
-    Args:
-        arguments: what a `config.json` led to.
-        defaults: of Megatron's arguments; each says of what type its argument is, None says nothing.
+def check_plain(arguments: Mapping[str, Any]) -> None:
+    """Refuse arguments, made from a `config.json`, that are neither numbers, plain words nor lists of numbers.
 
     Raises:
-        UnsupportedCheckpointError: one has another.
+        UnsupportedCheckpointError: one of them is something else.
     """
     for name, value in arguments.items():
-        default = defaults.get(name)
-        if value is None or (_is_plain(value) and (name in _MAY_BE_LISTS or _fits(value, default))):
-            continue
-        raise UnsupportedCheckpointError(
-            "config.json gives a value that is none",
-            found=f"{type(value).__name__} {printable(value[:_SHOWN]) if type(value) is str else ''}",
-            expected=type(default).__name__ if default is not None else "a number, a word, or a list of numbers",
-            where=f"config.json, for Megatron's {name}",
-        )
+        if value is not None and not _is_plain(value):
+            raise UnsupportedCheckpointError(
+                "config.json gives a value of a kind that no argument has",
+                found=shortened(value, _SHOWN) if isinstance(value, str) else type(value).__name__,
+                expected="a finite number, a word, or a list of numbers",
+                where=f"config.json, for Megatron's {name}",
+            )
 
 
 def _is_plain(value: object) -> bool:
@@ -50,11 +44,3 @@ def _is_plain(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     return type(value) in (bool, int) or (type(value) is float and isfinite(value))
-
-
-def _fits(value: object, default: object) -> bool:
-    if isinstance(default, bool):
-        return type(value) is bool
-    if isinstance(default, (int, float)):
-        return type(value) in (int, float)
-    return not isinstance(default, str) or type(value) is str

@@ -27,7 +27,7 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
-from mcore_ckpt_ext.storage.archive_layout import archive_layout
+from mcore_ckpt_ext.storage.archive_draft import draft_archive
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, json_file, lay_out_file
 from mcore_ckpt_ext.targets import HuggingFace
@@ -219,7 +219,7 @@ def _pickled(name: str, shard: Sequence[_Tensor]) -> tuple[OutputFile, list[Reco
         (tensor.declared.key, DeclaredTensor(getattr(torch, tensor.declared.dtype), tensor.declared.shape, tensor))
         for tensor in shard
     )
-    archive = archive_layout(state, WRITER)
+    archive = draft_archive(state, WRITER)
     records = []
     for archived in archive.tensors:
         tensor = cast("_Tensor", archived.tag)

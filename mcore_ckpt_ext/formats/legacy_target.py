@@ -24,7 +24,7 @@ from mcore_ckpt_ext.formats.portable_state import PortableState, portable_chain
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
-from mcore_ckpt_ext.storage.archive_layout import archive_layout
+from mcore_ckpt_ext.storage.archive_draft import draft_archive
 
 OLDEST = (0, 9)
 
@@ -67,7 +67,7 @@ class LegacyTarget:
                 states[OPTIMIZER_FILE] = buffers
             for name, state in states.items():
                 path = f"{rank.folder(self.layout)}/{name}"
-                archive = archive_layout(state)
+                archive = draft_archive(state)
                 files.append(OutputFile(path, archive.length, archive.literals))
                 for tensor in archive.tensors:
                     dtype = str(tensor.dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ import torch
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, printable
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity
-from mcore_ckpt_ext.storage.archive_layout import archive_layout
+from mcore_ckpt_ext.storage.archive_draft import draft_archive
 from mcore_ckpt_ext.storage.writable import first_unwritable, hides_a_pickle
 
 WRITTEN_FOR = "mcore_ckpt_ext_written_for"
@@ -131,8 +131,8 @@ def _empty(state: Any) -> Any:
     """An extra state of the same type that says nothing."""
     if not isinstance(state, io.BytesIO):
         return torch.empty(0, dtype=torch.uint8)
-    content = bytearray(archive_layout(None).length)
-    for position, data in archive_layout(None).literals:
+    content = bytearray(draft_archive(None).length)
+    for position, data in draft_archive(None).literals:
         content[position : position + len(data)] = data
     return io.BytesIO(bytes(content))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.portable_state import once
+from mcore_ckpt_ext.formats.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.unread import (
     COMMON_KEYS,
     RERUN_STATE,
@@ -31,16 +31,14 @@ from mcore_ckpt_ext.formats.unread import (
 )  # fmt: skip
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
-from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
 from mcore_ckpt_ext.optimizers.encoding import StoredKeys
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognised
 from mcore_ckpt_ext.planning.extents import RawArray
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, StoredOnce, StoredSlice
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checked_files import read_file
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject, read_index
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredObject, read_index
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "torch_dist"
@@ -51,60 +49,6 @@ _OPTIMIZER_PREFIXES = ("optimizer.", "chained_")
 _STATE_OBJECTS = ".optimizer/shard_0_1"
 _RANDOM_STATE = "rng_state/shard_"
 _SCALER_OBJECTS = ".grad_scaler/shard_0_1"
-
-
-class StackedWeights(StoredOnce):
-    """The model's arrays in model space: layer and expert axes become part of the name."""
-
-    def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
-        self._arrays = arrays
-        self._places: dict[str, ShardedKey] = {}
-        for key, array in arrays.items():
-            stacked = stacked_axes(key)
-            for index in product(*(range(size) for size in array.shape[:stacked])):
-                self._places[name_at(key, index)] = (key, index)
-        self._by_index: dict[str, dict[tuple[int, ...], list[tuple[StoredChunk, int]]]] = {}
-
-    def names(self) -> list[str]:
-        """All names."""
-        return list(self._places)
-
-    def places(self) -> Mapping[str, ShardedKey]:
-        """The array of each name, and its index on the stacked axes."""
-        return self._places
-
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
-        if kind != WEIGHT or name not in self._places:
-            return None
-        key, index = self._places[name]
-        return LogicalTensor(name, self._arrays[key].shape[len(index) :], self._arrays[key].dtype)
-
-    @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        key, index = self._places[name]
-        stacked = len(index)
-        return [
-            StoredSlice(
-                Slice.whole((Region(name, chunk.offsets[stacked:], chunk.sizes[stacked:]),)), chunk.extent, first
-            )
-            for chunk, first in self._chunks(key).get(index, [])
-        ]
-
-    def _chunks(self, key: str) -> dict[tuple[int, ...], list[tuple[StoredChunk, int]]]:
-        """The chunks of an array by stack index, each with the element at which that index begins in it."""
-        if key not in self._by_index:
-            stacked = stacked_axes(key)
-            by_index: dict[tuple[int, ...], list[tuple[StoredChunk, int]]] = {}
-            for chunk in self._arrays[key].chunks:
-                inner = 1
-                for size in chunk.sizes[stacked:]:
-                    inner *= size
-                for number, offsets in enumerate(product(*(range(size) for size in chunk.sizes[:stacked]))):
-                    index = tuple(a + b for a, b in zip(chunk.offsets, offsets, strict=False))
-                    by_index.setdefault(index, []).append((chunk, number * inner))
-            self._by_index[key] = by_index
-        return self._by_index[key]
 
 
 class TorchDistCheckpoint(Checkpoint):

@@ -205,7 +205,7 @@ def _override_scheduler(optimizer: Any, scheduler: Any, arguments: Any) -> None:
     Before 0.19 the groups keep the stored bounds, in stock Megatron and here; 0.19 itself does not find its own groups.
     """
     if getattr(arguments, "override_opt_param_scheduler", False) and _megatron_version() >= (0, 19):
-        override_bounds(optimizer.param_groups, vars(arguments))
+        override_bounds(optimizer.param_groups, JobArguments.of(vars(arguments)))
         scheduler.num_steps = arguments.consumed_train_samples
         scheduler.step(increment=0)
 

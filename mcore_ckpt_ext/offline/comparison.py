@@ -22,7 +22,8 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.content import bits_of, index_of
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
-from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS, BlockReader, Remembering, blocks
+from mcore_ckpt_ext.offline.reading import Remembering, blocks
+from mcore_ckpt_ext.transfer import DEFAULT_WORKERS, Transfer, read_slice
 
 SCHEMA = 2
 KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
@@ -213,7 +214,7 @@ class _Side:
         self.checkpoint = checkpoint
         self.rows = rows
         self.source = Remembering(checkpoint)
-        self.reader = BlockReader(checkpoint)
+        self.transfer = Transfer(checkpoint.reader, workers=1)
         self.kinds = checkpoint.kinds()
         self._names = {kind: checkpoint.names(kind) for kind in self.kinds}
 
@@ -241,7 +242,7 @@ class _Side:
         return 0 if tensor is None else prod(tensor.shape) * int(getattr(torch, tensor.dtype).itemsize)
 
     def read(self, kind: str, wanted: Slice) -> torch.Tensor:
-        return self.reader.read(self.source, kind, wanted)
+        return read_slice(self.source, self.transfer, kind, wanted)
 
 
 @dataclass

@@ -15,9 +15,10 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.coverage import copies_of
 from mcore_ckpt_ext.offline.findings import COPIES, PROOF, VALUES, Finding, error, warning
-from mcore_ckpt_ext.offline.reading import BlockReader, OneCopy, Remembering, blocks
+from mcore_ckpt_ext.offline.reading import OneCopy, Remembering, blocks
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -58,7 +59,8 @@ class ContentCheck:
 
     def __init__(self, checkpoint: Checkpoint, state: bool, unreadable: set[str]) -> None:
         self._checkpoint = checkpoint
-        self._reader = BlockReader(checkpoint)
+        # The blocks are shared between threads by whoever calls.
+        self._transfer = Transfer(checkpoint.reader, workers=1)
         self._sources = {WEIGHT: Remembering(checkpoint.weights)}
         self._unreadable = unreadable
         self._optimizer = checkpoint.optimizer if state else None
@@ -96,7 +98,7 @@ class ContentCheck:
         region = Region.whole(name, next(iter(held.values())).shape)
         tallies = {kind: _Tally() for kind in held}
         for wanted in blocks((region,)):
-            values = {kind: self._reader.read(self._sources[kind], kind, wanted) for kind in held}
+            values = {kind: read_slice(self._sources[kind], self._transfer, kind, wanted) for kind in held}
             for kind, block in values.items():
                 _count_values(kind, block, tallies[kind])
                 report.elements += block.numel()
@@ -128,8 +130,10 @@ class ContentCheck:
     def _different(
         self, kind: str, tensor: LogicalTensor, wanted: Slice, one: Sequence[StoredSlice], other: Sequence[StoredSlice]
     ) -> int:
-        first = self._reader.read(OneCopy(tensor, one), kind, wanted)
-        return int((bits_of(first) != bits_of(self._reader.read(OneCopy(tensor, other), kind, wanted))).sum())
+        first, second = (
+            read_slice(OneCopy(tensor, copy), self._transfer, kind, wanted) for copy in (one, other)
+        )
+        return int((bits_of(first) != bits_of(second)).sum())
 
     def _check_shifted(
         self, optimizer: OptimizerState, name: str, held: dict[str, LogicalTensor]
@@ -151,8 +155,8 @@ class ContentCheck:
 
     def _wrong_in_slot(self, optimizer: OptimizerState, kind: str, wanted: Slice) -> int:
         """Elements of a slot that are not those of its parameter; lost ones count as wrong."""
-        slot = bits_of(self._reader.read(optimizer.written, kind, wanted))
-        found = bits_of(self._reader.read(self._sources[kind], kind, wanted, accept_lost=True))
+        slot = bits_of(read_slice(optimizer.written, self._transfer, kind, wanted))
+        found = bits_of(read_slice(self._sources[kind], self._transfer, kind, wanted, accept_lost=True))
         different = slot != found
         (region,) = wanted.regions
         for first, last in optimizer.lost(kind, region.name):

@@ -32,10 +32,9 @@ from mcore_ckpt_ext.planning.output import Block, Output, Placed, Record
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, derivation_of, make_plan
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.targets import HuggingFace, Target
-from mcore_ckpt_ext.transfer import Transfer, read_wanted
+from mcore_ckpt_ext.transfer import DEFAULT_WORKERS, Transfer, read_wanted
 from mcore_ckpt_ext.writing import BLOCK_BYTES
 
-DEFAULT_WORKERS = 4
 DEFAULT_MEMORY = 1 << 30
 # A block is held once as it is written, once more while it is proven, and its weights beside it.
 _BLOCKS_AT_ONCE = 4

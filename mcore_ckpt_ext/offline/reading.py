@@ -1,20 +1,15 @@
-"""Reading a checkpoint block by block, from several threads, with bounded memory."""
+"""A checkpoint cut into blocks of bounded size, and as sources of which each question is asked once."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 
-import torch
-
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of
-from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 BLOCK_ELEMENTS = 1 << 22
-DEFAULT_WORKERS = 4
 
 
 class Remembering:
@@ -43,21 +38,6 @@ class OneCopy:
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
         """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
         return self._tensor
-
-
-class BlockReader:
-    """Reads slices of one checkpoint; the blocks are shared between threads by whoever calls, not in here."""
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self._transfer = Transfer(checkpoint.reader, workers=1)
-
-    def read(self, source: Source, kind: str, wanted: Slice, accept_lost: bool = False) -> torch.Tensor:
-        """A slice as a new 1-D tensor of the stored dtype; with `accept_lost`, what nobody holds is zero.
-
-        Raises:
-            CheckpointError: a file is damaged, or elements are missing.
-        """
-        return read_slice(source, self._transfer, kind, wanted, accept_lost)
 
 
 def blocks(regions: tuple[Region, ...], numel: int | None = None) -> Iterator[Slice]:

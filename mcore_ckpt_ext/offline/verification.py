@@ -35,11 +35,11 @@ from mcore_ckpt_ext.offline.findings import (
 )  # fmt: skip
 from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, labels, manifest_bytes
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
-from mcore_ckpt_ext.offline.reading import DEFAULT_WORKERS
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.paths import as_path
+from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 
 _FILES_GONE = "files of the optimizer's state are missing or cut off"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.optimizers.groups import IDENTITY, REFINED_IDENTITY, Group, identity
 
@@ -105,7 +106,7 @@ def _carried(group: Group, stored: Sequence[Group]) -> dict[str, Any]:
     )
 
 
-def override_bounds(groups: Sequence[MutableMapping[str, Any]], arguments: Mapping[str, Any]) -> None:
+def override_bounds(groups: Sequence[MutableMapping[str, Any]], arguments: JobArguments) -> None:
     """Give live groups the bounds that the job's arguments say, in place, as --override-opt_param-scheduler asks.
 
     Megatron's development head does so after loading (`load_checkpoint`, megatron/training/checkpointing.py, 0.20.0 of
@@ -113,12 +114,13 @@ def override_bounds(groups: Sequence[MutableMapping[str, Any]], arguments: Mappi
 
     Args:
         groups: the live optimizer's.
-        arguments: Megatron's arguments of the run.
+        arguments: of the run.
     """
+    bounds = {"max_lr": arguments.lr, "min_lr": arguments.min_lr}
+    decoupled = {"max_lr": arguments.decoupled_lr, "min_lr": arguments.decoupled_min_lr}
     for group in groups:
-        prefix = "decoupled_" if group.get("is_decoupled_lr") else ""
-        said = {"max_lr": arguments.get(f"{prefix}lr"), "min_lr": arguments.get(f"{prefix}min_lr")}
-        group.update({key: value for key, value in said.items() if value is not None})
+        given = decoupled if group.get("is_decoupled_lr") else bounds
+        group.update({key: value for key, value in given.items() if value is not None})
 
 
 def _distinct(groups: Sequence[Group], *but: str) -> int:

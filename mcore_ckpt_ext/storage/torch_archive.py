@@ -143,7 +143,7 @@ class TorchArchive:
         return tree
 
     def writer(self) -> str | None:
-        """Who says to have written it (`archive_layout`)."""
+        """Who says to have written it (`draft_archive`)."""
         if WRITER_MEMBER not in self._members:
             return None
         start, info = self._record(WRITER_MEMBER)

@@ -236,7 +236,7 @@ def test_values_of_a_config_have_their_types(key: str, value: object, tmp_path: 
     mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "model", mcore_ckpt_ext.HuggingFace())
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     (tmp_path / "model" / "config.json").write_text(json.dumps({**config, key: value}))
-    with pytest.raises(CheckpointError, match=r"config.json gives a value|damaged"):
+    with pytest.raises(CheckpointError, match=r"config\.json"):
         mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "out", mcore_ckpt_ext.TorchDist())
     assert not (tmp_path / "out").exists()
 

@@ -1,4 +1,4 @@
-"""The layout of a torch archive before any tensor is at hand: where every byte of it will lie.
+"""A torch archive drafted before any tensor is at hand: where every byte of it will lie.
 
 What `torch.save` writes is an uncompressed zip (caffe2/serialize/inline_container.cc): `data.pkl`, `byteorder`, each
 storage as `data/<number>`, and `version`, each aligned to 64 bytes by an extra field of its local header. The format
@@ -29,7 +29,7 @@ _CRC_IN_DIRECTORY = 16
 
 
 @dataclass(frozen=True, slots=True)
-class ArchivedTensor:
+class DraftedTensor:
     """A declared tensor: its `tag`, the first byte of its elements, and the bytes that hold their CRC-32."""
 
     tag: object
@@ -40,16 +40,16 @@ class ArchivedTensor:
 
 
 @dataclass(frozen=True)
-class ArchiveLayout:
+class ArchiveDraft:
     """An archive of `length` bytes; offsets count from its beginning."""
 
     length: int
     literals: tuple[tuple[int, bytes], ...]
-    tensors: tuple[ArchivedTensor, ...]
+    tensors: tuple[DraftedTensor, ...]
 
 
-def archive_layout(tree: Any, writer: str | None = None) -> ArchiveLayout:
-    """Lay out the archive of a tree; small tensors are written with it, declared ones later.
+def draft_archive(tree: Any, writer: str | None = None) -> ArchiveDraft:
+    """Draft the archive of a tree; small tensors are written with it, declared ones later.
 
     Args:
         tree: plain objects, placeholders, tensors, declared tensors.
@@ -63,7 +63,7 @@ def archive_layout(tree: Any, writer: str | None = None) -> ArchiveLayout:
     members += [(f"data/{number}", leaf) for number, leaf in enumerate(leaves)]
     members += [("version", b"3\n")]
     members += [(WRITER_MEMBER, writer.encode())] if writer else []
-    return _Zip().layout(members)
+    return _Zip().draft(members)
 
 
 class _Zip:
@@ -73,16 +73,16 @@ class _Zip:
         self._directory: list[bytes] = []
         self._declared: list[tuple[DeclaredTensor, int, int, int]] = []
 
-    def layout(self, members: Sequence[tuple[str, bytes | Leaf]]) -> ArchiveLayout:
+    def draft(self, members: Sequence[tuple[str, bytes | Leaf]]) -> ArchiveDraft:
         for name, content in members:
             self._add(f"archive/{name}".encode(), content)
         directory, crc_at = self._central_directory()
         tensors = tuple(
-            ArchivedTensor(leaf.tag, leaf.dtype, _numel(leaf), data_at, (local_crc, crc_at[entry]))
+            DraftedTensor(leaf.tag, leaf.dtype, _numel(leaf), data_at, (local_crc, crc_at[entry]))
             for leaf, data_at, local_crc, entry in self._declared
         )
         self._literals.append((self._position, directory))
-        return ArchiveLayout(self._position + len(directory), tuple(self._literals), tensors)
+        return ArchiveDraft(self._position + len(directory), tuple(self._literals), tensors)
 
     def _add(self, name: bytes, content: bytes | Leaf) -> None:
         data = None if isinstance(content, DeclaredTensor) else _bytes(content)

@@ -1,0 +1,122 @@
+"""The files of a `torch_dist` folder: archives one after the other, and the index `.metadata` of them.
+
+Source: torch/distributed/checkpoint/metadata.py and filesystem.py, as Megatron uses them
+(megatron/core/dist_checkpointing/strategies/torch.py, core_v0.8.0 to 0.19.2).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.planning.output import OutputFile, Placed, Record
+from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.storage.archive_draft import ArchiveDraft, draft_archive
+from mcore_ckpt_ext.storage.pickling import DeclaredTensor, dumps, named_object
+from mcore_ckpt_ext.storage.safe_pickle import placeholder_class
+
+FILE_BYTES = 4 << 30
+_METADATA = "torch.distributed.checkpoint.metadata"
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A stored part of an array: its place there, and the slice of model space in it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    wanted: WantedSlice
+
+
+@dataclass(frozen=True)
+class Array:
+    """An array under its sharded key; `natural_shape` where it is stored reshaped."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: tuple[Chunk, ...]
+    natural_shape: tuple[int, ...] | None = None
+
+
+class DistcpFiles:
+    """Archives one after the other in `.distcp` files of bounded size, and the index of them."""
+
+    def __init__(self, file_bytes: int = FILE_BYTES) -> None:
+        self._file_bytes = file_bytes
+        self._files: list[OutputFile] = []
+        self._literals: list[tuple[int, bytes]] = []
+        self._position = 0
+        self._records: list[Record] = []
+        self._entries: dict[str, Any] = {}
+        self._places: dict[Any, Any] = {}
+        self._shapes: dict[str, Any] = {}
+
+    def add_object(self, key: str, value: Any) -> None:
+        """File a pickled object: Megatron wraps each in a list of one."""
+        draft = draft_archive([value])
+        self._entries[key] = named_object(_METADATA, "BytesStorageMetadata", {})
+        self._file_away(draft, key, None)
+
+    def add_array(self, array: Array) -> None:
+        """File the chunks of an array."""
+        chunks = []
+        dtype = getattr(torch, array.dtype)
+        for chunk in array.chunks:
+            draft = draft_archive(DeclaredTensor(dtype, chunk.sizes, chunk.wanted))
+            name = self._file_away(draft, array.key, chunk.offsets)
+            (tensor,) = draft.tensors
+            start = self._position - draft.length
+            self._records.append(
+                Record(
+                    name, start + tensor.offset, array.dtype, tensor.numel, (Placed(0, chunk.wanted),),
+                    tuple(start + place for place in tensor.checksums),
+                )
+            )  # fmt: skip
+            place = {"offsets": torch.Size(chunk.offsets), "sizes": torch.Size(chunk.sizes)}
+            chunks.append(named_object(_METADATA, "ChunkStorageMetadata", place))
+        properties = named_object(_METADATA, "TensorProperties", _properties(dtype))
+        state = {"properties": properties, "size": torch.Size(array.shape), "chunks": chunks}
+        self._entries[array.key] = named_object(_METADATA, "TensorStorageMetadata", state)
+        natural = array.natural_shape
+        self._shapes[array.key] = {} if natural is None else {"nd_reformulated_orig_global_shape": natural}
+
+    def finish(self, with_shapes: bool) -> tuple[list[OutputFile], list[Record], bytes]:
+        """All files, their records, and the pickled `.metadata`; `with_shapes`: as 0.8 to 0.15 extend it."""
+        self._close()
+        state = {
+            "state_dict_metadata": self._entries, "planner_data": None, "storage_data": self._places,
+            "storage_meta": None, "version": None,
+        }  # fmt: skip
+        if with_shapes:
+            state["mcore_data"] = self._shapes
+        return self._files, self._records, dumps(named_object(_METADATA, "Metadata", state))[0]
+
+    def _file_away(self, draft: ArchiveDraft, key: str, offsets: tuple[int, ...] | None) -> str:
+        if self._position and self._position + draft.length > self._file_bytes:
+            self._close()
+        name = self._name
+        index = {"fqn": key, "index": None} | ({} if offsets is None else {"offset": torch.Size(offsets)})
+        place = {"relative_path": name, "offset": self._position, "length": draft.length}
+        info = named_object("torch.distributed.checkpoint.filesystem", "_StorageInfo", place)
+        self._places[named_object(_METADATA, "MetadataIndex", index)] = info
+        self._literals += [(self._position + at, data) for at, data in draft.literals]
+        self._position += draft.length
+        return name
+
+    @property
+    def _name(self) -> str:
+        return f"__0_{len(self._files)}.distcp"
+
+    def _close(self) -> None:
+        if self._position:
+            self._files.append(OutputFile(self._name, self._position, tuple(self._literals)))
+            self._literals, self._position = [], 0
+
+
+def _properties(dtype: torch.dtype) -> tuple[object, ...]:
+    """The state of `TensorProperties`: dtype, layout, requires_grad, memory format (0: contiguous), pin_memory."""
+    memory_format = placeholder_class(_METADATA, "_MEM_FORMAT_ENCODING")
+    return dtype, torch.strided, False, memory_format(0), False

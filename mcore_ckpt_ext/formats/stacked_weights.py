@@ -1,0 +1,68 @@
+"""The weights of a sharded checkpoint: arrays that stack layers and experts, seen as one tensor for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import product
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.model_space.names import ShardedKey, name_at, stacked_axes
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
+from mcore_ckpt_ext.storage.dcp_index import StoredArray, StoredChunk
+
+
+class StackedWeights(StoredOnce):
+    """The model's arrays in model space: layer and expert axes become part of the name."""
+
+    def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
+        self._arrays = arrays
+        self._places: dict[str, ShardedKey] = {}
+        for key, array in arrays.items():
+            stacked = stacked_axes(key)
+            for index in product(*(range(size) for size in array.shape[:stacked])):
+                self._places[name_at(key, index)] = (key, index)
+        self._by_index: dict[str, dict[tuple[int, ...], list[tuple[StoredChunk, int]]]] = {}
+
+    def names(self) -> list[str]:
+        """All names."""
+        return list(self._places)
+
+    def places(self) -> Mapping[str, ShardedKey]:
+        """The array of each name, and its index on the stacked axes."""
+        return self._places
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        if kind != WEIGHT or name not in self._places:
+            return None
+        key, index = self._places[name]
+        return LogicalTensor(name, self._arrays[key].shape[len(index) :], self._arrays[key].dtype)
+
+    @override
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        key, index = self._places[name]
+        stacked = len(index)
+        return [
+            StoredSlice(
+                Slice.whole((Region(name, chunk.offsets[stacked:], chunk.sizes[stacked:]),)), chunk.extent, first
+            )
+            for chunk, first in self._chunks(key).get(index, [])
+        ]
+
+    def _chunks(self, key: str) -> dict[tuple[int, ...], list[tuple[StoredChunk, int]]]:
+        """The chunks of an array by stack index, each with the element at which that index begins in it."""
+        if key not in self._by_index:
+            stacked = stacked_axes(key)
+            by_index: dict[tuple[int, ...], list[tuple[StoredChunk, int]]] = {}
+            for chunk in self._arrays[key].chunks:
+                inner = 1
+                for size in chunk.sizes[stacked:]:
+                    inner *= size
+                for number, offsets in enumerate(product(*(range(size) for size in chunk.sizes[:stacked]))):
+                    index = tuple(a + b for a, b in zip(chunk.offsets, offsets, strict=False))
+                    by_index.setdefault(index, []).append((chunk, number * inner))
+            self._by_index[key] = by_index
+        return self._by_index[key]
