@@ -10,6 +10,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.base import Checkpoint, TensorHandle
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
+from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint, is_colossalai
 from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
@@ -39,7 +40,7 @@ def open_checkpoint(
 
     Args:
         path: a run folder (its newest iteration is taken), an `iter_XXXXXXX` or `release` folder,
-            a folder in `canonical`, or one of Hugging Face's.
+            a folder in `canonical`, one of Hugging Face's, or one that ColossalAI's Booster saved.
         witnesses: parameter orders to try when the layout of the gradient buffers is recovered.
         family: of a Hugging Face folder, where its `config.json` names none that is known.
         transformer_impl: the layer spec under whose names a Hugging Face folder is seen.
@@ -60,6 +61,8 @@ def open_checkpoint(
     """
     with interpreting(path):
         folder = iteration_folder(as_path(path))
+        if is_colossalai(folder):
+            return ColossalAICheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl)
         if is_huggingface(folder):
             return HuggingFaceCheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl)
         return _open(folder, witnesses)

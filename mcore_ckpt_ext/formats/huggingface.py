@@ -62,6 +62,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         *,
         family: Family | None = None,
         transformer_impl: str = TRANSFORMER_ENGINE,
+        below: str = "",
     ) -> None:
         """Read the configuration and the files' headers.
 
@@ -70,16 +71,18 @@ class HuggingFaceCheckpoint(Checkpoint):
             witnesses: see `Checkpoint`.
             family: of the model; by default as `config.json` says.
             transformer_impl: the layer spec of the job that is to read it, for its names differ.
+            below: the folder in it that the model lies in.
 
         Raises:
             UnreadableCheckpointError: a file is missing or damaged, or tensors are not as `config.json` says.
             UnsupportedCheckpointError: the model is of a kind that is not read.
         """
         super().__init__(folder, witnesses)
-        self.config = read_config(folder)
-        self.family = family or family_of_config(self.config, str(folder / CONFIG))
+        self._below = below
+        self.config = read_config(folder / below)
+        self.family = family or family_of_config(self.config, str(folder / below / CONFIG))
         self._model = replace(self.family.arguments(self.config), transformer_impl=transformer_impl)
-        stored = read_tensors(self.reader)
+        stored = read_tensors(self.reader, below)
         self.left_out: list[str] = []
         self._weights = _Weights(self._matched(stored))
 
@@ -190,7 +193,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     @property
     @override
     def companions_below(self) -> str:
-        return ""
+        return self._below
 
     def notices(self) -> list[str]:
         """What a user should know of this model."""

@@ -27,7 +27,7 @@ TOKENIZER_FOLDER = "tokenizer"
 
 # Weights in one file, or an index of the files; safetensors first, as transformers looks for them.
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
-_INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _ADAPTER = "adapter_config.json"
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
@@ -52,7 +52,7 @@ def is_huggingface(folder: Path) -> bool:
     # Canonical folders have an index of the same name, and Megatron's may hold anything beside their own files.
     if any((folder / name).exists() for name in ("common.json", "metadata.json")):
         return False
-    return any((folder / name).exists() for name in (CONFIG, _ADAPTER, *_SINGLE, *_INDICES))
+    return any((folder / name).exists() for name in (CONFIG, _ADAPTER, *_SINGLE, *INDICES))
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -77,31 +77,35 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_tensors(reader: FolderReader) -> dict[str, StoredTensor]:
+def read_tensors(reader: FolderReader, below: str = "") -> dict[str, StoredTensor]:
     """All tensors of the folder.
+
+    Args:
+        reader: of the checkpoint's folder.
+        below: the folder in it that the weights lie in.
 
     Raises:
         UnreadableCheckpointError: a file is missing or damaged, or the index names what is not there.
     """
-    folder = reader.folder
+    folder = reader.folder / below
     for single in _SINGLE:
         if (folder / single).exists():
-            return dict(_tensors_of(reader, single))
-    for index in _INDICES:
+            return dict(_tensors_of(reader, _joined(below, single)))
+    for index in INDICES:
         if (folder / index).exists():
-            return _tensors_of_index(reader, folder / index)
+            return _tensors_of_index(reader, below, folder / index)
     raise UnreadableCheckpointError(
-        "the folder holds no weights", expected=" or ".join((*_SINGLE, *_INDICES)), where=str(folder)
+        "the folder holds no weights", expected=" or ".join((*_SINGLE, *INDICES)), where=str(folder)
     )
 
 
-def _tensors_of_index(reader: FolderReader, path: Path) -> dict[str, StoredTensor]:
+def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise UnreadableCheckpointError("the index has no weight_map", where=str(path))
     files = sorted(set(weight_map.values()))
     strange = [file for file in files if Path(file).name != file]
-    absent = [file for file in files if file not in strange and not (reader.folder / file).exists()]
+    absent = [file for file in files if file not in strange and not (path.parent / file).exists()]
     if strange or absent:
         raise UnreadableCheckpointError(
             "the index names files that are not there", found=", ".join((strange + absent)[:4]), where=str(path),
@@ -110,7 +114,7 @@ def _tensors_of_index(reader: FolderReader, path: Path) -> dict[str, StoredTenso
     found: dict[str, StoredTensor] = {}
     origin: dict[str, str] = {}
     for file in files:
-        for name, tensor in _tensors_of(reader, file):
+        for name, tensor in _tensors_of(reader, _joined(below, file)):
             found[name] = tensor
             origin[name] = file
     missing = [name for name, file in weight_map.items() if origin.get(name) != file]

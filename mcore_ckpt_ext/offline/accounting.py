@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import OTHER, UNKNOWN, optimizer_kind
@@ -35,6 +37,8 @@ def stored_parts(checkpoint: Checkpoint) -> Iterator[StoredPart]:
         return _torch_dist(checkpoint)
     if isinstance(checkpoint, LegacyCheckpoint):
         return _legacy(checkpoint)
+    if isinstance(checkpoint, ColossalAICheckpoint):
+        return chain(_by_name(checkpoint), _colossalai(checkpoint))
     return _by_name(checkpoint)
 
 
@@ -78,6 +82,11 @@ def _flat(buffers: FlatBuffers) -> Iterator[StoredPart]:
                 label = f"optimizer {child}, dp_group_idx_{index}.{bucket}"
                 size = ITEM_SIZE[piece.extent.dtype]
                 yield StoredPart(piece.extent.file, kind, label, (piece.stop - piece.start) * size)
+
+
+def _colossalai(checkpoint: ColossalAICheckpoint) -> Iterator[StoredPart]:
+    for shard in checkpoint.optimizer_shards:
+        yield StoredPart(shard.file, shard.kind, f"{shard.kind} of parameter {shard.parameter}", shard.nbytes)
 
 
 def _legacy(checkpoint: LegacyCheckpoint) -> Iterator[StoredPart]:

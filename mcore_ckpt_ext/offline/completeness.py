@@ -14,6 +14,7 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
 from mcore_ckpt_ext.formats.canonical import is_canonical
+from mcore_ckpt_ext.formats.colossalai import is_colossalai
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import NAMES, is_plain_dcp
@@ -52,6 +53,8 @@ def locate(path: Path) -> Located:
         return _tracked(tracker, iterations)
     if _is_iteration(path):
         return Located(path, tuple(_ahead_of_tracker(path)))
+    if is_colossalai(path):
+        return Located(path, ())
     if is_huggingface(path):
         raise UnsupportedCheckpointError(
             "a Hugging Face folder holds nothing to verify it by", where=str(path),
@@ -98,7 +101,7 @@ def check_folder(folder: Path) -> list[Finding]:
     Raises:
         UnsupportedCheckpointError: the checkpoint is in a format that is not read.
     """
-    if is_canonical(folder) or is_legacy(folder):
+    if is_canonical(folder) or is_legacy(folder) or is_colossalai(folder):
         return []
     if not _is_iteration(folder):
         return [error(COMPLETE, str(folder), "the folder holds no file of a checkpoint")]

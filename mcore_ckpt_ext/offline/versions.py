@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
@@ -68,6 +69,8 @@ class Resumption:
 
 def writer_of(checkpoint: Checkpoint) -> Writer:
     """Recognise the writer; where bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
+    if isinstance(checkpoint, ColossalAICheckpoint):
+        return Writer("no Megatron: ColossalAI's Booster wrote it", (), OLDEST)
     if isinstance(checkpoint, HuggingFaceCheckpoint):
         return Writer("no Megatron: it is a Hugging Face folder", (), OLDEST)
     recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
