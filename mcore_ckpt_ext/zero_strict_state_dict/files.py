@@ -145,8 +145,14 @@ def read_by_all(ranks: Ranks, files: Callable[[], Iterable[Path]]) -> dict[Any, 
     return entries
 
 
-def read_sharded_by_all(ranks: Ranks, index: Path) -> dict[Any, Any]:
+def read_sharded_by_all(ranks: Ranks, index: Path, exactly: bool = True) -> dict[Any, Any]:
     """All entries of the files that an index names, if they are what it says.
+
+    Args:
+        ranks: who reads.
+        index: the index.
+        exactly: refuse files with more entries than the index says of them. Pipeline stages write a tied parameter's
+            state each, and the index of all names one of them (0.5.0, hybrid_parallel_checkpoint_io.py).
 
     Raises:
         ResumeRefusedError: on all ranks: a file is missing, or has other entries than the index says.
@@ -159,8 +165,9 @@ def read_sharded_by_all(ranks: Ranks, index: Path) -> dict[Any, Any]:
             expected.setdefault(name, set()).add(key)
         for name, keys in expected.items():
             found = load(beside(index, name))
-            _refuse_other_entries({str(key) for key in found}, keys, index.parent / name)
-            entries.update(found)
+            present = {str(key) for key in found}
+            _refuse_other_entries(present if exactly else present & keys, keys, index.parent / name)
+            entries.update((key, value) for key, value in found.items() if str(key) in keys)
 
     ranks.agreed("reading the checkpoint", read, "nothing is written")
     return entries

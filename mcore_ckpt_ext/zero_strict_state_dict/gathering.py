@@ -43,7 +43,7 @@ def whole_values(
     for chunk, group in groupby(places.items(), key=lambda item: item[1].chunk):
         members = list(group)
         payload = fate.attempt(partial(held, chunk))
-        room = fate.attempt(partial(_room, chunk, members, dtype, device)) if receives else None
+        room = fate.attempt(partial(_room, chunk, payload, members, dtype, device)) if receives else None
         fate.meet()
         if _is_scattered(chunk):
             _gather(chunk, payload, members, room, dtype, everywhere)  # type: ignore[arg-type]  # no rank has failed
@@ -52,9 +52,11 @@ def whole_values(
                 yield parameter, None
                 continue
             local = (room.values[place] if _is_scattered(chunk) else payload[begin:end]).view(parameter.shape)  # type: ignore[index]
-            whole = tensor_parallel.whole(parameter, local)
+            cut = room.cut[place]
+            whole = tensor_parallel.whole(parameter, local if cut is None else local.to(cut.padded.device), cut)
             is_own = whole is local and _is_scattered(chunk)
             yield parameter, whole if is_own else fate.attempt(partial(own_copy, whole, dtype, device))
+            room.cut[place] = None
             if _is_scattered(chunk):
                 room.values[place] = _NOTHING
         del payload, room
@@ -85,10 +87,12 @@ class _Room(NamedTuple):
     Args:
         values: flat memory for each parameter, in order.
         windows: what is received at a time, from each rank; twice, so that one is received while the other is read.
+        cut: for each parameter, where its slices of tensor parallelism are joined.
     """
 
     values: list[torch.Tensor]
     windows: tuple[list[torch.Tensor], list[torch.Tensor]]
+    cut: list[tensor_parallel.Room | None]
 
 
 def _is_scattered(chunk: Any) -> bool:
@@ -96,18 +100,23 @@ def _is_scattered(chunk: Any) -> bool:
     return not chunk.is_gathered and chunk.pg_size > 1
 
 
-def _room(chunk: Any, members: list[tuple[nn.Parameter, Place]], dtype: torch.dtype, device: torch.device) -> _Room:
+def _room(
+    chunk: Any, held: torch.Tensor | None, members: list[tuple[nn.Parameter, Place]], dtype: torch.dtype,
+    device: torch.device,
+) -> _Room:  # fmt: skip
     """Memory for the whole values; for slices of tensor parallelism, where the groups' backends can reach it."""
-    if not _is_scattered(chunk):
-        return _Room([], ([], []))
     reached = chunk.cuda_global_chunk.device
+    given = dtype if _is_scattered(chunk) or held is None else held.dtype
+    cut = [tensor_parallel.room_for(parameter, given, reached) for parameter, _ in members]
+    if not _is_scattered(chunk):
+        return _Room([], ([], []), cut)
     values = [
         torch.empty(end - begin, dtype=dtype, device=reached if tensor_parallel.is_sharded(parameter) else device)
         for parameter, (_, begin, end) in members
     ]
     size = min(chunk.shard_size, _PIECE_BYTES // dtype.itemsize)
     first, second = ([torch.empty(size, dtype=dtype, device=reached) for _ in range(chunk.pg_size)] for _ in range(2))
-    return _Room(values, (first, second))
+    return _Room(values, (first, second), cut)
 
 
 def _gather(

@@ -271,9 +271,10 @@ def _local_state(optimizer: Any, zero: Wrapped, key: int, state: Mapping[str, An
 
 def _scaler(optimizer: Any) -> Any:
     """The dynamic loss scaler of fp16 training, if there is one (0.5.0,
-    amp/naive_amp/grad_scaler/dynamic_grad_scaler.py); Gemini and ZeRO 1 and 2 name its holder differently.
+    amp/naive_amp/grad_scaler/dynamic_grad_scaler.py); Gemini, ZeRO 1 and 2, and AMP name its holder differently.
     """
-    holders = (getattr(optimizer, name, None) for name in ("mix_precision_mixin", "mixed_precision_mixin"))
+    names = ("mix_precision_mixin", "mixed_precision_mixin", "mixed_precision")
+    holders = (getattr(optimizer, name, None) for name in names)
     scalers = (getattr(holder, "grad_scaler", None) for holder in holders)
     return next((one for one in scalers if all(hasattr(one, name) for name in ("_scale", *_SCALER))), None)
 

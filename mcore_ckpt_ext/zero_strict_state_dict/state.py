@@ -207,11 +207,17 @@ def parameter_values(
         zero, places, lambda chunk: chunk.payload, given, device=device, everywhere=everywhere, fate=fate
     )
     for parameter in zero.outside:
+        room = None
+        if tensor_parallel.is_sharded(parameter):
+            room = fate.attempt(
+                partial(tensor_parallel.room_for, parameter, parameter.dtype, parameter.device)
+            )
+            fate.meet()
         if not (everywhere or zero.is_first):
             yield parameter, None
             continue
         # Tensor-parallel ranks of one kind receive together, so they gather among themselves.
-        whole = tensor_parallel.whole(parameter, parameter.detach())
+        whole = tensor_parallel.whole(parameter, parameter.detach().contiguous(), room)
         yield parameter, fate.attempt(partial(own_copy, whole, dtype_of(zero, parameter, dtype), device))
 
 

@@ -8,7 +8,7 @@ does not divide is padded first (tensor/padded_tensor/api.py); the layout then c
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,34 +46,142 @@ def whole_shape(parameter: Any) -> torch.Size:
     return torch.Size(shape)
 
 
-def whole(parameter: Any, local: torch.Tensor) -> torch.Tensor:
-    """The whole value from the slices of all tensor-parallel ranks, which must all call this.
+class Room(NamedTuple):
+    """Memory for what the tensor-parallel ranks send each other of one parameter; nothing more is needed then.
+
+    Args:
+        group: these ranks.
+        dimension: along which the parameter is cut.
+        held: which of its elements along that this rank holds, int64.
+        held_by: the same of each rank, to be received.
+        slices: of each rank, to be received, in the parameter's local shape.
+        padded: the whole value, with its padding.
+    """
+
+    group: Any
+    dimension: int
+    held: torch.Tensor
+    held_by: list[torch.Tensor]
+    slices: list[torch.Tensor]
+    padded: torch.Tensor
+
+
+def room_for(parameter: Any, dtype: torch.dtype, device: torch.device) -> Room | None:
+    """Memory to gather a parameter in, or state that is cut like it; None where each rank holds all of it.
+
+    Which elements a rank holds is found out by cutting their numbers as the parameter is cut.
 
     Args:
         parameter: says how it is sharded and padded.
-        local: this rank's values, in the parameter's local shape and any dtype.
-    """
-    if hasattr(parameter, "dist_layout"):
-        from colossalai.tensor.d_tensor import init_as_dtensor, to_global
+        dtype: of the values.
+        device: where the group's backend can reach them.
 
-        layout = parameter.dist_layout
-        # A view of its own: the layout is set as an attribute, and the methods of the tensor are replaced.
-        marked = init_as_dtensor(local.view_as(local), layout.device_mesh, layout.sharding_spec, layout.global_shape)
-        local = to_global(marked)
-    elif hasattr(parameter, "gather_fn"):
-        local = parameter.gather_fn(local)
+    Raises:
+        UnsupportedCheckpointError: it is cut along two dimensions.
+    """
+    shape = _padded_shape(parameter)
+    cut = [dimension for dimension, size in enumerate(shape) if parameter.shape[dimension] != size]
+    if not cut:
+        return None
+    found = groups([parameter])
+    if len(cut) > 1 or len(found) != 1:
+        raise UnsupportedCheckpointError(
+            "a parameter is sharded along several dimensions, or by several groups",
+            found=f"local shape {tuple(parameter.shape)} of {tuple(shape)}, {len(found)} groups",
+            expected="one dimension, and one group",
+        )
+    (dimension,) = cut
+    along = [1] * len(shape)
+    along[dimension] = shape[dimension]
+    numbers = _cut(parameter, torch.arange(shape[dimension]).view(along)).reshape(-1).to(device)
+    size = dist.get_world_size(found[0])
+    return Room(
+        found[0], dimension, numbers, [torch.empty_like(numbers) for _ in range(size)],
+        [torch.empty(parameter.shape, dtype=dtype, device=device) for _ in range(size)],
+        torch.empty(shape, dtype=dtype, device=device),
+    )  # fmt: skip
+
+
+def whole(parameter: Any, local: torch.Tensor, room: Room | None) -> torch.Tensor:
+    """The whole value from the slices of all tensor-parallel ranks, which must all call this; see `padding_of`.
+
+    Args:
+        parameter: says how it is sharded and padded.
+        local: this rank's values, contiguous, in the parameter's local shape.
+        room: made by `room_for`, for the dtype and device of the values.
+    """
+    if room is not None:
+        dist.all_gather(room.held_by, room.held, group=room.group)
+        # As bytes: values travel untouched, and in dtypes that a backend may not know.
+        dist.all_gather([_as_bytes(piece) for piece in room.slices], _as_bytes(local.detach()), group=room.group)
+        for held, piece in zip(room.held_by, room.slices, strict=True):
+            room.padded.index_copy_(room.dimension, held, piece)
+        local = room.padded
     if hasattr(parameter, "_padding_dim"):
         local = local.narrow(parameter._padding_dim, 0, parameter._origin_length)
     return local
 
 
-def slice_of(parameter: Any, value: torch.Tensor) -> torch.Tensor:
-    """This rank's slice of a whole value, in the parameter's local shape; padding is zero.
+def _as_bytes(values: torch.Tensor) -> torch.Tensor:
+    return values.view(-1).view(torch.uint8)
+
+
+def padding_of(parameter: Any, room: Room | None, local: torch.Tensor) -> torch.Tensor | None:
+    """The rows of padding beside a value that `whole` has just given; None where the parameter has none.
+
+    Args:
+        parameter: as there.
+        room: as there.
+        local: as there.
+    """
+    if padding_shape(parameter) is None:
+        return None
+    padded = local if room is None else room.padded
+    dimension, begin = parameter._padding_dim, parameter._origin_length
+    return padded.narrow(dimension, begin, padded.shape[dimension] - begin).detach().to("cpu", copy=True)
+
+
+def padding_shape(parameter: Any) -> torch.Size | None:
+    """The shape of the rows that fill a vocabulary up; None where there are none.
+
+    The optimizer changes them as any other row, and the loss depends on them, but they are no part of a model's file.
+    """
+    if not hasattr(parameter, "_padding_dim"):
+        return None
+    shape = list(_padded_shape(parameter))
+    shape[parameter._padding_dim] -= parameter._origin_length
+    return torch.Size(shape) if shape[parameter._padding_dim] else None
+
+
+def is_padding(parameter: Any) -> torch.Tensor | None:
+    """For every element of this rank's slice, whether it is padding; None where there are no rows of padding."""
+    if padding_shape(parameter) is None:
+        return None
+    dimension = parameter._padding_dim
+    along = [1] * parameter.dim()
+    along[dimension] = -1
+    numbers = torch.arange(_padded_shape(parameter)[dimension]).view(along).expand(_padded_shape(parameter))
+    cut = _cut(parameter, numbers.contiguous())
+    return cut >= int(parameter._origin_length)
+
+
+def slice_of(parameter: Any, value: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+    """This rank's slice of a whole value, in the parameter's local shape.
 
     Nothing is communicated, and ``value`` is not touched (ColossalAI's own ``to_padded_tensor`` would pad it in place).
+
+    Args:
+        parameter: says how it is sharded and padded.
+        value: without padding.
+        padding: the rows of padding, of `padding_shape`; else these are zero.
     """
     if hasattr(parameter, "_padding_dim"):
-        value = _padded(value, _padded_shape(parameter), parameter._padding_dim)
+        value = _padded(value, _padded_shape(parameter), parameter._padding_dim, padding)
+    return _cut(parameter, value)
+
+
+def _cut(parameter: Any, value: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a whole and padded value, or of its elements' numbers."""
     if hasattr(parameter, "dist_layout"):
         from colossalai.tensor.d_tensor import distribute_tensor
 
@@ -85,11 +193,12 @@ def slice_of(parameter: Any, value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def _padded(value: torch.Tensor, shape: torch.Size, dimension: int) -> torch.Tensor:
-    padding_shape = list(value.shape)
-    padding_shape[dimension] = shape[dimension] - value.shape[dimension]
-    padding = torch.zeros(padding_shape, dtype=value.dtype, device=value.device)
-    return torch.cat((value, padding), dim=dimension)
+def _padded(value: torch.Tensor, shape: torch.Size, dimension: int, rows: torch.Tensor | None) -> torch.Tensor:
+    if rows is None:
+        missing = list(value.shape)
+        missing[dimension] = shape[dimension] - value.shape[dimension]
+        rows = torch.zeros(missing, dtype=value.dtype, device=value.device)
+    return torch.cat((value, rows.to(value)), dim=dimension)
 
 
 def _padded_shape(parameter: Any) -> torch.Size:

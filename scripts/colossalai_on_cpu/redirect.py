@@ -22,7 +22,7 @@ _GPU = torch.device("cuda", 0)
 _MEMORY_BYTES = 1 << 34
 _FACTORIES = (
     "arange", "as_tensor", "empty", "empty_like", "full", "full_like", "ones", "ones_like", "rand", "rand_like",
-    "randint", "randn", "randn_like", "tensor", "zeros", "zeros_like",
+    "randint", "randn", "randn_like", "scalar_tensor", "tensor", "zeros", "zeros_like",
 )  # fmt: skip
 
 
@@ -167,6 +167,8 @@ def install() -> None:
 
     redirect_torch()
     set_accelerator(_accelerator())
+    # ColossalAI asks every process group whether it is of this backend, which torch has no name for (pipeline/p2p.py).
+    torch.distributed.Backend.HCCL = "hccl"  # type: ignore[attr-defined]
     from colossalai.kernel.kernel_loader import CPUAdamLoader
 
     CPUAdamLoader.REGISTRY = [_CpuAdamExtension]

@@ -14,7 +14,7 @@ from tests.colossalai.boosted import train
 from tests.colossalai.jobs import bits
 from tests.colossalai.models import gpt2
 
-MORE = range(3, 8)
+BEFORE, MORE = range(2), range(2, 5)
 
 
 def _boost(stage: int, precision: str = "bf16", seed: int = 0) -> tuple[Any, Any, Any]:
@@ -56,10 +56,10 @@ def _state(optimizer: Any) -> dict[str, bytes]:
 
 
 def _began(folder: Path, stage: int, precision: str, shard: bool) -> tuple[dict[str, bytes], list[float]]:
-    """A run of eight steps that saves after three: its state then, and its later losses."""
+    """A run of five steps that saves after two: its state then, and its later losses."""
     strict.install(plugins=("low_level_zero",))
     booster, model, optimizer = _boost(stage, precision)
-    train(booster, model, optimizer, range(3))
+    train(booster, model, optimizer, BEFORE)
     if precision == "fp16":
         optimizer.mixed_precision_mixin.grad_scaler._scale.fill_(32.0)
     _save(folder, shard, booster, model, optimizer)

@@ -1,0 +1,87 @@
+"""Masters and loss scale beside an optimizer's moments, for the plugins whose optimizers ColossalAI saves itself.
+
+They stand in the optimizer's own state while it is saved and loaded, so that ColossalAI's code gathers, cuts and writes
+them like moments; afterwards they are taken out. What ColossalAI loads without this package, it never looks at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.zero_strict_state_dict.optimizer import MASTER, OURS, loss_scale, set_loss_scale
+
+_BROUGHT = "_mcore_ckpt_ext_brought"
+
+
+@contextmanager
+def beside_the_state(optimizer: Any) -> Iterator[None]:
+    """For the time of a save, show each master as a state of its own, and the loss scale in the first group."""
+    masters = list(_masters(optimizer))
+    for master in masters:
+        optimizer.optim.state[master][MASTER] = master.detach()
+    group = optimizer.optim.param_groups[0]
+    group[OURS] = {"loss_scale": scale} if (scale := loss_scale(optimizer)) else {}
+    try:
+        yield
+    finally:
+        group.pop(OURS, None)
+        for master in masters:
+            _popped(optimizer, master)
+
+
+def take(optimizer: Any) -> None:
+    """Move what came beside the state to where it belongs."""
+    note = optimizer.optim.param_groups[0].pop(OURS, {})
+    if "loss_scale" in note:
+        set_loss_scale(optimizer, note["loss_scale"])
+    masters = {id(master) for master in _masters(optimizer)}
+    for stepped in _stepped(optimizer):
+        value = _popped(optimizer, stepped)
+        if value is not None and id(stepped) in masters:
+            stepped.data.copy_(value.view(stepped.shape))
+            vars(optimizer)[_BROUGHT] = _steps(optimizer)
+
+
+def update_master_params(optimizer: Any, model: Any) -> None:
+    """ColossalAI's method of that name; but masters that the optimizer's file brought, and that round to the weights,
+    stay exact.
+    """
+    exact: dict[torch.Tensor, torch.Tensor] = {}
+    if vars(optimizer).get(_BROUGHT) == _steps(optimizer):
+        exact = {master: master.detach().clone() for master in _masters(optimizer)}
+    optimizer._non_strict_update_master_params(model)
+    working = optimizer.get_master_to_working_map()
+    for master, value in exact.items():
+        if torch.equal(value.to(working[id(master)].dtype).to(master.dtype), master):
+            master.data.copy_(value)
+
+
+def _popped(optimizer: Any, stepped: torch.Tensor) -> torch.Tensor | None:
+    """A master's entry, taken out of the state; before the first step there is nothing else in it."""
+    state = optimizer.optim.state.get(stepped, {})
+    value: torch.Tensor | None = state.pop(MASTER, None)
+    if not state:
+        optimizer.optim.state.pop(stepped, None)
+    return value
+
+
+def _masters(optimizer: Any) -> Iterator[torch.Tensor]:
+    """The masters that are not the weights themselves (``master_weights=False``, or training in fp32)."""
+    working = optimizer.get_master_to_working_map()
+    if working is None or not getattr(optimizer, "_master_weights", True):
+        return
+    yield from (stepped for stepped in _stepped(optimizer) if working[id(stepped)] is not stepped)
+
+
+def _stepped(optimizer: Any) -> Iterator[torch.Tensor]:
+    for group in optimizer.optim.param_groups:
+        yield from group["params"]
+
+
+def _steps(optimizer: Any) -> tuple[int, ...]:
+    states = (optimizer.optim.state.get(stepped, {}) for stepped in _stepped(optimizer))
+    return tuple(int(state.get("step", 0)) for state in states)
