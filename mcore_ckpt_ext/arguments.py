@@ -144,6 +144,9 @@ class JobArguments:
     accumulate_allreduce_grads_in_fp32: bool | None = _flag()
     fp8_param_gather: bool | None = _flag()
     fp4_param_gather: bool | None = _flag()
+    first_last_layers_bf16: bool | None = _flag()
+    num_layers_at_start_in_bf16: int | None = _whole(MOST_LAYERS)
+    num_layers_at_end_in_bf16: int | None = _whole(MOST_LAYERS)
 
     lr: float | None = _number()
     min_lr: float | None = _number()

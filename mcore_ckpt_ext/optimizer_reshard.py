@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from mcore_ckpt_ext.errors import ModelMismatchError, ProofError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
-from mcore_ckpt_ext.layout.proof import BY_ROUNDING
+from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here, gather
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.live_job import LiveJob, check_same_kinds
+from mcore_ckpt_ext.online.live_model import quantisation
 from mcore_ckpt_ext.online.param_groups import carried_groups, with_step
 from mcore_ckpt_ext.online.proving import prove
 from mcore_ckpt_ext.online.reading import Reading
@@ -150,7 +152,14 @@ class Prepared:
         checkpoint = self.checkpoint
         if any(checkpoint.follow_from_weights(shard.name) for shard in self.job.shards):
             return "joined from their weights and remainders"
-        return f"proven {'equal to their weights' if checkpoint.proof is BY_ROUNDING else checkpoint.proof.words}"
+        proof = self.proof
+        return f"proven {'equal to their weights' if proof is BY_ROUNDING else proof.words}"
+
+    @property
+    def proof(self) -> Proof:
+        """How masters are proven: as the checkpoint allows, or as live weights do that are fp8 or fp4."""
+        live = (quantisation(shard.live.parameter) for shard in self.job.shards)
+        return reduce(weaker_of, live, self.checkpoint.proof)
 
     def prove(self) -> Proven:
         """Read this rank's masters and compare them with the live weights, which the framework has loaded by now.
@@ -214,6 +223,8 @@ class Proven:
         shard.home.set_master(shard, master)
         if shard.home.proof(shard) is not None and not self.prepared.checkpoint.follow_from_weights(shard.name):
             return 0
+        if quantisation(shard.live.parameter) is not None:
+            return 0  # the next step writes them
         rounded = shard.home.rounded(shard, master)
         changed = int((rounded != shard.weight).sum())
         if changed:

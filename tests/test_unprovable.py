@@ -1,4 +1,4 @@
-"""Optimizer state that no weight can prove is refused with the reason: fp8 primary weights, masters in half precision.
+"""Optimizer state that no weight can prove is refused with the reason; that of fp8 weights is proven within rounding.
 
 Both need a GPU to be written. The real checkpoints here are edited to what those jobs write: keys and dtypes of the
 index, and the job's arguments.
@@ -7,6 +7,7 @@ index, and the job's arguments.
 from __future__ import annotations
 
 import pickle
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,20 @@ from typing import Any
 import pytest
 import torch
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+import mcore_ckpt_ext
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.layout.quantised import is_quantised
+from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.online.homes.recognition import check_supported
 from mcore_ckpt_ext.optimizers.refusals import is_master
+from mcore_ckpt_ext.transfer import read_slice
 from tests.harness.checkpoints import Fixture, fixture_named
+from tests.harness.damage import payload_position
 
+GATHERED = JobArguments.of({"fp8_param_gather": True})
 FORMATS = ["p01", "p04", "p10"]
 
 
@@ -61,23 +69,79 @@ def test_an_edit_that_changes_nothing_is_read(copied: Fixture) -> None:
     assert torch.equal(values, copied.truth[f"exp_avg.{name}"])
 
 
-def test_buffers_of_quantised_parameters(tmp_path: Path) -> None:
+def gathered_in_fp8(fixture: Fixture) -> Fixture:
+    """What a job with fp8 weights has in its checkpoint: those of linear layers dequantised, and its arguments."""
+    checkpoint = open_checkpoint(fixture.run)
+    names = [name for name in checkpoint.names("weight") if is_quantised(name, GATHERED)]
+    assert len(names) == 16
+    for name in names:
+        for stored in checkpoint.stored("weight", name):
+            values = read_slice(checkpoint, checkpoint.transfer, "weight", stored.slice).float()
+            scale = 448 / values.abs().max()
+            dequantised = ((values * scale).to(torch.float8_e4m3fn).float() / scale).bfloat16()
+            payload = checkpoint.transfer.locate(stored.extent)
+            with (checkpoint.folder / payload.file).open("r+b") as file:
+                file.seek(payload.offset + 2 * stored.first)
+                file.write(dequantised.view(torch.uint8).numpy().tobytes())
+    with zipfile.ZipFile(fixture.iteration / "common.pt") as archive:
+        records = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(fixture.iteration / "common.pt", "w") as archive:
+        for name, content in records.items():
+            value = content.find(pickle.NEWFALSE, content.find(b"fp8_param_gather"))
+            pickled = name.endswith("data.pkl")
+            archive.writestr(name, content[:value] + pickle.NEWTRUE + content[value + 1 :] if pickled else content)
+    assert open_checkpoint(fixture.run).arguments.fp8_param_gather
+    return fixture
+
+
+def proof_of_all(run: Path) -> tuple[list[str], list[str]]:
+    """What `verify` says of the proof: how far it looked, and which parameters fail."""
+    found = verify(run)
+    fail = [finding.where for finding in found.findings if finding.check == "proof"]
+    return [check.extent for check in found.checks if check.name == "proof"], fail
+
+
+def test_masters_beside_fp8_weights_are_proven_within_their_rounding(tmp_path: Path) -> None:
+    fixture = gathered_in_fp8(fixture_named("p04").copy_to(tmp_path / "copy"))
+    (said,), fail = proof_of_all(fixture.run)
+    assert said.endswith(" masters beside their weights, within fp8 rounding of their weights")
+    assert fail == []
+    report = mcore_ckpt_ext.convert(fixture.run, tmp_path / "out", mcore_ckpt_ext.Canonical())
+    assert report.proven_elements > 50_000
+    assert report.how == "within fp8 rounding of their weights"
+    written = mcore_ckpt_ext.open_checkpoint(tmp_path / "out")
+    name = "fp32_param.decoder.layers.1.mlp.linear_fc1.weight"
+    assert torch.equal(written.tensor(*name.split(".", 1)).read(), fixture.truth[name])
+
+
+def test_a_misplaced_master_beside_fp8_weights(tmp_path: Path) -> None:
+    fixture = gathered_in_fp8(fixture_named("p04").copy_to(tmp_path / "copy"))
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    path, position = payload_position(open_checkpoint(fixture.run), "fp32_param", name, 0)
+    values = fixture.truth[f"fp32_param.{name}"].flatten()
+    with path.open("r+b") as file:
+        file.seek(position)
+        file.write(values[1:65].numpy().tobytes())
+    assert proof_of_all(fixture.run)[1] == [f"fp32_param {name}"]
+    with pytest.raises(ProofError, match=f"does not lie within fp8 rounding of the weight beside it.*{name}"):
+        mcore_ckpt_ext.convert(fixture.run, tmp_path / "out", mcore_ckpt_ext.Canonical())
+
+
+def test_buffers_of_quantised_parameters_in_a_job_that_has_none(tmp_path: Path) -> None:
     fixture = fixture_named("p10").copy_to(tmp_path / "copy")
     edit_index(fixture, lambda key: key.replace("(torch.bfloat16, ", "(torch.uint8, "))
-    refused(open_checkpoint(fixture.run), "no weight is the plain rounding.*torch.uint8: fp8 or fp4 primary weights")
+    refused(open_checkpoint(fixture.run), "parameters of torch.uint8, in a job without fp8_param_gather or fp4")
+
+
+def test_remainders_of_quantised_parameters() -> None:
+    checkpoint = open_checkpoint(fixture_named("p47").run)
+    checkpoint.common["args"].fp8_param_gather = True
+    refused(checkpoint, "what bf16 weights lack, in a job whose weights are fp8 or fp4")
 
 
 def test_masters_in_half_precision(copied: Fixture) -> None:
     edit_index(copied, lambda key: key, torch.float16)
     refused(open_checkpoint(copied.run), "masters of float16")
-
-
-@pytest.mark.parametrize("argument", ["fp8_param_gather", "fp4_param_gather"])
-def test_arguments_of_quantised_weights(argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Formats in model space do not show it otherwise."""
-    checkpoint = open_checkpoint(fixture_named("p04").run)
-    setattr(checkpoint.common["args"], argument, True)
-    refused(checkpoint, f"{argument} in the arguments")
 
 
 def test_a_precision_aware_optimizer_with_whole_masters_is_read() -> None:
@@ -99,16 +163,19 @@ def live(**changes: Any) -> Any:
     return SimpleNamespace(**{**plain, **changes})
 
 
-def test_live_optimizers_that_no_weight_proves_are_refused() -> None:
-    check_supported([live()])
-    with pytest.raises(UnsupportedCheckpointError, match="fp8 or fp4 primary weights"):
-        check_supported([live(), live(gbuf_ranges=[{(torch.uint8, torch.float32): []}])])
+QUANTISED: list[Any] = [{(torch.uint8, torch.float32): []}]
 
 
-def test_arguments_of_quantised_weights_in_legacy_files() -> None:
-    checkpoint = open_checkpoint(fixture_named("p08b").run)
-    checkpoint.common["args"].fp8_param_gather = True
-    refused(checkpoint, "fp8_param_gather in the arguments")
+def test_live_masters_beside_quantised_weights_must_be_plain() -> None:
+    check_supported([live(), live(gbuf_ranges=QUANTISED)])
+    elsewhere = [
+        {"config": SimpleNamespace(use_precision_aware_optimizer=True)},
+        {"config": SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=True)},
+        {"optimizer": SimpleNamespace(sub_optimizers=[])},
+    ]
+    for changes in elsewhere:
+        with pytest.raises(UnsupportedCheckpointError, match="fp8 or fp4 primary weights whose masters are in the"):
+            check_supported([live(), live(gbuf_ranges=QUANTISED, **changes)])
 
 
 @pytest.mark.parametrize("implementation", [{"moe_use_legacy_grouped_gemm": True}, {"transformer_impl": "local"}])

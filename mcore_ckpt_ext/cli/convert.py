@@ -148,7 +148,7 @@ def _done(report: Report) -> Iterator[str]:
     size = readable(report.bytes_written)
     yield f"wrote {report.destination}: {report.files} files, {size} in {report.seconds:.1f} s"
     if report.proven_elements:
-        yield f"proven: {report.proven_elements:,} masters round to their weights"
+        yield f"proven: {report.proven_elements:,} masters {report.how}"
     if report.lost:
         lost = sum(report.lost.values())
         yield f"LOST in the source: {lost:,} elements of {len(report.lost)} parameters; their moments are zero"

@@ -1,8 +1,10 @@
 """A digest of one parameter's state that its parts add up to, so that each rank computes its own part where it lies.
 
-It tells which values lie at which elements: a multiplier for each element times the bits of its value, summed modulo
-2**64. Two states that differ have the same digest by chance once in 2**48 times or less; it is no protection against
-someone who means to deceive. A few operations an element, on whatever device the values are.
+It tells which values lie at which elements: eight bytes at a time are a number, and a multiplier of its own for each
+place times that number is summed modulo 2**64. Parts may begin and end anywhere: what they lack of eight bytes counts
+as zero in each of them. One value that differs always shows. Two states that differ in many places, as those of two
+parameters do, have the same digest by chance once in 2**64 times, two that differ by an exchange of two values once in
+2**16 times or less; it is no protection against someone who means to deceive. It costs less than copying the state.
 """
 
 from __future__ import annotations
@@ -11,8 +13,11 @@ from functools import lru_cache
 
 import torch
 
+_WORD = 8
 _BLOCK = 1 << 20
 _MODULUS = 1 << 64
+# Every element counts, be it zero.
+_COUNTED = -7046029254386353131
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -24,15 +29,38 @@ def digest_of(values: torch.Tensor, start: int = 0) -> int:
 def running_digest(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     """The same as a 0-dimensional int64 on the device of the values, which nobody has waited for."""
     bits = values.detach().reshape(-1).contiguous().view(_BITS[values.dtype.itemsize])
-    multipliers, sums = _multipliers(str(bits.device))
-    blocks = range(start // _BLOCK, -(-(start + bits.numel()) // _BLOCK))
+    each = _WORD // values.dtype.itemsize
+    numel, missing = bits.numel(), -start % each
+    head, tail = min(missing, numel), (numel - min(missing, numel)) % each
+    total = torch.full((), _COUNTED, dtype=torch.int64, device=bits.device) * numel  # int64 wraps around
+    total += _sum(_padded(bits[:head], start % each, each), start // each)
+    whole = bits[head : numel - tail]
+    if whole.storage_offset() % each:
+        whole = whole.clone()
+    total += _sum(whole.view(torch.int64), (start + head) // each)
+    return total + _sum(_padded(bits[numel - tail :], 0, each), (start + numel - tail) // each)
+
+
+def _padded(bits: torch.Tensor, before: int, each: int) -> torch.Tensor:
+    """Fewer than eight bytes as a number, the first of them after so many elements; nothing where there are none."""
+    if not bits.numel():
+        return bits.new_empty(0, dtype=torch.int64)
+    room = bits.new_zeros(each)
+    room[before : before + bits.numel()] = bits
+    return room.view(torch.int64)
+
+
+def _sum(words: torch.Tensor, start: int) -> torch.Tensor:
+    """Of words from place `start` on, each times its multiplier."""
+    multipliers = _multipliers(str(words.device))
+    blocks = range(start // _BLOCK, -(-(start + words.numel()) // _BLOCK))
     scales = _scrambled(torch.arange(blocks.start, blocks.stop)).tolist()
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
     for block, scale in zip(blocks, scales, strict=True):
-        first, last = max(start, block * _BLOCK), min(start + bits.numel(), (block + 1) * _BLOCK)
-        at = slice(first - block * _BLOCK, last - block * _BLOCK)
-        # As if each value were one more, so that zeros count, too; int64 wraps around.
-        total += ((bits[first - start : last - start] * multipliers[at]).sum() + sums[at.stop] - sums[at.start]) * scale
+        first, last = max(start, block * _BLOCK), min(start + words.numel(), (block + 1) * _BLOCK)
+        own, beside = words[first - start : last - start], multipliers[first - block * _BLOCK : last - block * _BLOCK]
+        # A product that is kept nowhere is several times as fast; torch has it for whole numbers on processors only.
+        total += (torch.dot(own, beside) if own.device.type == "cpu" else (own * beside).sum()) * scale
     return total
 
 
@@ -56,10 +84,9 @@ def read(text: str) -> int:
 
 
 @lru_cache(maxsize=4)
-def _multipliers(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """One for each element of a block, and the sum of those before each."""
-    multipliers = _scrambled(torch.arange(_BLOCK, device=device))
-    return multipliers, torch.cat([multipliers.new_zeros(1), multipliers.cumsum(0)])
+def _multipliers(device: str) -> torch.Tensor:
+    """One for each word of a block."""
+    return _scrambled(torch.arange(_BLOCK, device=device))
 
 
 def _scrambled(numbers: torch.Tensor) -> torch.Tensor:

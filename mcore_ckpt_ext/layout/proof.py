@@ -12,6 +12,19 @@ Masters that a job keeps in fp16 (`--main-params-dtype fp16`) are not those that
 rounds one fp32 number to both, and the fp16 one is scaled by the largest of its tensor (`_apply_scale`,
 transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20). There the proof is nearness: each master lies within
 half a step of bf16 and half a step of fp16 of its weight. That shows a misplaced parameter, not every flipped bit.
+
+Weights that a job keeps in fp8 or fp4 (`--fp8-param-gather`, `--fp4-param-gather`) are quantised from fp32 masters
+(`quantize_param_shard`, megatron/core/fp8_utils.py, core_v0.12.1 to 0.19.2; `quantize_nvfp4_param_shard`, fp4_utils.py,
+core_v0.19.0), and dequantised for a checkpoint (`_clone_or_dequantize_if_needed`, filesystem_async.py in
+megatron/core/dist_checkpointing/strategies, 0.19). There, too, the proof is nearness: each master lies within half a
+step of its dequantised weight. Quantising is a product with the scale of a block, rounded to nearest and held below the
+largest number (`CurrentScalingQuantizerRef._quantize`, `NVFP4QuantizerRef._quantize_blockwise_reference`, in
+transformer_engine/pytorch/custom_recipes/reference_*.py, 2.20.2); half a step is a sixteenth of the weight in E4M3, a
+quarter in E2M1. Scales are not stored, so that two things follow from the largest weight at hand instead: what is near
+enough to a weight of zero, where steps are as wide as the scale; and which weights may stand for a larger master, as
+those may that a delayed scale has cut off. Of two unrelated values about one in 25 lies as near in fp8, and one in 3 in
+fp4: a misplaced parameter shows in a handful of elements, a flipped bit only where it moves a master by a step or more.
+What was not quantised in such a job, as norms and embeddings, is equal when rounded; the proof does not insist on it.
 """
 
 from __future__ import annotations
@@ -43,10 +56,24 @@ class Mismatch:
 
 @dataclass(frozen=True)
 class Proof:
-    """A way of proving masters: `words` say how, `first_mismatch` compares masters with weights of the same shape."""
+    """A way of proving masters.
+
+    Attributes:
+        words: how they are proven.
+        first_mismatch: compares masters with weights of the same shape.
+        weakness: the larger, the less it shows.
+        fault: what a mismatch is.
+    """
 
     words: str
     first_mismatch: Callable[[torch.Tensor, torch.Tensor], Mismatch | None]
+    weakness: int
+    fault: str = "a master does not round to the weight beside it"
+
+    @property
+    def is_near(self) -> bool:
+        """Whether it shows that masters are near their weights, and no more."""
+        return self.weakness > BY_EITHER_ROUNDING.weakness
 
     def check(
         self, masters: torch.Tensor, weights: torch.Tensor, where: Callable[[int], str], instead: str = ""
@@ -65,7 +92,7 @@ class Proof:
         mismatch = self.first_mismatch(masters, weights)
         if mismatch is not None:
             raise ProofError(
-                "a master does not round to the weight beside it",
+                self.fault,
                 found=f"master {mismatch.master!r}",
                 expected=f"weight {mismatch.weight!r}",
                 where=where(mismatch.position),
@@ -129,14 +156,60 @@ def _mismatch(master: torch.Tensor, weight: torch.Tensor, different: torch.Tenso
     )
 
 
-BY_ROUNDING = Proof("equal to their weights when rounded", first_mismatch)
-BY_EITHER_ROUNDING = Proof("equal to their weights when rounded, ties either way", first_neither)
-WITHIN_HALF_PRECISION = Proof("within fp16 rounding of their weights", first_far)
+@dataclass(frozen=True)
+class _Quantised:
+    """Numbers of few bits times a scale.
+
+    Attributes:
+        half_step: half the distance of two neighbours, as a share of the larger one.
+        nothing: below which share of the largest weight at hand a master may have become zero. Half of the smallest
+            step is 2**-10 of 448 in E4M3, twice that where scales are powers of two; the largest weight at hand may be
+            smaller than that of the block, or the one that a delayed scale remembers. In E2M1 it is 1/4 of 6.
+    """
+
+    half_step: float
+    nothing: float
+
+    def first_far(self, master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
+        """The first master that is not within half a step of its weight; a NaN is near nothing."""
+        if first_mismatch(master, weight) is None:
+            return None
+        numbers, near = master.detach().double().reshape(-1), weight.detach().double().reshape(-1)
+        largest = float(near.abs().max())
+        # Both sides may have been rounded to the weights' dtype on their way.
+        share = self.half_step * (1 + self.half_step) + 2 * torch.finfo(weight.dtype).eps
+        different = ~((numbers - near).abs() <= near.abs() * share + largest * self.nothing)
+        cut_off = (near.abs() >= largest * (1 - self.half_step / 8)) & (numbers.sign() == near.sign())
+        different &= ~(cut_off & (numbers.abs() >= near.abs()) & (numbers.abs() <= 2 * near.abs()))
+        return _mismatch(master, weight, different) if bool(different.any()) else None
+
+
+def _nearness(numbers: str, quantised: _Quantised, weakness: int) -> Proof:
+    fault = f"a master does not lie within {numbers} rounding of the weight beside it"
+    return Proof(f"within {numbers} rounding of their weights", quantised.first_far, weakness, fault)
+
+
+BY_ROUNDING = Proof("equal to their weights when rounded", first_mismatch, 0)
+BY_EITHER_ROUNDING = Proof("equal to their weights when rounded, ties either way", first_neither, 1)
+WITHIN_HALF_PRECISION = Proof(
+    "within fp16 rounding of their weights", first_far, 2, "a master does not lie within fp16 rounding of its weight"
+)
+WITHIN_FP8 = _nearness("fp8", _Quantised(2**-4, 2**-12), 3)
+WITHIN_FP4 = _nearness("fp4", _Quantised(2**-2, 2**-4), 4)
 _HALF_PRECISION = ("fp16", "torch.float16")
+
+
+def weaker_of(one: Proof, other: Proof | None) -> Proof:
+    """Of two proofs the one that shows less; None asks for nothing."""
+    return other if other is not None and other.weakness > one.weakness else one
 
 
 def proof_of(arguments: JobArguments) -> Proof:
     """How the masters of a job with these arguments are proven."""
+    if arguments.fp4_param_gather:
+        return WITHIN_FP4
+    if arguments.fp8_param_gather:
+        return WITHIN_FP8
     if not arguments.use_precision_aware_optimizer:
         return BY_ROUNDING
     half = str(arguments.main_params_dtype) in _HALF_PRECISION

@@ -10,6 +10,7 @@ from mcore_ckpt_ext.layout.buckets import BucketKey, GroupLayout, OptimizerGroup
 from mcore_ckpt_ext.layout.grad_buffer import Bucket, BufferParameter, PackingRule, pack
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, registration_order
+from mcore_ckpt_ext.layout.quantised import QUANTISED, is_quantised
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
@@ -89,8 +90,8 @@ def packed_buffers(
         if registered is None:
             return None
         # One buffer for each (parameter, gradient) dtype, in order of first use (param_and_grad_buffer.py).
-        for dtype in dict.fromkeys(models.weights[name].tensor.dtype for name in registered):
-            chosen = [name for name in registered if models.weights[name].tensor.dtype == dtype]
+        for dtype in dict.fromkeys(_buffer_dtype(models, name) for name in registered):
+            chosen = [name for name in registered if _buffer_dtype(models, name) == dtype]
             buffer = _pack_buffer(models, rank, stage, chosen, rule)
             if buffer is None:
                 return None
@@ -134,8 +135,13 @@ def _pack_buffer(
         rule=rule,
         high_bandwidth=bool(models.arguments.ddp_pad_buckets_for_high_nccl_busbw),
     )
-    dtype = models.weights[names[0]].tensor.dtype
-    return PackedBuffer(f"(torch.{dtype}, torch.{_gradient_dtype(models, dtype)})", names, known, buckets)
+    dtype, stored = _buffer_dtype(models, names[0]), models.weights[names[0]].tensor.dtype
+    return PackedBuffer(f"(torch.{dtype}, torch.{_gradient_dtype(models, stored)})", names, known, buckets)
+
+
+def _buffer_dtype(models: LocalModels, name: str) -> str:
+    """The dtype of a parameter as its buffer has it; a checkpoint has quantised ones dequantised."""
+    return QUANTISED if is_quantised(name, models.arguments) else models.weights[name].tensor.dtype
 
 
 def _gradient_dtype(models: LocalModels, dtype: str) -> str:

@@ -51,11 +51,12 @@ class Report:
         bytes_read: of tensors of the source.
         bytes_written: of all files.
         peak_memory: what blocks take together at most.
-        proven_elements: masters that round to their weights.
+        proven_elements: masters that are proven to be those of their weights.
         seconds: from begin to end.
         notes: what whoever reads the destination should know.
         lost: elements that the source itself lacks, by parameter.
         unread: keys of the source that nothing here knows, or that are not carried.
+        how: in what way masters are proven, in words.
     """
 
     destination: Path
@@ -69,6 +70,7 @@ class Report:
     notes: Sequence[str]
     lost: Mapping[str, int] = field(default_factory=dict)
     unread: Sequence[Unread] = ()
+    how: str = "round to their weights"
 
 
 def convert(
@@ -157,6 +159,7 @@ def convert(
         notes=output.notes,
         lost=lost,
         unread=unread,
+        how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
     )
 
 

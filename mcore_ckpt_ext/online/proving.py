@@ -10,11 +10,11 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.layout.proof import BITS, Proof
+from mcore_ckpt_ext.layout.proof import BITS, Proof, weaker_of
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.homes.recognition import homes_of
-from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters
+from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters, quantisation
 
 _BLOCK = 1 << 24
 # Elements that a processor's cache holds: rounding them and comparing costs one pass over the memory.
@@ -22,11 +22,12 @@ _CACHED = 1 << 17
 
 
 def prove(shard: LiveShard, master: torch.Tensor, checkpoint: Checkpoint) -> None:
-    """Prove a shard's masters against the live weights.
+    """Prove a shard's masters against the live weights, within their rounding where these are fp8 or fp4.
 
     Raises:
         ProofError: one does not round to its weight.
     """
+    proof, weight = weaker_of(checkpoint.proof, quantisation(shard.live.parameter)), shard.weight
     for begin in range(0, master.numel(), _BLOCK):
         part = slice(begin, begin + _BLOCK)
         first = shard.slice.start + begin
@@ -35,7 +36,7 @@ def prove(shard: LiveShard, master: torch.Tensor, checkpoint: Checkpoint) -> Non
             return f"{shard.name}, element {first + position} of this rank's part, {checkpoint.folder}"
 
         instead = ": resume from another iteration, or with --no-load-optim and a fresh optimizer"
-        checkpoint.proof.check(master[part], shard.weight[part].to(master.device), where, instead)
+        proof.check(master[part], weight[part].to(master.device), where, instead)
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ class Unproven:
         return f"{self.name}, element {self.position}: master {self.master!r}, weight {self.weight!r}"
 
 
-def unproven(chunks: Sequence[Any], optimizer: Any, weaker: Proof | None = None) -> list[Unproven]:
+def unproven(
+    chunks: Sequence[Any], optimizer: Any, weaker: Proof | None = None, every: int = 1
+) -> list[Unproven]:
     """Parameters of the live optimizer whose masters do not round to the live weights; touches no checkpoint.
 
     It is how any load is proven, the framework's too. Optimizers of a kind that is not filled are passed over. It costs
@@ -62,6 +65,9 @@ def unproven(chunks: Sequence[Any], optimizer: Any, weaker: Proof | None = None)
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
         weaker: the proof of the checkpoint that it was filled from, where that is all that masters can promise.
+        every: of what this rank holds of a parameter, look at the first of so many stretches of 131,072 elements, and
+            at the last one. What misplaces a parameter, or leaves it unset, cannot hide between them; damage within
+            one stretch can.
     """
     pairs = {
         id(parameter): LiveParameter(parameter, (Region.whole(name, tuple(parameter.shape)),), {}, may_pad=False)
@@ -73,7 +79,7 @@ def unproven(chunks: Sequence[Any], optimizer: Any, weaker: Proof | None = None)
     try:
         for shard in (shard for home in homes_of(optimizer) for shard in home.shards(pairs)):
             number = id(shard.live.parameter)
-            if number not in found and (mismatch := _first_mismatch(shard, weaker, room)) is not None:
+            if number not in found and (mismatch := _first_mismatch(shard, weaker, room, every)) is not None:
                 found[number] = mismatch
     except CheckpointError:
         return []
@@ -88,21 +94,25 @@ def _named(found: Mapping[int, Unproven], chunks: Sequence[Any]) -> list[Unprove
     ]
 
 
-def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room) -> Unproven | None:
-    proof, weight = shard.home.proof(shard), shard.weight
+def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: int) -> Unproven | None:
+    proof = shard.home.proof(shard)
     if proof is None:
         return None
+    proof, weight = weaker_of(proof, weaker), shard.weight
     master = shard.home.master(shard)
     if master.data_ptr() == weight.data_ptr():
         return None  # fp32 training: they are one
-    # A GPU is waited for once a block; a processor rounds what its cache holds.
-    size = _CACHED if master.device.type == weight.device.type == "cpu" else _BLOCK
+    # A GPU is waited for once a block, and has it all; a processor rounds what its cache holds.
+    is_near = master.device.type == weight.device.type == "cpu"
+    size, last = _CACHED if is_near else _BLOCK, master.numel() - 1
     for begin in range(0, master.numel(), size):
-        part = slice(begin, begin + size)
+        number, part = begin // size, slice(begin, begin + size)
+        if is_near and number % every and last >= part.stop:
+            continue
         own = weight[part].to(master.device)
         if room.rounds_to(master[part], own):
             continue
-        mismatch = (weaker or proof).first_mismatch(master[part], own)
+        mismatch = proof.first_mismatch(master[part], own)
         if mismatch is not None:
             at = shard.slice.start + begin + mismatch.position
             return Unproven(shard.name, at, mismatch.master, mismatch.weight)

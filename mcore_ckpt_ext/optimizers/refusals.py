@@ -7,20 +7,17 @@ from collections.abc import Sequence
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.quantised import QUANTISED, quantises
 from mcore_ckpt_ext.optimizers.encoding import Holder, StoredKeys
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 
-_QUANTISED = "torch.uint8"
 _QUANTISING = ("fp8_param_gather", "fp4_param_gather")
 _MODEL_SPACE_MASTER = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.(?:fp32_param|param)\.")
 
 
 def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[str]) -> None:
     """Refuse optimizer state that no weight can prove.
-
-    With `--fp8-param-gather` (or fp4) the stored weights are dequantised ones, and a buffer's parameter dtype is uint8
-    (param_and_grad_buffer.py, core_v0.9.0 to 0.19.2).
 
     Args:
         holder: the checkpoint.
@@ -30,10 +27,10 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
     Raises:
         UnsupportedCheckpointError: it is of such a kind.
     """
-    found = _quantised(holder, keys)
+    found = _unprovable(holder, keys)
     if found:
         raise UnsupportedCheckpointError(
-            "the optimizer state cannot be proven: no weight is the plain rounding of an fp32 master",
+            "the optimizer state cannot be proven: nothing stored follows from its masters in a way that is known",
             found=found,
             where=str(holder.folder),
             helps="resume under the layout, and with the optimizer's options, that it was written with (switching them "
@@ -49,15 +46,16 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
         )
 
 
-def _quantised(holder: Holder, keys: StoredKeys | None) -> str | None:
+def _unprovable(holder: Holder, keys: StoredKeys | None) -> str | None:
     arrays = keys.arrays if keys else {}
     masters = [array for key, array in arrays.items() if is_master(key)]
     if narrow := next((array for array in masters if array.dtype not in ("float32", "int16")), None):
         return f"masters of {narrow.dtype}"
-    if keys and any(f"({_QUANTISED}," in key for key in keys):
-        return f"gradient buffers for parameters of {_QUANTISED}: fp8 or fp4 primary weights"
-    if chosen := [name for name in _QUANTISING if holder.arguments.value(name)]:
-        return f"{' and '.join(chosen)} in the arguments of the job that wrote it: fp8 or fp4 primary weights"
+    in_buffers = any(f"(torch.{QUANTISED}," in key for key in arrays)
+    if in_buffers and not quantises(holder.arguments):
+        return f"gradient buffers for parameters of torch.{QUANTISED}, in a job without {' or '.join(_QUANTISING)}"
+    if (in_buffers or quantises(holder.arguments)) and any(array.dtype == "int16" for array in masters):
+        return "masters that are what bf16 weights lack, in a job whose weights are fp8 or fp4"
     return None
 
 

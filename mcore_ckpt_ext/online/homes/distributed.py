@@ -17,7 +17,7 @@ from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
 from mcore_ckpt_ext.online.homes.home import LiveShard
-from mcore_ckpt_ext.online.live_model import LiveParameter
+from mcore_ckpt_ext.online.live_model import LiveParameter, quantisation
 from mcore_ckpt_ext.optimizers.groups import BOUNDS
 
 
@@ -69,7 +69,7 @@ class DistributedHome:
 
     def proof(self, shard: LiveShard) -> Proof | None:
         """How masters are proven that are kept like this; None where any pair of both is right, as with remainders."""
-        return BY_ROUNDING
+        return quantisation(shard.live.parameter) or BY_ROUNDING
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """A plain cast (`_copy_main_params_to_model_params`)."""

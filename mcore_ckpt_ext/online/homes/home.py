@@ -10,7 +10,7 @@ import torch
 
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.online.live_model import LiveParameter
+from mcore_ckpt_ext.online.live_model import LiveParameter, quantisation
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,8 +36,10 @@ class LiveShard:
 
     @property
     def weight(self) -> torch.Tensor:
-        """The live weight's elements, 1-D; a view."""
-        return self.live.parameter.detach().reshape(-1)[self.slice.start : self.slice.stop]
+        """The live weight's elements, 1-D; a view, unless it is quantised."""
+        parameter = self.live.parameter
+        plain = parameter.detach() if quantisation(parameter) is None else parameter.dequantize().detach()
+        return plain.reshape(-1)[self.slice.start : self.slice.stop]
 
 
 class Home(Protocol):

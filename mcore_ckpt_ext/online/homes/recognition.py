@@ -66,18 +66,24 @@ def undistributed_optimizers(optimizer: Any) -> list[Any] | None:
 
 
 def check_supported(optimizers: Sequence[Any]) -> None:
-    """Refuse what no weight proves.
+    """Refuse masters beside fp8 or fp4 primary weights that are not plain fp32 shards.
 
     Raises:
-        UnsupportedCheckpointError: fp8 or fp4 primary weights.
+        UnsupportedCheckpointError: the fused optimizer keeps them, or part of them is on the CPU.
     """
     for optimizer in optimizers:
         # Transformer Engine's quantised tensors show a high-precision dtype; their buffers do not.
-        if any(dtypes[0] == torch.uint8 for ranges in optimizer.gbuf_ranges for dtypes in ranges):
+        if not any(dtypes[0] == torch.uint8 for ranges in optimizer.gbuf_ranges for dtypes in ranges):
+            continue
+        config = optimizer.config
+        inside = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", is_precision_aware(optimizer))
+        if inside or is_offloaded(optimizer):
             raise UnsupportedCheckpointError(
                 "this version does not fill this kind of optimizer from a checkpoint of another kind or layout",
-                found="fp8 or fp4 primary weights: no weight is the plain rounding of its master",
-                helps="resume under the layout that the checkpoint was written with; or with --no-load-optim",
+                found="fp8 or fp4 primary weights whose masters are in the fused optimizer, or on the CPU",
+                expected="plain fp32 masters",
+                helps="resume under the layout that the checkpoint was written with; without "
+                "--use-precision-aware-optimizer and --optimizer-cpu-offload; or with --no-load-optim",
             )
 
 

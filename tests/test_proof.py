@@ -1,0 +1,166 @@
+"""The proof by nearness: masters beside fp8, fp4 and fp16 numbers, made by torch's own casts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.layout.proof import (
+    BY_EITHER_ROUNDING,
+    BY_ROUNDING,
+    WITHIN_FP4,
+    WITHIN_FP8,
+    WITHIN_HALF_PRECISION,
+    Proof,
+    proof_of,
+    weaker_of,
+)
+from mcore_ckpt_ext.layout.quantised import is_quantised
+
+E4M3 = torch.float8_e4m3fn
+LARGEST = torch.finfo(E4M3).max
+# All numbers of E2M1 (OCP Microscaling Formats, 1.0), and where rounding to nearest goes from one to the next.
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def masters(rows: int = 128, columns: int = 256, seed: int = 1) -> torch.Tensor:
+    return torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed)) * 0.02
+
+
+def fp8(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Quantised and dequantised, as a checkpoint has it."""
+    return ((values * scale).clamp(-LARGEST, LARGEST).to(E4M3).float() / scale).bfloat16()
+
+
+def by_tensor(values: torch.Tensor) -> torch.Tensor:
+    return fp8(values, LARGEST / values.abs().max())
+
+
+def by_delayed_scale(values: torch.Tensor) -> torch.Tensor:
+    """The scale of some steps ago, when the largest number was smaller: what is larger is cut off."""
+    return fp8(values, LARGEST / (values.abs().max() * 0.8))
+
+
+def by_stale_scale(values: torch.Tensor) -> torch.Tensor:
+    """The scale remembers a number eight times as large."""
+    return fp8(values, LARGEST / (values.abs().max() * 8))
+
+
+def by_blocks(values: torch.Tensor) -> torch.Tensor:
+    """128 x 128 elements have a scale, a power of two."""
+    tiles = values.view(1, 128, 2, 128)
+    scale = torch.exp2(torch.floor(torch.log2(LARGEST / tiles.abs().amax((1, 3), keepdim=True))))
+    return fp8(tiles, scale).view(values.shape)
+
+
+def by_microscaling(values: torch.Tensor) -> torch.Tensor:
+    """32 elements of a row have one."""
+    tiles = values.view(128, 8, 32)
+    scale = torch.exp2(torch.floor(torch.log2(LARGEST / tiles.abs().amax(2, keepdim=True))))
+    return fp8(tiles, scale).view(values.shape)
+
+
+def fp4(values: torch.Tensor) -> torch.Tensor:
+    """16 elements of a row have a scale, which is an fp8 number itself."""
+    tiles = values.view(128, 16, 16)
+    whole = LARGEST * 6 / values.abs().max()
+    scale = (tiles.abs().amax(2, keepdim=True) / 6 * whole).to(E4M3).float() / whole
+    halfway = (E2M1[1:] + E2M1[:-1]) / 2
+    rounded = E2M1[torch.bucketize((tiles / scale).abs(), halfway)]
+    return (rounded * tiles.sign() * scale).bfloat16().view(values.shape)
+
+
+QUANTISING = [
+    (WITHIN_FP8, by_tensor),
+    (WITHIN_FP8, by_delayed_scale),
+    (WITHIN_FP8, by_stale_scale),
+    (WITHIN_FP8, by_blocks),
+    (WITHIN_FP8, by_microscaling),
+    (WITHIN_FP4, fp4),
+]
+
+
+@pytest.mark.parametrize(("proof", "quantise"), QUANTISING)
+def test_masters_are_near_what_they_were_quantised_to(proof: Proof, quantise: object) -> None:
+    for seed in range(4):
+        master = masters(seed=seed)
+        weight = quantise(master)  # type: ignore[operator]
+        assert BY_ROUNDING.first_mismatch(master, weight) is not None
+        assert proof.first_mismatch(master, weight) is None
+        for part in (slice(0, 1), slice(5, 70)):  # whatever part is at hand
+            assert proof.first_mismatch(master[part], weight[part]) is None
+        # In a job that starts from bf16 weights these are quantised, not the masters.
+        assert proof.first_mismatch(master, quantise(master.bfloat16().float())) is None  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("proof", "quantise"), QUANTISING)
+def test_a_misplaced_parameter_is_far_in_a_sample(proof: Proof, quantise: object) -> None:
+    master = masters()
+    weight = quantise(master)  # type: ignore[operator]
+    for wrong in (master.roll(1), master.flip(1), masters(seed=2), -master, master * 1.5, torch.zeros_like(master)):
+        assert proof.first_mismatch(wrong.view(-1)[:64], weight.view(-1)[:64]) is not None
+    assert proof.first_mismatch(torch.full_like(master, float("nan")), weight) is not None
+
+
+def test_what_it_does_not_show() -> None:
+    """A bit that moves a master by less than half a step; the same bit is seen beside bf16 weights."""
+    master = masters()
+    flipped = master.clone()
+    flipped.view(torch.int32)[0, 0] ^= 1 << 17
+    assert BY_ROUNDING.first_mismatch(flipped, master.bfloat16()) is not None
+    assert WITHIN_FP8.first_mismatch(flipped, by_tensor(master)) is None
+    flipped.view(torch.int32)[0, 0] ^= 1 << 22
+    found = WITHIN_FP8.first_mismatch(flipped, by_tensor(master))
+    assert found is not None
+    assert (found.position, found.count) == (0, 1)
+
+
+def half(values: torch.Tensor) -> torch.Tensor:
+    """As FusedAdam keeps masters in fp16: divided by a scale that puts the largest at half of fp16's range."""
+    scale = values.abs().max() / (torch.finfo(torch.float16).max / 2)
+    return (values / scale).half().float() * scale
+
+
+def test_masters_in_half_precision() -> None:
+    master = masters()
+    weight = master.bfloat16()
+    assert WITHIN_HALF_PRECISION.first_mismatch(half(master), weight) is None
+    assert WITHIN_HALF_PRECISION.first_mismatch(half(master).roll(1), weight) is not None
+    one = half(master)
+    one[3, 3] *= 1 + 2**-7
+    found = WITHIN_HALF_PRECISION.first_mismatch(one, weight)
+    assert found is not None
+    assert found.position == 3 * 256 + 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "proof"),
+    [
+        ({}, BY_ROUNDING),
+        ({"use_precision_aware_optimizer": True}, BY_EITHER_ROUNDING),
+        ({"use_precision_aware_optimizer": True, "main_params_dtype": torch.float16}, WITHIN_HALF_PRECISION),
+        ({"fp8_param_gather": True}, WITHIN_FP8),
+        ({"fp4_param_gather": True}, WITHIN_FP4),
+    ],
+)
+def test_the_proof_of_a_job(arguments: dict[str, object], proof: Proof) -> None:
+    assert proof_of(JobArguments.of(arguments)) is proof
+    assert weaker_of(BY_ROUNDING, proof) is proof
+    assert weaker_of(proof, BY_ROUNDING) is proof
+    assert weaker_of(proof, None) is proof
+
+
+def test_what_is_quantised() -> None:
+    arguments = JobArguments.of({"fp8_param_gather": True, "num_layers": 4})
+    quantised = ["mlp.experts.experts.5.linear_fc1.weight", "self_attention.linear_qkv.weight", "mixer.in_proj.weight"]
+    plain = ["self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc1.bias", "mlp.router.weight"]
+    names = [f"decoder.layers.0.{name}" for name in (*quantised, *plain)]
+    names += ["embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"]
+    assert [name for name in names if is_quantised(name, arguments)] == names[:3]
+    assert not any(is_quantised(name, JobArguments.of({})) for name in names)
+    but_first_and_last = arguments.changed(first_last_layers_bf16=True)
+    found = [number for number in range(4) if is_quantised(f"decoder.layers.{number}.{plain[1]}", but_first_and_last)]
+    assert found == []
+    layers = [f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in range(4)]
+    assert [name for name in layers if is_quantised(name, but_first_and_last)] == layers[1:3]
