@@ -105,7 +105,7 @@ def interpreting(where: object) -> Iterator[None]:
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise UnreadableCheckpointError(
-            "the checkpoint's metadata makes no sense here: it is damaged, or of a kind that is not known",
+            "the checkpoint's metadata makes no sense here: it is damaged, or of an unknown kind",
             found=f"{type(error).__name__}: {error} ({at.name}, line {at.lineno})",
             where=str(where),
             helps="run mcore-ckpt verify, and use another iteration; if that one is whole, please report this",
@@ -115,7 +115,7 @@ def interpreting(where: object) -> Iterator[None]:
 def remedy(error: OSError) -> str:
     """What helps when a file of a checkpoint cannot be opened."""
     if isinstance(error, PermissionError):
-        return "read it as the user who may, or have its owner permit it (chmod)"
+        return "read it as a user who may, or ask its owner for permission (chmod)"
     if isinstance(error, FileNotFoundError):
         return "the save was interrupted or the copy is incomplete: use another iteration"
     return "check the disk and the file system, or use another iteration"

@@ -156,7 +156,7 @@ def test_checkpoints_from_before_the_present_layout_are_refused(state: dict[str,
 def test_a_model_of_megatron_before_core_is_refused(tmp_path: Path) -> None:
     arguments = Namespace(tensor_model_parallel_size=1, pipeline_model_parallel_size=1)
     folder = written(tmp_path, args=arguments, checkpoint_version=3.0, model={"language_model": {"encoder": {}}})
-    with pytest.raises(UnsupportedCheckpointError, match="no plain state dict"):
+    with pytest.raises(UnsupportedCheckpointError, match="not a plain state dict"):
         open_checkpoint(folder).names("weight")
 
 

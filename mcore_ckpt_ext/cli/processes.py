@@ -14,7 +14,7 @@ from mcore_ckpt_ext.offline.team import Alone, Team
 
 # Set by torchrun alone (torch/distributed/elastic/agent/server/local_elastic_agent.py).
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
-_HOW_TO_START = "start them with torchrun -m mcore_ckpt_ext convert ..., or leave --join away and use one process"
+_HOW_TO_START = "start them with torchrun -m mcore_ckpt_ext convert ..., or leave --join out and use one process"
 _DIGITS = 10
 
 

@@ -154,7 +154,7 @@ def complete(job: JobArguments) -> ModelArguments:
 
 def _unsaid(name: str, job: JobArguments) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
-        "the checkpoint does not say of what size its model is", expected=name, where=job.source,
+        "the checkpoint does not say how large its model is", expected=name, where=job.source,
         helps="only checkpoints that hold Megatron's arguments can be converted to Hugging Face",
     )  # fmt: skip
 
@@ -189,7 +189,7 @@ def parameter_shape(name: str, arguments: ModelArguments) -> tuple[int, ...]:
         return (arguments.num_experts or 0,) if leaf == "expert_bias" else (1, arguments.hidden_size)
     found = _linear(name, module, arguments) or _norm(module, leaf, arguments)
     if found is None:
-        raise UnsupportedCheckpointError("it is not known of what shape a parameter is", where=name)
+        raise UnsupportedCheckpointError("the shape of a parameter is not known", where=name)
     if leaf.startswith("layer_norm_"):
         return found[-1:]
     return found[:1] if leaf == "bias" else found

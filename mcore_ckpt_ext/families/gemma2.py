@@ -30,12 +30,12 @@ def _windows(config: Config) -> dict[str, Any]:
     kinds = config.get("layer_types")
     expected = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])]
     if kinds is not None and kinds != expected:
-        raise unrepresentable("layer_types", kinds, "sliding_attention and full_attention in turn")
+        raise unrepresentable("layer_types", kinds, "sliding_attention and full_attention, alternating")
     return {**window(config.get("sliding_window", 4096)), "window_attn_skip_freq": 2}
 
 
 def _why_not(arguments: ModelArguments) -> list[str]:
-    return [] if arguments.window_size and arguments.window_attn_skip_freq == 2 else ["no window in turn"]
+    return [] if arguments.window_size and arguments.window_attn_skip_freq == 2 else ["no alternating windows"]
 
 
 def _scale(config: Config) -> dict[str, Any]:
@@ -95,4 +95,4 @@ class Gemma2(Family):
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:
-        return ["Megatron Core's GPTModel has no Gemma 2; names are those of Megatron-Bridge's"]
+        return ["Megatron Core's GPTModel has no Gemma 2; the names are those of Megatron-Bridge's"]

@@ -26,4 +26,4 @@ class Mistral(Family):
 
     @override
     def rather_another(self, arguments: ModelArguments) -> list[str]:
-        return [] if arguments.window_size else ["no window, as Llama"]
+        return [] if arguments.window_size else ["no window, like Llama"]

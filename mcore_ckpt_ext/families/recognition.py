@@ -65,7 +65,7 @@ def _from_file(path: str, name: str) -> Family:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UnsupportedCheckpointError("the family's file fails", found=repr(error), where=path) from error
+        raise UnsupportedCheckpointError("the family's file raises an error", found=repr(error), where=path) from error
     found = getattr(module, name, None)
     if not (isinstance(found, type) and issubclass(found, Family)):
         raise UnsupportedCheckpointError(
@@ -85,7 +85,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
         if config.get("model_type") == family.model_type:
             return family
     raise UnsupportedCheckpointError(
-        "the model is of no family that is known here",
+        "the model belongs to no family that is known here",
         found=f"model_type {config.get('model_type')}",
         expected=", ".join(family.model_type for family in FAMILIES),
         where=where,
@@ -117,12 +117,12 @@ def family_of_megatron(
     if fitting:
         raise UnsupportedCheckpointError(
             "the checkpoint fits several families", found=", ".join(found.family.name for found in fitting),
-            helps=f"name the one it is: --family {fitting[0].family.name}",
+            helps=f"name the right one: --family {fitting[0].family.name}",
         )  # fmt: skip
     fits.sort(key=lambda found: len(found.reasons))
     raise UnsupportedCheckpointError(
-        "the checkpoint is of no family that is known here" if wanted is None else
-        f"the checkpoint is not of the family {wanted.name}",
+        "the checkpoint belongs to no family that is known here" if wanted is None else
+        f"the checkpoint does not belong to the family {wanted.name}",
         found="; ".join(
             f"not {found.family.name}: {', '.join(found.reasons[:_SHOWN])}" for found in fits[: 1 if wanted else 3]
         ),

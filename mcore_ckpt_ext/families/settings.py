@@ -176,8 +176,9 @@ def checked_size(key: str, value: Any, limit: int = _MANY) -> int:
     """
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value <= limit:
         raise UnsupportedCheckpointError(
-            "config.json gives a size that is none", found=repr(value), expected="a whole number above 0", where=key
-        )
+            "config.json gives a size that cannot be one", found=repr(value),
+            expected="a whole number above 0", where=key,
+        )  # fmt: skip
     return value
 
 

@@ -128,7 +128,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         if copy.shape != embedding.shape or not self._same_bytes(copy, embedding):
             raise UnreadableCheckpointError(
                 "config.json says that the output layer is the embedding, but the two differ", where="lm_head.weight",
-                helps='set "tie_word_embeddings": false in config.json if the output layer is one of its own',
+                helps='set "tie_word_embeddings": false in config.json if the output layer has weights of its own',
             )  # fmt: skip
 
     def _same_bytes(self, one: StoredTensor, other: StoredTensor) -> bool:
@@ -202,10 +202,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         found = self.family.notices(self._model)
         if self.left_out:
             more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
-            found.append(f"left out, for Megatron has no place for it: {', '.join(self.left_out[:_SHOWN])}{more}")
+            found.append(f"left out, because Megatron has no place for it: {', '.join(self.left_out[:_SHOWN])}{more}")
         found.append(f"train it with: {shlex.join(self.training_flags())}")
         if others:
-            found.append(f"of config.json only kept beside the weights: {', '.join(others)}")
+            found.append(f"keys of config.json that are only kept beside the weights: {', '.join(others)}")
         return found
 
     def training_flags(self) -> list[str]:

@@ -140,7 +140,7 @@ def _tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTe
     for name, value in content.items():
         if not isinstance(value, TensorReference) or not value.is_contiguous:
             raise UnreadableCheckpointError(
-                "a file of weights holds what is no plain tensor", found=f"{type(value).__name__} {name}",
+                "a file of weights holds something that is not a plain tensor", found=f"{type(value).__name__} {name}",
                 where=str(reader.folder / file),
             )  # fmt: skip
         yield str(name), StoredTensor(value.shape, extent_of(value, _whole_file(reader, file)), value.offset)

@@ -71,7 +71,7 @@ class HuggingFaceTarget:
         if options.kind == FP32_PARAM and not self._masters:
             raise UnsupportedCheckpointError(
                 "the checkpoint holds no fp32 masters", found=", ".join(checkpoint.kinds()),
-                where=str(checkpoint.folder), helps="export the weights: leave --from away",
+                where=str(checkpoint.folder), helps="export the weights: leave --from out",
             )  # fmt: skip
         self._tensors = self.fit.family.tensors(self.fit.arguments)
         self._check_shapes()
@@ -140,7 +140,7 @@ class HuggingFaceTarget:
             raise UnsupportedCheckpointError(
                 "it is not known how many tokens the vocabulary has without Megatron's padding",
                 found=f"{arguments.padded_vocab_size} rows with it", where=str(self._checkpoint.folder),
-                helps="say how many, --vocab-size N, or where the tokenizer is, --tokenizer PATH",
+                helps="say how many (--vocab-size N), or where the tokenizer is (--tokenizer PATH)",
             )  # fmt: skip
         return known
 
@@ -168,12 +168,13 @@ class HuggingFaceTarget:
         if padding:
             yield f"{padding} rows of padding are removed from the vocabulary"
         if self.left_out:
-            yield f"left out, for Hugging Face's {family.name} has no place for it: {some(self.left_out, _SHOWN)}"
+            yield f"left out, because Hugging Face's {family.name} has no place for it: {some(self.left_out, _SHOWN)}"
         plain = [name for name in shapes if name not in self._masters]
         if self._masters and plain:
             yield f"without a master, so taken from the weights: {some(plain, _SHOWN)}"
         if missing:
-            yield f"config.json has no {' and '.join(missing)}: name a folder that has, --tokenizer PATH, or edit it"
+            lacking = " and ".join(missing)
+            yield f"config.json has no {lacking}: name a folder that has (--tokenizer PATH), or edit config.json"
 
     def _laid_out(self, tensor: HuggingFaceTensor) -> _Tensor:
         placed, start = [], 0

@@ -162,7 +162,7 @@ class RankFolders:
             file = f"{folder}/{MODEL_FILE}"
             state = TorchArchive(self._reader, file).load()
             if not isinstance(state, dict):
-                raise UnreadableCheckpointError("a rank's state is no dict", found=type(state), where=file)
+                raise UnreadableCheckpointError("a rank's state is not a dict", found=type(state), where=file)
             self._states[folder] = state
         return self._states[folder]
 

@@ -83,7 +83,7 @@ class LegacyTarget:
             yield "the optimizer is written as it was: without --use-distributed-optimizer"
         if rows := self._arguments.padded_vocab_size:
             yield (
-                f"the embedding has {rows} rows: a job that pads otherwise needs "
+                f"the embedding has {rows} rows: a job that pads differently needs "
                 f"--make-vocab-size-divisible-by {rows // self.layout.tensor}"
             )
         yield from self._state.notes

@@ -61,7 +61,7 @@ class LegacyWeights(RankArrays):
                 continue
             if not isinstance(value, TensorReference):
                 raise UnsupportedCheckpointError(
-                    "a rank's model is no plain state dict of Megatron Core",
+                    "a rank's model is not a plain state dict of Megatron Core",
                     found=f"{type(value).__name__} {local}",
                     where=rank.place.file,
                 )

@@ -85,7 +85,8 @@ class TorchDistCheckpoint(Checkpoint):
                 helps="the save was interrupted or the copy is incomplete: use another iteration",
             )
         if not isinstance(common, dict):
-            raise UnreadableCheckpointError("the common state is no dict", found=type(common), where=str(self.folder))
+            found, where = type(common), str(self.folder)
+            raise UnreadableCheckpointError("the common state is not a dict", found=found, where=where)
         return common
 
     @cached_property
@@ -295,7 +296,7 @@ def sharded_backend(folder: Path) -> str:
         ) from error
     except OSError as error:
         raise UnreadableCheckpointError(
-            "this is no finished torch_dist checkpoint: Megatron writes metadata.json last",
+            "this is not a finished torch_dist checkpoint: Megatron writes metadata.json last",
             found=error.strerror,
             where=str(path),
             helps="name a run folder or an iter_XXXXXXX folder; if the save was interrupted, use another iteration",

@@ -142,7 +142,7 @@ class HookRegistry:
             if not self._is_ours(seam, original):
                 replacement = _factory(seam)(original)
                 if not callable(replacement):
-                    raise SeamMismatchError(f"{seam.wrapper} returned {replacement!r}, which nobody can call")
+                    raise SeamMismatchError(f"{seam.wrapper} returned {replacement!r}, which is not callable")
                 self._commit(seam, module, _Patch(seam.attribute, original, replacement))
         except Exception as error:  # noqa: BLE001 - a failing hook must not break the framework's import
             self._refuse(seam, error)
@@ -176,7 +176,7 @@ class HookRegistry:
         if not self._installed:
             return SeamStatus(str(seam), "not patched", version, "the hooks are not installed")
         if seam.module in sys.modules:
-            return SeamStatus(str(seam), "not patched", version, "its import went past the hooks, or is under way")
+            return SeamStatus(str(seam), "not patched", version, "it was imported past the hooks, or is being imported")
         return SeamStatus(str(seam), "waiting for import", version)
 
     def _on_top(self, seam: Seam) -> str | None:

@@ -1,1 +1,1 @@
-"""Which parameter lies where in a flat gradient buffer: rules, parameter orders, recovery, the proof."""
+"""What a parallel layout does to a model: which parameters a rank holds, and where they lie in its gradient buffers."""

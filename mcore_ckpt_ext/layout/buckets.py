@@ -103,7 +103,7 @@ def misfit(layout: GroupLayout, group: OptimizerGroup) -> str | None:
                 if cuts is not None and border not in cuts and border != stored.numel_unpadded:
                     return f"{placement.name} would begin or end at {border} of {key}, where no stored chunk does"
             if placement.start < end or placement.stop > stored.numel_unpadded:
-                return f"{placement.name} would lie at {placement.start}:{placement.stop} of {key}, outside of its room"
+                return f"{placement.name} would lie at {placement.start}:{placement.stop} of {key}, outside its bounds"
             end = placement.stop
         if stored.numel_unpadded - end >= 64:
             return f"nothing would fill {key} from {end} to {stored.numel_unpadded}"

@@ -195,7 +195,7 @@ class _Assignment:
         for spot, names in zip(self._spots, self._open, strict=True):
             if len(names) != 1:
                 raise LayoutError(
-                    "discovery by content cannot tell parameters apart that hold the same values",
+                    "discovery by content cannot tell apart parameters that hold the same values",
                     found=sorted(names)[:4] or "none left",
                     where=f"{self._group}, {spot.key}, element {spot.start}",
                     helps="resume once under the layout that wrote the checkpoint and save with this plugin installed",

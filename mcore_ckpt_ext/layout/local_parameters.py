@@ -73,7 +73,7 @@ def model_space_name(local: str, first_layer: int, first_expert: int, arguments:
         return WORD_EMBEDDINGS
     if fuses_experts(local):
         raise UnsupportedCheckpointError(
-            "the experts are stored as one transposed matrix (GroupedMLP), which is not read",
+            "the experts are stored as one transposed matrix (GroupedMLP), which this package does not read",
             where=local,
             helps="load and save the checkpoint once with Megatron's torch_dist format, under its own layout",
         )
@@ -99,7 +99,8 @@ class LocalNames:
         self._grouped = bool(arguments.moe_grouped_gemm)
         if self._grouped and _is_local(arguments) and arguments.num_experts:
             raise UnsupportedCheckpointError(
-                "grouped experts of the local layer spec are one transposed matrix (GroupedMLP), which is not written",
+                "grouped experts of the local layer spec are one transposed matrix (GroupedMLP), which this package "
+                "does not write",
                 helps="convert --to torch_dist",
             )
 
@@ -179,7 +180,7 @@ def shard_grid(
     parts = ranks * cut.bands
     if shape[cut.axis] % parts:
         raise UnsupportedCheckpointError(
-            "a parameter does not divide between the tensor-parallel ranks",
+            "a parameter cannot be divided among the tensor-parallel ranks",
             found=f"{shape[cut.axis]} elements along axis {cut.axis}",
             expected=f"a multiple of {parts}",
             where=name,

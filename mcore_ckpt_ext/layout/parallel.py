@@ -49,7 +49,7 @@ class ParallelLayout:
         sizes = asdict(layout)
         largest = max(tensor * pipeline, layout.expert_tensor * layout.expert, pipeline * layout.virtual_pipeline)
         if layout.world > MOST_RANKS or largest > _MOST_OF_A_MODEL:
-            raise UnreadableCheckpointError("the arguments of the job name a layout that cannot be", found=sizes)
+            raise UnreadableCheckpointError("the arguments of the job name an impossible layout", found=sizes)
         return layout
 
     def __str__(self) -> str:

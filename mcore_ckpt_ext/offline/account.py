@@ -70,7 +70,7 @@ def _check_drop(checkpoint: Checkpoint, unread: Collection[Unread], drop: Collec
     if unknown:
         raise UsageError(
             "there is nothing of that kind to drop", found=_spelt(unknown), expected=", ".join(there) or "nothing",
-            where=str(checkpoint.folder), helps="leave the option away",
+            where=str(checkpoint.folder), helps="leave the option out",
         )  # fmt: skip
 
 

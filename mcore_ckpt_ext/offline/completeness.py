@@ -62,7 +62,7 @@ def locate(path: Path) -> Located:
         )  # fmt: skip
     if not iterations:
         raise no_checkpoint(path)
-    what = "missing, though there are iterations: no save was finished, Megatron writes it last"
+    what = "missing, although there are iterations: no save has finished, for Megatron writes it last"
     return Located(iterations[max(iterations)], (error(COMPLETE, str(path / TRACKER_FILE), what),))
 
 

@@ -149,7 +149,7 @@ class ContentCheck:
             counts = ", ".join(f"{count:,} of {kind}" for kind, count in wrong.items())
             what = (
                 f"Megatron 0.15 to 0.19 wrote it shifted; elements that are not its own: {counts}; of each "
-                f"{prod(next(iter(shapes.values()))):,}, {lost:,} are lost, this package finds the others again"
+                f"{prod(next(iter(shapes.values()))):,}, {lost:,} are lost, and this package recovers the others"
             )
             yield error(PROOF, name, what)
 

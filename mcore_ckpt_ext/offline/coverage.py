@@ -36,7 +36,8 @@ def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Fi
     missing = overlap(tensor.shape, Piece(whole, 0, whole.numel, 0), pieces).missing
     absent = sum(high - low for low, high in missing)
     if absent:
-        yield error(COVERED, where, f"{absent:,} of {whole.numel:,} elements are nowhere, the first is {missing[0][0]}")
+        what = f"{absent:,} of {whole.numel:,} elements are not stored anywhere; the first is {missing[0][0]}"
+        yield error(COVERED, where, what)
     twice = sum(stored.slice.numel for stored in first) + absent - whole.numel
     if twice:
         yield error(COVERED, where, f"{twice:,} elements are stored more than once")
@@ -68,7 +69,7 @@ def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
         end = max(end, stop)
     missing += max(0, array.numel - end)
     if missing:
-        yield error(COVERED, where, f"{missing:,} of {array.numel:,} elements are nowhere")
+        yield error(COVERED, where, f"{missing:,} of {array.numel:,} elements are not stored anywhere")
     if twice:
         yield error(COVERED, where, f"{twice:,} elements are stored more than once")
 

@@ -72,13 +72,13 @@ def open_source(path: str | os.PathLike[str], target: Target, family: Family | N
         raise UsageError(
             "the layer spec can be chosen only for a Hugging Face source: a Megatron checkpoint has one already",
             found=f"--transformer-impl {wanted}, a source in {checkpoint.format}", where=str(checkpoint.folder),
-            helps="leave the option away",
+            helps="leave the option out",
         )  # fmt: skip
     if family is not None and not from_hugging_face and not isinstance(target, HuggingFace):
         raise UsageError(
             "a model family is used only where a Hugging Face folder is read or written",
             found=f"--family {family.name}, from {checkpoint.format} to {target.name}", where=str(checkpoint.folder),
-            helps="leave the option away",
+            helps="leave the option out",
         )  # fmt: skip
     return checkpoint
 
@@ -95,7 +95,7 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
     if expert is not None and expert > 1 and not any(map(of_experts, checkpoint.names(WEIGHT))):
         raise UsageError(
             "the model has no experts to spread over expert-parallel ranks",
-            found=f"--expert-model-parallel-size {expert}", where=str(checkpoint.folder), helps="leave the option away",
+            found=f"--expert-model-parallel-size {expert}", where=str(checkpoint.folder), helps="leave the option out",
         )  # fmt: skip
     check_step(checkpoint)
     kinds, notices = checkpoint.carried_kinds(), checkpoint.notices()
@@ -168,8 +168,8 @@ def _with_companions(output: Output, checkpoint: Checkpoint) -> Output:
 def companion_notes(taken: Iterable[str], checkpoint: Checkpoint) -> list[str]:
     """Which small files are taken over with a checkpoint, and which are not."""
     refused = refused_companions(checkpoint.folder, checkpoint.companions_below)
-    found = [f"taken over beside the weights: {', '.join(taken)}"] if taken else []
-    return found + [f"not taken over: {name}: {why}" for name, why in refused.items()]
+    found = [f"copied along with the weights: {', '.join(taken)}"] if taken else []
+    return found + [f"not copied: {name}: {why}" for name, why in refused.items()]
 
 
 def _below(output: Output, folder: str) -> Output:

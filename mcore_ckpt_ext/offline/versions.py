@@ -134,11 +134,11 @@ def _bounds_of_metadata(checkpoint: TorchDistCheckpoint) -> Iterator[_Bound]:
         return
     label = sharding_type(checkpoint.common)
     if label in (DP_RESHARDABLE, FULLY_RESHARDABLE):
-        yield f"content metadata name the optimizer format {label}", Version(0, 15), None
+        yield f"the content metadata name the optimizer format {label}", Version(0, 15), None
     elif "singleton_local_shards" in content:
-        yield "content metadata have singleton_local_shards", Version(0, 14), None
+        yield "the content metadata have singleton_local_shards", Version(0, 14), None
     else:
-        yield "content metadata without singleton_local_shards", Version(0, 13), Version(0, 13)
+        yield "the content metadata lack singleton_local_shards", Version(0, 13), Version(0, 13)
 
 
 def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:

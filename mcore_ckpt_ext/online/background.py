@@ -131,7 +131,7 @@ class ProcessWatch:
         return self._silence(now - self._moved)
 
     def _silence(self, seconds: float) -> str | None:
-        state = "stopped by a signal" if self._marks[:1] == ("T",) else "waiting for the disk, or for ever"
+        state = "stopped by a signal" if self._marks[:1] == ("T",) else "waiting for the disk, or forever"
         what = f"its writer (pid {self.process.pid}) has not moved for {seconds:.0f} s: {state}"
         if seconds > _REMARKABLE and not self._told:
             self._told = True
@@ -144,7 +144,7 @@ class ProcessWatch:
             return f"its writer (pid {pid}) ended with exit code {code} before it was done"
         cause = f"its writer (pid {pid}) was killed by {_signal_name(-code)}"
         if -code == signal.SIGKILL and _kills_for_memory() > self._out_of_memory:
-            cause += ": out of memory, says the kernel"
+            cause += ": out of memory, according to the kernel"
         return cause
 
 

@@ -93,10 +93,10 @@ def _carried(group: Group, stored: Sequence[Group]) -> dict[str, Any]:
         return {**own, **({"step": stored[0]["step"]} if "step" in stored[0] else {})}
     if len({group.get("step") for group in matches}) > 1 and _distinct(matches, "step") == 1:
         raise UnsupportedCheckpointError(
-            "the checkpoint tells the step of a parameter group more than once, and differently",
+            "the checkpoint states the step of a parameter group more than once, and differently each time",
             found=f"steps {', '.join(sorted(str(group.get('step')) for group in matches))}",
             expected="one step",
-            helps="its optimizer state is not that of one moment: resume from another iteration",
+            helps="its optimizer state does not come from a single moment: resume from another iteration",
         )
     raise ModelMismatchError(
         "a parameter group of the optimizer has no single counterpart in the checkpoint",

@@ -172,9 +172,9 @@ def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool =
             tensor = _checked_tensor(want, region.name, source)
             if derivation_of(source, want.kind, region.name) is not None:
                 raise UnsupportedCheckpointError(
-                    "a tensor that is not stored as it is cannot be copied out of the checkpoint",
+                    "a tensor that is derived, not stored, cannot be copied out of the checkpoint",
                     where=f"{want.kind} {region.name}",
-                    helps="it is a defect of this package that this was tried: please report it",
+                    helps="this is a bug in this package: please report it",
                 )
             _plan_piece(index, want, target, tensor, source, accept_lost, copies, fills)
     copies.sort(key=lambda copy: (copy.extent.file, copy.extent.offset))

@@ -270,7 +270,7 @@ class Coordinator:
         if self._ranks.is_first:
             self._publisher.clear_away(saves)
         if self._goes_on():
-            return self._say(f"{what}; training goes on, the next checkpoint is tried as planned")
+            return self._say(f"{what}; training goes on, the next checkpoint will be tried as planned")
         choice = f"{ON_SAVE_FAILURE.flag} {CONTINUE} (or {ON_SAVE_FAILURE.name}={CONTINUE})"
         helps = f"{choice} lets training go on; earlier checkpoints are untouched"
         raise SaveFailedError(what, helps=helps) from None

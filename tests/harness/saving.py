@@ -108,7 +108,7 @@ def assert_told(output: str, iteration: int, cause: str) -> None:
     lines = [line for line in output.splitlines() if form.search(line)]
     assert len(lines) == 1, output[-6000:]
     assert re.search(cause, lines[0]), lines[0]
-    assert lines[0].endswith("training goes on, the next checkpoint is tried as planned")
+    assert lines[0].endswith("training goes on, the next checkpoint will be tried as planned")
 
 
 def assert_whole(output: str, run: Path, iterations: Sequence[int]) -> None:

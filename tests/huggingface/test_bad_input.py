@@ -139,7 +139,7 @@ def unknown_positions(model: Path) -> None:
         (other_heads, "k_proj.weight is (16, 32), not (32, 32)"),
         (more_layers, "no model.layers.2."),
         (other_vocabulary, "embed_tokens.weight is (250, 32), not (300, 32)"),
-        (sizes_that_are_no_numbers, "a size that is none; found: 'two'"),
+        (sizes_that_are_no_numbers, "a size that cannot be one; found: 'two'"),
         (layers_without_end, "more layers or experts than the folder can hold"),
         (no_config, "config.json"),
         (adapter, "an adapter (LoRA), not a model"),
@@ -180,7 +180,7 @@ def test_a_job_of_no_known_family(tmp_path: Path, capsys: pytest.CaptureFixture[
     run = fixture_named("p21").run
     assert main(["convert", str(run), str(tmp_path / "hf"), "--to", "hf"]) == 2
     shown = capsys.readouterr().err
-    assert "of no family that is known here" in shown
+    assert "belongs to no family that is known here" in shown
     assert "--family" in shown
     assert main(["convert", str(run), str(tmp_path / "hf"), "--to", "hf", "--family", "qwen3"]) == 2
     assert "add_qkv_bias is True, not False" in capsys.readouterr().err
@@ -246,7 +246,7 @@ def test_what_megatron_has_no_place_for_is_listed(
     tensors = {name.removeprefix("transformer."): tensor for name, tensor in load_file(file).items()}
     save_file({**tensors, "h.0.attn.bias": torch.ones(1, 1, 4, 4)}, file)  # as the released files are
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "run"), "--to", "torch_dist"]) == 0
-    assert "left out, for Megatron has no place for it: transformer.h.0.attn.bias" in capsys.readouterr().out
+    assert "left out, because Megatron has no place for it: transformer.h.0.attn.bias" in capsys.readouterr().out
 
 
 def test_layers_that_predict_further_tokens_are_listed(
@@ -257,7 +257,7 @@ def test_layers_that_predict_further_tokens_are_listed(
     file = tmp_path / "model" / "model.safetensors"
     save_file({**load_file(file), "model.layers.2.eh_proj.weight": torch.ones(32, 64)}, file)
     assert main(["convert", str(tmp_path / "model"), str(tmp_path / "run"), "--to", "canonical"]) == 0
-    assert "left out, for Megatron has no place for it: model.layers.2.eh_proj.weight" in capsys.readouterr().out
+    assert "left out, because Megatron has no place for it: model.layers.2.eh_proj.weight" in capsys.readouterr().out
     (arrays,) = (tmp_path / "run").glob("*.safetensors")
     save_file({**load_file(arrays), "weight.mtp.layers.0.eh_proj.weight": torch.ones(32, 64)}, arrays)
     names = dict.fromkeys(["weight.mtp.layers.0.eh_proj.weight"], arrays.name)
@@ -292,7 +292,7 @@ def test_an_output_layer_that_is_said_to_be_tied(
     shown = capsys.readouterr()
     if same:
         assert code == 0
-        assert "left out, for Megatron has no place for it: lm_head.weight" in shown.out
+        assert "left out, because Megatron has no place for it: lm_head.weight" in shown.out
     else:
         assert code == 2
         assert "the output layer is the embedding, but the two differ" in shown.err

@@ -125,7 +125,7 @@ REFUSALS = [
     Refusal("the metadata of another model", r"metadata belongs to other files.*\.distcp", metadata_of("p21")),
     Refusal("garbage as metadata", r"a pickle is damaged.*\.metadata", garbage_metadata),
     Refusal("edited weights", f"could be proven.*{MATRIX}.*weight 0.0", pruned),
-    Refusal("no metadata.json", r"no finished torch_dist checkpoint.*metadata\.json", without("metadata.json")),
+    Refusal("no metadata.json", r"not a finished torch_dist checkpoint.*metadata\.json", without("metadata.json")),
     Refusal("no .metadata", r"index cannot be read.*\.metadata.*use another iteration", without(".metadata")),
     Refusal("a tracker that names no folder", r"40 is not whole.*iter_0000040.*step 4", tracker_of_a_missing_iteration),
     Refusal("a wider model", r"disagree about the shape.*\(32,\) in the checkpoint.*\(64,\)", model=WIDER),

@@ -52,16 +52,16 @@ def test_a_link_to_somebodys_file_is_not_copied(
     (model / "tokenizer.json").symlink_to(secret)
     report = mcore_ckpt_ext.convert(model, tmp_path / "out", to)
     assert SECRET not in everything(tmp_path / "out")
-    (note,) = (note for note in report.notes if "not taken over" in note)
+    (note,) = (note for note in report.notes if "not copied" in note)
     assert "tokenizer.json" in note and str(secret) in note
-    assert any(note.startswith("taken over") and "tokenizer_config.json" in note for note in report.notes)
+    assert any(note.startswith("copied along") and "tokenizer_config.json" in note for note in report.notes)
 
 
 def test_nor_is_a_folder_of_tokenizers_that_is_a_link(damaged: Fixture, secret: Path, tmp_path: Path) -> None:
     (damaged.iteration / "tokenizer").symlink_to(secret.parent)
     report = mcore_ckpt_ext.convert(damaged.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
     assert SECRET not in everything(tmp_path / "out")
-    assert any("not taken over: tokenizer.json" in note for note in report.notes)
+    assert any("not copied: tokenizer.json" in note for note in report.notes)
 
 
 def test_nor_is_the_tokenizer_that_the_user_names(model: Path, secret: Path, tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_iterations_without_a_tracker(damaged: Fixture) -> None:
     (damaged.run / "latest_checkpointed_iteration.txt").unlink()
     result = verify(damaged.run)
     assert not result.sound
-    assert "no save was finished" in findings(result, COMPLETE)[0]
+    assert "no save has finished" in findings(result, COMPLETE)[0]
     assert result.path.endswith("iter_0000004")
     assert any(check.name == PROOF and check.done for check in result.checks), "the newest is looked at all the same"
 
@@ -393,10 +393,10 @@ TENSOR = LogicalTensor("x", (4, 6), "float32")
     [
         ([[[stored("x", (0, 0), (4, 3)), stored("x", (0, 3), (4, 3))]]], []),
         ([[[stored("x", (0, 0), (4, 3))], [stored("x", (0, 0), (4, 3))]], [[stored("x", (0, 3), (4, 3))]]], []),
-        ([[[stored("x", (0, 0), (4, 3))]]], ["12 of 24 elements are nowhere, the first is 3"]),
+        ([[[stored("x", (0, 0), (4, 3))]]], ["12 of 24 elements are not stored anywhere; the first is 3"]),
         ([[[stored("x", (0, 0), (4, 4)), stored("x", (0, 3), (4, 3))]]], ["4 elements are stored more than once"]),
         ([[[stored("x", (0, 0), (2, 6)), stored("x", (0, 0), (2, 6))]]],
-         ["12 of 24 elements are nowhere, the first is 12", "12 elements are stored more than once"]),
+         ["12 of 24 elements are not stored anywhere; the first is 12", "12 elements are stored more than once"]),
         ([[[stored("x", (0, 0), (4, 7))]]], ["a part lies outside of its shape"]),
         ([[[stored("x", (-1, 0), (4, 6))]]], ["a part lies outside of its shape"]),
         ([[[stored("x", (0, 0), (4, 6))], [stored("x", (0, 0), (4, 5))]]], ["its copies hold different numbers"]),
@@ -410,8 +410,9 @@ def test_every_element_once(parts: coverage.Copies, expected: list[str]) -> None
 
 @pytest.mark.parametrize(
     ("intervals", "expected"),
-    [([(0, 5), (5, 9)], []), ([(5, 9), (0, 5)], []), ([(0, 5), (6, 9)], ["1 of 9 elements are nowhere"]),
-     ([(0, 5), (4, 9)], ["1 elements are stored more than once"]), ([(0, 8)], ["1 of 9 elements are nowhere"]),
+    [([(0, 5), (5, 9)], []), ([(5, 9), (0, 5)], []), ([(0, 5), (6, 9)], ["1 of 9 elements are not stored anywhere"]),
+     ([(0, 5), (4, 9)], ["1 elements are stored more than once"]),
+     ([(0, 8)], ["1 of 9 elements are not stored anywhere"]),
      ([(0, 9), (2, 4)], ["2 elements are stored more than once"])],
 )  # fmt: skip
 def test_flat_arrays_hold_every_element_once(intervals: list[tuple[int, int]], expected: list[str]) -> None:
