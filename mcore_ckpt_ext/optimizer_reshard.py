@@ -31,6 +31,7 @@ from mcore_ckpt_ext.online.live_model import quantisation
 from mcore_ckpt_ext.online.param_groups import carried_groups, with_step
 from mcore_ckpt_ext.online.proving import prove
 from mcore_ckpt_ext.online.reading import Reading
+from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.settings import ACCEPT_LOST
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
@@ -96,6 +97,8 @@ def prepare(
             _verify_checksums(checkpoint, *_rank_and_size())
         if not accept_lost:
             _check_lost(checkpoint)
+        for buffers in checkpoint.optimizer.buffers:
+            check_digests(buffers, str(checkpoint.folder), _rank_and_size())
         for shard in job.shards:
             _check_kinds(checkpoint, shard)
         stored = with_step(checkpoint.param_groups(), checkpoint.common, checkpoint.arguments.constant_batch_size)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as some
 
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import LayoutError, ProofError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout import digest
 from mcore_ckpt_ext.layout.digest import added, digest_of, read, written
-from mcore_ckpt_ext.layout.sidecar import RecordedDigests, Sidecar
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME, RecordedDigests, Sidecar
+from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.optimizers import digests
+from mcore_ckpt_ext.optimizers.remainders import split
+from tests.harness.checkpoints import Fixture, fixture_named
+
+NAME = "decoder.layers.1.mlp.linear_fc1.weight"
 
 numbers = some.lists(some.integers(-(2**15), 2**15 - 1), min_size=2, max_size=40)
 
@@ -85,3 +96,80 @@ def test_digests_that_are_none_make_no_sidecar(digests: object) -> None:
     text = json.dumps({**json.loads(sidecar_with(()).to_json()), "digests": digests})
     with pytest.raises(ValueError, match=r"lacks or misspells|invalid literal"):
         Sidecar.from_json(text)
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> Fixture:
+    """Masters as remainders, with the digests of the live state in a sidecar that tells nothing else."""
+    fixture = fixture_named("p47").copy_to(tmp_path / "copy")
+    (buffers,) = open_checkpoint(fixture.run).optimizer.buffers
+    of_groups = []
+    for (child, index), group in buffers.groups.items():
+        names = [placed.name for placements in buffers.layout_of(group).layout.values() for placed in placements]
+        state = {name: split(fixture.truth[f"fp32_param.{name}"].flatten())[1] for name in names}
+        moments = {name: fixture.truth[f"exp_avg.{name}"].flatten() for name in names}
+        of_names = {
+            name: {"param_remainder": written(digest_of(state[name])), "exp_avg": written(digest_of(moments[name]))}
+            for name in names
+        }
+        of_groups.append(RecordedDigests(child, index, of_names))
+    (fixture.iteration / FILE_NAME).write_text(sidecar_with(tuple(of_groups)).to_json())
+    return fixture
+
+
+def edit(fixture: Fixture, change: Callable[[dict[str, dict[str, str]]], object]) -> None:
+    """Change what is recorded of the first group."""
+    content = json.loads((fixture.iteration / FILE_NAME).read_text())
+    change(content["digests"][0]["parameters"])
+    (fixture.iteration / FILE_NAME).write_text(json.dumps(content))
+
+
+class TestOfACheckpoint:
+    def test_verify_compares_all_that_was_recorded(self, recorded: Fixture) -> None:
+        found = verify(recorded.run)
+        assert found.sound
+        assert [check.extent for check in found.checks if check.name == "digests"] != []
+
+        edit(recorded, lambda parameters: parameters[NAME].update(exp_avg=written(7)))
+        (finding,) = verify(recorded.run).findings
+        assert (finding.check, finding.severity) == ("digests", "error")
+        assert f"exp_avg of {NAME} at " in finding.what
+        assert "digest " in finding.what and ", 0000000000000007" in finding.what
+
+    @pytest.mark.parametrize(
+        ("change", "says"),
+        [
+            (lambda found: found[NAME].update(param_remainder=written(7)), "0000000000000007"),
+            (lambda found: found.pop(NAME), f"param_remainder of {NAME} in .*: no digest of it was recorded"),
+        ],
+    )
+    def test_remainders_that_are_not_those_that_were_saved_are_refused(
+        self, recorded: Fixture, change: Callable[[dict[str, dict[str, str]]], object], says: str, tmp_path: Path
+    ) -> None:
+        edit(recorded, change)
+        assert not verify(recorded.run).sound
+        with pytest.raises(LayoutError, match=f"not certain which parameter lies where.*{says}.*use another iteration"):
+            mcore_ckpt_ext.convert(recorded.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+        assert not (tmp_path / "out").exists()
+
+    def test_what_recovery_did_not_sample_is_refused_before_anything_is_written(
+        self, recorded: Fixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(digests, "_ENOUGH", 64)
+        edit(recorded, lambda parameters: parameters[NAME].update(param_remainder=written(7)))
+        with pytest.raises(ProofError, match=f"not as they were saved; found: param_remainder of {NAME}"):
+            mcore_ckpt_ext.convert(recorded.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+        assert not (tmp_path / "out").exists()
+
+    def test_they_make_an_order_certain_that_nothing_else_shows(self, recorded: Fixture) -> None:
+        """Modules of the user's own may be registered in any order."""
+        checkpoint = open_checkpoint(recorded.run)
+        checkpoint.common["args"].spec = ["my.spec", "layers"]
+        assert torch.equal(
+            checkpoint.tensor("fp32_param", NAME).read(), recorded.truth[f"fp32_param.{NAME}"]
+        )
+        (recorded.iteration / FILE_NAME).unlink()
+        checkpoint = open_checkpoint(recorded.run)
+        checkpoint.common["args"].spec = ["my.spec", "layers"]
+        with pytest.raises(LayoutError, match="expected: a sidecar, or chunk borders"):
+            checkpoint.names("fp32_param")

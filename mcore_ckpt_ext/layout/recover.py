@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import LayoutError
@@ -60,11 +60,26 @@ def recover(
     return RecoveredLayout("discovery by content", found, discovered=True)
 
 
-def recover_unproven(group: OptimizerGroup, models: LocalModels, proposals: Sequence[Proposal]) -> RecoveredLayout:
+def recover_unproven(
+    group: OptimizerGroup,
+    models: LocalModels,
+    proposals: Sequence[Proposal],
+    contradiction: Callable[[GroupLayout], str | None] = lambda layout: None,
+    *,
+    is_recorded: bool = False,
+) -> RecoveredLayout:
     """Find the layout of a group whose content proves nothing, for any weight goes with any remainder.
 
-    It must be certain otherwise: recorded or seen in a model, and within the borders of the stored chunks; or else the
-    only one of all that are known which those borders allow, for a model that Megatron itself puts together.
+    It must be certain otherwise: shown by recorded digests; recorded or seen in a model, and within the borders of the
+    stored chunks; or else the only one of all that are known which those borders allow, for a model that Megatron
+    itself puts together.
+
+    Args:
+        group: whose layout it is.
+        models: the parameters that may lie in it.
+        proposals: of its layout, the one to believe first at the front.
+        contradiction: why a layout is not that of digests that were recorded at the save; None where it may be.
+        is_recorded: whether there are such digests.
 
     Raises:
         LayoutError: it is not certain.
@@ -75,7 +90,9 @@ def recover_unproven(group: OptimizerGroup, models: LocalModels, proposals: Sequ
         layout = proposal.layout_of(group)
         problem = "it does not know every parameter" if layout is None else misfit(layout, group)
         if layout is not None and problem is None:
-            if proposal.is_witnessed:
+            problem = contradiction(layout)
+        if layout is not None and problem is None:
+            if proposal.is_witnessed or is_recorded:
                 return RecoveredLayout(proposal.label, layout)
             fitting.append((proposal, layout))
         tried.append(f"{proposal.label}: {problem or 'it fits'}")
@@ -89,7 +106,9 @@ def recover_unproven(group: OptimizerGroup, models: LocalModels, proposals: Sequ
         found="; ".join(tried),
         expected="a sidecar, or chunk borders that leave one known order of parameters",
         where=str(group),
-        helps="resume under the layout that wrote it, with this package installed, and save: the sidecar records it",
+        helps="the checkpoint is damaged, or its sidecar is that of another one: use another iteration"
+        if is_recorded
+        else "resume under the layout that wrote it, with this package installed, and save: the sidecar records it",
     )
 
 

@@ -28,6 +28,7 @@ from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
 from mcore_ckpt_ext.offline.laying_out import LaidOut, lay_out, open_source
 from mcore_ckpt_ext.offline.reading import Remembering
 from mcore_ckpt_ext.offline.team import Alone, Team
+from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.planning.output import Block, Output, Placed, Record
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, derivation_of, make_plan
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
@@ -135,6 +136,8 @@ def convert(
     place = checked_destination(destination, [checkpoint.folder, *read_from], laid_out.folder)
     with interpreting(checkpoint.folder):
         lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}
+        if laid_out.reads_optimizer and checkpoint.optimizer_format and not dry_run:
+            _check_digests(checkpoint, team)
     block_bytes = max(1 << 16, min(BLOCK_BYTES, memory_limit // (workers * _BLOCKS_AT_ONCE)))
     filler = _Filler(checkpoint, accept_lost)
     if not dry_run:
@@ -276,6 +279,20 @@ class _Filler:
         return replace(weight, shape=master.shape)
 
 
+
+
+def _check_digests(checkpoint: Checkpoint, team: Team) -> None:
+    """Refuse remainders that are not those that were saved; each process looks at its share.
+
+    Raises:
+        ProofError: see `digests.check_digests`.
+    """
+
+    def own() -> None:
+        for buffers in checkpoint.optimizer.buffers:
+            check_digests(buffers, str(checkpoint.folder), (team.rank, team.size))
+
+    team.all(own)
 
 
 def _state_of(folder: Path) -> list[tuple[str, int, int]]:

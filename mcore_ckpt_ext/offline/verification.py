@@ -23,6 +23,7 @@ from mcore_ckpt_ext.offline.findings import (
     COMPLETE,
     COPIES,
     COVERED,
+    DIGESTS,
     KNOWN,
     MANIFEST,
     PROOF,
@@ -35,6 +36,7 @@ from mcore_ckpt_ext.offline.findings import (
 )  # fmt: skip
 from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, labels, manifest_bytes
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
+from mcore_ckpt_ext.optimizers.digests import differing
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
@@ -196,6 +198,10 @@ class _Run:
         for group in optimizer.groups.values():
             with _Noting(self, PROOF, str(group)):
                 optimizer.layout_of(group)
+        if len(self.findings) == before and optimizer.digests:
+            problems = differing(optimizer)
+            self.findings.extend(error(DIGESTS, str(self.folder / SIDECAR_FILE), problem) for problem in problems)
+            self.checks.append(Check(DIGESTS, f"state of {len(optimizer.names()):,} parameters as it was saved"))
         return len(self.findings) == before
 
     def _without_optimizer(self) -> None:

@@ -14,6 +14,7 @@ from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.layout.proposals import Proposal
+from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.storage.dcp_index import StoredArray, StoredObject
@@ -60,6 +61,10 @@ class Holder(Protocol):
     @property
     def proof(self) -> Proof:
         """How its masters are proven."""
+
+    @property
+    def sidecar(self) -> Sidecar | None:
+        """What was recorded beside it, if there is a readable one."""
 
     def orders(self) -> Sequence[ParameterOrder]:
         """Witnesses of the order in which parameters were registered."""

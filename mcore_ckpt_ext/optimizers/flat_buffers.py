@@ -5,7 +5,7 @@ A format says which flat arrays there are; which parameter lies where in them is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -20,8 +20,10 @@ from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
 from mcore_ckpt_ext.layout.proposals import Proposal
 from mcore_ckpt_ext.layout.recover import RecoveredLayout, propose, recover, recover_unproven
+from mcore_ckpt_ext.layout.sidecar import RecordedDigests
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, LogicalTensor
+from mcore_ckpt_ext.optimizers.digests import contradicts
 from mcore_ckpt_ext.optimizers.encoding import Holder
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.extents import Extent
@@ -99,12 +101,14 @@ class FlatBuffers(OptimizerState):
         weights: Source,
         transfer: Transfer,
         proof: Proof = BY_ROUNDING,
+        digests: Iterable[RecordedDigests] = (),
     ) -> None:
         self._proof = proof
         self.models = models
+        self.transfer = transfer
+        self.digests = {(recorded.child, recorded.index): recorded.parameters for recorded in digests}
         self._proposals = proposals
         self._weights = weights
-        self._transfer = transfer
         self._recovered: dict[GroupKey, RecoveredLayout] = {}
         self._state = state
         self._arrays = state.arrays
@@ -190,7 +194,10 @@ class FlatBuffers(OptimizerState):
         key = (group.child, group.index)
         if key not in self._recovered:
             if any(kind == PARAM_REMAINDER for _, kind in self._arrays[key]):
-                self._recovered[key] = recover_unproven(group, self.models, self._proposals())
+                contradiction = partial(contradicts, self, group)
+                self._recovered[key] = recover_unproven(
+                    group, self.models, self._proposals(), contradiction, is_recorded=key in self.digests
+                )
             else:
                 self._recovered[key] = recover(group, self.models, self._proposals(), self, self._proof)
         return self._recovered[key]
@@ -215,11 +222,11 @@ class FlatBuffers(OptimizerState):
         """`count` fp32 masters from element `start` of a bucket."""
         source = self._arrays[group.child, group.index][key, FP32_PARAM]
         whole = Region.whole("masters", (source.numel,))
-        return read_slice(source, self._transfer, FP32_PARAM, Slice((whole,), start, start + count))
+        return read_slice(source, self.transfer, FP32_PARAM, Slice((whole,), start, start + count))
 
     def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
         """`count` elements from element `start` of the flattening of regions of a weight, in the stored dtype."""
-        return read_slice(self._weights, self._transfer, "weight", Slice(regions, start, start + count))
+        return read_slice(self._weights, self.transfer, "weight", Slice(regions, start, start + count))
 
     def _groups_of(self, name: str) -> list[OptimizerGroup]:
         ranks = self.models.ranks_of(name)
@@ -283,7 +290,8 @@ def flat_optimizer(
         models: the parameters that may lie in them.
     """
     proposals = partial(holder.proposals, rules, models)
-    return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof)
+    digests = holder.sidecar.digests if holder.sidecar else ()
+    return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, digests)
 
 
 def cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:

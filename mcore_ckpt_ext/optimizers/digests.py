@@ -1,0 +1,104 @@
+"""Digests that the sidecar recorded of flat optimizer state, compared with what is stored.
+
+Remainders of masters go with any weight, so that nothing in a checkpoint shows one that is misplaced. A digest of each
+parameter's state, from the save on, does: it tells which values lay at which elements of which parameter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import TYPE_CHECKING
+
+from mcore_ckpt_ext.errors import ProofError, some
+from mcore_ckpt_ext.layout.buckets import BucketKey, GroupLayout, OptimizerGroup, Placement
+from mcore_ckpt_ext.layout.digest import added, digest_of, written
+from mcore_ckpt_ext.model_space.slices import Region, Slice, numel_of
+from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
+from mcore_ckpt_ext.transfer import read_slice
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
+
+_BLOCK = 1 << 22
+# Elements that decide between two layouts: the smallest parameters first, so that many take part.
+_ENOUGH = 1 << 20
+
+Placed = tuple[OptimizerGroup, BucketKey, Placement]
+
+
+def differing(buffers: FlatBuffers, kinds: Collection[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
+    """Where stored state is not what was saved, in words; empty where nothing was recorded.
+
+    Args:
+        buffers: the state.
+        kinds: what to look at; by default all that was recorded.
+        share: of how many parts the work has, this one: number and count.
+    """
+    placed = [
+        (group, key, placement)
+        for group in buffers.groups.values()
+        for key, placements in (buffers.layout_of(group).layout.items() if buffers.digests else ())
+        for placement in placements
+    ]
+    part, parts = share
+    return [problem for item in placed[part::parts] for problem in _problems(buffers, item, kinds)]
+
+
+def contradicts(buffers: FlatBuffers, group: OptimizerGroup, layout: GroupLayout) -> str | None:
+    """Why a proposed layout is not that of the recorded digests, by samples; None where it is, or none are recorded."""
+    placed = sorted(
+        ((group, key, placement) for key, placements in layout.items() for placement in placements),
+        key=lambda item: numel_of(item[2].regions),
+    )
+    looked_at = 0
+    for item in placed:
+        if looked_at and looked_at + numel_of(item[2].regions) > _ENOUGH:
+            return None
+        looked_at += numel_of(item[2].regions)
+        for problem in _problems(buffers, item, (PARAM_REMAINDER,)):
+            return problem
+    return None
+
+
+def check_digests(buffers: FlatBuffers, where: str, share: tuple[int, int] = (0, 1)) -> None:
+    """Refuse remainders that are not those that were saved.
+
+    Raises:
+        ProofError: of some parameter they are not.
+    """
+    problems = differing(buffers, (PARAM_REMAINDER,), share)
+    if problems:
+        raise ProofError(
+            "masters are stored as what bf16 weights lack, and not as they were saved",
+            found=some(problems),
+            expected="the digests that the sidecar recorded at the save",
+            where=where,
+            helps="the checkpoint is damaged, or its sidecar is that of another one: use another iteration",
+        )
+
+
+def _problems(buffers: FlatBuffers, placed: Placed, kinds: Collection[str] | None) -> Iterator[str]:
+    group, key, placement = placed
+    recorded = buffers.digests.get((group.child, group.index))
+    if recorded is None:
+        return
+    of_kinds = recorded.get(placement.name, {})
+    for kind in of_kinds if kinds is None else kinds:
+        if kind not in of_kinds:
+            yield f"{kind} of {placement.name} in {group}: no digest of it was recorded"
+        elif (found := _stored(buffers, placed, kind)) != of_kinds[kind]:
+            yield f"{kind} of {placement.name} at {placement.start} of {key}, {group}: digest {found}, {of_kinds[kind]}"
+
+
+def _stored(buffers: FlatBuffers, placed: Placed, kind: str) -> str | None:
+    group, key, placement = placed
+    array = buffers.arrays[group.child, group.index].get((key, kind))
+    if array is None:
+        return None
+    whole, numel = (Region.whole(kind, (array.numel,)),), numel_of(placement.regions)
+    parts = []
+    for begin in range(0, numel, _BLOCK):
+        stop = min(begin + _BLOCK, numel)
+        wanted = Slice(whole, placement.start + begin, placement.start + stop)
+        parts.append(digest_of(read_slice(array, buffers.transfer, kind, wanted), begin))
+    return written(added(*parts))
