@@ -297,7 +297,7 @@ class JobArguments:
         """An argument that a table names; None where it is not known.
 
         Raises:
-            UnsupportedCheckpointError: it is none that is looked at here, and the source does not state it either.
+            UnsupportedCheckpointError: nothing here looks at it, and the source does not state it either.
         """
         if name in FIELDS:
             return getattr(self, name)

@@ -1,4 +1,4 @@
-"""The arguments of a job as its model follows from them, and the sizes of parameters that follow in turn."""
+"""The model that follows from the arguments of a job, and the sizes of parameters that follow from the model."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mcore_ckpt_ext.model_space.names import LayerSpec, module_and_leaf, of_expe
 
 @dataclass(frozen=True, kw_only=True)
 class ModelArguments:
-    """What makes a model, complete: every argument has a value.
+    """Everything that defines a model: every argument has a value.
 
-    A default here is what an argument means where a job does not have it, because its version did not yet
+    A default here is what an argument means where a job does not have it because its version did not have it yet
     (megatron/training/arguments.py and TransformerConfig, megatron/core/transformer/transformer_config.py, core_v0.7.0
     to 0.19.2). None is Megatron's own None.
 
     Attributes:
-        job: what the job states, of which this is made.
+        job: what the job states, from which this was made.
     """
 
     job: JobArguments = field(repr=False)
@@ -102,15 +102,15 @@ class ModelArguments:
     mtp_num_layers: int | None = None
 
     def value(self, name: str) -> Any:
-        """An argument that a table names; of one that makes no model what the job states, None where it does not.
+        """An argument that a table names; if the model does not depend on it, what the job states, or None.
 
         Raises:
-            UnsupportedCheckpointError: it is none that is looked at here, and the job does not state it either.
+            UnsupportedCheckpointError: nothing here looks at it, and the job does not state it either.
         """
         return getattr(self, name) if name in _NAMES else self.job.value(name)
 
     def known(self, name: str) -> Any:
-        """As `value`, of an argument that must be known.
+        """Like `value`, for an argument that must be known.
 
         Raises:
             UnsupportedCheckpointError: it is not.
@@ -132,7 +132,7 @@ def complete(job: JobArguments) -> ModelArguments:
     """The model that follows from the arguments of a job.
 
     Raises:
-        UnsupportedCheckpointError: the job does not say of what size it is.
+        UnsupportedCheckpointError: the job does not say how large it is.
     """
     known = {name: value for name in _NAMES if (value := getattr(job, name)) is not None}
     for old, new in (("norm_epsilon", "layernorm_epsilon"), ("apply_layernorm_1p", "layernorm_zero_centered_gamma")):
@@ -240,7 +240,7 @@ def _norm(module: str, leaf: str, arguments: ModelArguments) -> tuple[int, ...] 
 
 
 def spec_name(name: str, arguments: ModelArguments) -> str:
-    """The model-space name under the layer spec that the arguments choose, of one under Transformer Engine's."""
+    """A model-space name of Transformer Engine's layer spec, under the spec that the arguments choose."""
     if arguments.transformer_impl != "local":
         return name
     return under_spec(name, LayerSpec.LOCAL_LATENT if arguments.multi_latent_attention else LayerSpec.LOCAL)

@@ -1,7 +1,7 @@
-"""`run_config.yaml`, by which Megatron-Bridge knows the model of a checkpoint.
+"""`run_config.yaml`, from which Megatron-Bridge knows the model of a checkpoint.
 
-Source: `load_model_config` (training/model_load_save.py) and the providers below models/ of megatron-bridge 0.3.1. What
-is JSON is YAML, too.
+Source: `load_model_config` (training/model_load_save.py) and the providers below models/ of megatron-bridge 0.3.1. JSON
+is YAML, too.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _rope() -> Setting:
 
 
 def scaled_gates(missing: float) -> Setting:
-    """The factor of the chosen experts' weights; `missing`: what its absence from a config means."""
+    """The factor on the chosen experts' weights; `missing`: what its absence from a config means."""
     return Both(
         ("routed_scaling_factor",),
         lambda arguments: {"routed_scaling_factor": float(arguments.moe_router_topk_scaling_factor or 1.0)},
@@ -92,7 +92,7 @@ def _layers() -> Setting:
 
 
 def _shared() -> Setting:
-    """All shared experts together are one in Megatron."""
+    """All shared experts together form one in Megatron."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         size = arguments.known("moe_shared_expert_intermediate_size")

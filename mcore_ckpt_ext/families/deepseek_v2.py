@@ -31,7 +31,7 @@ def _limits(config: Config) -> dict[str, Any]:
 
 
 class DeepSeekV2(Family):
-    """Experts are chosen after softmax, and not normalised among themselves."""
+    """Experts are chosen after softmax, and their weights are not normalised among themselves."""
 
     model_type = "deepseek_v2"
     architecture = "DeepseekV2ForCausalLM"

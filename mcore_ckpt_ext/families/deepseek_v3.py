@@ -36,7 +36,7 @@ def _limits(config: Config) -> dict[str, Any]:
 
 
 class DeepSeekV3(Family):
-    """Experts are chosen by a sigmoid and a bias that training moves, and normalised among themselves."""
+    """Experts are chosen by a sigmoid and a bias that training moves; their weights are normalised among themselves."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
@@ -60,7 +60,7 @@ class DeepSeekV3(Family):
     )
 
     def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
-        """The layers after the last one, too, which predict further tokens."""
+        """Also the layers after the last one, which predict further tokens."""
         further = int(config.get("num_nextn_predict_layers", 1) or 0)
         following = range(arguments.num_layers, arguments.num_layers + further)
         return super().without_place(names, arguments, config) | {

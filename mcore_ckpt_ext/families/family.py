@@ -1,7 +1,7 @@
 """What a model family is: how Hugging Face's tensors are made of Megatron's rows, and how the two configurations match.
 
-A Hugging Face tensor, read row by row, is some regions of Megatron's parameters one after the other. This one sentence
-serves both directions: as what a file to be written wants, and as what a file that is there holds.
+A Hugging Face tensor, read row by row, consists of regions of Megatron's parameters, one after the other. This one
+sentence serves both directions: it says what a file to be written wants, and what an existing file holds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from mcore_ckpt_ext.families.values import check_plain
 from mcore_ckpt_ext.model_space.slices import Region
 
 Condition = Callable[[ModelArguments, int], bool]
-"""Told a job's arguments and the decoder layer (0 outside of the layers), whether a rule holds there."""
+"""Says, for a job's arguments and a decoder layer (0 outside the layers), whether a rule holds there."""
 
 
 def always(arguments: ModelArguments, layer: int) -> bool:
@@ -51,7 +51,7 @@ def untied(arguments: ModelArguments, layer: int) -> bool:
 
 @dataclass(frozen=True)
 class Rule:
-    """Where a tensor of Hugging Face's comes from.
+    """Where a Hugging Face tensor comes from.
 
     Attributes:
         hugging_face: its name; `{layer}` and `{expert}` stand for every layer and expert.
@@ -71,9 +71,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class HuggingFaceTensor:
-    """A tensor of Hugging Face's: its name, its shape, and the regions that it is, one after the other.
+    """A Hugging Face tensor: its name, its shape, and the regions that it consists of, one after the other.
 
-    `transposed`: the regions are rows of one matrix, and the tensor is that matrix the other way round.
+    `transposed`: the regions are rows of one matrix, and the tensor is the transpose of that matrix.
     """
 
     name: str
@@ -84,17 +84,17 @@ class HuggingFaceTensor:
 
 
 class Family:
-    """One model family. A new one states the attributes; methods are for what they cannot say.
+    """One model family. A new one states the attributes, and overrides methods for what attributes cannot say.
 
     Attributes:
         model_type: as in `config.json`.
         architecture: the class of transformers.
-        rules: of all tensors, in the order of transformers' `state_dict`.
-        also_read: other layouts of the same tensors that folders in the wild have; never written.
-        settings: of everything that both configurations say.
-        left_out: patterns of Hugging Face tensors that have no place in Megatron, told and not converted.
-        megatron_left_out: of Megatron's that have none in a Hugging Face folder.
-        optional_prefix: what names in folders in the wild may lack at their beginning.
+        rules: for all tensors, in the order of transformers' `state_dict`.
+        also_read: other forms of the same tensors that folders in the wild have; never written.
+        settings: for everything that both configurations say.
+        left_out: patterns of Hugging Face tensors that have no place in Megatron; they are reported, not converted.
+        megatron_left_out: patterns of Megatron's tensors that have no place in a Hugging Face folder.
+        optional_prefix: a beginning that names in folders in the wild may lack.
         bridge_provider: the family's own class in Megatron-Bridge, below `megatron.bridge.models`, if it needs one.
     """
 
@@ -142,20 +142,20 @@ class Family:
         return [reason for setting in self.settings for reason in setting.misfits(arguments)]
 
     def rather_another(self, arguments: ModelArguments) -> list[str]:
-        """Why a model with these arguments, which would fit, rather bears another family's name if nobody says so."""
+        """Why a model that fits should bear another family's name, unless the user says otherwise."""
         return []
 
     def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
-        """Those of a folder's tensors that have no place in Megatron, told and not converted."""
+        """Those of a folder's tensors that have no place in Megatron; they are reported, not converted."""
         tied = set() if arguments.untie_embeddings_and_output_weights else {"lm_head.weight"}
         return set(matching(names, self.left_out)) | (tied & set(names))
 
     def __repr__(self) -> str:
-        """The same in every process, for an interrupted conversion is known by what it was told."""
+        """The same in every process, because an interrupted conversion is recognised by its options."""
         return f"{type(self).__module__}:{self.name}"
 
     def notices(self, arguments: ModelArguments) -> list[str]:
-        """What a user should know of models with these arguments."""
+        """What a user should know about models with these arguments."""
         return []
 
     def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:
@@ -215,12 +215,12 @@ def _pattern(template: str) -> re.Pattern[str]:
 
 
 def matching(names: Collection[str], patterns: Sequence[str]) -> list[str]:
-    """The names that one of the patterns is found in."""
+    """The names that contain one of the patterns."""
     return [name for name in names if any(re.search(pattern, name) for pattern in patterns)]
 
 
 def parameter_shapes(tensors: Sequence[HuggingFaceTensor]) -> Mapping[str, tuple[int, ...]]:
-    """Megatron's parameters that tensors are made of, and their shapes.
+    """Megatron's parameters that the tensors consist of, and their shapes.
 
     Raises:
         UnsupportedCheckpointError: rows of a parameter are left out, or taken twice.

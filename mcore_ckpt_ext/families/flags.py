@@ -1,6 +1,6 @@
 """The flags of `pretrain_gpt.py` for a model that comes from Hugging Face.
 
-`--use-checkpoint-args` takes over only a part of them (`load_args_from_checkpoint`, megatron/training/checkpointing.py,
+`--use-checkpoint-args` adopts only some of them (`load_args_from_checkpoint`, megatron/training/checkpointing.py,
 core_v0.19.2: neither the norms' epsilon nor anything of latent attention, for example).
 """
 

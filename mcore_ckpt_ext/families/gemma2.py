@@ -26,7 +26,7 @@ _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
 def _windows(config: Config) -> dict[str, Any]:
-    """Every second layer sees a window, the first one does."""
+    """Every second layer sees a window, beginning with the first."""
     kinds = config.get("layer_types")
     expected = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])]
     if kinds is not None and kinds != expected:
@@ -51,7 +51,7 @@ def _scalar(arguments: ModelArguments) -> dict[str, Any]:
 class Gemma2(Family):
     """Norms on both sides of attention and MLP, logits capped, embeddings scaled, tied.
 
-    `GPTModel` of Megatron Core builds none of the first three: names are those of Megatron-Bridge's provider, whose
+    `GPTModel` of Megatron Core builds none of the first three; the names are those of Megatron-Bridge's provider, whose
     norms after a block are part of the linear before them (`TERowParallelLinearLayerNorm`, gemma/gemma2_provider.py).
     """
 

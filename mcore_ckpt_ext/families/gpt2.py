@@ -15,7 +15,7 @@ _QKV = joined(QUERY, KEY, VALUE)
 
 
 def _why_not(arguments: ModelArguments) -> list[str]:
-    """Hugging Face's GPT-2 knows no grouped queries, no heads of another size, and no output layer of its own."""
+    """Hugging Face's GPT-2 has no grouped queries, no heads of another size, and no output layer of its own."""
     heads, hidden = arguments.num_attention_heads, arguments.hidden_size
     grouped = arguments.num_query_groups != heads or arguments.kv_channels * heads != hidden
     return ["grouped queries, or heads of a size of their own"] if grouped else []
@@ -39,7 +39,7 @@ def _fusion(config: Config) -> dict[str, Any]:
 
 
 class GPT2(Family):
-    """Layer norms, learned positions, biases everywhere, tied; its matrices lie the other way round (Conv1D)."""
+    """Layer norms, learned positions, biases everywhere, tied; its matrices are transposed (Conv1D)."""
 
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"

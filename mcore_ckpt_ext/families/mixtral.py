@@ -28,7 +28,7 @@ def _why_not(arguments: ModelArguments) -> list[str]:
 
 
 class Mixtral(Family):
-    """As Mistral, with experts in every layer; the chosen experts' logits are normalised among themselves."""
+    """Like Mistral, with experts in every layer; the chosen experts' logits are normalised among themselves."""
 
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"

@@ -16,7 +16,7 @@ OUTPUT = (
 
 
 def attention(leaf: str = "weight") -> tuple[Rule, ...]:
-    """Queries, keys and values, of their weights or their biases."""
+    """Queries, keys and values: their weights or their biases."""
     qkv = f"{_OURS}.self_attention.linear_qkv.{leaf}"
     return (
         Rule(f"{_THEIRS}.self_attn.q_proj.{leaf}", qkv, QUERY),
@@ -54,7 +54,7 @@ _EXPERT = f"{_OURS}.mlp.experts.experts.{{expert}}"
 def experts(
     module: str = "mlp", router: str = "gate", gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
 ) -> tuple[Rule, ...]:
-    """Router and experts under Hugging Face's names of them."""
+    """Router and experts under Hugging Face's names."""
     theirs = f"{_THEIRS}.{module}"
     each = f"{theirs}.experts.{{expert}}"
     return (
@@ -65,7 +65,7 @@ def experts(
     )
 
 
-# As the models of transformers 5 hold them, and `save_pretrained(save_original_format=False)` writes them.
+# As models of transformers 5 hold them, and as `save_pretrained(save_original_format=False)` writes them.
 STACKED_EXPERTS = (
     Rule(f"{_THEIRS}.mlp.experts.gate_up_proj", f"{_EXPERT}.linear_fc1.weight", where=with_experts),
     Rule(f"{_THEIRS}.mlp.experts.down_proj", f"{_EXPERT}.linear_fc2.weight", where=with_experts),
@@ -73,7 +73,7 @@ STACKED_EXPERTS = (
 
 
 def shared_experts(module: str) -> tuple[Rule, ...]:
-    """The shared expert under Hugging Face's name of it."""
+    """The shared expert under Hugging Face's name."""
     ours, theirs = f"{_OURS}.mlp.shared_experts", f"{_THEIRS}.mlp.{module}"
     return (
         Rule(f"{theirs}.gate_proj.weight", f"{ours}.linear_fc1.weight", GATE, with_experts),

@@ -9,7 +9,7 @@ from mcore_ckpt_ext.families.settings import Fixed, Needs
 
 
 class Qwen2(Family):
-    """As Llama, with biases of queries, keys and values; tied in the small models."""
+    """Like Llama, with biases of queries, keys and values; tied in the small models."""
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"

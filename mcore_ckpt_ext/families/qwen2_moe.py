@@ -15,7 +15,7 @@ _SHARED_GATE = Rule(
 
 
 class Qwen2MoE(Family):
-    """As Qwen2, with experts and a shared expert behind a gate of its own."""
+    """Like Qwen2, with experts and a shared expert behind a gate of its own."""
 
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families.settings import Both, Config, Same, Setting, Size, 
 
 
 def expert_layers() -> Setting:
-    """Which layers have experts: every `decoder_sparse_step`-th but `mlp_only_layers`, against a frequency or list."""
+    """Which layers have experts: every `decoder_sparse_step`-th but not `mlp_only_layers`; to Megatron, a list."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         layers = range(arguments.num_layers)
@@ -58,8 +58,8 @@ def expert_settings(count: int, chosen: int, width: int) -> tuple[Setting, ...]:
 
     Args:
         count: experts.
-        chosen: experts a token goes to.
-        width: of an expert.
+        chosen: experts that a token goes to.
+        width: the width of an expert.
     """
     return (
         expert_count(count), expert_layers(), normalised_choice(), SOFTMAX_ROUTING,

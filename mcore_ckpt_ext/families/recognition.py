@@ -1,4 +1,4 @@
-"""Which family a checkpoint is of: from its arguments and names, from `config.json`, or from the user."""
+"""Which family a checkpoint belongs to: from its arguments and names, from `config.json`, or from the user."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Fit:
-    """A family, and why a checkpoint is not of it; no reason where it is."""
+    """A family, and the reasons why a checkpoint does not belong to it; none where it does."""
 
     family: Family
     arguments: ModelArguments
@@ -40,10 +40,10 @@ class Fit:
 
 
 def family_named(name: str) -> Family:
-    """The family that the user names: a name or `model_type` of one here, or `path.py:Class`.
+    """The family that the user names: by name or `model_type`, or as `path.py:Class`.
 
     Raises:
-        UnsupportedCheckpointError: there is none.
+        UnsupportedCheckpointError: there is no such family.
     """
     if ".py:" in name:
         return _from_file(*name.rsplit(":", 1))
@@ -101,8 +101,8 @@ def family_of_megatron(
     Args:
         arguments: completed, with the true `vocab_size`.
         names: of its weights, in model space.
-        wanted: what the user says that it is.
-        once: the `model_type` that it had in a Hugging Face folder, if it comes from one.
+        wanted: the family that the user names.
+        once: the `model_type` that it had in a Hugging Face folder, if it came from one.
 
     Raises:
         UnsupportedCheckpointError: none fits, or several do.
@@ -132,7 +132,7 @@ def family_of_megatron(
 
 
 def fit(family: Family, arguments: ModelArguments, names: Collection[str]) -> Fit:
-    """How a Megatron checkpoint fits a family, under whichever layer spec its names are of."""
+    """How a Megatron checkpoint fits a family, under the layer spec that its names follow."""
     if misfits := family.misfits(arguments):
         return Fit(family, arguments, misfits)
     left_out = set(matching(names, family.megatron_left_out))

@@ -1,4 +1,4 @@
-"""Which rows of one of Megatron's parameters make up a tensor of Hugging Face's, and in which order."""
+"""Which rows of one of Megatron's parameters make up a Hugging Face tensor, and in which order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rows:
-    """Spans of rows, one after the other; `transposed`: Hugging Face stores the matrix the other way round.
+    """Spans of rows, one after the other; `transposed`: Hugging Face stores the matrix transposed.
 
     `spans` is told the number of rows and the job's arguments.
     """
@@ -56,5 +56,5 @@ def joined(*parts: Rows) -> Rows:
 
 
 def transposed(rows: Rows) -> Rows:
-    """The same, where Hugging Face stores the matrix the other way round (GPT-2's Conv1D)."""
+    """The same, where Hugging Face stores the matrix transposed (GPT-2's Conv1D)."""
     return Rows(rows.spans, transposed=True)

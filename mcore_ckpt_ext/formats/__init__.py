@@ -1,1 +1,1 @@
-"""One module a format: from its bytes to slices of model space."""
+"""The formats of checkpoints: from their bytes to slices of model space, and back to files."""

@@ -1,4 +1,4 @@
-"""The interface of an open checkpoint, the same for every format, and what the formats share."""
+"""The interface of an open checkpoint, the same for every format, and what all formats share."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Weights(Source, Protocol):
         """All names."""
 
     def copies(self, kind: str, name: str) -> Copies:
-        """The parts of a tensor, and of each part its copies."""
+        """The parts of a tensor, and the copies of each part."""
 
 
 class Checkpoint(ABC):
@@ -61,7 +61,7 @@ class Checkpoint(ABC):
 
         Raises:
             UnreadableCheckpointError: metadata is missing or damaged.
-            UnsupportedCheckpointError: it is of a kind that is not read.
+            UnsupportedCheckpointError: its kind is not read.
         """
         self.folder = folder
         self.reader = folder_reader(folder)
@@ -86,11 +86,11 @@ class Checkpoint(ABC):
 
     @property
     def optimizer_format(self) -> str | None:
-        """The same, and None where the optimizer is to be left out."""
+        """The same, but None where the optimizer is to be left out."""
         return None if self._without_optimizer else self.stored_optimizer_format
 
     def leave_out_optimizer(self) -> None:
-        """From now on the checkpoint is one of weights alone."""
+        """From now on, treat the checkpoint as one of weights alone."""
         self._without_optimizer = True
 
     def unread(self, *, objects: bool = True) -> list[Unread]:
@@ -118,8 +118,8 @@ class Checkpoint(ABC):
     def chain(self) -> list[dict[str, Any]]:
         """The settings of each chained optimizer, as the common state of `torch_dist` has them.
 
-        Groups without parameters, and a step where it is no group's. Empty where DistributedOptimizers hold everything,
-        or can: their groups follow from `param_groups`.
+        Groups without their parameters, and the step where no group has it. Empty where DistributedOptimizers hold
+        everything, or can: their groups follow from `param_groups`.
         """
         return []
 
@@ -166,16 +166,16 @@ class Checkpoint(ABC):
 
     @property
     def released(self) -> bool:
-        """Whether it is a model to begin with, of no iteration of a job (Megatron's `release` folder)."""
+        """Whether it is a model to start from, not an iteration of a job (Megatron's `release` folder)."""
         return self.folder.name == RELEASE
 
     @property
     def vocabulary(self) -> int | None:
-        """Tokens of the vocabulary without padding, where the format itself says."""
+        """The number of tokens in the vocabulary without padding, where the format itself gives it."""
         return None
 
     def notices(self) -> list[str]:
-        """What whoever converts it should know."""
+        """What a user who converts it should know."""
         problem = self.sidecar_problem
         found = [f"{SIDECAR_FILE} is not believed, for it cannot be read: {problem}"] if problem else []
         state = self.optimizer if self.optimizer_format else None
@@ -189,12 +189,12 @@ class Checkpoint(ABC):
         return found
 
     def companions(self) -> dict[str, bytes]:
-        """Small files that belong to the model, its tokenizer for example, by name."""
+        """Small files that belong to the model, such as its tokenizer, by name."""
         return companions(self.folder, self.companions_below)
 
     @property
     def companions_below(self) -> str:
-        """In which folder of the checkpoint they lie; empty for the checkpoint itself."""
+        """The folder within the checkpoint that holds them; empty for the checkpoint itself."""
         return TOKENIZER_FOLDER
 
     @cached_property
@@ -262,7 +262,7 @@ class Checkpoint(ABC):
         return (WEIGHT, *(self.optimizer.kinds if self.optimizer_format else ()))
 
     def carried_kinds(self) -> tuple[str, ...]:
-        """The kinds that hold all there is, without those that others were derived from."""
+        """The kinds that together hold everything, without those from which others are derived."""
         return (WEIGHT, *(self.optimizer.carried_kinds if self.optimizer_format else ()))
 
     def names(self, kind: str) -> list[str]:
@@ -302,7 +302,7 @@ class Checkpoint(ABC):
         return proof_of(self.arguments)
 
     def follow_from_weights(self, name: str) -> bool:
-        """Whether a parameter's masters are made from its very weights, which leaves nothing to prove."""
+        """Whether a parameter's masters are derived from its own weights, which leaves nothing to prove."""
         return self.derivation(FP32_PARAM, name) is not None
 
     def tensor(self, kind: str, name: str) -> TensorHandle:

@@ -1,4 +1,4 @@
-"""Opening a checkpoint: from a path that a user has to the one interface of all formats."""
+"""Opening a checkpoint: from a user's path to the one interface of all formats."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ def open_checkpoint(
         path: a run folder (its newest iteration is taken), an `iter_XXXXXXX` or `release` folder,
             a folder in `canonical`, one of Hugging Face's, or one that ColossalAI's Booster saved.
         witnesses: parameter orders to try when the layout of the gradient buffers is recovered.
-        family: of a Hugging Face folder, where its `config.json` names none that is known.
-        transformer_impl: the layer spec under whose names a Hugging Face folder is seen.
+        family: the family of a Hugging Face folder whose `config.json` names no known one.
+        transformer_impl: the layer spec whose names a Hugging Face folder is read under.
 
     Raises:
         UnreadableCheckpointError: there is no finished checkpoint.
-        UnsupportedCheckpointError: it is of a kind that this version does not read.
+        UnsupportedCheckpointError: this version does not read its kind.
 
     Example:
         >>> checkpoint = open_checkpoint("run")

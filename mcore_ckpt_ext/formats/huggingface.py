@@ -70,7 +70,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             folder: the folder.
             witnesses: see `Checkpoint`.
             family: of the model; by default as `config.json` says.
-            transformer_impl: the layer spec of the job that is to read it, for its names differ.
+            transformer_impl: the layer spec of the job that will read it, because its names differ.
             below: the folder in it that the model lies in.
 
         Raises:
@@ -87,7 +87,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._weights = _Weights(self._matched(stored))
 
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
-        """Every tensor that the configuration asks for, with the one that is there; nothing may remain."""
+        """Match every tensor that the configuration asks for with one that is there; none may remain."""
         prefix = self.family.optional_prefix
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
@@ -120,7 +120,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return [(tensor, stored[name]) for name, tensor in expected.items()]
 
     def _check_tied(self, stored: Mapping[str, StoredTensor]) -> None:
-        """A tied model's own copy of the output layer is left out, so it must be one."""
+        """Check that a tied model's own output layer, which is left out, really is a copy."""
         copy = stored.get("lm_head.weight")
         embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
         if self._model.untie_embeddings_and_output_weights or copy is None or embedding is None:
@@ -146,7 +146,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     @cached_property
     def common(self) -> dict[str, Any]:
-        """What a release checkpoint says of the job that reads it."""
+        """What a release checkpoint says about the job that will read it."""
         dtypes = self._weights.dtypes
         arguments = {
             **self._model.stated(),
@@ -196,7 +196,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return self._below
 
     def notices(self) -> list[str]:
-        """What a user should know of this model."""
+        """What a user should know about this model."""
         explained = {key for setting in self.family.settings for key in setting.keys}
         others = sorted(self.config.keys() - explained - _HARMLESS)
         found = self.family.notices(self._model)
@@ -213,7 +213,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         return training_flags(complete(self.arguments))
 
     def run_config(self) -> str:
-        """What Megatron-Bridge asks of a checkpoint of this model."""
+        """What Megatron-Bridge asks for in a checkpoint of this model."""
         return run_config(self.family, complete(self.arguments))
 
     @property
@@ -245,9 +245,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         return None
 
     def extra_states(self) -> Mapping[str, Any]:
-        """What fresh modules store, for Megatron misses it otherwise.
+        """What newly made modules store: Megatron would miss it otherwise.
 
-        Of the Transformer Engine spec every linear and norm has an empty one, of the local spec the linears have None
+        With the Transformer Engine spec every linear and norm has an empty one; with the local spec linears have None
         (`get_extra_state`, extensions/transformer_engine.py and tensor_parallel/layers.py, core_v0.12 to 0.19.2).
         """
         engine = self._model.transformer_impl == TRANSFORMER_ENGINE
@@ -294,7 +294,7 @@ class _Weights(StoredOnce):
 
     @property
     def dtypes(self) -> list[str]:
-        """All dtypes, the one of most elements first."""
+        """All dtypes, the one with the most elements first."""
         elements: dict[str, int] = {}
         for tensor in self._tensors.values():
             elements[tensor.dtype] = elements.get(tensor.dtype, 0) + prod(tensor.shape)

@@ -1,4 +1,4 @@
-"""A folder as transformers lays it out: its weights' files and where each tensor lies, its small files beside them."""
+"""A folder as transformers lays it out: files of weights, where each tensor lies, and the small files beside them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StoredTensor:
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a folder looks like one of transformers' or PEFT's."""
+    """Whether a folder looks like one that transformers or PEFT wrote."""
     # Canonical folders have an index of the same name, and Megatron's may hold anything beside their own files.
     if any((folder / name).exists() for name in ("common.json", "metadata.json")):
         return False
@@ -177,7 +177,7 @@ def _joined(below: str, name: str) -> str:
 
 
 def refused_companions(folder: Path, below: str = "") -> dict[str, str]:
-    """Those that are there and not taken over, with the reason."""
+    """Those that are there but are not copied, with the reason."""
     found: dict[str, str] = {}
     for name in COMPANIONS:
         if is_remote(folder) or not os.path.lexists(folder / below / name):
@@ -198,7 +198,7 @@ def _why_unreadable(folder: Path, name: str) -> str | None:
 
 
 def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """A JSON object among small files; empty where there is none that can be read."""
+    """A JSON object among small files; empty where none can be read."""
     try:
         content = json.loads(files.get(name, b"{}"))
     except ValueError:
@@ -207,7 +207,7 @@ def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def tokens_of(files: Mapping[str, bytes]) -> int | None:
-    """The size of the vocabulary by a model's or tokenizer's own files; None where they do not tell.
+    """The size of the vocabulary according to a model's or tokenizer's own files; None where they do not say.
 
     `config.json` says how many rows the embedding has, which may be more than the tokenizer has tokens.
     """

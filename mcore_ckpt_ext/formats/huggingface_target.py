@@ -32,7 +32,7 @@ from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, json_file, lay_out_file
 from mcore_ckpt_ext.targets import HuggingFace
 
-# What belongs to the file that a folder's `config.json` was made from, and not to the model.
+# Keys that belong to the file that a folder's `config.json` was made from, not to the model.
 _OF_THE_FILE = {"torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map", "quantization_config"}
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SHOWN = 6
@@ -117,7 +117,7 @@ class HuggingFaceTarget:
         return [*files, json_file(GENERATION_CONFIG, generation), json_file(CONFIG, config, last=True)]
 
     def _config(self) -> dict[str, Any]:
-        """What the arguments say, and of a `config.json` beside them what they cannot say."""
+        """What the arguments say, and what only a `config.json` beside them can say."""
         family = self.fit.family
         config = family.config(self.fit.arguments)
         beside = json_of(self._companions, CONFIG)
@@ -133,7 +133,7 @@ class HuggingFaceTarget:
     def _vocabulary(self, arguments: JobArguments) -> int:
         known = self._options.vocab_size or self._checkpoint.vocabulary or tokens_of(self._companions)
         if known is None and arguments.vocab_size:
-            # Up to 0.17 the end of a document was one more (null_tokenizer.py).
+            # Up to 0.17 the end of a document was one token more (null_tokenizer.py).
             plain = arguments.tokenizer_type == "NullTokenizer" and not arguments.is_known("null_tokenizer_pad_id")
             known = arguments.vocab_size + plain
         if known is None:
@@ -145,7 +145,7 @@ class HuggingFaceTarget:
         return known
 
     def _check_shapes(self) -> None:
-        """What the arguments say of every parameter's shape must be so; the vocabulary may be padded."""
+        """Check that every parameter has the shape that the arguments imply; the vocabulary may be padded."""
         wrong = []
         for name, shape in parameter_shapes(self._tensors).items():
             found = self._checkpoint.named_tensor(WEIGHT, name).shape
@@ -159,7 +159,7 @@ class HuggingFaceTarget:
             )  # fmt: skip
 
     def _notes(self, missing: Sequence[str]) -> Iterator[str]:
-        """What whoever loads the folder should know; `missing`: tokens that `config.json` has no number for."""
+        """What a user who loads the folder should know; `missing`: tokens that `config.json` has no number for."""
         family = self.fit.family
         yield f"the model is a {family.name}"
         yield from family.notices(self.fit.arguments)
@@ -194,7 +194,7 @@ class HuggingFaceTarget:
 
 
 def _shards(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
-    """As `split_torch_state_dict_into_shards` of huggingface_hub: in order, a file is closed before it gets too big."""
+    """Like huggingface_hub's `split_torch_state_dict_into_shards`: in order; a file is closed before it is too big."""
     shard: list[_Tensor] = []
     size = 0
     for tensor in tensors:

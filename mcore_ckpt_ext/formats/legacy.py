@@ -116,7 +116,7 @@ class LegacyCheckpoint(Checkpoint):
 
     @cached_property
     def experts_apart(self) -> bool:
-        """One chained optimizer more than the dense chunks need."""
+        """Whether there is one chained optimizer more than the dense chunks need."""
         return self._children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
 
     def layers(self) -> list[list[range]]:
@@ -135,7 +135,7 @@ class LegacyCheckpoint(Checkpoint):
         return [[spans[rank, stage] for stage in range(self.layout.virtual_pipeline)] for rank in sorted(stages)]
 
     def orders(self) -> list[ParameterOrder]:
-        """The order of the stored model first: it is the very order that made the gradient buffers."""
+        """The order of the stored model first: it is the very order in which the gradient buffers were packed."""
         return [WitnessedOrder(STORED_ORDER, self.weights.registered()), *super().orders()]
 
     @override
@@ -148,7 +148,7 @@ class LegacyCheckpoint(Checkpoint):
         ]
 
     def chain(self) -> list[dict[str, Any]]:
-        """Adam in mixed precision is what a DistributedOptimizer holds as well, and becomes one."""
+        """Empty for Adam in mixed precision: a DistributedOptimizer holds the same, and it becomes one."""
         if self.optimizer_format != PER_PARAMETER:
             return []
         children = self._ranks[0].optimizers

@@ -39,7 +39,7 @@ class FlatStates:
         self._version = version
 
     def settings(self, rank: LegacyRank) -> Any:
-        """The rank's entry `optimizer`: of one optimizer its own, of several a list."""
+        """The rank's entry `optimizer`: the state of the only optimizer, or a list of several."""
         return _alone_or_all([self._settings(rank, child) for child in self._children])
 
     def buffers(self, rank: LegacyRank) -> Any:

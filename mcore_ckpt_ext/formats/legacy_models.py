@@ -65,7 +65,7 @@ class TargetModels:
         """Names of one model chunk's parameters, in the order of registration.
 
         Raises:
-            UnsupportedCheckpointError: it is not known, and an optimizer is to be written in that order.
+            UnsupportedCheckpointError: the order is not known, and an optimizer is to be written in it.
         """
         chunk = (self.local.chunks or [])[rank.pipeline][stage]
         names = [name for name in chunk if self._holds(rank, name)]
@@ -81,7 +81,7 @@ class TargetModels:
         )  # fmt: skip
 
     def module_buffers(self, rank: LegacyRank, stage: int) -> list[str]:
-        """Names of a chunk's tensors that are no parameters: biases of the experts' router, for example."""
+        """Names of a chunk's tensors that are not parameters: biases of the experts' router, for example."""
         span = self._layers(rank, stage)
         others = [name for name in self._checkpoint.weights.names() if name not in self.local.weights]
         return [name for name in others if (parse(name).layer or 0) in span]

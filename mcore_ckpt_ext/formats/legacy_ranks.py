@@ -117,7 +117,7 @@ class RankFolders:
         """The states of all ranks, the first pipeline rank's first.
 
         Raises:
-            UnreadableCheckpointError: there are not the folders that a job of that layout writes.
+            UnreadableCheckpointError: the folders are not those that a job of that layout writes.
         """
         names = folder_names(self._folder)
         states = [RankState(LegacyRank.of_folder(name, layout), name, self._load(name)) for name in names]
@@ -135,7 +135,7 @@ class RankFolders:
         return states
 
     def buffer_files(self, states: Sequence[RankState]) -> list[tuple[LegacyRank, str]]:
-        """The files of distributed optimizers, and whose they are; nothing is read."""
+        """The files of distributed optimizers, and the ranks that they belong to; nothing is read."""
         files = [(state.rank, f"{state.folder}/{OPTIMIZER_FILE}") for state in states]
         return [(rank, file) for rank, file in files if (self._folder / file).exists()]
 
@@ -152,7 +152,7 @@ class RankFolders:
         return StoredObject(file, 0, self._reader.size(file))
 
     def other_files(self, folder: str) -> Iterator[Path]:
-        """Files of a rank folder that are not read: of other optimizers (`layer_wise_optimizer_0.pt`)."""
+        """Files of a rank folder that are not read: those of other optimizers (`layer_wise_optimizer_0.pt`)."""
         for path in sorted((self._folder / folder).glob("*.pt")):
             if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
                 yield path

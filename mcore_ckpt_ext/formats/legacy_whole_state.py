@@ -41,7 +41,7 @@ class WholeStates:
                 self._kinds.setdefault(name, []).append(kind)
 
     def of_rank(self, parameters: Sequence[str], part: Part) -> Any:
-        """The rank's entry `optimizer`: of one optimizer its own, of several a list.
+        """The rank's entry `optimizer`: the state of the only optimizer, or a list of several.
 
         Args:
             parameters: what the rank trains, in the order of registration.
@@ -103,7 +103,7 @@ class WholeStates:
         return tensor is not None and tensor.dtype == "float32"
 
     def _child_of(self, name: str) -> int:
-        """The optimizer that steps a parameter: by what it keeps of it, and whether it is an expert's."""
+        """The optimizer that steps a parameter: known by the state that it keeps, and by whether it is an expert's."""
         found = [number for number, child in enumerate(self._chain) if self._steps(child, name)]
         if len(found) == 1:
             return found[0]

@@ -2,7 +2,7 @@
 
 Source: `save_checkpoint` and `_get_checkpoint_format`, megatron/training/checkpointing.py, core_v0.12.0 to 0.19.2:
 there is a `.metadata`, and neither a `metadata.json` nor a common state. An interrupted save of `torch_dist` has no
-`metadata.json` either, but its objects are numbered (`/shard_0_1`), and the arguments are no key of its own.
+`metadata.json` either, but its objects are numbered (`/shard_0_1`), and it has no key for the arguments alone.
 """
 
 from __future__ import annotations

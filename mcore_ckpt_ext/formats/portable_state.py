@@ -162,10 +162,10 @@ def portable_group(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def portable_chain(chain: Iterable[Mapping[str, Any]], experts_apart: bool) -> list[dict[str, Any]]:
-    """The settings of each chained optimizer, for a job in which experts have optimizers of their own, or have not.
+    """The settings of each chained optimizer, for a job in which experts do or do not have optimizers of their own.
 
     Raises:
-        UnsupportedCheckpointError: optimizers of different kinds would have to take experts in or give them away.
+        UnsupportedCheckpointError: optimizers of different kinds would have to take in experts or give them up.
     """
     children = [portable_child(child) for child in chain]
     groups = [group for child in children for group in inner_state(child)["param_groups"]]
@@ -192,7 +192,7 @@ def inner_state(child: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def portable_child(child: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of one chained optimizer: its groups, its scaler, and a step where it is no group's."""
+    """The settings of one chained optimizer: its groups, its scaler, and the step where no group has it."""
     inner: dict[str, Any] = {"param_groups": [portable_group(group) for group in inner_state(child)["param_groups"]]}
     step = (inner_state(child).get("state") or {}).get("common_step")
     if step is not None:

@@ -1,4 +1,4 @@
-"""The order in which the job that will read a checkpoint registers its parameters, as far as the source proves it."""
+"""The order in which the job that will read a checkpoint registers its parameters, as far as the source shows it."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def order_for(checkpoint: Checkpoint, arguments: JobArguments, experts_apart: bo
     Args:
         checkpoint: the source.
         arguments: Megatron's arguments of the job that will read.
-        experts_apart: there, experts have buffers of their own.
+        experts_apart: whether experts have buffers of their own there.
 
     Raises:
-        UnsupportedCheckpointError: the source follows no known order, and its own does not say where experts stand.
+        UnsupportedCheckpointError: the source follows no known order, and its own does not show where experts stand.
     """
     registered = _registered(checkpoint)
     for order in known_orders(arguments):

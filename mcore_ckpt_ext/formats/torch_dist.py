@@ -105,7 +105,7 @@ class TorchDistCheckpoint(Checkpoint):
 
     @cached_property
     def experts_apart(self) -> bool:
-        """One chained optimizer more than the dense chunks need."""
+        """Whether there is one chained optimizer more than the dense chunks need."""
         children = optimizer_children([*self._index.arrays, *self._index.objects])
         return children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
 
@@ -253,7 +253,7 @@ class TorchDistCheckpoint(Checkpoint):
 
 
 def _is_read(key: str) -> bool:
-    """Whether an object that is no optimizer's is read."""
+    """Whether an object that belongs to no optimizer is read."""
     name, _, _ = key.rpartition("/shard_")
     return key == COMMON_OBJECT or key.startswith(_RANDOM_STATE) or is_extra_state(name)
 

@@ -141,7 +141,7 @@ class TorchDistTarget:
         """Pickled objects by key: extra states, and the random states where their ranks keep their meaning."""
         counts: dict[str, tuple[int, ...]] = {}
         layers = [found for found in self._keys.values() if in_some_layer(found[0])]
-        # Experts are stacked always: whether layers are, an axis more tells.
+        # Experts are always stacked; one axis more shows that layers are, too.
         stacked = any(len(index) > of_experts(key) for key, index in layers)
         states: list[tuple[str, tuple[int, ...], Any]] = []
         for name, value in self._state.extra_states.items():
@@ -154,7 +154,7 @@ class TorchDistTarget:
         yield from self._random_states.items()
 
     def _random_state_objects(self) -> Iterator[tuple[str, Any]]:
-        """The states of the random generators by key; none where the reading job's ranks would be others."""
+        """The states of the random generators by key; none where the reading job has different ranks."""
         states = self._state.random_states
         grid = tuple(max(axis) + 1 for axis in zip(*states, strict=True)) if states else ()
         layout = self._checkpoint.layout

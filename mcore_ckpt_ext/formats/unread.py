@@ -1,4 +1,4 @@
-"""What a checkpoint stores and nothing here reads: by key, so that nobody takes a part for the whole."""
+"""What a checkpoint stores but nothing here reads, by key, so that nobody takes a part for the whole."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COMMON_KEYS = (
 RERUN_STATE = "rerun_state_machine"
 _STATE = re.compile(r"^(?:chained_\d+\.)*optimizer\.(?:state\.(?P<shaped>\w+?)\..+|distributed\..+\.(?P<flat>\w+))$")
 _OF_OPTIMIZER = re.compile(r"^(chained_\d+\.)*optimizer\.")
-# Of an optimizer's entry in a common state what is read, or says how the rest is stored.
+# The keys of an optimizer's entry in a common state that are read, or that say how the rest is stored.
 _READ_OF_OPTIMIZER = ("param_groups", "grad_scaler", "param_state_sharding_type")
 
 
@@ -37,10 +37,10 @@ class Unread:
 
     Attributes:
         key: as the checkpoint's own format has it.
-        kind: of optimizer state its kind (`momentum_buffer`), or `unknown`; `other` for everything else.
+        kind: the kind of optimizer state (`momentum_buffer`), or `unknown`; `other` for everything else.
         nbytes: size in bytes.
-        why: what is known of it; empty where nothing is.
-        carried: whether a conversion carries it all the same, as it is.
+        why: what is known about it; empty where nothing is.
+        carried: whether a conversion carries it over all the same, as it is.
     """
 
     key: str
@@ -51,7 +51,7 @@ class Unread:
 
     @property
     def of_optimizer(self) -> bool:
-        """Whether it is state of an optimizer."""
+        """Whether it belongs to an optimizer."""
         return self.kind != OTHER
 
 
@@ -69,7 +69,7 @@ def of_the_job(key: str, nbytes: int) -> Unread:
 
 
 def in_common_state(common: Mapping[str, Any], known: Iterable[str]) -> Iterator[Unread]:
-    """Tensors in a common state outside of what is known, and outside of what is read of the optimizer's entry."""
+    """Tensors in a common state other than the known ones, and other than what is read of the optimizer's entry."""
     for key, value in common.items():
         if key == RERUN_STATE:
             yield of_the_job(key, sum(nbytes for _, nbytes in tensors_in(value, ())))
@@ -102,7 +102,7 @@ def tensors_in(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ..
 
 
 def joined(found: Iterable[Unread]) -> list[Unread]:
-    """Each key once, with the bytes of all places that it was found in."""
+    """Each key once, with the bytes of all the places where it was found."""
     together: dict[str, Unread] = {}
     for item in found:
         before = together.get(item.key)

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 @dataclass(frozen=True, slots=True, order=True)
 class BucketKey:
-    """Which bucket of a group: gradient buffer, (parameter, gradient) dtypes as Megatron prints them, number."""
+    """A bucket of a group: its gradient buffer, (parameter, gradient) dtypes as Megatron prints them, and number."""
 
     buffer: int
     dtypes: str
@@ -90,7 +90,7 @@ class Bytes(Protocol):
 def misfit(layout: GroupLayout, group: OptimizerGroup) -> str | None:
     """Why a proposed layout cannot be that of a stored group, by sizes and chunk borders alone; None if it can.
 
-    Every parameter border inside of a bucket is a border of stored chunks, for the saver writes one chunk a
+    Every border of a parameter inside a bucket is a border of stored chunks, because the saver writes one chunk per
     parameter and rank (`sharded_param_state_dp_reshardable`, distrib_optimizer.py, core_v0.15.0 to 0.19.2).
     """
     if set(layout) != set(group.buckets):

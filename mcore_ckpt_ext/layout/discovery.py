@@ -25,7 +25,7 @@ _SAMPLE = 64
 
 @dataclass(frozen=True)
 class _Spot:
-    """A place in a bucket that holds a parameter, and which parameters' weights fit there."""
+    """A place in a bucket that holds a parameter, and the parameters whose weights fit there."""
 
     key: BucketKey
     start: int
@@ -101,7 +101,7 @@ def _scan(
     by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
     read: Bytes,
 ) -> Iterable[_Spot]:
-    """As `_walk`, for an array without chunk borders: what fits by content alone, and at one length only."""
+    """Like `_walk`, for an array without chunk borders: what fits by content alone, and at one length only."""
     start = 0
     while start < numel:
         if start % group.alignment:
@@ -138,7 +138,7 @@ def _fitting(
     by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]],
     read: Bytes,
 ) -> tuple[_Spot, int]:
-    """The parameters that fit at one cut, of the only length that leaves no unexplained cut inside."""
+    """The parameters that fit at one cut, with the only length that leaves no unexplained cut inside."""
     start = cuts[position]
     for after in range(position + 1, len(cuts)):
         numel = cuts[after] - start
@@ -156,7 +156,7 @@ def _fitting(
 def irregularity(layouts: Iterable[GroupLayout]) -> str | None:
     """Why a set of layouts, one a group, is not one that Megatron's modules can have registered; None if it is.
 
-    A chunk registers its layers one after the other, and layers of equal parts register them in equal order. A
+    A chunk registers its layers one after the other, and layers with equal parts register them in the same order. A
     buffer holds them in reverse.
     """
     orders: dict[frozenset[str], tuple[str, ...]] = {}
@@ -181,7 +181,7 @@ def irregularity(layouts: Iterable[GroupLayout]) -> str | None:
 
 
 class _Assignment:
-    """Gives each spot its one parameter: first by what is unique, then by layer, then by the order of other layers."""
+    """Gives each spot its parameter: first where only one fits, then by layer, then by the order of other layers."""
 
     def __init__(self, group: OptimizerGroup, spots: Sequence[_Spot]) -> None:
         self._group = group
@@ -236,7 +236,7 @@ class _Assignment:
         return None
 
     def _follow_pattern(self) -> bool:
-        """What follows a parameter in the layers that are settled follows it in the others, too."""
+        """What follows a parameter in layers that are settled follows it in the others, too."""
         follows: dict[str, set[str]] = {}
         for first, second in zip(self._open, self._open[1:], strict=False):
             if len(first) == len(second) == 1:

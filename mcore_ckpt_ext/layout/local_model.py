@@ -19,7 +19,7 @@ from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight and the offsets of its stored chunks, one tuple of distinct ascending offsets an axis."""
+    """A weight and the offsets of its stored chunks, one tuple of distinct ascending offsets per axis."""
 
     tensor: LogicalTensor
     grid: tuple[tuple[int, ...], ...]
@@ -126,7 +126,7 @@ class LocalModels:
         return [name for name in self.weights if name not in self._first_of]
 
     def ranks_of(self, name: str) -> list[ModelRank]:
-        """The ranks that can hold a parameter, the one to prefer first; replicas are left out."""
+        """The ranks that can hold a parameter, the preferred one first; replicas are left out."""
         expert = self._expert_rank(name)
         whole = all(len(offsets) == 1 for offsets in self.weights[name].grid)
         tensor_ranks = range(1 if whole else self._tensor_size(name))
@@ -158,7 +158,7 @@ class LocalModels:
     def regions(self, name: str, tensor_rank: int) -> tuple[Region, ...] | None:
         """What one tensor-parallel rank (for experts: expert-tensor-parallel) holds, in the order of its memory.
 
-        All parts, where a parameter is stored in parts and `name` is that of the first one.
+        These are all parts, where a parameter is stored in parts and `name` is that of the first one.
 
         Returns:
             None where the stored chunks follow another pattern.
@@ -170,7 +170,7 @@ class LocalModels:
     def _part_regions(self, name: str, tensor_rank: int) -> tuple[Region, ...] | None:
         """The regions of one stored array.
 
-        One chunk a rank is a plain shard. Two chunks a rank, on the first axis, are a gated `linear_fc1`: the rank
+        One chunk per rank is a plain shard. Two chunks per rank, on the first axis, are a gated `linear_fc1`: the rank
         holds its rows of the gate, then its rows of the up projection (`apply_swiglu_sharded_factory`,
         megatron/core/transformer/mlp.py, core_v0.7.0 to 0.19.2).
 
@@ -192,7 +192,7 @@ class LocalModels:
         return tuple(_band(name, shape, axis, offsets[index], ends[index]) for index in chosen)
 
     def candidates(self, rank: ModelRank) -> Iterable[tuple[str, tuple[Region, ...]]]:
-        """All parameters that a rank can hold, with its regions."""
+        """All parameters that a rank can hold, with the rank's regions of each."""
         for name in self._parameters():
             regions = self.regions(name, rank.tensor)
             if regions is None or self._expert_rank(name) != rank.expert:

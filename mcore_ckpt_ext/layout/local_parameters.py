@@ -3,7 +3,7 @@
 A legacy checkpoint stores each rank's `state_dict` under the rank's own names and says neither. Sources, core_v0.7.0
 to 0.19.2: `megatron/core/tensor_parallel/layers.py` (ColumnParallelLinear cuts the output features, axis 0, and its
 bias; RowParallelLinear the input features, axis 1, and keeps its bias whole; VocabParallelEmbedding the rows),
-`megatron/core/models/gpt/gpt_layer_specs.py` and `gpt_model.py` (which module is of which class),
+`megatron/core/models/gpt/gpt_layer_specs.py` and `gpt_model.py` (which module has which class),
 `megatron/core/transformer/moe/experts.py` (names and numbers of experts).
 """
 
@@ -67,7 +67,7 @@ def model_space_name(local: str, first_layer: int, first_expert: int, arguments:
         arguments: Megatron's arguments of the job that wrote it.
 
     Raises:
-        UnsupportedCheckpointError: it is of a kind whose elements lie in another order than anybody else's.
+        UnsupportedCheckpointError: its elements lie in an order that nothing else has.
     """
     if unwrapped(local) == OUTPUT_LAYER and not arguments.untie_embeddings_and_output_weights:
         return WORD_EMBEDDINGS
@@ -92,7 +92,7 @@ def _layer_spec(arguments: JobArguments) -> LayerSpec:
 
 
 class LocalNames:
-    """The way back: from model space to the names in the `state_dict` of a job with given arguments."""
+    """The way back: from model space to names in the `state_dict` of a job with given arguments."""
 
     def __init__(self, arguments: JobArguments) -> None:
         self._spec = _layer_spec(arguments)
@@ -121,7 +121,7 @@ def layers_of(local_names: Mapping[str, object]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How tensor parallelism cuts a tensor: along `axis`, in `bands` that are each cut by themselves.
+    """How tensor parallelism cuts a tensor: along `axis`, in `bands`, each of which is cut on its own.
 
     A gated `linear_fc1` has two: a rank holds its rows of the gate, then its rows of the up projection
     (megatron/core/transformer/mlp.py, `apply_swiglu_sharded_factory`).
@@ -172,7 +172,7 @@ def shard_grid(
         version: of Megatron that will.
 
     Raises:
-        UnsupportedCheckpointError: no rule says how it is cut, or it does not divide.
+        UnsupportedCheckpointError: no rule says how it is cut, or it cannot be divided.
     """
     cut = _cut(name, shape, ranks, arguments, version)
     if cut is None:

@@ -8,7 +8,7 @@ from itertools import accumulate
 from mcore_ckpt_ext.arguments import MOST_RANKS, JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 
-# Many times the largest job there has been: arguments that say more are damaged, and would be walked rank by rank.
+# Many times the largest job there has been. Arguments that say more are damaged, and would be walked rank by rank.
 _MOST_OF_A_MODEL = 1 << 14
 
 
@@ -29,7 +29,7 @@ class ParallelLayout:
     def from_arguments(cls, arguments: JobArguments) -> ParallelLayout:
         """Read Megatron's parsed arguments (`megatron/training/arguments.py`, `validate_args`, 0.7 to 0.19).
 
-        `data_parallel_size` there leaves the context-parallel ranks out.
+        `data_parallel_size` there does not count the context-parallel ranks.
 
         Raises:
             UnreadableCheckpointError: they describe no job that can have run.
@@ -98,7 +98,7 @@ def layers_by_chunk(arguments: JobArguments, layout: ParallelLayout) -> list[lis
 def _hybrid_segments(arguments: JobArguments) -> list[int]:
     """Layers of each pipeline segment of a hybrid model whose pattern names the segments: `M*M-|M*M-`; else empty.
 
-    Source: megatron/core/models/hybrid/hybrid_layer_allocation.py (core_v0.17.0 to 0.19.2); what stands behind a slash
+    Source: megatron/core/models/hybrid/hybrid_layer_allocation.py (core_v0.17.0 to 0.19.2); what follows a slash
     belongs to multi-token prediction.
     """
     segments = (arguments.hybrid_layer_pattern or "").partition("/")[0].split("|")
@@ -106,7 +106,7 @@ def _hybrid_segments(arguments: JobArguments) -> list[int]:
 
 
 def _layers_per_stage(arguments: JobArguments, pipeline: int) -> list[int] | None:
-    """Layers of each pipeline rank over all its chunks; embedding and loss counted as layers where they are."""
+    """Layers of each pipeline rank over all its chunks, with embedding and loss counted where they count as layers."""
     total = arguments.num_layers
     if total is None:
         return None
@@ -140,9 +140,9 @@ _PLACING_ARGUMENTS = (
 
 
 def placement_changes(written: JobArguments, running: JobArguments) -> list[str]:
-    """Arguments in which two jobs differ so that their gradient buffers do; empty where the buffers are alike.
+    """The arguments that make two jobs' gradient buffers differ; empty where the buffers are alike.
 
-    An argument that one version does not know yet counts as unchanged.
+    An argument that one of the versions does not know yet counts as unchanged.
     """
     changes = [
         name

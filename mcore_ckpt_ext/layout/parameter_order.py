@@ -1,4 +1,4 @@
-"""In which order a model chunk registers its parameters: the known specs, and what a live model shows.
+"""The order in which a model chunk registers its parameters: the known specs, and what a live model shows.
 
 The order decides where each parameter lies in the gradient buffer, and no checkpoint records it. Sources:
 `megatron/core/models/gpt/gpt_model.py` (embedding, decoder, output layer), `gpt_layer_specs.py` and
@@ -100,7 +100,7 @@ class WitnessedOrder:
     """The order in which a live model registered its parameters, gathered from all ranks by layer."""
 
     def __init__(self, label: str, registered: Iterable[Sequence[str]]) -> None:
-        """`registered`: model-space names in registration order, one sequence a model chunk."""
+        """`registered`: model-space names in registration order, one sequence for each model chunk."""
         self.label = label
         self._layers: dict[int, dict[str, int]] = {}
         for names in registered:
@@ -117,7 +117,7 @@ class WitnessedOrder:
 
 
 def known_orders(arguments: JobArguments) -> list[ParameterOrder]:
-    """The known orders, the one that the checkpoint's own arguments name first."""
+    """The known orders; the one that the checkpoint's own arguments name comes first."""
     local = [LOCAL, LOCAL_GROUPED]
     engine = [TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_SEQUENTIAL]
     if arguments.num_experts and not arguments.moe_grouped_gemm:
@@ -134,7 +134,7 @@ def registration_order(
 
     Args:
         names: model-space names of the chunk's parameters.
-        order: the witness for the order inside of a layer.
+        order: the witness of the order inside a layer.
         tied_copy: the chunk registers the word embeddings as its output layer (tied, last pipeline stage).
 
     Returns:

@@ -34,7 +34,7 @@ class RankArrays:
         return [copies[0] for copies in self._copies.get((kind, name), {}).values()]
 
     def copies(self, kind: str, name: str) -> Copies:
-        """For each stored part of a tensor all its copies: tensor-parallel ranks, tied embeddings, expert ranks."""
+        """All copies of each stored part of a tensor: those of tensor-parallel ranks, tied embeddings, expert ranks."""
         return [[[copy] for copy in copies] for copies in self._copies.get((kind, name), {}).values()]
 
     def add(self, kind: str, name: str, value: TensorReference, tensor_rank: int, place: StoredObject) -> None:

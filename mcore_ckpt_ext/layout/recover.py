@@ -33,7 +33,7 @@ def recover(
     read: Bytes,
     proof: Proof = BY_ROUNDING,
 ) -> RecoveredLayout:
-    """Find the layout of one optimizer group.
+    """Find how one optimizer group is packed.
 
     Samples of every parameter confirm the choice here; the proof over all elements is made where they are moved.
 

@@ -46,7 +46,7 @@ ShardedKey = tuple[str, tuple[int, ...]]
 
 
 class LayerSpec(Enum):
-    """Of whose modules a transformer layer is built, as far as names depend on it (gpt_layer_specs.py)."""
+    """Whose modules a transformer layer is built from, as far as names depend on it (gpt_layer_specs.py)."""
 
     TRANSFORMER_ENGINE = "transformer_engine"
     LOCAL = "local"
@@ -63,7 +63,7 @@ _OWN_TO_KEY: Mapping[LayerSpec, Mapping[str, str]] = {
     },
     LayerSpec.LOCAL_LATENT: {},
 }
-# What model-space names of Transformer Engine's spec are in the other ones.
+# What model-space names of Transformer Engine's spec become in the other ones.
 _ENGINE_TO_SPEC: Mapping[LayerSpec, Mapping[str, str]] = {
     LayerSpec.TRANSFORMER_ENGINE: {},
     LayerSpec.LOCAL: {".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_"},
@@ -80,8 +80,8 @@ class ParameterName:
     """A name taken apart; `str` puts it together as in model space.
 
     Attributes:
-        block: `decoder`; None outside of the layers.
-        layer: the number of its layer; None outside of the layers.
+        block: `decoder`; None outside the layers.
+        layer: the number of its layer; None outside the layers.
         experts: the module that holds the experts, seen from the layer (`mlp.experts`); None for everything else.
         expert: the number of its expert; None for everything else.
         rest: what follows (`linear_fc1.weight`), or the whole of a name that has no such numbers.
@@ -138,7 +138,7 @@ def parse_own(name: str, spec: LayerSpec) -> ParameterName:
 
 
 def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool) -> str:
-    """The way back: as the `state_dict` of a rank has it, whose numbers `name` already has."""
+    """The way back: the name as the `state_dict` of a rank has it; `name` already has that rank's numbers."""
     separate = {key: own for own, key in _OWN_TO_KEY[spec].items()}
     renamed = name if name.layer is None else replace(name, rest=_renamed(name.rest, separate.items()))
     return renamed.own(grouped_experts)
@@ -172,7 +172,7 @@ def unwrapped(name: str) -> str:
 
 
 def under_spec(name: str, spec: LayerSpec) -> str:
-    """What a model-space name of Transformer Engine's spec is in a model of another one."""
+    """What a model-space name of Transformer Engine's spec becomes in a model of another spec."""
     for engine, other in _ENGINE_TO_SPEC[spec].items():
         name = name.replace(engine, other)
     return name
@@ -181,7 +181,7 @@ def under_spec(name: str, spec: LayerSpec) -> str:
 def stacked_axes(key: str) -> int:
     """How many leading axes of the array stored under a sharded key count layers and experts.
 
-    A digit behind `layers.` means that the key names its layer itself.
+    A digit after `layers.` means that the key itself names its layer.
     """
     return bool(_STACKED_LAYERS.search(key)) + bool(_STACKED_EXPERTS.search(key))
 
@@ -202,7 +202,7 @@ def name_at(key: str, stack_index: Sequence[int]) -> str:
 
 
 def split_layer(name: str) -> tuple[int | None, str]:
-    """(global layer, what follows) of a model-space name; (None, name) outside of the layers."""
+    """(global layer, what follows) of a model-space name; (None, name) outside the layers."""
     match = _LAYER.match(name)
     return (int(match[2]), match[3]) if match else (None, name)
 
@@ -213,32 +213,32 @@ def in_layer(layer: int, suffix: str, block: str = BLOCKS[0]) -> str:
 
 
 def in_some_layer(name: str) -> bool:
-    """Whether a model-space name or a sharded key is of a layer of a block."""
+    """Whether a model-space name or a sharded key belongs to a layer of a block."""
     return name.startswith(tuple(f"{block}.layers." for block in BLOCKS))
 
 
 def of_experts(name: str) -> bool:
-    """Whether a model-space name or a sharded key is of experts that tokens are routed to."""
+    """Whether a model-space name or a sharded key belongs to experts that tokens are routed to."""
     return ".experts.experts." in name
 
 
 def fuses_experts(own: str) -> bool:
-    """Whether a rank's own name is of the one matrix that holds all experts, transposed (GroupedMLP)."""
+    """Whether a rank's own name denotes the one matrix that holds all experts, transposed (GroupedMLP)."""
     return bool(_FUSED_EXPERTS.search(own))
 
 
 def is_extra_state(name: str) -> bool:
-    """Whether a name is of what a module stores beside its parameters."""
+    """Whether a name denotes what a module stores beside its parameters."""
     return name.endswith(EXTRA_STATE)
 
 
 def is_module_buffer(name: str) -> bool:
-    """Whether a name is of something stored with the model that is no parameter (moe/router.py, since core_v0.10.0)."""
+    """Whether a name denotes something stored with the model that is no parameter (moe/router.py, since 0.10.0)."""
     return bool(_MODULE_BUFFER.search(name))
 
 
 def is_first_linear(name: str) -> bool:
-    """Whether a name is of the first linear of an MLP, which holds the gate, too, where there is one."""
+    """Whether a name denotes the first linear of an MLP, which also holds the gate where there is one."""
     return bool(_GATED.search(name))
 
 
@@ -252,8 +252,8 @@ def split_parameters(names: Iterable[str]) -> dict[str, list[str]]:
     """Parameters that are stored in parts, each under a key of its own: a Mamba mixer's `in_proj` and `conv1d`.
 
     Source: `MambaMixer.sharded_state_dict` (megatron/core/ssm/mamba_mixer.py, core_v0.9.0 to 0.19.2), which splits a
-    rank's rows into z, x, B, C, dt (`in_proj.weight`) or x, B, C (`conv1d`), because each is cut between
-    tensor-parallel ranks by itself. In memory, and in the gradient buffer, the parts follow each other.
+    rank's rows into z, x, B, C, dt (`in_proj.weight`) or x, B, C (`conv1d`), because each of them is cut between
+    tensor-parallel ranks on its own. In memory, and in the gradient buffer, the parts follow each other.
 
     Returns:
         The names of all parts of each such parameter, in the order of its memory, by the name of the first part.

@@ -1,4 +1,4 @@
-"""What lies in which file: bytes by kind and tensor, from metadata alone."""
+"""What each file holds: bytes by kind and tensor, from metadata alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is everything there: the files that a finished save leaves, and in them room for every record.
+"""Whether everything is there: the files that a finished save leaves, and room in them for every record.
 
 The order in which Megatron writes tells how far a save came: `.distcp` files, `.metadata`, then `metadata.json`, then
 the tracker file; an asynchronous save does the latter two when it is finalised. Source: `save` in
@@ -35,7 +35,7 @@ from mcore_ckpt_ext.storage.runs import (
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The iteration folder to look at, None where there is none, and what its surroundings showed."""
+    """The iteration folder to look at, or None, and what its surroundings showed."""
 
     folder: Path | None
     findings: tuple[Finding, ...]
@@ -127,7 +127,7 @@ class _Record:
 
 
 def check_index(folder: Path, index: DcpIndex) -> tuple[list[Finding], set[str]]:
-    """Every record that the index names must lie in its file, and none in another; also the files that fail."""
+    """Check that every record of the index has room of its own in its file; also returns the files that fail."""
     by_file: dict[str, list[_Record]] = {}
     for key, array in index.arrays.items():
         for chunk in array.chunks:

@@ -1,4 +1,4 @@
-"""What the elements say: the proof, copies that must be equal, and values that no training leaves."""
+"""What the elements show: the proof, copies that must be equal, and values that no training leaves behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class ParameterReport:
     """What was looked at for one name, and what was found; counts in elements, `bytes_read` of first copies.
 
-    `joined`: masters that are made of their weights and remainders.
+    `joined`: masters that are joined from their weights and remainders.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -72,7 +72,7 @@ class ContentCheck:
         """Everything about one parameter.
 
         Raises:
-            CheckpointError: something of it cannot be read.
+            CheckpointError: a part of it cannot be read.
         """
         report = ParameterReport()
         tensors = {kind: source.logical_tensor(kind, name) for kind, source in self._sources.items()}
@@ -154,7 +154,7 @@ class ContentCheck:
             yield error(PROOF, name, what)
 
     def _wrong_in_slot(self, optimizer: OptimizerState, kind: str, wanted: Slice) -> int:
-        """Elements of a slot that are not those of its parameter; lost ones count as wrong."""
+        """The elements of a slot that are not its parameter's; lost ones count as wrong."""
         slot = bits_of(read_slice(optimizer.written, self._transfer, kind, wanted))
         found = bits_of(read_slice(self._sources[kind], self._transfer, kind, wanted, accept_lost=True))
         different = slot != found

@@ -53,11 +53,11 @@ class Report:
         bytes_written: of all files.
         peak_memory: what blocks take together at most.
         proven_elements: masters that are proven to be those of their weights.
-        seconds: from begin to end.
-        notes: what whoever reads the destination should know.
+        seconds: from beginning to end.
+        notes: what a user of the destination should know.
         lost: elements that the source itself lacks, by parameter.
         unread: keys of the source that nothing here knows, or that are not carried.
-        how: in what way masters are proven, in words.
+        how: the way in which masters are proven, in words.
     """
 
     destination: Path
@@ -167,7 +167,7 @@ def convert(
 
 
 def _fingerprint(identity: tuple[object, ...], output: Output) -> str:
-    """What makes two conversions the same: source and options, and every byte that is known without a tensor."""
+    """What makes two conversions the same: source, options, and every byte that is known without reading a tensor."""
     found = hashlib.sha256(repr(identity).encode())
     for file in output.files:
         found.update(repr((file.name, file.length)).encode())
@@ -263,7 +263,7 @@ class _Filler:
         self._transfer.execute(beside, [weights])
         for fill in plan.fills:
             if fill.target == index:
-                # Nobody has these masters: padding of the vocabulary (zero on both sides), or accepted losses.
+                # These masters are stored nowhere: padding of the vocabulary (zero on both sides), or accepted losses.
                 masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
         self._proof.check(
             masters, weights, lambda position: f"element {position} of {wanted.slice}", ": use another iteration"
@@ -296,7 +296,7 @@ def _check_digests(checkpoint: Checkpoint, team: Team) -> None:
 
 
 def _state_of(folder: Path) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of every file below a folder."""
+    """Name, size and modification time of every file below a folder."""
     found = []
     for path in sorted(folder.rglob("*")):
         status = path.stat() if path.exists() else path.lstat()  # a link to nowhere is no reason to stop
@@ -314,7 +314,7 @@ def _check_unchanged(folder: Path, before: list[tuple[str, int, int]]) -> None:
 
 
 def _check_readable(folder: Path, source: Checkpoint, laid_out: LaidOut) -> None:
-    """Open what was written, as a reader will, and compare what it says of itself with the source."""
+    """Open what was written, as a reader will, and compare what it says about itself with the source."""
     written = laid_out.reads_back(folder)
     for kind in laid_out.kinds:
         expected = sorted(set(source.names(kind)) - set(laid_out.left_out))

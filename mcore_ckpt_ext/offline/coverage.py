@@ -1,4 +1,4 @@
-"""Is every element of every tensor there exactly once: interval arithmetic over the metadata."""
+"""Whether every element of every tensor is there exactly once: interval arithmetic over the metadata."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from mcore_ckpt_ext.planning.plan import Copies
 
 
 def copies_of(checkpoint: Checkpoint, kind: str, name: str) -> Copies:
-    """The parts of a tensor, of each part its copies, of each copy the slices that hold it."""
+    """The parts of a tensor, the copies of each part, and the slices that hold each copy."""
     source = checkpoint.weights if kind == WEIGHT else checkpoint.optimizer
     return source.copies(kind, name)
 
 
 def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Finding]:
-    """Each copy whole, and the first copies of all parts together the tensor, without a gap or an overlap."""
+    """Check that each copy is whole, and that the first copies of all parts make up the tensor, each element once."""
     where = f"{kind} {tensor.name}"
     for slices in (copy for copies in parts for copy in copies):
         for stored in slices:
@@ -54,14 +54,14 @@ def check_weights(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def check_arrays(buffers: FlatBuffers) -> Iterator[Finding]:
-    """The flat arrays themselves, whatever lies where in them."""
+    """Check the flat arrays themselves, whatever lies where in them."""
     for (child, index), arrays in buffers.arrays.items():
         for (bucket, kind), array in arrays.items():
             yield from check_flat(f"{kind} of optimizer {child}, dp_group_idx_{index}.{bucket}", array)
 
 
 def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
-    """The pieces of one flat array."""
+    """Check the pieces of one flat array."""
     end, missing, twice = 0, 0, 0
     for start, stop in sorted((piece.start, piece.stop) for piece in array.pieces):
         missing += max(0, start - end)
@@ -87,7 +87,7 @@ def check_state(checkpoint: Checkpoint) -> Iterator[Finding]:
 
 
 def check_groups(buffers: FlatBuffers) -> Iterator[Finding]:
-    """Each rank that held a parameter must have stored a group."""
+    """Check that each rank that held a parameter has stored a group."""
     present = {group.rank for group in buffers.groups.values()}
     absent: dict[str, list[str]] = {}
     for name in buffers.models.weights:

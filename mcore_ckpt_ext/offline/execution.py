@@ -1,4 +1,4 @@
-"""Carrying out what a conversion has laid out: into a folder of this machine, or of a remote store."""
+"""Carrying out a conversion that has been laid out: into a folder on this machine, or in a remote store."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LocalOutput:
             team.all(publication.join)
             team.first(lambda: lay_out((file for file in output.files if not file.last), publication.content))
             team.all(lambda: self._fill(output, fill, progress))
-            # What says that everything is there.
+            # The file that says that everything is there.
             team.first(lambda: lay_out((file for file in output.files if file.last), publication.content))
             team.first(check)
             team.first(publication.publish)
@@ -48,7 +48,7 @@ class LocalOutput:
             publication.close()
 
     def _fill(self, output: Output, fill: FillBlock, progress: Progress) -> None:
-        """This process's share of the records; what an interrupted run finished is looked at, not written again."""
+        """This process's share of the records; what an interrupted run finished is checked, not written again."""
         writer = RecordWriter(self._publication.content, fill, self._workers, self._block_bytes)
         done = self._publication.done()
         mine = list(enumerate(output.records))[self._team.rank :: self._team.size]
@@ -62,7 +62,7 @@ class LocalOutput:
 
 
 class RemoteOutput:
-    """Files made one at a time on this machine's disk, and uploaded; what says that all are there comes last."""
+    """Files made one at a time on this machine's disk, and uploaded; the one that says that all are there is last."""
 
     def __init__(self, destination: Destination, fingerprint: str, team: Team, workers: int, block_bytes: int) -> None:
         self._upload = Upload(destination.path, fingerprint, team.rank)
@@ -73,7 +73,7 @@ class RemoteOutput:
         self, output: Output, fill: FillBlock, check: Callable[[], None], progress: Progress, *, force: bool,
         resume: bool,
     ) -> None:  # fmt: skip
-        """An existing remote folder is never replaced."""
+        """Write everything; an existing remote folder is never replaced."""
         team = self._team
         records: dict[str, list[tuple[int, Record]]] = {}
         for number, record in enumerate(output.records):
@@ -117,6 +117,6 @@ def _records(
 def _counter(
     share: Sequence[tuple[int, Record]], left: Sequence[tuple[int, Record]], progress: Progress
 ) -> ByteCounter:
-    """Counts what is written of this process's share, of which a part may be there already."""
+    """Counts how much of this process's share is written; a part of it may be there already."""
     total = sum(record.nbytes for _, record in share)
     return ByteCounter(total, progress, done=total - sum(record.nbytes for _, record in left))

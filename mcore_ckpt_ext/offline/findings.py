@@ -1,4 +1,4 @@
-"""What verification found: data for the command line, and for programs."""
+"""What verification found, as data for the command line and for programs."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class StoredFile:
 class BufferMap:
     """Which parameter lies where in one flat array of `numel` elements: (name, first, one past the last).
 
-    `witness` proposed it, and sizes and chunk borders agree; empty where no proposal fits.
+    `witness` proposed it, and sizes and chunk borders agree with it; empty where no proposal fits.
     """
 
     group: str
@@ -78,7 +78,7 @@ class BufferMap:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Everything that `inspect` tells; sizes in bytes."""
+    """Everything that `inspect` reports; sizes in bytes."""
 
     schema: int
     path: str
@@ -199,7 +199,7 @@ def _other_bytes(folder: Path, files: list[StoredFile]) -> int:
 
 
 def _model(checkpoint: Checkpoint) -> dict[str, int | float | str]:
-    """The model in numbers; what the arguments do not say is left out."""
+    """The model in numbers; what the arguments do not give is left out."""
     names = {
         "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
         "attention heads": "num_attention_heads", "query groups": "num_query_groups", "experts": "num_experts",
@@ -222,7 +222,7 @@ def _model(checkpoint: Checkpoint) -> dict[str, int | float | str]:
 
 
 def _training(checkpoint: Checkpoint) -> dict[str, int | float | list[int | float]]:
-    """Learning rate, step and counters, as the parameter groups and arguments say."""
+    """Learning rate, step and counters, from the parameter groups and arguments."""
     groups = checkpoint.param_groups()
     found: dict[str, int | float | list[int | float]] = {}
     for key in ("step", "lr"):

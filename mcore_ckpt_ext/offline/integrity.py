@@ -1,4 +1,4 @@
-"""Are the bytes those that were written: torch's own checksums, and Megatron's manifest."""
+"""Whether the bytes are those that were written: torch's own checksums, and Megatron's manifest."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Item = TypeVar("Item")
 
 
 def labels(checkpoint: Checkpoint) -> dict[tuple[str, int], str]:
-    """What the archive at a place of a file holds, by Megatron's key, where the checkpoint says it."""
+    """What the archive at a place in a file holds, by Megatron's key, where the checkpoint says so."""
     found: dict[tuple[str, int], str] = {}
     if isinstance(checkpoint, TorchDistCheckpoint):
         for key, array in checkpoint.index.arrays.items():
@@ -63,7 +63,7 @@ def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding
 
     Source: `save_integrity_manifest` and `_verify_integrity_manifest_impl`,
     megatron/core/dist_checkpointing/validation.py, core_v0.18.0 to 0.19.2.
-    Its form: `{"algorithm": "sha256", "files": {name: hex digest}}`, of the files beside it.
+    Its form is `{"algorithm": "sha256", "files": {name: hex digest}}`, for the files beside it.
     """
     path = folder / MANIFEST
     try:
@@ -91,7 +91,7 @@ def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding
 
 
 def manifest_bytes(folder: Path) -> int:
-    """How much `check_manifest` reads, about."""
+    """Roughly how much `check_manifest` reads."""
     if not (folder / MANIFEST).exists():
         return 0
     return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)

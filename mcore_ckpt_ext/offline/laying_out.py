@@ -135,7 +135,7 @@ def _hugging_face(checkpoint: Checkpoint, target: HuggingFace, family: Family | 
 
 
 def _tokenizer(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
-    """The small files of the folder that the user names.
+    """The small files in the folder that the user names.
 
     Raises:
         UnreadableCheckpointError: it has none.
@@ -156,7 +156,7 @@ def _noting(output: Output, notes: Sequence[str]) -> Output:
 
 
 def _with_companions(output: Output, checkpoint: Checkpoint) -> Output:
-    """The same, and the model's small files where Megatron keeps its tokenizer."""
+    """The same, with the model's small files where Megatron keeps its tokenizer."""
     small = [
         OutputFile(f"{TOKENIZER_FOLDER}/{name}", len(content), ((0, content),))
         for name, content in checkpoint.companions().items()
@@ -166,7 +166,7 @@ def _with_companions(output: Output, checkpoint: Checkpoint) -> Output:
 
 
 def companion_notes(taken: Iterable[str], checkpoint: Checkpoint) -> list[str]:
-    """Which small files are taken over with a checkpoint, and which are not."""
+    """Which small files are copied along with a checkpoint, and which are not."""
     refused = refused_companions(checkpoint.folder, checkpoint.companions_below)
     found = [f"copied along with the weights: {', '.join(taken)}"] if taken else []
     return found + [f"not copied: {name}: {why}" for name, why in refused.items()]
@@ -181,7 +181,7 @@ def _below(output: Output, folder: str) -> Output:
     return replace(output, files=files, records=records)
 
 
-# Arguments that say how layers are spread over pipeline ranks, and mean nothing for another number of ranks.
+# Arguments that say how layers are spread over pipeline ranks; they mean nothing for another number of ranks.
 _SPREADING = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
@@ -224,8 +224,8 @@ def reader_arguments(checkpoint: Checkpoint, target: Legacy) -> JobArguments:
 def _padded_vocabulary(arguments: JobArguments, tensor: int, vocabulary: int | None) -> int:
     """Rows of the embedding: `_vocab_size_with_padding` (megatron/training/tokenizer/tokenizer.py, 0.7 to 0.19).
 
-    Without the true size, which no checkpoint records, the stored one is kept, or padded further where it does not
-    divide.
+    Without the true size, which no checkpoint records, the stored one is kept, or padded further where it cannot be
+    divided.
     """
     multiple = (arguments.make_vocab_size_divisible_by or 128) * tensor
     stored = arguments.whole("padded_vocab_size")

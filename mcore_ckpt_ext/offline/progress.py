@@ -9,7 +9,7 @@ Progress = Callable[[int, int], None]
 
 
 class ByteCounter:
-    """Adds up what the threads did and tells it on: bytes so far, and bytes in all (`total` may be an estimate)."""
+    """Adds up what the threads did and passes it on: bytes so far, and bytes in all (`total` may be an estimate)."""
 
     def __init__(self, total: int, progress: Progress, done: int = 0) -> None:
         self._done, self._total, self._progress = done, total, progress
@@ -22,5 +22,5 @@ class ByteCounter:
             self._progress(min(self._done, self._total), self._total)
 
     def finish(self) -> None:
-        """All is done, whatever was estimated."""
+        """Everything is done, whatever was estimated."""
         self._progress(self._total, self._total)

@@ -14,7 +14,7 @@ class RankGrid:
     """The order of ranks: tensor ranks run fastest, then context, data, pipeline.
 
     With `--use-tp-pp-dp-mapping` (`pipeline_first`) pipeline ranks run before data ranks. Expert ranks divide the ranks
-    of a pipeline stage in a way of their own. Source: `RankGenerator` and its orders, megatron/core/parallel_state.py
+    of a pipeline stage in their own way. Source: `RankGenerator` and its orders, megatron/core/parallel_state.py
     and megatron/training/initialize.py, core_v0.7.0 to 0.19.2.
     """
 

@@ -1,4 +1,4 @@
-"""Processes that share a conversion: what one of them does for all, and how the failure of one becomes that of all."""
+"""Processes that share a conversion: what one does for all, and how the failure of one becomes the failure of all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Team(Protocol):
         """
 
     def first(self, work: Callable[[], None]) -> None:
-        """Do something in the first process only; else as `all`."""
+        """Do something in the first process only; otherwise like `all`."""
 
     def total(self, count: int) -> int:
         """The sum of a number over all processes."""
@@ -41,7 +41,7 @@ class Alone:
         work()
 
     def first(self, work: Callable[[], None]) -> None:
-        """Do something in the first process only; else as `all`."""
+        """Do something in the first process only; otherwise like `all`."""
         work()
 
     def total(self, count: int) -> int:

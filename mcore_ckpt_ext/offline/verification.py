@@ -1,4 +1,4 @@
-"""Verifying a checkpoint: from what the folder shows, through what the metadata say, to every element."""
+"""Verifying a checkpoint: from what the folder shows, through what the metadata says, to every element."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def verify(
 
     Raises:
         UnreadableCheckpointError: there is no checkpoint at all at that path.
-        UnsupportedCheckpointError: it is of a kind that is not read.
+        UnsupportedCheckpointError: its kind is not read.
 
     Example:
         >>> found = verify("run")
@@ -95,7 +95,7 @@ class _Run:
         self._counter = ByteCounter(0, progress)
 
     def verify_or_note(self) -> None:
-        """All steps; metadata that make no sense are a finding."""
+        """Run all steps; metadata that makes no sense is a finding."""
         try:
             with interpreting(self.folder):
                 self.verify()
@@ -127,7 +127,7 @@ class _Run:
         self._check_content(checkpoint, state, failed)
 
     def _check_known(self, checkpoint: Checkpoint) -> None:
-        """Name what no other check will look at."""
+        """Name the keys that no other check will look at."""
         try:
             unread = checkpoint.unread(objects=not self._quick)
         except CheckpointError as problem:  # damage, which other checks find

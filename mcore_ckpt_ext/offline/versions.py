@@ -41,7 +41,7 @@ _ARGUMENT_SINCE = {
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """What was seen, and between which releases it puts the writer, both included."""
+    """What was seen, and the first and last release that it allows the writer to be."""
 
     what: str
     first: str
@@ -50,7 +50,7 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Writer:
-    """Who wrote a checkpoint: a version or a range of them, the evidence, and the earliest release that it leaves."""
+    """Who wrote a checkpoint: a version or a range of them, the evidence, and the earliest release that it allows."""
 
     version: str
     evidence: tuple[Evidence, ...]
@@ -59,7 +59,7 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Resumption:
-    """Who resumes a checkpoint with its optimizer, under which layouts, and what to know."""
+    """Who resumes a checkpoint with its optimizer, under which layouts, and what to know about it."""
 
     who: str
     versions: str
@@ -144,7 +144,7 @@ def _bounds_of_metadata(checkpoint: TorchDistCheckpoint) -> Iterator[_Bound]:
 def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
     """Who resumes the checkpoint with its optimizer: stock Megatron, and Megatron with this package.
 
-    Nothing is promised of releases that are older than the writer.
+    Nothing is promised about releases older than the writer.
     """
     if not isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         return [Resumption("nobody as it is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")]
@@ -182,7 +182,7 @@ def _stock_note(checkpoint: Checkpoint) -> str:
 
 
 def _span(versions: Sequence[Version]) -> str:
-    """`0.8 to 0.15`, or one version; the versions follow each other."""
+    """`0.8 to 0.15`, or one version; the versions are consecutive."""
     if not versions:
         return "none"
     return str(versions[0]) if len(versions) == 1 else f"{str(versions[0])} to {str(versions[-1])}"

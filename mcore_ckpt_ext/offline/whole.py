@@ -1,4 +1,4 @@
-"""Which iterations of a run are whole, by the cheap checks of `verify`: what a resume may take."""
+"""Which iterations of a run are whole, by the cheap checks of `verify`, so that a resume may take them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folders, iterati
 
 @dataclass(frozen=True)
 class Standing:
-    """How the checkpoint stands that a resume would take.
+    """The state of the checkpoint that a resume would take.
 
     Attributes:
         wanted: what the tracker, or the user, names.
         problems: what is wrong with it; empty if nothing is.
-        newest_whole: the newest iteration of the run that is whole, None where none is; looked for only where the
-            wanted one is not.
+        newest_whole: the newest iteration of the run that is whole, or None; looked for only where the wanted one is
+            not whole.
         unfinished: iterations that came after the wanted one and are not whole.
         has_tracker: whether the tracker names anything at all.
     """

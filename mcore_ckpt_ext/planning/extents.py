@@ -1,7 +1,7 @@
-"""Where an array lies in a file, in each of the ways that one can.
+"""The ways in which an array can lie in a file.
 
-All of them say: the `file`, the byte `offset` and `length` of what holds the array, its `dtype` by name, and its number
-of elements `numel`. An archive's payload is looked up when it is read, not when the plan is made.
+Each of them gives the `file`, the byte `offset` and `length` of what holds the array, its `dtype` by name, and its
+number of elements `numel`. An archive's payload is looked up when it is read, not when the plan is made.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ class Transposed:
 
     @property
     def file(self) -> str:
-        """Of the matrix."""
+        """As the matrix has it."""
         return self.matrix.file
 
     @property
     def offset(self) -> int:
-        """Of the matrix."""
+        """As the matrix has it."""
         return self.matrix.offset
 
     @property
     def length(self) -> int:
-        """Of the matrix."""
+        """As the matrix has it."""
         return self.matrix.length
 
     @property
     def dtype(self) -> str:
-        """Of the matrix."""
+        """As the matrix has it."""
         return self.matrix.dtype
 
     @property
     def numel(self) -> int:
-        """Of the matrix."""
+        """As the matrix has it."""
         return self.matrix.numel
 
 

@@ -17,8 +17,8 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
 class Placed:
     """A wanted slice whose first element is element `start` of its record.
 
-    `turned_rows`: the slice's regions are whole rows of one matrix with so many rows, and the record holds the
-    transpose; the slice's `start` and `stop` then count in the transpose. 0 for everything else.
+    `turned_rows`: the slice's regions are whole rows of one matrix with that many rows, and the record holds the
+    transpose; the slice's `start` and `stop` then count in the transpose. 0 in all other cases.
     """
 
     start: int
@@ -33,7 +33,7 @@ class Placed:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """An array of an output file: `numel` elements of `dtype` from byte `offset` on; what nothing is placed in is zero.
+    """An array of an output file: `numel` elements of `dtype` from byte `offset` on, zero where nothing is placed.
 
     `checksums`: byte positions in the file that hold the CRC-32 of the array's bytes, little-endian.
     """
@@ -71,7 +71,7 @@ class Block:
 
 
 def _parts(content: Sequence[Placed], first: int, start: int, stop: int) -> Iterator[Placed]:
-    """What of `content`, which is sorted, lies in `[start, stop)`; `first` is the first that can."""
+    """The parts of `content`, which is sorted, that lie in `[start, stop)`; none before index `first` does."""
     for index in range(first, len(content)):
         placed = content[index]
         if placed.start >= stop:
@@ -84,9 +84,9 @@ def _parts(content: Sequence[Placed], first: int, start: int, stop: int) -> Iter
 
 @dataclass(frozen=True, slots=True)
 class OutputFile:
-    """A file: its size in bytes, and what of it is known already as (byte offset, bytes).
+    """A file: its size in bytes, and the parts of it that are already known, as (byte offset, bytes).
 
-    `last`: it says to readers that everything is there, so it is written when everything is.
+    `last`: it tells readers that everything is there, so it is written once everything is.
     """
 
     name: str
@@ -97,7 +97,7 @@ class OutputFile:
 
 @dataclass(frozen=True)
 class Output:
-    """All files below the destination's folder, the records in them, and what whoever reads them should know."""
+    """All files below the destination's folder, the records in them, and what their reader should know."""
 
     files: Sequence[OutputFile]
     records: Sequence[Record]

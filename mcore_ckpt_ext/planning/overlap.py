@@ -2,7 +2,7 @@
 
 Everything is expressed in the row-major flattening of one logical tensor. A piece of a region becomes a
 sorted list of contiguous *runs* there; two lists are intersected; the result is folded into strided runs,
-so that a column shard of a matrix is one entry and not one entry a row.
+so that a column shard of a matrix is one entry and not one entry per row.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """Strided copies, one an entry, in elements: `count` times `length` elements, `stride` apart on each side."""
+    """Strided copies, one per entry, in elements: `count` times `length` elements, `stride` apart on each side."""
 
     source: Integers
     target: Integers
@@ -61,7 +61,7 @@ def contiguous_runs(
     """The maximal contiguous runs of a piece in the flattening of a tensor of `shape`.
 
     Args:
-        shape: global shape of the tensor; the region must lie inside of it.
+        shape: global shape of the tensor; the region must lie inside it.
         piece: the piece.
         window: only runs that can touch this half-open interval of the flattening are needed.
 
@@ -118,16 +118,16 @@ class Overlap:
 def overlap(shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> Overlap:
     """Intersect one target piece with all sources of the same logical tensor.
 
-    Where sources repeat an element, the first in the list serves it, so that each is copied exactly once.
+    Where several sources hold an element, the first in the list serves it, so that each is copied exactly once.
 
     Args:
         shape: shape of the tensor as the *target* knows it; the sources may be cut or padded along axis 0 only,
             which leaves the row-major position of an element unchanged.
         target: the piece that is wanted.
-        sources: the pieces that are at hand.
+        sources: the pieces that are available.
 
     Returns:
-        For each source that serves something its index and runs; `missing` lists what nobody holds as
+        The index and the runs of each source that serves something; `missing` lists what no source holds as
         `[first, last)` of the flattening, `missing_at` where each such interval begins in the target's owner.
     """
     starts, positions, lengths = contiguous_runs(shape, target)
@@ -171,7 +171,7 @@ def _intersect(
 def _subtract(
     starts: Integers, positions: Integers, lengths: Integers, cut_start: Integers, cut_length: Integers
 ) -> tuple[Integers, Integers, Integers]:
-    """Remove sorted, disjoint intervals, each inside of one run, from the runs: what is still wanted."""
+    """Remove sorted, disjoint intervals, each inside one run, from the runs; the rest is still wanted."""
     owner = numpy.searchsorted(starts, cut_start, side="right") - 1
     begins = numpy.concatenate([starts, cut_start + cut_length])
     owners = numpy.concatenate([numpy.arange(len(starts)), owner])
@@ -184,7 +184,7 @@ def _subtract(
 
 
 def fold(source: Integers, target: Integers, length: Integers) -> Runs:
-    """Join neighbours that continue each other, then fold equally spaced runs of one length into strided ones."""
+    """Join runs that continue each other, then fold equally spaced runs of one length into strided ones."""
     if len(source) > 1:
         joins = (source[1:] == source[:-1] + length[:-1]) & (target[1:] == target[:-1] + length[:-1])
         heads = numpy.flatnonzero(numpy.concatenate([[True], ~joins]))

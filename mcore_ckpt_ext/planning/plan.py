@@ -32,7 +32,7 @@ class StoredSlice:
 
 @dataclass(frozen=True, slots=True)
 class WantedSlice:
-    """A slice of model space that somebody has room for, `kind` by `kind`.
+    """A slice of model space, of one `kind`, that a destination has room for.
 
     Attributes:
         slice: the elements, in the order of the destination's memory.
@@ -58,7 +58,7 @@ class Source(Protocol):
 
 
 Copies = list[list[list[StoredSlice]]]
-"""The parts of a tensor, of each part its copies, of each copy the slices that hold it."""
+"""The parts of a tensor, the copies of each part, and the slices that hold each copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Derivation:
 
     Attributes:
         needs: where each input comes from, by source and kind; of the same name and shape.
-        compute: from 1-D tensors of the inputs, in that order, to one of the values.
+        compute: from 1-D tensors of the inputs, in that order, to a 1-D tensor of the values.
     """
 
     needs: tuple[tuple[Source, str], ...]
@@ -76,7 +76,7 @@ class Derivation:
 
 @runtime_checkable
 class Deriving(Protocol):
-    """A source of which some tensors are not stored as they are."""
+    """A source in which some tensors are derived from others, not stored."""
 
     def derivation(self, kind: str, name: str) -> Derivation | None:
         """How a tensor is derived; None where it is stored. What `stored` answers is then what it is made from."""
@@ -141,7 +141,7 @@ def derivation_of(source: Source, kind: str, name: str) -> Derivation | None:
 
 
 def plans_of(wanted: WantedSlice, source: Source, accept_lost: bool = False) -> list[Plan]:
-    """What is read for one slice: its own plan, or, where it is derived, those of all that it is made from.
+    """What is read for one slice: its own plan or, where it is derived, the plans of everything that it is made from.
 
     Raises:
         ModelMismatchError: see `make_plan`.
@@ -209,7 +209,7 @@ def _plan_piece(
 
 
 def _checked_tensor(want: WantedSlice, name: str, source: Source) -> LogicalTensor:
-    """The source's tensor, when its shape is one that the target can take."""
+    """The source's tensor, if the target can take its shape."""
     live = want.tensors[name]
     tensor = source.logical_tensor(want.kind, name)
     if tensor is None:

@@ -1,6 +1,6 @@
-"""The one who owns every save of a job: what Megatron's calls mean for it, and what every rank then knows.
+"""The owner of every save of a job: what Megatron's calls mean for a save, and what every rank then knows.
 
-All of it can be put into other surroundings: other ranks, another disk, other writers, another clock.
+Its surroundings can be replaced: the ranks, the disk, the writers, the clock.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ class Writers(Protocol):
         """The request with its writer's errors reported, and its steps, if it has any, handed to `finalise`."""
 
     def handing_over(self) -> contextlib.AbstractContextManager[None]:
-        """While a request is handed over: do not wait for a dead writer."""
+        """While a request is being handed over: do not wait for a dead writer."""
 
     def watch_newest(self, completed: Callable[[str], str]) -> None:
-        """From now on asking whether all ranks' writers are done raises WriterLostError on all where one is not well.
+        """From now on, asking whether all ranks' writers are done raises WriterLostError on all if one is not well.
 
         Args:
-            completed: adds to a problem what the writer itself said of it.
+            completed: adds to a problem what the writer itself said about it.
         """
 
     def are_done(self) -> bool:
         """Whether nothing is outstanding; the same on every rank."""
 
     def going_home(self) -> contextlib.AbstractContextManager[None]:
-        """While the writers are ended: do not wait for a dead one."""
+        """While the writers are being ended: do not wait for a dead one."""
 
     def renew(self) -> None:
-        """Give up all writers and what they owe, and start new ones."""
+        """Give up all writers and what they still owe, and start new ones."""
 
     def drop_results(self) -> None:
-        """Forget what writers have delivered for a save that is given up."""
+        """Forget what writers have delivered for a save that has been given up."""
 
 
 class Coordinator:
@@ -83,15 +83,15 @@ class Coordinator:
     ) -> None:
         self._ranks, self._publisher, self._say, self._goes_on = ranks, publisher, say, goes_on
         self._now, self._sleep = clock
-        self._saves: list[Save] = []  # those that are written or published, oldest first
-        self._active: Save | None = None  # the one that the calls beneath plan or finalise
+        self._saves: list[Save] = []  # those being written or published, oldest first
+        self._active: Save | None = None  # the one that nested calls plan or finalise
 
     def run(self, save: Save, stock: Callable[[bool], Any], must_track: bool = False) -> Any:
         """One `save_checkpoint`: its checkpoint is whole or not there.
 
         Args:
             save: what is saved, and where.
-            stock: Megatron's own; given whether its tracker file goes to the scratch.
+            stock: Megatron's own; it is told whether its tracker file goes to the scratch place.
             must_track: Megatron must write the tracker of a synchronous save itself.
 
         Raises:
@@ -137,7 +137,7 @@ class Coordinator:
         return self._looked(writers, stock) if self._at(State.WRITING) else stock()
 
     def drain(self, writers: Writers, look: Stock, stock: Stock, ending: bool) -> Any:
-        """One `maybe_finalize_async_save` that waits, but never for what cannot come; `ending` the writers, too.
+        """One `maybe_finalize_async_save` that waits, but never for what cannot come; `ending`: writers end, too.
 
         Raises:
             SaveFailedError: on every rank, unless the user wants to go on without.
@@ -160,7 +160,7 @@ class Coordinator:
             writes: does it for the active save, and lists what is wrong.
 
         Raises:
-            SaveFailedError: on every rank; in an asynchronous save on those that know, `_finalise` tells the others.
+            SaveFailedError: on every rank; in an asynchronous save on those that know: `_finalise` tells the others.
         """
         troubles: list[str] = []
         result = writes(self._active, troubles)
@@ -186,7 +186,7 @@ class Coordinator:
         return self._ranks.agree(point, attempt(work) if self._ranks.is_first else None)
 
     def _begin(self, save: Save) -> None:
-        """On rank 0: see to it that the save before is published, and that this one has a place."""
+        """On rank 0: make sure that the previous save is published, and that this one has a place."""
         self._publisher.end(wait=True)
         if problems := [before.problem for before in self._saves if before.problem is not None]:
             raise CheckpointError("; ".join(problems))
@@ -238,7 +238,7 @@ class Coordinator:
         save.become(State.PUBLISHING)
 
     def _conclude(self, ask: bool) -> list[str]:
-        """Every rank learns what came of what was published; without asking, that all of it is well.
+        """Every rank learns how publishing ended; where nobody asks, that it went well.
 
         Returns:
             What went wrong.

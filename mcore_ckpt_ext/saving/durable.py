@@ -1,4 +1,4 @@
-"""What makes a saved checkpoint a fact on disk: all of it there and flushed, and the tracker file last."""
+"""Making a saved checkpoint a fact on disk: all of it is there and flushed, and the tracker file comes last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PROBE_BYTES = 1 << 12
 
 
 class Disk:
-    """Where a run lies, as far as saving changes it; a test puts another in its place."""
+    """The disk that holds a run, as far as saving changes it; a test puts another in its place."""
 
     def prepare(self, folder: Path, tracker: Path) -> None:
         """Make sure that a save into `folder` can begin, and that what lies there already no longer passes for whole.
@@ -42,7 +42,7 @@ class Disk:
             flush(folder)
 
     def settle(self, folder: Path) -> None:
-        """Have the disk keep what Megatron wrote last, and the names of all; its writers flush their own files.
+        """Flush what Megatron wrote last, and the names of all files; its writers flush their own files.
 
         Raises:
             OSError: the disk refuses.
@@ -65,7 +65,7 @@ class Disk:
         files = {folder / FILE_NAME: sidecar} if sidecar else {}
         files |= {tracker: text} if tracker is not None else {}
         replace(files)
-        with contextlib.suppress(OSError):  # the tracker names it by now: this is no failure any more
+        with contextlib.suppress(OSError):  # the tracker already names it: this is no longer a failure
             flush_all([folder, folder.parent])
 
     def tracked(self, tracker: Path) -> int | None:
@@ -99,7 +99,7 @@ def finished_iterations(run: Path) -> list[int]:
 
 
 def _point_elsewhere(folder: Path, tracker: Path) -> None:
-    """A tracker that names the folder names the newest other iteration that was finished, or goes."""
+    """Make a tracker that names the folder name the newest other finished iteration instead, or remove it."""
     own = iteration_number(folder)
     if own is None or Disk().tracked(tracker) != own:
         return

@@ -1,4 +1,4 @@
-"""The last step of a save, on rank 0: the disk keeps all of it, then the tracker names it; training goes on."""
+"""The last step of a save, on rank 0: everything is flushed, then the tracker names it; training goes on meanwhile."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class _Running:
-    """What is being published beside the training."""
+    """What is being published while training goes on."""
 
     save: Save
     own: Sequence[Step]
@@ -49,7 +49,7 @@ class Publisher:
         self._running: _Running | None = None
 
     def prepare(self, save: Save) -> None:
-        """Give a save its place; OSError where the disk refuses."""
+        """Give a save its place. Raises OSError where the disk refuses."""
         self._disk.prepare(save.folder, save.tracker)
 
     def publish(self, save: Save, tracker: bool = True) -> None:
@@ -69,13 +69,13 @@ class Publisher:
         )
 
     def begin(self, save: Save, own: Sequence[Step]) -> None:
-        """Publish beside the training that goes on; what is the training script's own follows at the end."""
+        """Publish while training goes on; the training script's own steps follow at the end."""
         self.end(wait=True)
-        self._disk.copy(save.tracker, save.scratch)  # Megatron reads it before it writes it, for what it may delete
+        self._disk.copy(save.tracker, save.scratch)  # Megatron reads it before writing it, to see what it may delete
         self._running = _Running(save, own, self._start(partial(attempt, partial(self.publish, save))))
 
     def end(self, wait: bool) -> None:
-        """Where a publication is at its end: say so, and do what waited for it."""
+        """If a publication has ended: say so, and do what was waiting for it."""
         running = self._running
         if running is None or not (wait or running.problem.done()):
             return None
@@ -87,18 +87,18 @@ class Publisher:
         return self.tell(running.save)
 
     def do(self, save: Save, own: Sequence[Step]) -> None:
-        """What the training script does of itself after a save."""
+        """Run the training script's own steps after a save."""
         for step in own:
             if (failure := attempt(step.run)) is not None:
                 self._warn(f"iteration {save.iteration} is saved, but then: {failure}")
 
     def tell(self, save: Save) -> None:
-        """Say that it is a fact."""
+        """Tell the user that a save is a fact."""
         self._say(save.line)
         self._disk.remove(save.scratch)
 
     def clear_away(self, saves: Sequence[Save]) -> None:
-        """Remove what failed saves left."""
+        """Remove what failed saves have left."""
         self._disk.discard([save.folder for save in saves if self._disk.tracked(save.tracker) != save.iteration])
         for save in saves:
             self._disk.remove(save.scratch)

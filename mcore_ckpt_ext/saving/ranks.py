@@ -15,14 +15,14 @@ class JobRanks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this one publishes."""
+        """Whether this rank publishes."""
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def agree(self, point: Point, problem: str | None) -> str | None:
-        """Meet; three numbers are exchanged as long as all is well.
+        """Meet; only three numbers are exchanged as long as all is well.
 
         Raises:
-            SaveFailedError: on every rank: they are at different points, so that none knows what the others mean.
+            SaveFailedError: on every rank, when they are at different points, so that none knows what the others mean.
         """
         if not dist.is_initialized():
             return problem

@@ -1,4 +1,4 @@
-"""One save of a job: what it is, where it stands, and where the ranks meet for it. Nothing here knows a framework."""
+"""One save of a job: what it is, its state, and where the ranks meet for it. Nothing here knows a framework."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mcore_ckpt_ext.online.background import Report
 
 
 class State(Enum):
-    """Where a save stands: what every rank knows of it, so that it is the same on all of them."""
+    """The state of a save: what every rank knows of it, so that it is the same on all of them."""
 
     PLANNED = "planned"  # what is saved is being put together
     WRITING = "writing"  # the writers have it
     FINALISED = "finalised"  # all ranks have written, and the index names all of it
-    PUBLISHING = "publishing"  # rank 0 has the disk keep it, and points the tracker to it
+    PUBLISHING = "publishing"  # rank 0 flushes it, and points the tracker to it
     TOLD = "told"  # it is a fact, and every rank knows
     FAILED = "failed"  # what was left of it is gone, and every rank knows
 
@@ -38,12 +38,12 @@ FOLLOWS: Mapping[State, frozenset[State]] = MappingProxyType(
 
 
 class Point(Enum):
-    """Where all ranks meet: each tells whether it has a problem, and all go on knowing the same."""
+    """Where all ranks meet: each says whether it has a problem, and all go on with the same knowledge."""
 
-    BEGIN = 1  # of `save_checkpoint`: the one before is published, and this one has a place
+    BEGIN = 1  # of `save_checkpoint`: the previous save is published, and this one has a place
     INDEX = 2  # of a synchronous save: rank 0 has written the index, and every file is there
     FINALISE = 3  # of an asynchronous one: the same, and each rank has done its steps
-    OUTCOME = 4  # what came of publishing
+    OUTCOME = 4  # how publishing ended
 
 
 class Ranks(Protocol):
@@ -51,13 +51,13 @@ class Ranks(Protocol):
 
     @property
     def is_first(self) -> bool:
-        """Whether this one publishes."""
+        """Whether this rank publishes."""
 
     def agree(self, point: Point, problem: str | None) -> str | None:
-        """Meet; the problems of all ranks, with their ranks, on every rank; None where none has one."""
+        """Meet; returns on every rank the problems of all ranks, with their ranks, or None where no rank has one."""
 
     def barrier(self) -> None:
-        """Stand in for a barrier of Megatron's that this rank's failure has kept it from."""
+        """Stand in for a barrier of Megatron's that this rank's failure has kept it from reaching."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class Save:
         iteration: its number, written to `folder`.
         tracker: the file that names the newest checkpoint of the run; what it is to say: `tracker_text`.
         asynchronous: whether training goes on while it is written.
-        record: gives the sidecar's text, once it is known what the save took; empty where there is none.
+        record: gives the sidecar's text, once it is known how long the save took; empty where there is none.
         began: when it began, in seconds of the coordinator's clock; for `stalled` of them training stood still.
         bytes: of all its records, on rank 0.
-        report: what its writer says of its own failure.
+        report: what its writer says about its own failure.
         problem: on rank 0, why it could not be published, until all ranks know.
-        line: on rank 0, what the user is told of it.
+        line: on rank 0, what the user is told about it.
     """
 
     iteration: int
@@ -117,7 +117,7 @@ class Save:
         """Go on to the next state.
 
         Raises:
-            RuntimeError: no save goes there from where this one stands: a defect of this package.
+            RuntimeError: no save goes there from its present state: a bug in this package.
         """
         if state not in FOLLOWS[self.state]:
             raise RuntimeError(f"a save that is {self.state.value} cannot be {state.value}")

@@ -1,4 +1,4 @@
-"""The writers behind Megatron's strategies, from the training process: none is waited for that cannot answer.
+"""The writers behind Megatron's strategies, seen from training, which never waits for one that cannot answer.
 
 Works on `AsyncCallsQueue` and its callers, megatron/core/dist_checkpointing/strategies/async_utils.py, and on the one
 queue of a job in megatron/training/async_utils.py; read in core_v0.7.0, 0.12.3, 0.16.1, 0.19.0 and 0.19.2. The strategy
@@ -23,21 +23,21 @@ from mcore_ckpt_ext.saving.coordinator import WriterLostError
 from mcore_ckpt_ext.saving.save import Finalise, Save, Step
 
 _POLL_SECONDS = 0.1
-# Added to what ranks sum up when they ask whether all writers are done: more than there are ranks.
+# Added to the sum by which ranks ask whether all writers are done: more than there are ranks.
 _FAILED = 1 << 24
-# Whose finalisation functions end with a barrier, after something that rank 0 alone does: `metadata_finalize_fn` and,
+# Its finalisation functions end with a barrier, after something that rank 0 alone does: `metadata_finalize_fn` and,
 # since 0.18, `integrity_finalize_fn`.
 _WITH_BARRIER = "megatron.core.dist_checkpointing.serialization"
-# Its own do not communicate: `save_checkpoint`, checkpointing.py; read in core_v0.7.0, 0.12.3, 0.16.1 and 0.19.0.
+# Its functions do not communicate: `save_checkpoint`, checkpointing.py; read in core_v0.7.0, 0.12.3, 0.16.1 and 0.19.0.
 _OF_TRAINING = "megatron.training"
 
 
 class MegatronWriters:
-    """Those of the strategy `mcore`, which is the only one up to 0.16.
+    """The writers of the strategy `mcore`, the only one up to 0.16.
 
     Args:
         scope: the globals of megatron/training/async_utils.py.
-        warn: tells the user a line of this rank's.
+        warn: tells the user a line from this rank.
     """
 
     results = "megatron.core.dist_checkpointing.strategies.filesystem_async"
@@ -47,7 +47,7 @@ class MegatronWriters:
         self._watches: dict[int, ProcessWatch] = {}
 
     def claimed(self, request: Any, save: Save, finalise: Finalise) -> Any:
-        """The request is a named tuple, and the list in it is Megatron's to add to until now."""
+        """Take over a request: a named tuple, with a list to which Megatron adds nothing more."""
         if request.finalize_fns:
             steps = [
                 Step(function, function.__module__ == _WITH_BARRIER, function.__module__.startswith(_OF_TRAINING))
@@ -63,7 +63,7 @@ class MegatronWriters:
 
     @contextlib.contextmanager
     def handing_over(self) -> Iterator[None]:
-        """Start anew a persistent writer that died idle, and do not wait for a dead one.
+        """Restart a persistent writer that died while idle, and do not wait for a dead one.
 
         `PersistentAsyncCaller.schedule_async_call` waits without limit until the writer has copied the tensors (`join`
         of `preload_q`, since 0.19 `_persistent_preload_q`).
@@ -79,7 +79,7 @@ class MegatronWriters:
 
     @contextlib.contextmanager
     def going_home(self) -> Iterator[None]:
-        """Do not wait for a persistent writer that has died, now or while it is waited for.
+        """Do not wait for a persistent writer that has died, or dies while it is waited for.
 
         `PersistentAsyncCaller.close` waits without limit for an answer to its last order.
         """
@@ -92,7 +92,7 @@ class MegatronWriters:
             yield
 
     def watch_newest(self, completed: Callable[[str], str]) -> None:
-        """Tell of dead writers in the very sum by which the ranks ask whether all are done."""
+        """Report dead writers in the very sum by which the ranks ask whether all are done."""
         caller = self._queue().async_calls[-1].async_caller
         if not hasattr(caller, "sync_all_async_calls"):  # up to 0.8
             return
@@ -133,8 +133,8 @@ class MegatronWriters:
     def drop_results(self) -> None:
         """Forget the queue of results, the only one in a process; the next save makes a new one, with a new manager.
 
-        What a writer put into it for a save that is given up would be taken for the next one's; and the process that
-        manages it may be what has died.
+        What a writer put into it for a save that was given up would be taken for the next save's, and the process that
+        has died may be the one that manages it.
         """
         module = sys.modules.get(self.results)
         if module is not None and getattr(module, "_results_queue", None) is not None:
@@ -162,7 +162,7 @@ class MegatronWriters:
 
     @contextlib.contextmanager
     def _impatient(self, caller: Any, name: str, give_up: Callable[[], None] = lambda: None) -> Iterator[None]:
-        """Within it, `join` of one of the queues of a persistent caller can give up."""
+        """Within this context, `join` of one of the queues of a persistent caller can give up."""
         found = [queue for queue in (name, f"_persistent_{name}") if getattr(caller, queue, None) is not None]
         if not found:
             yield
@@ -176,7 +176,7 @@ class MegatronWriters:
             setattr(caller, attribute, queue) if is_own else delattr(caller, attribute)
 
     def _end(self, caller: Any) -> None:
-        """Kill a caller's process, and see to it that nobody waits for what it leaves."""
+        """Kill a caller's process, and make sure that nobody waits for what it leaves behind."""
         process = _process_of(caller)
         if process is not None:
             self._watches.pop(process.pid, None)
@@ -193,18 +193,18 @@ class MegatronWriters:
 
 
 class ResiliencyWriters(MegatronWriters):
-    """Those of the strategy `nvrx`, nvidia-resiliency-ext."""
+    """The writers of the strategy `nvrx`, nvidia-resiliency-ext."""
 
     results = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
 
     def renew(self) -> None:
-        """As Megatron's; a started writer is kept at its class, and the old queue sends that one home when it goes."""
+        """Like Megatron's. A started writer is kept at its class, and the old queue ends it when it is closed."""
         super().renew()
         self._persistent_caller()
 
 
 class _ImpatientQueue:
-    """A joinable queue whose `join` returns, too, when the process that should empty it cannot."""
+    """A joinable queue whose `join` also returns when the process that should empty it cannot."""
 
     def __init__(self, queue: Any, watch: Callable[[], ProcessWatch | None], give_up: Callable[[], None]) -> None:
         self.queue, self._watch, self._give_up = queue, watch, give_up
@@ -220,7 +220,7 @@ class _ImpatientQueue:
         """Wait until everything is done, or the writer is given up; the next look at it then tells all ranks."""
         condition = self.queue._cond
         while True:
-            # Who died while it held the lock never gives it back.
+            # A process that died while it held the lock never gives it back.
             if condition.acquire(timeout=_POLL_SECONDS):
                 try:
                     if self.queue._unfinished_tasks._semlock._is_zero() or condition.wait(_POLL_SECONDS):
@@ -237,5 +237,5 @@ def _itself(item: Any) -> Any:
 
 
 def _process_of(caller: Any) -> Any:
-    """The writer process; a caller of 0.19 that has not yet written anything knows its warmed-up one by its class."""
+    """The writer process; a caller of 0.19 that has written nothing yet finds its warmed-up process at its class."""
     return getattr(caller, "process", None) or getattr(caller, "_persistent_process", None)
