@@ -23,6 +23,7 @@ from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof, weaker_of
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here, gather
 from mcore_ckpt_ext.online.homes.home import LiveShard
@@ -50,6 +51,8 @@ class Summary:
     seconds: float
     changed: int = 0
     certainty: str = "proven equal to their weights"
+    disbelieved: str | None = None
+    """Why the sidecar could not be read."""
 
     def __str__(self) -> str:
         changed = f"; {self.changed} weights halfway between two took the one that this optimizer writes"
@@ -58,6 +61,7 @@ class Summary:
             f"{self.bytes_read / 1e6:,.1f} MB read, {self.parameters} parameters {self.certainty} "
             f"({self.elements:,} elements, layout by {' and '.join(self.witnesses)}), {self.seconds:.1f} s"
             f"{changed if self.changed else ''}"
+            f"{f'; {SIDECAR_FILE} is not believed: {self.disbelieved}' if self.disbelieved else ''}"
         )
 
 
@@ -254,6 +258,7 @@ class Proven:
             seconds=time.monotonic() - prepared.started,
             changed=changed,
             certainty=prepared.certainty,
+            disbelieved=checkpoint.sidecar_problem,
         )
 
 

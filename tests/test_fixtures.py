@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,72 @@ def test_a_lying_sidecar_is_not_believed(damaged: Fixture) -> None:
     (damaged.iteration / "mcore_ckpt_ext.json").write_text(text)
     checkpoint = mcore_ckpt_ext.open_checkpoint(damaged.run)
     assert_equals_truth(checkpoint, damaged.truth)
-    assert checkpoint.optimizer.witnesses() == ["the local layer spec", "the sidecar"]
+    assert checkpoint.optimizer.witnesses() == ["the local layer spec instead of the sidecar", "the sidecar"]
+    (told,) = checkpoint.notices()
+    assert told.startswith("mcore_ckpt_ext.json is not believed: ") and "dp_group_idx_1" in told
+
+
+EQUAL = [f"decoder.layers.{layer}.mlp.linear_fc1.layer_norm_weight" for layer in (2, 3)]
+
+
+def exchanged(text: str) -> str:
+    """A sidecar in which two parameters change places, whose weights are equal in every bit."""
+    first, second = (json.dumps(name) for name in EQUAL)
+    return text.replace(first, "<>").replace(second, first).replace("<>", second)
+
+
+def named_twice(text: str) -> str:
+    first, second = (json.dumps(name) for name in EQUAL)
+    return text.replace(second, first)
+
+
+def recorded_twice(text: str) -> str:
+    content = json.loads(text)
+    return json.dumps({**content, "groups": [*content["groups"], content["groups"][0]]})
+
+
+def two_entries(text: str) -> str:
+    return text.replace('"groups":', '"groups":[],"groups":')
+
+
+@pytest.mark.parametrize(
+    ("lie", "told"),
+    [
+        (exchanged, "the local layer spec fits by itself, and places otherwise: decoder.layers.2.mlp.linear_fc1"),
+        (named_twice, f"names {EQUAL[0]} twice"),
+        (recorded_twice, "records a group of"),
+        (two_entries, "two entries 'groups'"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_lying_sidecar_that_no_proof_sees(lie: Callable[[str], str], told: str, tmp_path: Path) -> None:
+    """The masters of both round to the weight of either, so only their moments would be exchanged."""
+    fixture = fixture_named("p48").copy_to(tmp_path / "p48")
+    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
+    first, second = (checkpoint.tensor("weight", name).read() for name in EQUAL)
+    assert torch.equal(first, second)
+    place = fixture.iteration / "mcore_ckpt_ext.json"
+    honest = recorded(fixture).to_json()
+    place.write_text(honest)
+    assert mcore_ckpt_ext.open_checkpoint(fixture.run).notices() == []
+    place.write_text(lie(honest))
+    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
+    for name in EQUAL:
+        assert torch.equal(checkpoint.tensor("exp_avg", name).read().float(), fixture.truth[f"exp_avg.{name}"].float())
+    assert any("is not believed" in note and told in note for note in checkpoint.notices())
+    found = mcore_ckpt_ext.verify(fixture.run)
+    assert found.sound
+    assert any(finding.severity == "warning" and told in finding.what for finding in found.findings)
+
+
+def test_a_sidecar_of_modules_of_the_users_own_is_believed(tmp_path: Path) -> None:
+    """Negative control: of a `--spec` no known layer spec knows more than what was recorded."""
+    fixture = fixture_named("p48").copy_to(tmp_path / "p48")
+    (fixture.iteration / "mcore_ckpt_ext.json").write_text(exchanged(recorded(fixture).to_json()))
+    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
+    checkpoint.common["args"].spec = ["my_model", "layer_spec"]
+    assert checkpoint.notices() == []
+    assert checkpoint.optimizer.witnesses() == ["the sidecar"]
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"version": 2}', '{"version": 1, "written_by": 3}', "null"])

@@ -66,7 +66,7 @@ def _show(found: Inspection) -> None:
 
 def _sidecar(found: Inspection) -> str:
     if found.sidecar_problem:
-        return f"not believed, for it cannot be read: {found.sidecar_problem}"
+        return f"not believed: {found.sidecar_problem}"
     return "yes: the layout of the gradient buffers is recorded" if found.sidecar else "no"
 
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, interpreting, shortened
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, interpreting, shortened, some
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.stacking import stacks_layers
 from mcore_ckpt_ext.formats.unread import Unread
@@ -176,9 +176,11 @@ class Checkpoint(ABC):
 
     def notices(self) -> list[str]:
         """What a user who converts it should know."""
-        problem = self.sidecar_problem
-        found = [f"{SIDECAR_FILE} is not believed, for it cannot be read: {problem}"] if problem else []
+        found = [f"{SIDECAR_FILE} is not believed: {self.sidecar_problem}"] if self.sidecar_problem else []
         state = self.optimizer if self.optimizer_format else None
+        if state is not None and self.sidecar is not None:
+            doubts = [doubt for buffers in state.buffers for doubt in buffers.disbelieved()]
+            found += [f"{SIDECAR_FILE} is not believed: {some(doubts, 1)}"] if doubts else []
         if state is not None and PARAM_REMAINDER in state.kinds:
             state.names()  # by now the layout is known
             known = " and ".join(state.witnesses())
@@ -242,7 +244,7 @@ class Checkpoint(ABC):
 
     @property
     def sidecar_problem(self) -> str | None:
-        """Why the sidecar that is there cannot be read."""
+        """Why the sidecar that is there cannot be read, or is none."""
         return self._sidecar_and_problem[1]
 
     @cached_property

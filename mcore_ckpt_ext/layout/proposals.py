@@ -20,12 +20,15 @@ from mcore_ckpt_ext.model_space.slices import Region, numel_of
 class Proposal:
     """A witness's answer to where the parameters of a group lie; None where it does not know.
 
-    `is_witnessed`: it was recorded, or seen in a model; otherwise it is the order that a known layer spec has.
+    Attributes:
+        is_witnessed: it was recorded, or seen in a model; otherwise it is the order that a known layer spec has.
+        is_recorded: it was recorded, by the sidecar.
     """
 
     label: str
     layout_of: Callable[[OptimizerGroup], GroupLayout | None]
     is_witnessed: bool = False
+    is_recorded: bool = False
 
 
 def by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
@@ -54,7 +57,7 @@ def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
                 placements.append(Placement(parameter.name, regions, origin + parameter.start))
         return layout or None
 
-    return Proposal("the sidecar", layout_of, is_witnessed=True)
+    return Proposal("the sidecar", layout_of, is_witnessed=True, is_recorded=True)
 
 
 @dataclass(frozen=True)

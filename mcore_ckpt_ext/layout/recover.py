@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.errors import LayoutError
+from mcore_ckpt_ext.errors import LayoutError, some
 from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, GroupLayout, OptimizerGroup, misfit
 from mcore_ckpt_ext.layout.discovery import discover
 from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
@@ -19,11 +19,15 @@ _SAMPLE = 64
 
 @dataclass(frozen=True)
 class RecoveredLayout:
-    """A layout that sizes, chunk borders and samples of the content confirm, and the witness it came from."""
+    """A layout that sizes, chunk borders and samples of the content confirm, and the witness it came from.
+
+    `disbelieved`: why it is not the one that the sidecar records; None where it is, or where there is none.
+    """
 
     witness: str
     layout: GroupLayout
     discovered: bool = False
+    disbelieved: str | None = None
 
 
 def recover(
@@ -35,20 +39,22 @@ def recover(
 ) -> RecoveredLayout:
     """Find how one optimizer group is packed.
 
-    Samples of every parameter confirm the choice here; the proof over all elements is made where they are moved.
+    Samples of every parameter confirm the choice here; the proof over all elements is made where they are moved. What
+    the sidecar exchanges against a known layer spec, no proof would see: their weights are equal.
 
     Raises:
         LayoutError: no proposal holds, and discovery does not find one either.
     """
     tried: list[str] = []
-    for proposal in proposals:
-        layout = proposal.layout_of(group)
-        problem = "it does not know every parameter" if layout is None else misfit(layout, group)
+    disbelieved: str | None = None
+    for number, proposal in enumerate(proposals):
+        layout, problem = _tried(group, proposal, read, proof)
+        if layout is not None and problem is None and proposal.is_recorded:
+            problem = _contradiction(group, models, layout, proposals[number + 1 :], read, proof)
         if layout is not None and problem is None:
-            problem = _sample(group, layout, read, proof)
-        if layout is not None and problem is None:
-            return RecoveredLayout(proposal.label, layout)
+            return RecoveredLayout(proposal.label, layout, disbelieved=disbelieved)
         tried.append(f"{proposal.label}: {problem}")
+        disbelieved = problem if proposal.is_recorded else disbelieved
     try:
         found = discover(group, models.candidates(group.rank), _data_parallel_borders(group, models), read)
     except LayoutError as error:
@@ -57,7 +63,46 @@ def recover(
             found="; ".join([*tried, f"by content: {error}"]),
             where=str(group),
         ) from error
-    return RecoveredLayout("discovery by content", found, discovered=True)
+    return RecoveredLayout("discovery by content", found, discovered=True, disbelieved=disbelieved)
+
+
+def _tried(
+    group: OptimizerGroup, proposal: Proposal, read: Bytes, proof: Proof
+) -> tuple[GroupLayout | None, str | None]:
+    """A proposed layout, and what keeps it from being the group's: sizes, chunk borders, samples of the content."""
+    layout = proposal.layout_of(group)
+    problem = "it does not know every parameter" if layout is None else misfit(layout, group)
+    if layout is not None and problem is None:
+        problem = _sample(group, layout, read, proof)
+    return layout, problem
+
+
+def _contradiction(
+    group: OptimizerGroup,
+    models: LocalModels,
+    recorded: GroupLayout,
+    others: Sequence[Proposal],
+    read: Bytes,
+    proof: Proof,
+) -> str | None:
+    """The known layer spec that fits by itself, and places parameters otherwise than the sidecar; None without one.
+
+    A model that was seen, or any known spec, may bear the sidecar out. Of modules of the user's own no spec knows more.
+    """
+    placed = _placed(recorded)
+    if models.arguments.spec or any(_places(group, other) == placed for other in others):
+        return None
+    for other in others:
+        layout, problem = (None, None) if other.is_witnessed else _tried(group, other, read, proof)
+        if layout is not None and problem is None:
+            moved = {name for key, places in _placed(layout).items() for name, _ in {*places} ^ {*placed[key]}}
+            return f"{other.label} fits by itself, and places otherwise: {some(sorted(moved))}"
+    return None
+
+
+def _places(group: OptimizerGroup, proposal: Proposal) -> dict[BucketKey, list[tuple[str, int]]] | None:
+    layout = proposal.layout_of(group)
+    return None if layout is None else _placed(layout)
 
 
 def recover_unproven(

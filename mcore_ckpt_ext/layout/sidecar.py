@@ -6,7 +6,7 @@ It is a witness like any other: what it says is constrained and proven before it
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -105,18 +105,20 @@ class Sidecar:
         """Parse the file's text.
 
         Raises:
-            ValueError: it is no sidecar of a version known here.
+            ValueError: it is no sidecar of a version known here, or says something twice.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
+            data: dict[str, Any] = json.loads(text, object_pairs_hook=_without_repetition)
             if data["version"] != VERSION:
                 raise ValueError(f"sidecar version {data['version']}, known is {VERSION}")
+            groups = tuple(_group(group) for group in data["groups"])
+            _check_unique(groups)
             return cls(
                 written_by=str(data["written_by"]),
                 megatron=str(data["megatron"]),
                 iteration=int(data["iteration"]),
                 layout={str(name): int(size) for name, size in data["layout"].items()},
-                groups=tuple(_group(group) for group in data["groups"]),
+                groups=groups,
                 saved=_save_record(data.get("saved")),
                 digests=tuple(_digests(group) for group in data.get("digests", ())),
             )
@@ -124,6 +126,33 @@ class Sidecar:
             raise ValueError("the sidecar is nested too deeply") from error
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"the sidecar lacks or misspells {error}") from error
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the sidecar has two entries {next(name for name in names if names.count(name) > 1)!r}")
+    return found
+
+
+def _check_unique(groups: Iterable[RecordedGroup]) -> None:
+    """A rank has an optimizer's group once, and in it each parameter once; parameters of one value could stand twice.
+
+    Raises:
+        ValueError: something is named twice.
+    """
+    seen: set[tuple[int, int]] = set()
+    for group in groups:
+        keys = [(group.child, index) for index in group.indices]
+        if len(set(keys)) < len(keys) or not seen.isdisjoint(keys):
+            raise ValueError(f"the sidecar records a group of {keys[:4]} twice")
+        seen.update(keys)
+        names: set[str] = set()
+        for parameter in (parameter for bucket in group.buckets for parameter in bucket.parameters):
+            if parameter.name in names:
+                raise ValueError(f"the sidecar names {parameter.name} twice in one group")
+            names.add(parameter.name)
 
 
 def _save_record(data: Mapping[str, Any] | None) -> SaveRecord | None:

@@ -112,7 +112,7 @@ class _Run:
             self.findings.append(error(COMPLETE, str(self.folder), str(problem)))
             return
         if checkpoint.sidecar_problem:
-            what = f"it is not believed, for it cannot be read: {checkpoint.sidecar_problem}"
+            what = f"it is not believed: {checkpoint.sidecar_problem}"
             self.findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), what))
         failed = self.failed = self._check_files(checkpoint)
         self.findings.extend(check_weights(checkpoint))
@@ -197,12 +197,16 @@ class _Run:
         before = len(self.findings)
         for group in optimizer.groups.values():
             with _Noting(self, PROOF, str(group)):
-                optimizer.layout_of(group)
-        if len(self.findings) == before and optimizer.digests:
+                if reason := optimizer.layout_of(group).disbelieved:
+                    what = f"it is not believed, of {group}: {reason}"
+                    self.findings.append(warning(PROOF, str(self.folder / SIDECAR_FILE), what))
+        recovered = not any(finding.severity == "error" for finding in self.findings[before:])
+        if recovered and optimizer.digests:
             problems = differing(optimizer)
             self.findings.extend(error(DIGESTS, str(self.folder / SIDECAR_FILE), problem) for problem in problems)
             self.checks.append(Check(DIGESTS, f"state of {len(optimizer.names()):,} parameters as it was saved"))
-        return len(self.findings) == before
+            return recovered and not problems
+        return recovered
 
     def _without_optimizer(self) -> None:
         what = "it holds no optimizer state that this package reads: only its weights were looked at"

@@ -204,7 +204,21 @@ class FlatBuffers(OptimizerState):
 
     def witnesses(self) -> list[str]:
         """What the layouts recovered so far came from."""
-        return sorted({recovered.witness for recovered in self._recovered.values()})
+        return sorted(
+            {
+                f"{recovered.witness} instead of the sidecar" if recovered.disbelieved else recovered.witness
+                for recovered in self._recovered.values()
+            }
+        )
+
+    def disbelieved(self) -> list[str]:
+        """Why the sidecar is not believed, group by group; recovers all layouts.
+
+        Raises:
+            LayoutError: one cannot be proven.
+        """
+        reasons = [(group, self.layout_of(group).disbelieved) for group in self.groups.values()]
+        return [f"{group}: {reason}" for group, reason in reasons if reason is not None]
 
     @override
     def names(self, kind: str | None = None) -> list[str]:

@@ -96,11 +96,13 @@ def test_it_is_used_first(outcomes: Outcomes) -> None:
 @pytest.mark.parametrize("name", ["deleted", "garbage"])
 def test_without_it_the_layout_is_recovered(name: str, outcomes: Outcomes) -> None:
     assert "sidecar" not in witness_of(outcomes, name)
+    (line,) = outcomes[name][0]["lines"]
+    assert ("mcore_ckpt_ext.json is not believed: " in line) == (name == "garbage")
 
 
 def test_it_is_not_believed_without_proof(outcomes: Outcomes) -> None:
     """Two parameters of equal shape are exchanged in it."""
-    assert witness_of(outcomes, "lying") != "the sidecar"
+    assert "instead of the sidecar" in witness_of(outcomes, "lying")
 
 
 @pytest.mark.parametrize("name", ["intact", "deleted", "lying", "garbage"])
