@@ -25,7 +25,7 @@ from mcore_ckpt_ext.layout.proposals import Proposal, by_order, by_sidecar
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import MOST_BYTES as SIDECAR_BYTES
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.model_space.names import ShardedKey, parse
+from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS, ShardedKey, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -174,9 +174,39 @@ class Checkpoint(ABC):
         """The number of tokens in the vocabulary without padding, where the format itself gives it."""
         return None
 
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the vocabulary without padding, by the format or by the arguments; None where neither says."""
+        if self.vocabulary is not None or not self.arguments.vocab_size:
+            return self.vocabulary
+        # Up to 0.17 the end of a document was one more (null_tokenizer.py).
+        null = self.arguments.tokenizer_type == "NullTokenizer"
+        return self.arguments.vocab_size + (null and not self.arguments.is_known("null_tokenizer_pad_id"))
+
+    @cached_property
+    def vocabulary_rows(self) -> int | None:
+        """Rows of the vocabulary, padding included: as they are stored, whatever the arguments say of them.
+
+        A model to begin with may lack its padding; then it is what its arguments say that a job makes of it.
+        """
+        stated, tensor = self.arguments.padded_vocab_size, self.logical_tensor(WEIGHT, WORD_EMBEDDINGS)
+        if tensor is None:
+            return stated
+        rows, multiple = tensor.shape[0], self.arguments.make_vocab_size_divisible_by or 1
+        return stated if self.released and stated == -(-rows // multiple) * multiple else rows
+
+    @property
+    def vocabulary_contradiction(self) -> str | None:
+        """What the arguments say of the vocabulary's rows, and is not so; None where they agree."""
+        stated, rows = self.arguments.padded_vocab_size, self.vocabulary_rows
+        if stated is None or stated == rows:
+            return None
+        return f"the arguments say padded_vocab_size {stated}, but the vocabulary has {rows} rows, which count"
+
     def notices(self) -> list[str]:
         """What a user who converts it should know."""
-        found = [f"{SIDECAR_FILE} is not believed: {self.sidecar_problem}"] if self.sidecar_problem else []
+        found = [self.vocabulary_contradiction] if self.vocabulary_contradiction else []
+        found += [f"{SIDECAR_FILE} is not believed: {self.sidecar_problem}"] if self.sidecar_problem else []
         state = self.optimizer if self.optimizer_format else None
         if state is not None and self.sidecar is not None:
             doubts = [doubt for buffers in state.buffers for doubt in buffers.disbelieved()]

@@ -15,7 +15,6 @@ from typing import Any, cast
 
 import torch
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
@@ -62,7 +61,7 @@ class HuggingFaceTarget:
         self._companions = {**checkpoint.companions(), **tokenizer}
         names = checkpoint.weights.names()
         model = complete(checkpoint.arguments)
-        arguments = replace(model, vocab_size=self._vocabulary(checkpoint.arguments))
+        arguments = replace(model, vocab_size=self._vocabulary())
         once = json_of(self._companions, CONFIG).get("model_type")
         self.fit: Fit = family_of_megatron(arguments, names, family, once)
         self.left_out = matching(names, self.fit.family.megatron_left_out)
@@ -130,16 +129,13 @@ class HuggingFaceTarget:
             }
         return config
 
-    def _vocabulary(self, arguments: JobArguments) -> int:
-        known = self._options.vocab_size or self._checkpoint.vocabulary or tokens_of(self._companions)
-        if known is None and arguments.vocab_size:
-            # Up to 0.17 the end of a document was one token more (null_tokenizer.py).
-            plain = arguments.tokenizer_type == "NullTokenizer" and not arguments.is_known("null_tokenizer_pad_id")
-            known = arguments.vocab_size + plain
+    def _vocabulary(self) -> int:
+        source = self._checkpoint
+        known = self._options.vocab_size or source.vocabulary or tokens_of(self._companions) or source.tokens
         if known is None:
             raise UnsupportedCheckpointError(
                 "it is not known how many tokens the vocabulary has without Megatron's padding",
-                found=f"{arguments.padded_vocab_size} rows with it", where=str(self._checkpoint.folder),
+                found=f"{source.vocabulary_rows} rows with it", where=str(source.folder),
                 helps="say how many (--vocab-size N), or where the tokenizer is (--tokenizer PATH)",
             )  # fmt: skip
         return known
@@ -164,9 +160,12 @@ class HuggingFaceTarget:
         yield f"the model is a {family.name}"
         yield from family.notices(self.fit.arguments)
         shapes = parameter_shapes(self._tensors)
-        padding = self._checkpoint.named_tensor(WEIGHT, VOCABULARY[0]).shape[0] - shapes[VOCABULARY[0]][0]
-        if padding:
-            yield f"{padding} rows of padding are removed from the vocabulary"
+        if self._checkpoint.vocabulary_contradiction:
+            yield self._checkpoint.vocabulary_contradiction
+        stored = self._checkpoint.named_tensor(WEIGHT, VOCABULARY[0]).shape[0]
+        kept = shapes[VOCABULARY[0]][0]
+        if stored > kept:
+            yield f"rows {kept} to {stored - 1} of the vocabulary are cut, for it has {kept} tokens"
         if self.left_out:
             yield f"left out, because Hugging Face's {family.name} has no place for it: {some(self.left_out, _SHOWN)}"
         plain = [name for name in shapes if name not in self._masters]

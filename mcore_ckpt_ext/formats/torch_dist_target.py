@@ -169,6 +169,8 @@ class TorchDistTarget:
         source = self._checkpoint
         common, arguments = dict(self._state.common), argparse.Namespace(**vars(self._state.common["args"]))
         common["args"] = arguments
+        if source.vocabulary_contradiction:
+            arguments.padded_vocab_size = source.vocabulary_rows
         arguments.ckpt_format = "torch_dist"
         arguments.use_dist_ckpt = True
         arguments.no_save_rng = not any(key.startswith("rng_state/") for key in objects)

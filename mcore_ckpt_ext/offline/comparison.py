@@ -235,7 +235,7 @@ class _Side:
         """How many of the vocabulary's rows are looked at."""
         tensor = self.source.logical_tensor(WEIGHT, VOCABULARY[0])
         stored = tensor.shape[0] if tensor else 0
-        return f"{self.rows} of {stored} rows, for the rest is padding" if self.rows not in (None, stored) else "all"
+        return f"{self.rows} of {stored} rows, as many as the other has" if self.rows not in (None, stored) else "all"
 
     def nbytes(self, kind: str, name: str) -> int:
         tensor = self.source.logical_tensor(kind, name)

@@ -214,6 +214,8 @@ def _model(checkpoint: Checkpoint) -> dict[str, int | float | str]:
     for label, name in names.items():
         if arguments.value(name) is not None and label not in experts:
             found[label] = arguments.value(name)
+    if checkpoint.vocabulary_contradiction:
+        found["vocabulary, padded"] = checkpoint.vocabulary_contradiction
     if not arguments.group_query_attention:
         found.pop("query groups", None)
     found["embeddings"] = "untied" if arguments.untie_embeddings_and_output_weights else "tied"

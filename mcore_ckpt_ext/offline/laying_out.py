@@ -89,6 +89,7 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
     Raises:
         UnsupportedCheckpointError: the format cannot hold this checkpoint.
     """
+    _check_vocabulary(checkpoint, getattr(target, "vocab_size", None))
     if isinstance(target, HuggingFace):
         return _hugging_face(checkpoint, target, family)
     expert = getattr(target, "expert_model_parallel_size", None)
@@ -104,6 +105,20 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
     output = _torch_dist(checkpoint, target) if isinstance(target, TorchDist) else _legacy(checkpoint, target)
     folder = RELEASE if checkpoint.released else iteration_name(checkpoint.iteration)
     return LaidOut(_below(_with_companions(_noting(output, notices), checkpoint), folder), folder, kinds)
+
+
+def _check_vocabulary(checkpoint: Checkpoint, asked: int | None) -> None:
+    """A vocabulary that is smaller than the source says would lose tokens.
+
+    Raises:
+        UsageError: it is.
+    """
+    if asked is not None and asked < (checkpoint.tokens or 0):
+        raise UsageError(
+            "the vocabulary would lose tokens", found=f"--vocab-size {asked}",
+            expected=f"{checkpoint.tokens} or more, for so many tokens the source says to have",
+            where=str(checkpoint.folder), helps="leave the option away",
+        )  # fmt: skip
 
 
 def _torch_dist(checkpoint: Checkpoint, target: TorchDist) -> Output:
@@ -213,7 +228,7 @@ def reader_arguments(checkpoint: Checkpoint, target: Legacy) -> JobArguments:
         "expert_tensor_parallel_size": tensor,
         "data_parallel_size": data,
         "world_size": ranks * data,
-        "padded_vocab_size": _padded_vocabulary(written, tensor, vocabulary),
+        "padded_vocab_size": _padded_vocabulary(checkpoint, tensor, vocabulary),
         "ckpt_format": "torch",
         "use_dist_ckpt": False,
         "use_distributed_optimizer": not (checkpoint.optimizer_format and checkpoint.chain()),
@@ -221,14 +236,14 @@ def reader_arguments(checkpoint: Checkpoint, target: Legacy) -> JobArguments:
     return written.changed(**changes)
 
 
-def _padded_vocabulary(arguments: JobArguments, tensor: int, vocabulary: int | None) -> int:
+def _padded_vocabulary(checkpoint: Checkpoint, tensor: int, vocabulary: int | None) -> int:
     """Rows of the embedding: `_vocab_size_with_padding` (megatron/training/tokenizer/tokenizer.py, 0.7 to 0.19).
 
     Without the true size, which no checkpoint records, the stored one is kept, or padded further where it cannot be
     divided.
     """
-    multiple = (arguments.make_vocab_size_divisible_by or 128) * tensor
-    stored = arguments.whole("padded_vocab_size")
+    multiple = (checkpoint.arguments.make_vocab_size_divisible_by or 128) * tensor
+    stored = checkpoint.vocabulary_rows or checkpoint.arguments.whole("padded_vocab_size")
     if vocabulary is None:
         return stored if stored % tensor == 0 else -(-stored // multiple) * multiple
     return -(-vocabulary // multiple) * multiple

@@ -114,6 +114,8 @@ class _Run:
         if checkpoint.sidecar_problem:
             what = f"it is not believed: {checkpoint.sidecar_problem}"
             self.findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), what))
+        if checkpoint.vocabulary_contradiction:
+            self.findings.append(warning(COMPLETE, str(self.folder), checkpoint.vocabulary_contradiction))
         failed = self.failed = self._check_files(checkpoint)
         self.findings.extend(check_weights(checkpoint))
         self.checks.append(Check(COVERED, f"{len(names):,} weights"))
