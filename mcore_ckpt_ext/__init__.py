@@ -5,10 +5,8 @@ torch nor a framework: torch itself imports it at the end of ``import torch`` (t
 every public name is looked up when it is first used (PEP 562).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+# Nothing is imported here, not even of the standard library: under `python -m` it would come from the current folder.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from mcore_ckpt_ext.errors import (
         CheckpointError,

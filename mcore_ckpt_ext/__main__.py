@@ -1,10 +1,11 @@
 """`python -m mcore_ckpt_ext` is `mcore-ckpt`."""
 
+import os
 import sys
-from pathlib import Path
 
-# `-m` puts the current folder first, which may be a stranger's: nothing is imported from there.
-if sys.path[:1] in ([""], [str(Path.cwd())]) and not getattr(sys.flags, "safe_path", False):
+# `-m` puts the current folder first, which may be a stranger's: nothing is imported from there, and so nothing before
+# this but what Python itself has imported by now.
+if sys.path[:1] in ([""], [os.getcwd()]) and not getattr(sys.flags, "safe_path", False):  # noqa: PTH109 - see above
     del sys.path[0]
 
 from mcore_ckpt_ext.cli.main import main

@@ -245,14 +245,6 @@ def test_json_of_a_checkpoint_whose_learning_rate_is_nan(tmp_path: Path, capsys:
     json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
 
 
-def command(*words: object, cwd: Path | None = None, **streams: object) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        [sys.executable, "-m", "mcore_ckpt_ext", *map(str, words)],
-        env=environment, text=True, timeout=120, check=False, cwd=cwd, stderr=subprocess.PIPE, **streams,
-    )  # fmt: skip
-
-
 def test_a_closed_or_full_stdout() -> None:
     shell = f"{sys.executable} -m mcore_ckpt_ext inspect {fixture_named('p02').run}"
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
@@ -267,8 +259,18 @@ def test_a_closed_or_full_stdout() -> None:
 
 
 def test_nothing_is_imported_from_the_current_folder(tmp_path: Path) -> None:
-    """A folder of a stranger may hold a `torch.py`, or whatever else the program imports."""
-    for name in ("torch", "numpy", "json", "yaml", "upath"):
-        (tmp_path / f"{name}.py").write_text("raise SystemExit('imported from the current folder')")
-    done = command("inspect", fixture_named("p02").run, cwd=tmp_path, stdout=subprocess.PIPE)
+    """A folder of a stranger may hold a `torch.py`, or whatever else the program imports, from its first line on.
+
+    What Python imports by itself before that is left out; `-S`, since files of site-packages would import more first.
+    """
+    alone = [sys.executable, "-S", "-c", "import runpy, sys; print(*sys.modules)"]
+    before = subprocess.run(alone, capture_output=True, text=True, check=True).stdout.split()
+    others = {"torch", "numpy", "yaml", "upath", "typing_extensions", "sitecustomize", "usercustomize"}
+    for name in ({*sys.stdlib_module_names} | others) - {*before}:
+        (tmp_path / f"{name}.py").write_text(f"raise SystemExit('{name} is imported from the current folder')")
+    done = subprocess.run(
+        [sys.executable, "-S", "-m", "mcore_ckpt_ext", "inspect", str(fixture_named("p02").run)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, sys.path)])},
+        capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path,
+    )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, "")
