@@ -10,7 +10,7 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class CheckpointError(Exception):
-    """Base of every refusal; a user can read it without reading the code.
+    """Base of every refusal; a user can read it without reading the code, on any terminal.
 
     Args:
         what: one sentence, what is wrong.
@@ -36,10 +36,10 @@ class CheckpointError(Exception):
         where: str | None = None,
         helps: str | None = None,
     ) -> None:
-        parts = [what]
+        parts = ["\n".join(map(printable, what.split("\n")))]
         for label, value in (("found", found), ("expected", expected), ("where", where), ("what helps", helps)):
             if value is not None:
-                parts.append(f"{label}: {value}")
+                parts.append(f"{label}: {printable(str(value))}")
         super().__init__("; ".join(parts))
 
 

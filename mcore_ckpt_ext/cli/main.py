@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         message("interrupted")
         return 130
     except Exception:  # noqa: BLE001 - Python's own exit code, 1, would say "verified unequal" to a script
-        message(f"a defect of mcore_ckpt_ext, please report it:\n{traceback.format_exc()}")
+        for text in ("a defect of mcore_ckpt_ext, please report it:", *traceback.format_exc().splitlines()):
+            message(text)
         return UNUSABLE
     return code
 

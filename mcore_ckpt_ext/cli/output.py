@@ -69,6 +69,6 @@ def _finite(value: object) -> object:
 def _write(stream: TextIO | None, text: str) -> None:
     if stream is None:  # whoever started the program closed it (`>&-`), and wants the exit code alone
         return
-    shown = "\n".join(printable(part) for part in text.split("\n"))
     encoding = stream.encoding or "utf-8"
-    stream.write(shown.encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    # One line, whatever a name in it holds: what follows a line break would pass for a line of this program's own.
+    stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")

@@ -10,11 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.output import json_text
-from mcore_ckpt_ext.errors import remedy
+from mcore_ckpt_ext.errors import CheckpointError, remedy
+from mcore_ckpt_ext.storage.json_tree import encode
 from mcore_ckpt_ext.storage.publish import cannot_write
 from tests.harness.checkpoints import fixture_named
 
@@ -243,6 +245,30 @@ def test_json_of_a_checkpoint_whose_learning_rate_is_nan(tmp_path: Path, capsys:
     code, out, err = said(capsys, "inspect", tmp_path / "run", "--json")
     assert code == 0, err
     json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+FORGED = "proven: 9,999 masters round to their weights"
+
+
+@pytest.mark.parametrize("name", ["verify", "convert", "diff", "inspect"])
+def test_names_of_a_stranger_write_no_lines_of_their_own(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "run", mcore_ckpt_ext.Canonical())
+    about = json.loads((tmp_path / "run" / "common.json").read_text())
+    about["common"][f"key\n{FORGED}\r\x1b[2J\u202e"] = encode(torch.zeros(3))
+    about["common"]["args"]["$namespace"]["transformer_impl"] = f"local\n{FORGED}\x1b[2J"
+    (tmp_path / "run" / "common.json").write_text(json.dumps(about))
+    more = {"convert": [tmp_path / "out", "--to", "torch_dist"], "diff": [tmp_path / "run"]}.get(name, [])
+    _, out, err = said(capsys, name, tmp_path / "run", *more)
+    assert FORGED in out
+    assert not [line for line in (out + err).splitlines() if line.startswith(FORGED)]
+    assert (out + err).replace("\n", "").isprintable()
+
+
+def test_nor_does_an_error_outside_of_the_command_line() -> None:
+    error = CheckpointError("what\n  is wrong\x1b[2J", found=f"name\n{FORGED}", where="a\rb", helps="nothing")
+    assert str(error) == f"what\n  is wrong\\x1b[2J; found: name\\n{FORGED}; where: a\\rb; what helps: nothing"
 
 
 def test_a_closed_or_full_stdout() -> None:
