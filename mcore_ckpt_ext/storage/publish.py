@@ -193,7 +193,7 @@ class Publication:
         """Whether there is unfinished work to continue.
 
         Raises:
-            DestinationError: there is, but it is other work.
+            DestinationError: there is, but it is other work. Hours of it may be thrown away by the user alone.
         """
         try:
             fingerprint, made = json.loads(self._root.read(_WORK, _WORK_LIMIT) or b"")
@@ -205,9 +205,10 @@ class Publication:
             return False
         if fingerprint != self._fingerprint:
             raise DestinationError(
-                "the unfinished work for this destination is of another source, or of other options",
+                "the unfinished work for this destination is of another source, of other options or of another version",
                 where=str(self._root.path),
-                helps="give the options of the interrupted run, or begin anew: leave --resume out",
+                helps="to continue it, give the source and options of the interrupted run; to throw it away and begin "
+                "anew, leave --resume out",
             )
         return True
 

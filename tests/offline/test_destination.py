@@ -239,10 +239,13 @@ def test_unfinished_work_is_continued_only_by_the_same_work(tmp_path: Path) -> N
     first, second = (Publication(tmp_path / "out", fingerprint) for fingerprint in ("a" * 16, "b" * 16))
     first.open()
     first.close()
-    with pytest.raises(DestinationError, match="other options"):
+    (first.folder / "file").write_bytes(b"hours")
+    with pytest.raises(DestinationError, match="of other options.*to throw it away and begin anew, leave --resume out"):
         second.open(resume=True)
     second.close()
+    assert (first.folder / "file").read_bytes() == b"hours"
     second.open()
+    assert not list(second.folder.iterdir())
     second.close()
 
 

@@ -48,6 +48,26 @@ def test_the_unfinished_folder_is_nobody_elses(shared: Path) -> None:
     assert [path.name for path in shared.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize(("umask", "folder", "file"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0, 0o777, 0o666)])
+def test_what_is_published_has_the_rights_of_every_other_file(
+    umask: int, folder: int, file: int, shared: Path
+) -> None:
+    """The unfinished folder is shut whatever the umask says, and leaves no trace of that."""
+    before = os.umask(umask)
+    try:
+        publication = Publication(shared / "out", WORK)
+        publication.open()
+        os.close(publication.content.open("iter_0000004/file", os.O_WRONLY | os.O_CREAT))
+        assert stat.S_IMODE(unfinished(shared).stat().st_mode) == 0o700
+        publication.publish()
+        publication.close()
+    finally:
+        os.umask(before)
+    found = [stat.S_IMODE((shared / name).stat().st_mode) for name in ("out", "out/iter_0000004")]
+    assert found == [folder, folder]
+    assert stat.S_IMODE((shared / "out/iter_0000004/file").stat().st_mode) == file
+
+
 def planted_link(place: Path, victim: Path) -> None:
     place.symlink_to(victim.parent)
 
