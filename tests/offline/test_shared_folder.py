@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -167,6 +168,45 @@ def test_a_journal_is_believed_only_with_its_bytes(tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(run, tmp_path / "fresh", mcore_ckpt_ext.Canonical())
     for path in (tmp_path / "fresh").iterdir():
         assert (out / path.name).read_bytes() == path.read_bytes()
+
+
+def test_tensors_of_zeros_with_a_journal_that_vouches_for_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody makes the unfinished folder before its user does: whole, consistent in itself, and all zero."""
+    run, out = fixture_named("p02").run, tmp_path / "out"
+
+    def stop(done: int, total: int) -> None:
+        if done >= total:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mcore_ckpt_ext.convert(run, out, mcore_ckpt_ext.Canonical(), workers=1, progress=stop)
+    (planted,) = tmp_path.glob("out.partial-*")
+    with_zeros(planted)
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    with pytest.raises(DestinationError, match="another user's"):
+        mcore_ckpt_ext.convert(run, out, mcore_ckpt_ext.Canonical(), resume=True)
+    assert not out.exists()
+
+
+def with_zeros(unfinished: Path) -> None:
+    """Fill all tensors with zeros, and the journal with the checksums of zeros."""
+    lengths = {}
+    for path in (unfinished / "content").glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        begin = 8 + int.from_bytes(data[:8], "little")
+        for name, tensor in json.loads(data[8:begin]).items():
+            if name != "__metadata__":
+                first, last = (begin + offset for offset in tensor["data_offsets"])
+                lengths[zlib.crc32(data[first:last])] = last - first
+                data[first:last] = bytes(last - first)
+        path.write_bytes(data)
+    lines = [json.loads(line) for line in (unfinished / "journal0").read_text().splitlines()]
+    known = [(number, zlib.crc32(bytes(lengths[crc]))) for number, crc in lines if crc in lengths]
+    assert len(known) > len(lines) / 2
+    (unfinished / "journal0").write_text("".join(f"[{number}, {crc}]\n" for number, crc in known))
 
 
 def test_a_planted_link_for_a_small_file_is_not_followed(shared: Path, victim: Path) -> None:
