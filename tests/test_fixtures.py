@@ -208,7 +208,7 @@ def two_entries(text: str) -> str:
 @pytest.mark.parametrize(
     ("lie", "told"),
     [
-        (exchanged, "the local layer spec fits by itself, and places otherwise: decoder.layers.2.mlp.linear_fc1"),
+        (exchanged, "the local layer spec fits by itself and places parameters differently: decoder.layers.2.mlp"),
         (named_twice, f"names {EQUAL[0]} twice"),
         (recorded_twice, "records a group of"),
         (two_entries, "two entries 'groups'"),

@@ -165,7 +165,7 @@ class HuggingFaceTarget:
         stored = self._checkpoint.named_tensor(WEIGHT, VOCABULARY[0]).shape[0]
         kept = shapes[VOCABULARY[0]][0]
         if stored > kept:
-            yield f"rows {kept} to {stored - 1} of the vocabulary are cut, for it has {kept} tokens"
+            yield f"rows {kept} to {stored - 1} of the vocabulary are cut: it has {kept} tokens"
         if self.left_out:
             yield f"left out, because Hugging Face's {family.name} has no place for it: {some(self.left_out, _SHOWN)}"
         plain = [name for name in shapes if name not in self._masters]

@@ -88,7 +88,7 @@ class LegacyTarget:
             )
             stored = self._checkpoint.vocabulary_rows or rows
             if stored > rows:
-                yield f"rows {rows} to {stored - 1} of the vocabulary are cut, for that job has {rows}"
+                yield f"rows {rows} to {stored - 1} of the vocabulary are cut: that job has {rows}"
         yield from self._state.notes
         if not self._same_ranks:
             yield "the state of the random generators belongs to other ranks: resume with --no-load-rng"

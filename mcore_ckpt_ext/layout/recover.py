@@ -96,7 +96,7 @@ def _contradiction(
         layout, problem = (None, None) if other.is_witnessed else _tried(group, other, read, proof)
         if layout is not None and problem is None:
             moved = {name for key, places in _placed(layout).items() for name, _ in {*places} ^ {*placed[key]}}
-            return f"{other.label} fits by itself, and places otherwise: {some(sorted(moved))}"
+            return f"{other.label} fits by itself and places parameters differently: {some(sorted(moved))}"
     return None
 
 

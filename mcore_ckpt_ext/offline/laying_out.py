@@ -116,8 +116,8 @@ def _check_vocabulary(checkpoint: Checkpoint, asked: int | None) -> None:
     if asked is not None and asked < (checkpoint.tokens or 0):
         raise UsageError(
             "the vocabulary would lose tokens", found=f"--vocab-size {asked}",
-            expected=f"{checkpoint.tokens} or more, for so many tokens the source says to have",
-            where=str(checkpoint.folder), helps="leave the option away",
+            expected=f"{checkpoint.tokens} or more: the source says that it has so many tokens",
+            where=str(checkpoint.folder), helps="leave the option out",
         )  # fmt: skip
 
 
