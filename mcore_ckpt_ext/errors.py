@@ -55,8 +55,8 @@ class UnsupportedCheckpointError(CheckpointError):
     """The checkpoint is intact, but of a kind that this package does not read."""
 
 
-class LayoutError(CheckpointError):
-    """No layout of the gradient buffers could be found that the proof confirms."""
+class PackingError(CheckpointError):
+    """No packing of the gradient buffers could be found that the proof confirms."""
 
 
 class ProofError(CheckpointError):

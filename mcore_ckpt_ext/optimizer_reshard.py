@@ -59,7 +59,7 @@ class Summary:
         return (
             f"optimizer resumed from {self.source} as {self.target}: {self.optimizer_format}, "
             f"{self.bytes_read / 1e6:,.1f} MB read, {self.parameters} parameters {self.certainty} "
-            f"({self.elements:,} elements, layout by {' and '.join(self.witnesses)}), {self.seconds:.1f} s"
+            f"({self.elements:,} elements, placed by {' and '.join(self.witnesses)}), {self.seconds:.1f} s"
             f"{changed if self.changed else ''}"
             f"{f'; {SIDECAR_FILE} is not believed: {self.disbelieved}' if self.disbelieved else ''}"
         )

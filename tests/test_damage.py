@@ -11,7 +11,7 @@ import torch
 
 from mcore_ckpt_ext.errors import (
     CheckpointError,
-    LayoutError,
+    PackingError,
     ProofError,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
@@ -50,7 +50,7 @@ def test_checksums_see_any_byte(damaged: Fixture, kind: str) -> None:
 def test_a_sampled_flip_leaves_no_layout_at_all(damaged: Fixture) -> None:
     """The first elements of every parameter choose the layout: damaged there, no witness is believed."""
     flip(*payload_position(open_checkpoint(damaged.run), WEIGHT, MATRIX, 0))
-    with pytest.raises(LayoutError, match="no layout of the gradient buffers could be proven.*would be master"):
+    with pytest.raises(PackingError, match="no packing of the gradient buffers could be proven.*would be master"):
         open_checkpoint(damaged.run).names(FP32_PARAM)
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.errors import LayoutError, ProofError
+from mcore_ckpt_ext.errors import PackingError, ProofError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout import digest
 from mcore_ckpt_ext.layout.digest import added, digest_of, read, written
@@ -105,7 +105,7 @@ def recorded(tmp_path: Path) -> Fixture:
     (buffers,) = open_checkpoint(fixture.run).optimizer.buffers
     of_groups = []
     for (child, index), group in buffers.groups.items():
-        names = [placed.name for placements in buffers.layout_of(group).layout.values() for placed in placements]
+        names = [placed.name for placements in buffers.packing_of(group).packing.values() for placed in placements]
         state = {name: split(fixture.truth[f"fp32_param.{name}"].flatten())[1] for name in names}
         moments = {name: fixture.truth[f"exp_avg.{name}"].flatten() for name in names}
         of_names = {
@@ -148,7 +148,8 @@ class TestOfACheckpoint:
     ) -> None:
         edit(recorded, change)
         assert not verify(recorded.run).sound
-        with pytest.raises(LayoutError, match=f"not certain which parameter lies where.*{says}.*use another iteration"):
+        expected = f"not certain which parameter lies where.*{says}.*use another iteration"
+        with pytest.raises(PackingError, match=expected):
             mcore_ckpt_ext.convert(recorded.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
         assert not (tmp_path / "out").exists()
 
@@ -171,5 +172,5 @@ class TestOfACheckpoint:
         (recorded.iteration / FILE_NAME).unlink()
         checkpoint = open_checkpoint(recorded.run)
         checkpoint.common["args"].spec = ["my.spec", "layers"]
-        with pytest.raises(LayoutError, match="expected: a sidecar, or chunk borders"):
+        with pytest.raises(PackingError, match="expected: a sidecar, or chunk borders"):
             checkpoint.names("fp32_param")

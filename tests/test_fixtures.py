@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.errors import LayoutError, ModelMismatchError
+from mcore_ckpt_ext.errors import ModelMismatchError, PackingError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.formats.legacy import STORED_ORDER
 from mcore_ckpt_ext.layout import parameter_order
@@ -263,5 +263,5 @@ def test_indistinguishable_parameters_are_not_guessed(monkeypatch: pytest.Monkey
         f"decoder.layers.0.{name}.bias": (Region.whole(f"decoder.layers.0.{name}.bias", (8,)),) for name in ("a", "b")
     }
     spots = [_Spot(key, 0, dict(both)), _Spot(key, 64, dict(both))]
-    with pytest.raises(LayoutError, match="cannot tell apart parameters"):
+    with pytest.raises(PackingError, match="cannot tell apart parameters"):
         _Assignment(OptimizerGroup(0, 0, ModelRank(0, 0), range(1), {}), spots).solve()

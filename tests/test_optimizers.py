@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore_ckpt_ext.errors import CheckpointError, LayoutError, UnreadableCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, PackingError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import LOCAL, TRANSFORMER_ENGINE
@@ -77,17 +77,17 @@ def without_orders(monkeypatch: pytest.MonkeyPatch, orders: list[object]) -> Non
 def test_remainders_need_a_known_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """What masters would show, remainders do not: nothing is taken that the chunk borders do not force."""
     without_orders(monkeypatch, [])
-    with pytest.raises(LayoutError, match="not certain which parameter lies where"):
+    with pytest.raises(PackingError, match="not certain which parameter lies where"):
         open_checkpoint(fixture_named("p47").run).names("exp_avg")
     without_orders(monkeypatch, [TRANSFORMER_ENGINE])
-    with pytest.raises(LayoutError, match="no stored chunk does"):
+    with pytest.raises(PackingError, match="no stored chunk does"):
         open_checkpoint(fixture_named("p47").run).names("exp_avg")
 
 
 def test_remainders_of_a_model_of_the_users_own_are_refused() -> None:
     checkpoint = open_checkpoint(fixture_named("p47").run)
     checkpoint.common["args"].spec = ["own.module", "layers"]
-    with pytest.raises(LayoutError, match="not certain which parameter lies where"):
+    with pytest.raises(PackingError, match="not certain which parameter lies where"):
         checkpoint.names("exp_avg")
 
 
@@ -104,7 +104,7 @@ def test_two_orders_within_the_same_borders_are_one_too_many(monkeypatch: pytest
             return known and [swap.get(suffix, suffix) for suffix in known]
 
     without_orders(monkeypatch, [LOCAL, Exchanged()])
-    with pytest.raises(LayoutError, match="not certain which parameter lies where"):
+    with pytest.raises(PackingError, match="not certain which parameter lies where"):
         open_checkpoint(fixture_named("p47").run).names("exp_avg")
 
 
@@ -255,5 +255,5 @@ def test_moments_of_other_parameters_are_not_taken(tmp_path: Path) -> None:
     last = state["optimizer"]["param_groups"][0]["params"].pop()
     del state["optimizer"]["state"][last]
     torch.save(state, file)
-    with pytest.raises(LayoutError, match="which of the optimizer's state belongs to which weight; found: state of 1"):
+    with pytest.raises(PackingError, match="which of the optimizer's state belongs to which weight; found: state of 1"):
         open_checkpoint(tmp_path / "run").names("exp_avg")

@@ -28,7 +28,7 @@ PUBLIC = {
     "PaddingRows", "ParallelLayout", "Report", "Resumption", "SeamStatus", "StoredFile", "StoredTensor",
     "TensorDifference", "TensorHandle", "Unread", "Verification", "Writer",
     # the errors
-    "CheckpointError", "DestinationError", "LayoutError", "ModelMismatchError", "ProofError", "ResumeRefusedError",
+    "CheckpointError", "DestinationError", "ModelMismatchError", "PackingError", "ProofError", "ResumeRefusedError",
     "SaveFailedError", "UnreadableCheckpointError", "UnsafePickleError", "UnsupportedCheckpointError", "UsageError",
 }  # fmt: skip
 WITH_EXAMPLE = sorted(name for name in PUBLIC if name[0].islower()) + sorted(

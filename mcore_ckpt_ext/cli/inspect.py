@@ -67,7 +67,7 @@ def _show(found: Inspection) -> None:
 def _sidecar(found: Inspection) -> str:
     if found.sidecar_problem:
         return f"not believed: {found.sidecar_problem}"
-    return "yes: the layout of the gradient buffers is recorded" if found.sidecar else "no"
+    return "yes: the packing of the gradient buffers is recorded" if found.sidecar else "no"
 
 
 def _writer(version: str) -> str:

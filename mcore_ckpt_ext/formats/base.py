@@ -212,7 +212,7 @@ class Checkpoint(ABC):
             doubts = [doubt for buffers in state.buffers for doubt in buffers.disbelieved()]
             found += [f"{SIDECAR_FILE} is not believed: {some(doubts, 1)}"] if doubts else []
         if state is not None and PARAM_REMAINDER in state.kinds:
-            state.names()  # by now the layout is known
+            state.names()  # by now the packing is known
             known = " and ".join(state.witnesses())
             found.append(
                 f"masters are joined of bf16 weights and int16 remainders, placed by {known}, and written whole: stock "
@@ -258,7 +258,7 @@ class Checkpoint(ABC):
         return [*self._witnesses, *known_orders(self.arguments)]
 
     def proposals(self, rules: Sequence[PackingRule], models: LocalModels) -> list[Proposal]:
-        """The witnesses of the gradient buffers' layout, the one to believe first at the front.
+        """The witnesses of the gradient buffers' packing, the one to believe first at the front.
 
         Args:
             rules: the packing rules that may have been followed.
@@ -269,7 +269,7 @@ class Checkpoint(ABC):
 
     @property
     def sidecar(self) -> Sidecar | None:
-        """The layout recorded beside the checkpoint, if there is a readable one."""
+        """The packing recorded beside the checkpoint, if there is a readable one."""
         return self._sidecar_and_problem[0]
 
     @property
@@ -279,7 +279,7 @@ class Checkpoint(ABC):
 
     @cached_property
     def _sidecar_and_problem(self) -> tuple[Sidecar | None, str | None]:
-        # A missing or foreign sidecar only means one witness fewer: the layout is proven either way.
+        # A missing or foreign sidecar only means one witness fewer: the packing is proven either way.
         try:
             return Sidecar.from_json(read_file(self.folder, SIDECAR_FILE, SIDECAR_BYTES).decode()), None
         except FileNotFoundError:
@@ -373,7 +373,7 @@ class TensorHandle:
 
         Raises:
             ProofError: the masters of that part do not round to its weights.
-            CheckpointError: it is damaged or incomplete, or its layout cannot be recovered.
+            CheckpointError: it is damaged or incomplete, or its packing cannot be recovered.
         """
         with interpreting(self.checkpoint.folder):
             return self._proven(region or Region.whole(self.logical.name, self.logical.shape))

@@ -39,14 +39,14 @@ def order_for(checkpoint: Checkpoint, arguments: JobArguments, experts_apart: bo
 
 
 def _registered(checkpoint: Checkpoint) -> list[list[str]]:
-    """Names in registration order, a list for each buffer whose layout is proven; the buffers hold them in reverse."""
+    """Names in registration order, a list for each buffer whose packing is proven; the buffers hold them in reverse."""
     buffers = checkpoint.optimizer.buffers if checkpoint.optimizer_format else ()
     found = []
-    for layout in (part.layout_of(group).layout for part in buffers for group in part.groups.values()):
-        for buffer in sorted({key.buffer for key in layout}):
+    for packing in (part.packing_of(group).packing for part in buffers for group in part.groups.values()):
+        for buffer in sorted({key.buffer for key in packing}):
             placed = [
                 (key.bucket, placement.start, placement.name)
-                for key, placements in layout.items()
+                for key, placements in packing.items()
                 if key.buffer == buffer
                 for placement in placements
             ]

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.hooks.rebinding import rebound
-from mcore_ckpt_ext.online.record import LayoutRecorder
+from mcore_ckpt_ext.online.record import PackingRecorder
 from mcore_ckpt_ext.online.written import judged, problems_on_disk, stored_bytes
 from mcore_ckpt_ext.saving.coordinator import Coordinator
 from mcore_ckpt_ext.saving.durable import Disk
@@ -152,7 +152,7 @@ def _save_of(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Save:
     folder = Path(scope["get_checkpoint_name"](arguments.save, iteration, release=release, return_base_dir=True))
     # Behind a plus Megatron puts the commit of whatever repository it lies in.
     megatron = str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown")).partition("+")[0]
-    recorder = PROCESS.one(LayoutRecorder, lambda: LayoutRecorder(announce, (__version__, megatron)))
+    recorder = PROCESS.one(PackingRecorder, lambda: PackingRecorder(announce, (__version__, megatron)))
     optimizer = call["optimizer"] if _saves_distributed_optimizer(arguments) else None
     chunks = functools.partial(scope["unwrap_model"], call["model"])
     return Save(

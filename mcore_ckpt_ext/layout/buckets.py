@@ -74,7 +74,7 @@ class Placement:
         return self.start + numel_of(self.regions)
 
 
-GroupLayout = Mapping[BucketKey, Sequence[Placement]]
+Packing = Mapping[BucketKey, Sequence[Placement]]
 
 
 class Bytes(Protocol):
@@ -87,18 +87,18 @@ class Bytes(Protocol):
         """`count` elements from element `start` of the flattening of regions of a weight, in the stored dtype."""
 
 
-def misfit(layout: GroupLayout, group: OptimizerGroup) -> str | None:
-    """Why a proposed layout cannot be that of a stored group, by sizes and chunk borders alone; None if it can.
+def misfit(packing: Packing, group: OptimizerGroup) -> str | None:
+    """Why a proposed packing cannot be that of a stored group, by sizes and chunk borders alone; None if it can.
 
     Every border of a parameter inside a bucket is a border of stored chunks, because the saver writes one chunk per
     parameter and rank (`sharded_param_state_dp_reshardable`, distrib_optimizer.py, core_v0.15.0 to 0.19.2).
     """
-    if set(layout) != set(group.buckets):
-        return f"buckets {_keys(layout)} proposed, {_keys(group.buckets)} stored"
+    if set(packing) != set(group.buckets):
+        return f"buckets {_keys(packing)} proposed, {_keys(group.buckets)} stored"
     for key, stored in group.buckets.items():
         cuts = None if stored.cuts is None else frozenset(stored.cuts)
         end = 0
-        for placement in layout[key]:
+        for placement in packing[key]:
             for border in (placement.start, placement.stop):
                 if cuts is not None and border not in cuts and border != stored.numel_unpadded:
                     return f"{placement.name} would begin or end at {border} of {key}, where no stored chunk does"

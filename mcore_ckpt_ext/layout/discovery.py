@@ -1,9 +1,9 @@
-"""Discovery by content: find the layout of a model that no rule knows, from its own bytes.
+"""Discovery by content: find the packing of a model that no rule knows, from its own bytes.
 
 Chunk borders say where parameters can begin and how long they can be; the weights say which one it is. Equal
 constants (norm weights that are still all ones) are told apart by their layer and by the order that other layers
 show; where that does not decide, nothing is guessed. And because masters that were exchanged would otherwise pass
-for an unknown order, with the moments left behind, only a regular layout is believed: see `irregularity`.
+for an unknown order, with the moments left behind, only a regular packing is believed: see `irregularity`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from itertools import groupby
 
 import torch
 
-from mcore_ckpt_ext.errors import LayoutError
-from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, GroupLayout, OptimizerGroup, Placement
+from mcore_ckpt_ext.errors import PackingError
+from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement
 from mcore_ckpt_ext.layout.grad_buffer import align
 from mcore_ckpt_ext.model_space.names import split_layer
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
@@ -37,7 +37,7 @@ def discover(
     candidates: Iterable[tuple[str, tuple[Region, ...]]],
     borders: dict[BucketKey, frozenset[int]],
     read: Bytes,
-) -> GroupLayout:
+) -> Packing:
     """Locate every parameter of a group.
 
     Args:
@@ -47,7 +47,7 @@ def discover(
         read: reads samples.
 
     Raises:
-        LayoutError: some place fits no parameter, or more than one.
+        PackingError: some place fits no parameter, or more than one.
     """
     by_numel: dict[int, list[tuple[str, tuple[Region, ...], torch.Tensor]]] = {}
     for name, regions in candidates:
@@ -63,10 +63,10 @@ def discover(
         )
     ]
     names = _Assignment(group, spots).solve()
-    layout: dict[BucketKey, list[Placement]] = {key: [] for key in group.buckets}
+    packing: dict[BucketKey, list[Placement]] = {key: [] for key in group.buckets}
     for spot, name in zip(spots, names, strict=True):
-        layout[spot.key].append(Placement(name, spot.fitting[name], spot.start))
-    return layout
+        packing[spot.key].append(Placement(name, spot.fitting[name], spot.start))
+    return packing
 
 
 def _walk(
@@ -85,7 +85,7 @@ def _walk(
             continue
         spot, after = _fitting(group, key, cuts, position, borders, by_numel, read)
         if not spot.fitting:
-            raise LayoutError(
+            raise PackingError(
                 "discovery by content found no parameter whose weights fit the masters at one place",
                 where=f"{group}, {key}, element {start}",
                 helps="the checkpoint is damaged, its weights were edited, or they belong to another iteration",
@@ -122,7 +122,7 @@ def _scan(
             yield _Spot(key, start, fitting[lengths[0]])
             start += lengths[0]
         else:
-            raise LayoutError(
+            raise PackingError(
                 "discovery by content cannot tell which parameter lies at one place",
                 found=f"parameters of {lengths or 'no'} elements fit",
                 where=f"{group}, {key}, element {start}",
@@ -153,17 +153,17 @@ def _fitting(
     return _Spot(key, start, {}), len(cuts)
 
 
-def irregularity(layouts: Iterable[GroupLayout]) -> str | None:
-    """Why a set of layouts, one a group, is not one that Megatron's modules can have registered; None if it is.
+def irregularity(packings: Iterable[Packing]) -> str | None:
+    """Why a set of packings, one a group, is not one that Megatron's modules can have registered; None if it is.
 
     A chunk registers its layers one after the other, and layers with equal parts register them in the same order. A
     buffer holds them in reverse.
     """
     orders: dict[frozenset[str], tuple[str, ...]] = {}
-    for layout in layouts:
+    for packing in packings:
         buffers: dict[tuple[int, str], list[str]] = {}
-        for key in sorted(layout):
-            buffers.setdefault((key.buffer, key.dtypes), []).extend(placement.name for placement in layout[key])
+        for key in sorted(packing):
+            buffers.setdefault((key.buffer, key.dtypes), []).extend(placement.name for placement in packing[key])
         for names in buffers.values():
             blocks = [
                 (layer, tuple(suffix for _, suffix in block))
@@ -194,7 +194,7 @@ class _Assignment:
             changed = self._drop_used() or self._keep_layer() or self._follow_pattern()
         for spot, names in zip(self._spots, self._open, strict=True):
             if len(names) != 1:
-                raise LayoutError(
+                raise PackingError(
                     "discovery by content cannot tell apart parameters that hold the same values",
                     found=sorted(names)[:4] or "none left",
                     where=f"{self._group}, {spot.key}, element {spot.start}",

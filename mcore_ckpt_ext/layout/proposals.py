@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from mcore_ckpt_ext.layout.buckets import BucketKey, GroupLayout, OptimizerGroup, Placement
+from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement
 from mcore_ckpt_ext.layout.grad_buffer import Bucket, BufferParameter, PackingRule, pack
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, registration_order
@@ -26,27 +26,27 @@ class Proposal:
     """
 
     label: str
-    layout_of: Callable[[OptimizerGroup], GroupLayout | None]
+    packing_of: Callable[[OptimizerGroup], Packing | None]
     is_witnessed: bool = False
     is_recorded: bool = False
 
 
 def by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
-    """The layout that a packing rule gives for one parameter order."""
+    """The packing that a packing rule gives for one parameter order."""
     witnessed = isinstance(order, WitnessedOrder)
     return Proposal(order.label, lambda group: _packed(models, order, rule, group), witnessed)
 
 
 def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
-    """The layout that was recorded when the checkpoint was written."""
+    """The packing that was recorded when the checkpoint was written."""
 
-    def layout_of(group: OptimizerGroup) -> GroupLayout | None:
+    def packing_of(group: OptimizerGroup) -> Packing | None:
         recorded = [g for g in sidecar.groups if g.child == group.child and group.index in g.indices]
-        layout: dict[BucketKey, list[Placement]] = {}
+        packing: dict[BucketKey, list[Placement]] = {}
         origins: dict[int, int] = {}
         for bucket in recorded[0].buckets if recorded else ():
             number = 0 if group.joined else bucket.bucket
-            placements = layout.setdefault(BucketKey(bucket.buffer, bucket.dtypes, number), [])
+            placements = packing.setdefault(BucketKey(bucket.buffer, bucket.dtypes, number), [])
             origin = origins.get(bucket.buffer, 0) if group.joined else 0
             origins[bucket.buffer] = origin + bucket.numel_unpadded
             for parameter in bucket.parameters:
@@ -55,9 +55,9 @@ def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
                 if regions is None or numel_of(regions) != parameter.stop - parameter.start:
                     return None
                 placements.append(Placement(parameter.name, regions, origin + parameter.start))
-        return layout or None
+        return packing or None
 
-    return Proposal("the sidecar", layout_of, is_witnessed=True, is_recorded=True)
+    return Proposal("the sidecar", packing_of, is_witnessed=True, is_recorded=True)
 
 
 @dataclass(frozen=True)
@@ -104,18 +104,18 @@ def packed_buffers(
 
 def _packed(
     models: LocalModels, order: ParameterOrder, rule: PackingRule, group: OptimizerGroup
-) -> GroupLayout | None:
+) -> Packing | None:
     buffers = packed_buffers(models, order, rule, group.rank, group.stages)
     if buffers is None:
         return None
-    layout: dict[BucketKey, list[Placement]] = {}
+    packing: dict[BucketKey, list[Placement]] = {}
     for number, buffer in enumerate(buffers):
         origins = buffer.joined_origins() if group.joined else [0] * len(buffer.buckets)
         for position, (origin, bucket) in enumerate(zip(origins, buffer.buckets, strict=True)):
             key = BucketKey(number, buffer.dtypes, 0 if group.joined else position)
             placed = [buffer.placement(index, origin + start) for index, start, _ in bucket.placements]
-            layout.setdefault(key, []).extend(placed)
-    return layout
+            packing.setdefault(key, []).extend(placed)
+    return packing
 
 
 def _pack_buffer(

@@ -1,12 +1,12 @@
-"""Recovery of a group's layout: proposals by witnesses, constrained by sizes, confirmed by content."""
+"""Recovery of a group's packing: proposals by witnesses, constrained by sizes, confirmed by content."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.errors import LayoutError, some
-from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, GroupLayout, OptimizerGroup, misfit
+from mcore_ckpt_ext.errors import PackingError, some
+from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, misfit
 from mcore_ckpt_ext.layout.discovery import discover
 from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
 from mcore_ckpt_ext.layout.local_model import LocalModels
@@ -18,14 +18,14 @@ _SAMPLE = 64
 
 
 @dataclass(frozen=True)
-class RecoveredLayout:
-    """A layout that sizes, chunk borders and samples of the content confirm, and the witness it came from.
+class RecoveredPacking:
+    """A packing that sizes, chunk borders and samples of the content confirm, and the witness it came from.
 
     `disbelieved`: why it is not the one that the sidecar records; None where it is, or where there is none.
     """
 
     witness: str
-    layout: GroupLayout
+    packing: Packing
     discovered: bool = False
     disbelieved: str | None = None
 
@@ -36,51 +36,51 @@ def recover(
     proposals: Sequence[Proposal],
     read: Bytes,
     proof: Proof = BY_ROUNDING,
-) -> RecoveredLayout:
+) -> RecoveredPacking:
     """Find how one optimizer group is packed.
 
     Samples of every parameter confirm the choice here; the proof over all elements is made where they are moved. What
     the sidecar exchanges against a known layer spec, no proof would see: their weights are equal.
 
     Raises:
-        LayoutError: no proposal holds, and discovery does not find one either.
+        PackingError: no proposal holds, and discovery does not find one either.
     """
     tried: list[str] = []
     disbelieved: str | None = None
     for number, proposal in enumerate(proposals):
-        layout, problem = _tried(group, proposal, read, proof)
-        if layout is not None and problem is None and proposal.is_recorded:
-            problem = _contradiction(group, models, layout, proposals[number + 1 :], read, proof)
-        if layout is not None and problem is None:
-            return RecoveredLayout(proposal.label, layout, disbelieved=disbelieved)
+        packing, problem = _tried(group, proposal, read, proof)
+        if packing is not None and problem is None and proposal.is_recorded:
+            problem = _contradiction(group, models, packing, proposals[number + 1 :], read, proof)
+        if packing is not None and problem is None:
+            return RecoveredPacking(proposal.label, packing, disbelieved=disbelieved)
         tried.append(f"{proposal.label}: {problem}")
         disbelieved = problem if proposal.is_recorded else disbelieved
     try:
         found = discover(group, models.candidates(group.rank), _data_parallel_borders(group, models), read)
-    except LayoutError as error:
-        raise LayoutError(
-            "no layout of the gradient buffers could be proven",
+    except PackingError as error:
+        raise PackingError(
+            "no packing of the gradient buffers could be proven",
             found="; ".join([*tried, f"by content: {error}"]),
             where=str(group),
         ) from error
-    return RecoveredLayout("discovery by content", found, discovered=True, disbelieved=disbelieved)
+    return RecoveredPacking("discovery by content", found, discovered=True, disbelieved=disbelieved)
 
 
 def _tried(
     group: OptimizerGroup, proposal: Proposal, read: Bytes, proof: Proof
-) -> tuple[GroupLayout | None, str | None]:
-    """A proposed layout, and what keeps it from being the group's: sizes, chunk borders, samples of the content."""
-    layout = proposal.layout_of(group)
-    problem = "it does not know every parameter" if layout is None else misfit(layout, group)
-    if layout is not None and problem is None:
-        problem = _sample(group, layout, read, proof)
-    return layout, problem
+) -> tuple[Packing | None, str | None]:
+    """A proposed packing, and what keeps it from being the group's: sizes, chunk borders, samples of the content."""
+    packing = proposal.packing_of(group)
+    problem = "it does not know every parameter" if packing is None else misfit(packing, group)
+    if packing is not None and problem is None:
+        problem = _sample(group, packing, read, proof)
+    return packing, problem
 
 
 def _contradiction(
     group: OptimizerGroup,
     models: LocalModels,
-    recorded: GroupLayout,
+    recorded: Packing,
     others: Sequence[Proposal],
     read: Bytes,
     proof: Proof,
@@ -93,60 +93,60 @@ def _contradiction(
     if models.arguments.spec or any(_places(group, other) == placed for other in others):
         return None
     for other in others:
-        layout, problem = (None, None) if other.is_witnessed else _tried(group, other, read, proof)
-        if layout is not None and problem is None:
-            moved = {name for key, places in _placed(layout).items() for name, _ in {*places} ^ {*placed[key]}}
+        packing, problem = (None, None) if other.is_witnessed else _tried(group, other, read, proof)
+        if packing is not None and problem is None:
+            moved = {name for key, places in _placed(packing).items() for name, _ in {*places} ^ {*placed[key]}}
             return f"{other.label} fits by itself and places parameters differently: {some(sorted(moved))}"
     return None
 
 
 def _places(group: OptimizerGroup, proposal: Proposal) -> dict[BucketKey, list[tuple[str, int]]] | None:
-    layout = proposal.layout_of(group)
-    return None if layout is None else _placed(layout)
+    packing = proposal.packing_of(group)
+    return None if packing is None else _placed(packing)
 
 
 def recover_unproven(
     group: OptimizerGroup,
     models: LocalModels,
     proposals: Sequence[Proposal],
-    contradiction: Callable[[GroupLayout], str | None] = lambda layout: None,
+    contradiction: Callable[[Packing], str | None] = lambda packing: None,
     *,
     is_recorded: bool = False,
-) -> RecoveredLayout:
-    """Find the layout of a group whose content proves nothing, for any weight goes with any remainder.
+) -> RecoveredPacking:
+    """Find the packing of a group whose content proves nothing, for any weight goes with any remainder.
 
     It must be certain otherwise: shown by recorded digests; recorded or seen in a model, and within the borders of the
     stored chunks; or else the only one of all that are known which those borders allow, for a model that Megatron
     itself puts together.
 
     Args:
-        group: whose layout it is.
+        group: whose packing it is.
         models: the parameters that may lie in it.
-        proposals: of its layout, the one to believe first at the front.
-        contradiction: why a layout is not that of digests that were recorded at the save; None where it may be.
+        proposals: of its packing, the one to believe first at the front.
+        contradiction: why a packing is not that of digests that were recorded at the save; None where it may be.
         is_recorded: whether there are such digests.
 
     Raises:
-        LayoutError: it is not certain.
+        PackingError: it is not certain.
     """
-    fitting: list[tuple[Proposal, GroupLayout]] = []
+    fitting: list[tuple[Proposal, Packing]] = []
     tried: list[str] = []
     for proposal in proposals:
-        layout = proposal.layout_of(group)
-        problem = "it does not know every parameter" if layout is None else misfit(layout, group)
-        if layout is not None and problem is None:
-            problem = contradiction(layout)
-        if layout is not None and problem is None:
+        packing = proposal.packing_of(group)
+        problem = "it does not know every parameter" if packing is None else misfit(packing, group)
+        if packing is not None and problem is None:
+            problem = contradiction(packing)
+        if packing is not None and problem is None:
             if proposal.is_witnessed or is_recorded:
-                return RecoveredLayout(proposal.label, layout)
-            fitting.append((proposal, layout))
+                return RecoveredPacking(proposal.label, packing)
+            fitting.append((proposal, packing))
         tried.append(f"{proposal.label}: {problem or 'it fits'}")
     own_spec = bool(models.arguments.spec)  # `--spec`: modules of the user's own
     bordered = all(stored.cuts is not None for stored in group.buckets.values()) and not own_spec
-    alike = all(_placed(layout) == _placed(fitting[0][1]) for _, layout in fitting)
+    alike = all(_placed(packing) == _placed(fitting[0][1]) for _, packing in fitting)
     if fitting and bordered and alike:
-        return RecoveredLayout(fitting[0][0].label, fitting[0][1])
-    raise LayoutError(
+        return RecoveredPacking(fitting[0][0].label, fitting[0][1])
+    raise PackingError(
         "it is not certain which parameter lies where, and remainders of masters, unlike masters, cannot show it",
         found="; ".join(tried),
         expected="a sidecar, or chunk borders that leave one known order of parameters",
@@ -157,22 +157,22 @@ def recover_unproven(
     )
 
 
-def _placed(layout: GroupLayout) -> dict[BucketKey, list[tuple[str, int]]]:
-    return {key: [(placement.name, placement.start) for placement in placed] for key, placed in layout.items()}
+def _placed(packing: Packing) -> dict[BucketKey, list[tuple[str, int]]]:
+    return {key: [(placement.name, placement.start) for placement in placed] for key, placed in packing.items()}
 
 
-def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredLayout | None:
+def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredPacking | None:
     """The first proposal that the sizes and chunk borders of a group allow; not confirmed by its content."""
     for proposal in proposals:
-        layout = proposal.layout_of(group)
-        if layout is not None and misfit(layout, group) is None:
-            return RecoveredLayout(proposal.label, layout)
+        packing = proposal.packing_of(group)
+        if packing is not None and misfit(packing, group) is None:
+            return RecoveredPacking(proposal.label, packing)
     return None
 
 
-def _sample(group: OptimizerGroup, layout: GroupLayout, read: Bytes, proof: Proof) -> str | None:
+def _sample(group: OptimizerGroup, packing: Packing, read: Bytes, proof: Proof) -> str | None:
     """Compare the first elements of every parameter with its weight; what differs, in words."""
-    for key, placements in layout.items():
+    for key, placements in packing.items():
         for placement in placements:
             count = min(_SAMPLE, numel_of(placement.regions))
             master = read.master(group, key, placement.start, count)

@@ -53,7 +53,7 @@ class ContentCheck:
     """Checks the elements of a checkpoint, one parameter at a time; to be called from several threads.
 
     Args:
-        checkpoint: its layout, where it needs one, has been recovered.
+        checkpoint: its packing, where it needs one, has been recovered.
         unreadable: files that are known to be missing or cut; what they hold is left out.
     """
 

@@ -75,7 +75,7 @@ def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
 
 
 def check_state(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """The optimizer's state by name; its layout must be known."""
+    """The optimizer's state by name; its packing must be known."""
     optimizer = checkpoint.optimizer
     for kind in optimizer.kinds:
         yield from _check_kind(checkpoint, kind)

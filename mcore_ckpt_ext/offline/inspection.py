@@ -239,7 +239,7 @@ def _training(checkpoint: Checkpoint) -> dict[str, int | float | list[int | floa
 
 
 def _tensors(checkpoint: Checkpoint) -> tuple[StoredTensor, ...]:
-    """All weights; optimizer state too where the format names it without a layout."""
+    """All weights; optimizer state too where the format names it without a packing."""
     kinds = checkpoint.kinds() if shows_names(checkpoint.optimizer_format) else [WEIGHT]
     tensors = [(kind, checkpoint.logical_tensor(kind, name)) for kind in kinds for name in checkpoint.names(kind)]
     return tuple(StoredTensor(kind, t.name, t.shape, t.dtype) for kind, t in tensors if t is not None)
@@ -253,10 +253,10 @@ def _buffers(checkpoint: Checkpoint) -> tuple[BufferMap, ...]:
 
 
 def _maps(buffers: FlatBuffers) -> Iterator[BufferMap]:
-    for key, proposal in buffers.proposed_layouts().items():
+    for key, proposal in buffers.proposed_packings().items():
         group = buffers.groups[key]
         for bucket, stored in sorted(group.buckets.items()):
-            placements = proposal.layout[bucket] if proposal else ()
+            placements = proposal.packing[bucket] if proposal else ()
             parameters = tuple((p.name, p.start, p.start + numel_of(p.regions)) for p in placements)
             witness = proposal.witness if proposal else ""
             yield BufferMap(str(group), str(bucket), stored.numel_unpadded, witness, parameters)

@@ -175,7 +175,7 @@ class _Run:
             self.checks.append(Check(CHECKSUMS, f"CRC-32 of {sum(length for *_, length in archives):,} bytes"))
 
     def _check_state(self, checkpoint: Checkpoint, failed: set[str]) -> bool:
-        """Recover the layout where there is one to recover; whether the optimizer's state can be looked at."""
+        """Recover the packing where there is one to recover; returns whether the optimizer's state can be looked at."""
         if checkpoint.optimizer_format is None:
             self._without_optimizer()
             return False
@@ -199,7 +199,7 @@ class _Run:
         before = len(self.findings)
         for group in optimizer.groups.values():
             with _Noting(self, PROOF, str(group)):
-                if reason := optimizer.layout_of(group).disbelieved:
+                if reason := optimizer.packing_of(group).disbelieved:
                     what = f"it is not believed, of {group}: {reason}"
                     self.findings.append(warning(PROOF, str(self.folder / SIDECAR_FILE), what))
         recovered = not any(finding.severity == "error" for finding in self.findings[before:])
@@ -235,8 +235,9 @@ class _Run:
             how = "" if checkpoint.proof is BY_ROUNDING else f", {checkpoint.proof.words}"
             self.checks.append(Check(PROOF, f"{proven:,} masters beside their weights{how}", done=proven > 0))
         if joined:
-            layout = " and ".join(checkpoint.optimizer.witnesses())
-            self.checks.append(Check(PROOF, f"{joined:,} masters joined of weights and remainders, placed by {layout}"))
+            known = " and ".join(checkpoint.optimizer.witnesses())
+            what = f"{joined:,} masters joined from weights and remainders, placed by {known}"
+            self.checks.append(Check(PROOF, what))
         if copied := sum(report.copied for report in reports):
             self.checks.append(Check(COPIES, f"{copied:,} elements of tied or replicated copies"))
         self.checks.append(Check(VALUES, f"{sum(report.elements for report in reports):,} elements"))

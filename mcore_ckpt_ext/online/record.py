@@ -1,4 +1,4 @@
-"""The sidecar of a running job: its gradient-buffer layout, gathered once and written beside each checkpoint."""
+"""The sidecar of a running job: the packing of its buffers, gathered once and written beside each checkpoint."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from mcore_ckpt_ext.online.homes.recognition import distributed_optimizers, keep
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters
 
 
-class LayoutRecorder:
-    """Gathers the layout of a job once for each optimizer, and gives the sidecar of each save.
+class PackingRecorder:
+    """Gathers the packing of a job's gradient buffers once for each optimizer, and gives the sidecar of each save.
 
     Args:
         say: tells the user a line.
@@ -47,7 +47,7 @@ class LayoutRecorder:
 
         Args:
             chunks: gives the unwrapped model chunks.
-            optimizer: what is saved; None where its layout need not be known.
+            optimizer: what is saved; None where its packing need not be known.
             arguments: Megatron's arguments of the run.
             iteration: the iteration that is saved.
         """
@@ -108,7 +108,7 @@ class LayoutRecorder:
             sidecar = Sidecar(f"mcore_ckpt_ext {written_by}", megatron, iteration, layout, groups, saved, digests)
             return sidecar.to_json()
         except Exception as error:  # noqa: BLE001 - see above
-            self._say(f"no sidecar beside iteration {iteration}: {error}; resuming will recover the layout instead")
+            self._say(f"no sidecar beside iteration {iteration}: {error}; resuming will recover the packing instead")
             return ""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.errors import ProofError, some
-from mcore_ckpt_ext.layout.buckets import BucketKey, GroupLayout, OptimizerGroup, Placement
+from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement
 from mcore_ckpt_ext.layout.digest import added, digest_of, written
 from mcore_ckpt_ext.model_space.slices import Region, Slice, numel_of
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
 
 _BLOCK = 1 << 22
-# Elements that decide between two layouts: the smallest parameters first, so that many take part.
+# Elements that decide between two packings: the smallest parameters first, so that many take part.
 _ENOUGH = 1 << 20
 
 Placed = tuple[OptimizerGroup, BucketKey, Placement]
@@ -37,17 +37,17 @@ def differing(buffers: FlatBuffers, kinds: Collection[str] | None = None, share:
     placed = [
         (group, key, placement)
         for group in buffers.groups.values()
-        for key, placements in (buffers.layout_of(group).layout.items() if buffers.digests else ())
+        for key, placements in (buffers.packing_of(group).packing.items() if buffers.digests else ())
         for placement in placements
     ]
     part, parts = share
     return [problem for item in placed[part::parts] for problem in _problems(buffers, item, kinds)]
 
 
-def contradicts(buffers: FlatBuffers, group: OptimizerGroup, layout: GroupLayout) -> str | None:
-    """Why a proposed layout is not that of the recorded digests, by samples; None where it is, or none are recorded."""
+def contradicts(buffers: FlatBuffers, group: OptimizerGroup, packing: Packing) -> str | None:
+    """Why samples of a proposed packing contradict the recorded digests; None where they do not, or there are none."""
     placed = sorted(
-        ((group, key, placement) for key, placements in layout.items() for placement in placements),
+        ((group, key, placement) for key, placements in packing.items() for placement in placements),
         key=lambda item: numel_of(item[2].regions),
     )
     looked_at = 0

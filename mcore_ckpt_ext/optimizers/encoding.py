@@ -70,7 +70,7 @@ class Holder(Protocol):
         """Witnesses of the order in which parameters were registered."""
 
     def proposals(self, rules: Sequence[PackingRule], models: LocalModels) -> list[Proposal]:
-        """Witnesses of the layout of gradient buffers that hold the parameters of `models`."""
+        """Witnesses of the packing of gradient buffers that hold the parameters of `models`."""
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,14 @@ from functools import cached_property, partial
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import LayoutError
+from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.discovery import irregularity
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
 from mcore_ckpt_ext.layout.proposals import Proposal
-from mcore_ckpt_ext.layout.recover import RecoveredLayout, propose, recover, recover_unproven
+from mcore_ckpt_ext.layout.recover import RecoveredPacking, propose, recover, recover_unproven
 from mcore_ckpt_ext.layout.sidecar import RecordedDigests
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, LogicalTensor
@@ -91,7 +91,7 @@ def kind_of_array(state: str, dtype: str) -> str:
 
 
 class FlatBuffers(OptimizerState):
-    """The optimizer state of a checkpoint, group by group; layouts are recovered when first asked for."""
+    """The optimizer state of a checkpoint, group by group; packings are recovered when first asked for."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class FlatBuffers(OptimizerState):
         self.digests = {(recorded.child, recorded.index): recorded.parameters for recorded in digests}
         self._proposals = proposals
         self._weights = weights
-        self._recovered: dict[GroupKey, RecoveredLayout] = {}
+        self._recovered: dict[GroupKey, RecoveredPacking] = {}
         self._state = state
         self._arrays = state.arrays
         self.kinds = tuple(dict.fromkeys(kind for arrays_of in self._arrays.values() for _, kind in arrays_of))
@@ -129,7 +129,7 @@ class FlatBuffers(OptimizerState):
         """All stored slices of one tensor, replicas after what they repeat."""
         slices: list[StoredSlice] = []
         for group in self._groups_of(name):
-            for key, placements in self.layout_of(group).layout.items():
+            for key, placements in self.packing_of(group).packing.items():
                 array = self._arrays[group.child, group.index].get((key, kind))
                 for placement in placements:
                     if array is not None and any(region.name == name for region in placement.regions):
@@ -162,35 +162,35 @@ class FlatBuffers(OptimizerState):
         """Every placement of every group, by the parameter's name."""
         placed: dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]] = {}
         for group in self.groups.values():
-            for key, placements in self.layout_of(group).layout.items():
+            for key, placements in self.packing_of(group).packing.items():
                 for placement in placements:
                     placed.setdefault(placement.name, []).append((group, key, placement))
         return placed
 
-    def proposed_layouts(self) -> dict[GroupKey, RecoveredLayout | None]:
+    def proposed_packings(self) -> dict[GroupKey, RecoveredPacking | None]:
         """The first proposal for each group that sizes and chunk borders allow; nothing of the content is read."""
         proposals = self._proposals()
         return {key: propose(group, proposals) for key, group in self.groups.items()}
 
-    def layout_of(self, group: OptimizerGroup) -> RecoveredLayout:
-        """The layout of one group, recovered on first use.
+    def packing_of(self, group: OptimizerGroup) -> RecoveredPacking:
+        """The packing of one group, recovered on first use.
 
         Raises:
-            LayoutError: it cannot be proven.
+            PackingError: it cannot be proven.
         """
         if self._recover(group).discovered:
             # An unknown order shows everywhere in the same way; damage shows in one place.
-            layouts = [self._recover(other).layout for other in self.groups.values()]
-            if problem := irregularity(layouts):
-                raise LayoutError(
-                    "no layout of the gradient buffers could be proven: what fits by content is no order of modules",
+            packings = [self._recover(other).packing for other in self.groups.values()]
+            if problem := irregularity(packings):
+                raise PackingError(
+                    "no packing of the gradient buffers could be proven: what fits by content is no order of modules",
                     found=problem,
                     where=str(group),
                     helps="the checkpoint is damaged or was edited: resume from another iteration",
                 )
         return self._recover(group)
 
-    def _recover(self, group: OptimizerGroup) -> RecoveredLayout:
+    def _recover(self, group: OptimizerGroup) -> RecoveredPacking:
         key = (group.child, group.index)
         if key not in self._recovered:
             if any(kind == PARAM_REMAINDER for _, kind in self._arrays[key]):
@@ -203,7 +203,7 @@ class FlatBuffers(OptimizerState):
         return self._recovered[key]
 
     def witnesses(self) -> list[str]:
-        """What the layouts recovered so far came from."""
+        """What the packings recovered so far came from."""
         return sorted(
             {
                 f"{recovered.witness} instead of the sidecar" if recovered.disbelieved else recovered.witness
@@ -212,12 +212,12 @@ class FlatBuffers(OptimizerState):
         )
 
     def disbelieved(self) -> list[str]:
-        """Why the sidecar is not believed, group by group; recovers all layouts.
+        """Why the sidecar is not believed, group by group; recovers all packings.
 
         Raises:
-            LayoutError: one cannot be proven.
+            PackingError: one cannot be proven.
         """
-        reasons = [(group, self.layout_of(group).disbelieved) for group in self.groups.values()]
+        reasons = [(group, self.packing_of(group).disbelieved) for group in self.groups.values()]
         return [f"{group}: {reason}" for group, reason in reasons if reason is not None]
 
     @override
@@ -225,7 +225,7 @@ class FlatBuffers(OptimizerState):
         found = {
             region.name: None
             for group in self.groups.values()
-            for key, placements in self.layout_of(group).layout.items()
+            for key, placements in self.packing_of(group).packing.items()
             if kind is None or (key, kind) in self._arrays[group.child, group.index]
             for placement in placements
             for region in placement.regions
@@ -277,7 +277,7 @@ class FlatBuffers(OptimizerState):
             if first_chunk_apart:
                 stages = stages[:1] if child == 0 else stages[1:]
         if pipeline >= layout.pipeline:
-            raise LayoutError(
+            raise PackingError(
                 "the checkpoint holds an optimizer group that its own layout has no room for",
                 found=f"dp_group_idx_{index} of optimizer {child}",
                 expected=str(layout),

@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import LayoutError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import PackingError, UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.proof import first_mismatch
@@ -63,7 +63,7 @@ class LegacyMasters(RankArrays, OptimizerState):
         layout: ParallelLayout,
         transfer: Transfer,
     ) -> None:
-        """Raises: LayoutError, when the masters cannot be told apart; UnsupportedCheckpointError, see `_queue`."""
+        """Raises: PackingError, when the masters cannot be told apart; UnsupportedCheckpointError, see `_queue`."""
         super().__init__(arguments, layout)
         self._transfer = transfer
         for rank in ranks:
@@ -84,7 +84,7 @@ class LegacyMasters(RankArrays, OptimizerState):
         return False
 
     def witnesses(self) -> list[str]:
-        """Where the layout is known from."""
+        """Where the places of the parameters are known from."""
         return ["the order of the stored masters"]
 
     def _add_rank(self, rank: RankOptimizers) -> None:
@@ -108,8 +108,8 @@ class LegacyMasters(RankArrays, OptimizerState):
         if (stored := sum(map(len, queues))) != len(parameters):
             raise self._ambiguous(f"state of {stored} parameters, of {len(parameters)}", "the stored model", rank)
 
-    def _ambiguous(self, found: str, name: str, rank: RankOptimizers) -> LayoutError:
-        return LayoutError(
+    def _ambiguous(self, found: str, name: str, rank: RankOptimizers) -> PackingError:
+        return PackingError(
             "it cannot be told which of the optimizer's state belongs to which weight",
             found=found,
             where=f"{name}, {rank.place.file}",

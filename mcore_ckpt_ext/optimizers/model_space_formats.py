@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mcore_ckpt_ext.errors import LayoutError
+from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.proof import first_mismatch
 from mcore_ckpt_ext.model_space.slices import Slice
@@ -69,7 +69,7 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
     state = ModelSpaceState(keys)
     if holder.arguments.use_precision_aware_optimizer and _holds_numbers(state, holder):
         if any(shifted_names(models(), order) for order in holder.orders()):
-            raise LayoutError(
+            raise PackingError(
                 "Megatron 0.15 to 0.19 write such a state shifted, and remainders of masters, unlike masters, cannot "
                 "show whether it is",
                 where=str(holder.folder),

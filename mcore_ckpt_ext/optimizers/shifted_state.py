@@ -107,7 +107,7 @@ class ShiftedState(OptimizerState):
         return self.written.names(kind)
 
     def witnesses(self) -> list[str]:
-        """Where the layout is known from."""
+        """Where the places of the parameters are known from."""
         return ["the arrays' own names, repaired where Megatron wrote them shifted"]
 
 

@@ -47,7 +47,7 @@ class OptimizerState(StoredOnce, ABC):
         return True
 
     def witnesses(self) -> list[str]:
-        """Where the layouts that were needed so far are known from."""
+        """Where the packings that were needed so far are known from."""
         return ["the arrays' own names"]
 
     def lost_elements(self) -> dict[str, int]:

@@ -35,7 +35,7 @@ SUMMARY = "[mcore_ckpt_ext] optimizer resumed from "
 SUMMARY_FORM = re.compile(
     r"optimizer resumed from (?P<source>TP\d.*?) as (?P<target>TP\d.*?): (?P<format>\w+), (?P<megabytes>[\d.,]+) MB "
     r"read, (?P<parameters>\d+) parameters proven equal to their weights( when rounded, ties either way)? "
-    r"\((?P<elements>[\d,]+) elements, layout by (?P<witnesses>.+?)\), (?P<seconds>[\d.]+) s"
+    r"\((?P<elements>[\d,]+) elements, placed by (?P<witnesses>.+?)\), (?P<seconds>[\d.]+) s"
 )
 
 

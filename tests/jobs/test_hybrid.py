@@ -45,7 +45,7 @@ def test_the_live_optimizer_equals_the_one_that_was_saved(
     truth = assemble(tmp_path / "saved" / "dump" / "after_save_0000004")
     for name, witness in (("sidecar", "the sidecar"), ("bare", "the live model")):
         assert [rank["error"] for rank in outcomes[name]] == [None] * target.ranks
-        assert f"layout by {witness})" in outcomes[name][0]["lines"][0]
+        assert f"placed by {witness})" in outcomes[name][0]["lines"][0]
     assert differing(truth, assemble(tmp_path / "sidecar")) == []
     assert differing(truth, assemble(tmp_path / "bare_dump")) == []
     whole = open_checkpoint(bare)

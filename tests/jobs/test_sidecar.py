@@ -86,7 +86,7 @@ def outcomes(folder: Path, gpt: Job) -> Outcomes:
 
 def witness_of(outcomes: Outcomes, name: str) -> str:
     (line,) = outcomes[name][0]["lines"]
-    return line.partition("layout by ")[2].partition(")")[0]
+    return line.partition("placed by ")[2].partition(")")[0]
 
 
 def test_it_is_used_first(outcomes: Outcomes) -> None:

@@ -79,7 +79,7 @@ def test_the_maps_of_gradient_buffers_are_those_that_the_content_confirms(any_fi
     if found.optimizer_format not in ("fully_sharded_model_space", "legacy_torch_per_parameter"):
         optimizer = checkpoint.optimizer
         for group in optimizer.groups.values():
-            for bucket, placements in optimizer.layout_of(group).layout.items():
+            for bucket, placements in optimizer.packing_of(group).packing.items():
                 (mapped,) = (m for m in found.buffers if (m.group, m.buffer) == (str(group), str(bucket)))
                 assert mapped.parameters == tuple((p.name, p.start, p.stop) for p in placements)
 

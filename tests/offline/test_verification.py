@@ -123,7 +123,7 @@ def test_a_damaged_sample_leaves_no_layout_and_the_rank_is_named(damaged: Fixtur
     flip(*payload_position(open_checkpoint(damaged.run), WEIGHT, MATRIX, 0))
     result = verify(damaged.run)
     assert findings(result, CHECKSUMS)
-    (proof,) = (finding for finding in findings(result, PROOF) if "no layout" in finding)
+    (proof,) = (finding for finding in findings(result, PROOF) if "no packing" in finding)
     assert "pipeline rank 1" in proof
     assert MATRIX in proof
 

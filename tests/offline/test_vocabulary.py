@@ -83,11 +83,11 @@ def test_rows_that_are_cut_are_called_rows(
 ) -> None:
     """What stands in them is not known: without the arguments, the user alone says that they are no tokens."""
     source = saying(vocab_size=None)
-    report = mcore_ckpt_ext.convert(source, tmp_path / "out", target(vocab_size=64, **layout_of(target)))
+    report = mcore_ckpt_ext.convert(source, tmp_path / "out", target(vocab_size=64, **packing_of(target)))
     (told,) = (note for note in report.notes if "are cut" in note)
     assert told.startswith(f"rows {128 if target is Legacy else 64} to 255 of the vocabulary are cut")
     assert not any("padding" in note for note in report.notes)
 
 
-def layout_of(target: Callable[..., Target]) -> dict[str, int]:
+def packing_of(target: Callable[..., Target]) -> dict[str, int]:
     return {"tensor_model_parallel_size": 1} if target is Legacy else {}
