@@ -242,9 +242,49 @@ def test_to_legacy_of_another_layout_and_back(fixture: Fixture, tmp_path: Path) 
     convert(tmp_path / "legacy", tmp_path / "back", TorchDist(megatron_version="0.19"))
     assert compare(fixture.run, tmp_path / "back").equal
     back, source = (open_checkpoint(path) for path in (tmp_path / "back", fixture.run))
-    if fixture.folder.name[:3] != "p41":  # Adam in legacy files becomes a distributed optimizer's
-        assert len(back.chain()) == len(source.chain())
+    assert len(back.chain()) == len(source.chain())
+    assert bool(back.arguments.use_distributed_optimizer) == distributed
     assert step_of(back) == 4
+
+
+def test_adam_without_a_distributed_optimizer_stays_without(tmp_path: Path) -> None:
+    """Legacy files that Megatron wrote, as well as those from here."""
+    convert(fixture_named("p08c").run, tmp_path / "run", TorchDist(megatron_version="0.19"))
+    written = open_checkpoint(tmp_path / "run")
+    assert written.optimizer_format == "no_distributed_optimizer"
+    assert not written.arguments.use_distributed_optimizer
+    assert compare(fixture_named("p08c").run, tmp_path / "run").equal
+
+
+def torch_adam_in_legacy_files(folder: Path, steps: list[float]) -> Path:
+    """As torch's Adam has it: a step beside each parameter, and none in the groups."""
+    convert(fixture_named("p42").run, folder, Legacy(megatron_version="0.19"))
+    for file in folder.glob("iter_*/mp_rank_*/model_optim_rng.pt"):
+        state = torch.load(file, weights_only=False)
+        for group in state["optimizer"]["param_groups"]:
+            group.pop("step", None)
+        for number, kept in state["optimizer"]["state"].items():
+            kept["step"] = torch.tensor(steps[number % len(steps)])
+        torch.save(state, file)
+    return folder
+
+
+def test_the_step_of_torchs_adam_is_carried_out_of_legacy_files(tmp_path: Path) -> None:
+    source = torch_adam_in_legacy_files(tmp_path / "run", [7.0])
+    convert(source, tmp_path / "out", TorchDist(megatron_version="0.19"))
+    (child,) = open_checkpoint(tmp_path / "out").chain()
+    assert child["state"]["common_step"] == 7
+    convert(tmp_path / "out", tmp_path / "back", Legacy(megatron_version="0.19"))
+    (file,) = (tmp_path / "back").glob("iter_*/mp_rank_00_000/model_optim_rng.pt")
+    state = torch.load(file, weights_only=False)["optimizer"]["state"]
+    assert {float(kept["step"]) for kept in state.values()} == {7}
+
+
+def test_steps_of_parameters_that_differ(tmp_path: Path) -> None:
+    source = torch_adam_in_legacy_files(tmp_path / "run", [7.0, 8.0])
+    with pytest.raises(UnreadableCheckpointError, match="stored more than once.*7 in parameter 0 of mp_rank_.*; 8 in"):
+        convert(source, tmp_path / "out", TorchDist(megatron_version="0.19"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_moments_of_other_parameters_are_not_taken(tmp_path: Path) -> None:

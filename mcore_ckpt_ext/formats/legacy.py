@@ -14,6 +14,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
@@ -29,7 +30,7 @@ from mcore_ckpt_ext.formats.legacy_ranks import (
     is_model_chunk,
 )
 from mcore_ckpt_ext.formats.legacy_weights import LegacyWeights, RankModel
-from mcore_ckpt_ext.formats.portable_state import portable_child
+from mcore_ckpt_ext.formats.portable_state import inner_state, once, portable_child, portable_group, several_steps
 from mcore_ckpt_ext.formats.unread import (
     COMMON_KEYS,
     UNKNOWN,
@@ -42,7 +43,6 @@ from mcore_ckpt_ext.formats.unread import (
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.local_parameters import layers_of
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder
-from mcore_ckpt_ext.optimizers.description import MOMENTUM
 from mcore_ckpt_ext.optimizers.dp_zero import LEGACY, buffer_arrays, legacy_optimizer
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatArray, FlatState, GroupKey
 from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS, LegacyMasters, RankOptimizers
@@ -141,20 +141,55 @@ class LegacyCheckpoint(Checkpoint):
     @override
     def param_groups(self) -> list[dict[str, Any]]:
         return [
-            group
+            {**self._counted(number), **group}
             for rank in self._ranks
-            for child in rank.optimizers
+            for number, child in enumerate(rank.optimizers)
             for group in child.get("optimizer", child).get("param_groups", [])
         ]
 
+    def _counted(self, number: int) -> dict[str, Any]:
+        """The step of a chained optimizer where it is no group's."""
+        step = self._steps_of_parameters.get(number)
+        return {} if step is None else {"step": int(step)}
+
     def chain(self) -> list[dict[str, Any]]:
-        """Empty for Adam in mixed precision: a DistributedOptimizer holds the same, and it becomes one."""
+        """A stage has no groups that it has no parameter for: each optimizer's are those of all ranks."""
         if self.optimizer_format != PER_PARAMETER:
             return []
-        children = self._ranks[0].optimizers
-        if all(MASTERS in child for child in children) and MOMENTUM not in self.optimizer.kinds:
-            return []
-        return [portable_child(child) for child in children]
+        return [self._portable(number, child) for number, child in enumerate(self._ranks[0].optimizers)]
+
+    def _portable(self, number: int, child: Mapping[str, Any]) -> dict[str, Any]:
+        step = self._steps_of_parameters.get(number)
+        of_ranks = [rank.optimizers[number] for rank in self._ranks if number < len(rank.optimizers)]
+        groups = [group for own in of_ranks for group in inner_state(own)["param_groups"]]
+        inner = {
+            "param_groups": once(map(portable_group, groups)),
+            "state": {} if step is None else {"common_step": torch.tensor(step)},
+        }
+        if "optimizer" not in child:
+            return portable_child(inner)
+        scaler = {"grad_scaler": self.grad_scaler()} if child.get("grad_scaler") else {}
+        return portable_child({"optimizer": inner, **scaler})
+
+    @cached_property
+    def _steps_of_parameters(self) -> dict[int, float]:
+        """The step that torch's Adam keeps beside each parameter (torch/optim/adam.py), by chained optimizer.
+
+        Raises:
+            UnreadableCheckpointError: parameters of one differ in it.
+        """
+        found: dict[int, dict[float, str]] = {}
+        for rank in self._ranks:
+            for number, child in enumerate(rank.optimizers):
+                state = inner_state(child).get("state") or {}
+                for parameter, kept in state.items():
+                    step = self._archive(rank).with_values(kept.get("step")) if isinstance(kept, dict) else None
+                    if step is not None:
+                        found.setdefault(number, {}).setdefault(float(step), f"parameter {parameter} of {rank.folder}")
+        for steps in found.values():
+            if len(steps) > 1:
+                raise several_steps(steps, str(self.folder))
+        return {number: next(iter(steps)) for number, steps in found.items()}
 
     @override
     def grad_scaler(self) -> dict[str, Any] | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, printable
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, printable
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity
 from mcore_ckpt_ext.storage.archive_draft import draft_archive
@@ -201,6 +201,17 @@ def portable_child(child: Mapping[str, Any]) -> dict[str, Any]:
         return inner
     kept = {key: child[key] for key in ("grad_scaler", "param_state_sharding_type") if key in child}
     return {"optimizer": inner, **kept}
+
+
+def several_steps(found: Mapping[float, str], where: str) -> UnreadableCheckpointError:
+    """The refusal of an optimizer whose step is stored more than once, and differs: each step, and where one is."""
+    return UnreadableCheckpointError(
+        "the optimizer's step is stored more than once, and not as one number",
+        found="; ".join(f"{step:g} in {place}" for step, place in sorted(found.items())),
+        expected="the same step everywhere",
+        where=where,
+        helps="the checkpoint was damaged or put together from several: use another iteration",
+    )
 
 
 def once(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.portable_state import inner_state
+from mcore_ckpt_ext.formats.portable_state import inner_state, several_steps
 
 
 def check_step(checkpoint: Checkpoint) -> None:
@@ -26,13 +25,7 @@ def check_step(checkpoint: Checkpoint) -> None:
     for where, step in _steps(checkpoint):
         found.setdefault(step, where)
     if len(found) > 1:
-        raise UnreadableCheckpointError(
-            "the optimizer's step is stored more than once, and not as one number",
-            found="; ".join(f"{step:g} in {where}" for step, where in sorted(found.items())),
-            expected="the same step everywhere",
-            where=str(checkpoint.folder),
-            helps="the checkpoint was damaged or put together from several: use another iteration",
-        )
+        raise several_steps(found, str(checkpoint.folder))
 
 
 def _steps(checkpoint: Checkpoint) -> Iterator[tuple[str, float]]:

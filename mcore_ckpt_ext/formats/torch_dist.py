@@ -166,7 +166,11 @@ class TorchDistCheckpoint(Checkpoint):
             found.extend(self._values(key)["param_groups"])
         for child in self._common_optimizers():
             # Of a job in fp32 the entry is torch's own dict (`FP32Optimizer`, megatron/core/optimizer/optimizer.py).
-            found.extend((child.get("optimizer") or child).get("param_groups", []))
+            inner = child.get("optimizer") or child
+            # torch's Adam counts beside each parameter, and all of them alike.
+            step = (inner.get("state") or {}).get("common_step")
+            counted = {} if step is None else {"step": int(step)}
+            found.extend({**counted, **group} for group in inner.get("param_groups", []))
         return found
 
     @override

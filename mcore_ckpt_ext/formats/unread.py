@@ -28,7 +28,7 @@ RERUN_STATE = "rerun_state_machine"
 _STATE = re.compile(r"^(?:chained_\d+\.)*optimizer\.(?:state\.(?P<shaped>\w+?)\..+|distributed\..+\.(?P<flat>\w+))$")
 _OF_OPTIMIZER = re.compile(r"^(chained_\d+\.)*optimizer\.")
 # The keys of an optimizer's entry in a common state that are read, or that say how the rest is stored.
-_READ_OF_OPTIMIZER = ("param_groups", "grad_scaler", "param_state_sharding_type")
+_READ_OF_OPTIMIZER = ("param_groups", "grad_scaler", "param_state_sharding_type", "common_step")
 
 
 @dataclass(frozen=True, slots=True)

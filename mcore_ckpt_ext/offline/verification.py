@@ -7,7 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError, interpreting, readable
+from mcore_ckpt_ext.errors import (
+    CheckpointError,
+    UnreadableCheckpointError,
+    UnsafePickleError,
+    UnsupportedCheckpointError,
+    interpreting,
+    readable,
+)
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.steps import check_step
@@ -264,6 +271,11 @@ class _Noting:
         if isinstance(problem, CheckpointError) and any(file in str(problem) for file in self._run.failed):
             # The file has its finding already.
             self._run.checks.append(Check(self._check, _FILES_GONE, done=False))
+            return True
+        if isinstance(problem, UnsupportedCheckpointError):
+            # Nothing is wrong with what is not looked at.
+            self._run.findings.append(warning(self._check, self._where, str(problem)))
+            self._run.checks.append(Check(self._check, str(problem).partition(";")[0], done=False))
             return True
         if isinstance(problem, CheckpointError):
             self._run.findings.append(error(self._check, self._where, str(problem)))

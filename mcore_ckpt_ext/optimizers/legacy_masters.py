@@ -135,7 +135,7 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
     """The state of each group's parameters, in order.
 
     Raises:
-        UnsupportedCheckpointError: some parameter lacks what others of its group have, or the step is kept elsewhere.
+        UnsupportedCheckpointError: some parameter lacks what others of its group have, or there is no step.
     """
     masters = optimizer.get(MASTERS)
     inner = optimizer.get("optimizer", optimizer)
@@ -150,8 +150,10 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
         kinds = {frozenset(entry) - {FP32_PARAM} for entry in entries}
         if len(kinds) > 1 or frozenset() in kinds:
             raise _unknown("not the same state for all parameters of a group", where)
-        if EXP_AVG in next(iter(kinds), ()) and "step" not in group:
-            raise _unknown("no step in a parameter group", where)
+        # torch's Adam keeps it beside each parameter.
+        counted = "step" in group or all("step" in state.get(parameter, {}) for parameter in group["params"])
+        if EXP_AVG in next(iter(kinds), ()) and not counted:
+            raise _unknown("no step in a parameter group, nor beside its parameters", where)
         if kinds and group.keys() >= _ADAM and kinds != {_MOMENTS_OF_ADAM}:
             raise _unknown(f"a group of Adam that keeps {', '.join(sorted(kinds.pop()))}", where)
         queues.append(deque(entries))
@@ -166,7 +168,8 @@ def _unknown(found: str, where: str) -> UnsupportedCheckpointError:
     return UnsupportedCheckpointError(
         "the optimizer state of this legacy checkpoint is not as Megatron's optimizers keep it",
         found=found,
-        expected=f"{MASTERS} where weights are not fp32, the same state for every parameter, and a step in each group",
+        expected=f"{MASTERS} where weights are not fp32, the same state for every parameter, a step in each group or "
+        "beside each parameter",
         where=where,
         helps="resume it once under its own layout, and save with --use-distributed-optimizer",
     )

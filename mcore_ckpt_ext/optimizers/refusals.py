@@ -36,6 +36,15 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             helps="resume under the layout, and with the optimizer's options, that it was written with (switching them "
             "off makes Megatron take numbers for masters that are none); or resume with --no-load-optim",
         )
+    in_flat_buffers = keys is not None and any(".gbuf_idx_" in key for key in keys)
+    if in_flat_buffers and not holder.arguments.is_known("tensor_model_parallel_size"):
+        raise UnsupportedCheckpointError(
+            "the optimizer state lies in flat buffers, whose layout follows from that of the job, and the checkpoint "
+            "does not say under which parallel layout it was written",
+            found="no arguments of the job",
+            where=str(holder.folder),
+            helps="--drop optimizer converts its weights; Megatron-Bridge's run_config.yaml is not read yet",
+        )
     if FULLY_RESHARDABLE not in encodings and _transposes_experts(holder.arguments):
         raise UnsupportedCheckpointError(
             "the optimizer state of the experts cannot be placed: it is transposed, and the weights are not",

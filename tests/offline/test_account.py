@@ -114,6 +114,35 @@ def test_what_nothing_knows_is_named(
     assert told.splitlines()[-1].startswith("DIFFERENT" if lost else "NOT KNOWN TO BE EQUAL")
 
 
+def test_of_a_job_whose_layout_is_not_known_every_key_is_named(tmp_path: Path) -> None:
+    """Megatron-Bridge's: its flat optimizer state is refused by name, and not called damaged; weights are converted."""
+    assert mcore_ckpt_ext.open_checkpoint(fixture_named("p49").run).unread() == []
+    copied = fixture_named("p49").copy_to(tmp_path / "copy")
+    copied.iteration.chmod(0o755)
+    add_to_torch_dist(copied.iteration)
+    named = {item.key.partition("/shard")[0] for item in mcore_ckpt_ext.open_checkpoint(copied.run).unread()}
+    assert named == {LOST, OTHER}
+    with pytest.raises(UnsupportedCheckpointError, match="does not say under which parallel layout it was written"):
+        mcore_ckpt_ext.convert(copied.run, tmp_path / "out", mcore_ckpt_ext.Canonical(), drop=["unknown"])
+    found = verify(copied.run)
+    assert found.sound
+    assert any("under which parallel layout" in finding.what for finding in found.findings)
+    report = mcore_ckpt_ext.convert(copied.run, tmp_path / "out", mcore_ckpt_ext.Canonical(), drop=["optimizer"])
+    assert {item.kind for item in report.unread} >= {"fp32_param", "exp_avg", "exp_avg_sq", "unknown"}
+    written = mcore_ckpt_ext.open_checkpoint(tmp_path / "out")
+    weights = {f"weight.{name}": written.tensor("weight", name).read() for name in written.names("weight")}
+    assert weights.keys() == {name for name in copied.truth if name.startswith("weight.")}
+    assert all(torch.equal(values, copied.truth[name]) for name, values in weights.items())
+
+
+def test_a_format_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
+    """Megatron-FSDP's: nothing of it is taken for something else."""
+    for target in (mcore_ckpt_ext.Canonical(), mcore_ckpt_ext.TorchDist(), mcore_ckpt_ext.Legacy()):
+        with pytest.raises(UnsupportedCheckpointError, match="torch_dcp or fsdp_dtensor"):
+            mcore_ckpt_ext.convert(fixture_named("p50").run, tmp_path / "out", target, drop=["optimizer"])
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("name", INTACT)
 def test_of_a_checkpoint_as_megatron_wrote_it_everything_is_known(name: str) -> None:
     unread = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run).unread()
