@@ -289,12 +289,13 @@ def _check_kinds(checkpoint: Checkpoint, shard: LiveShard) -> None:
     wanted = set(shard.kinds)
     if stored and stored != wanted:
         raise ModelMismatchError(
-            "the optimizer keeps something else of a parameter than the one that wrote the checkpoint",
-            found=" and ".join(sorted(stored)),
-            expected=" and ".join(sorted(wanted)),
-            where=shard.name,
-            helps="resume with the optimizer of the checkpoint (--optimizer): what one kind keeps, Adam's moments or "
-            "Muon's momentum, does not follow from what another does; or with --no-load-optim",
+            "the checkpoint was written by an optimizer of another kind than the running one",
+            found=f"{' and '.join(sorted(stored))} of this parameter",
+            expected=" and ".join(sorted(wanted)) or "nothing but its master",
+            where=f"{shard.name}, {checkpoint.folder}",
+            helps="what one kind keeps, Adam's moments or Muon's momentum, follows from nothing that another keeps: "
+            "resume with the optimizer of the checkpoint (--optimizer; `mcore-ckpt inspect` tells which), or with "
+            "--no-load-optim",
         )
 
 

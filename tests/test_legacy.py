@@ -174,6 +174,13 @@ def flip_exponent(fixture: Fixture, element: int) -> None:
     flip(path, position + 3)
 
 
+def test_files_of_a_layer_wise_optimizer_are_named_and_refused(plain: Fixture) -> None:
+    """The model's file then holds what the first data-parallel rank steps, and looks like an optimizer of its own."""
+    (plain.iteration / "mp_rank_00" / "layer_wise_optimizer_1.pt").write_bytes(b"")
+    with pytest.raises(UnsupportedCheckpointError, match="layer_wise_optimizer_1.pt.*--ckpt-format torch"):
+        _ = open_checkpoint(plain.run).optimizer
+
+
 def test_a_changed_master_leaves_masters_over(plain: Fixture) -> None:
     flip_exponent(plain, 3)
     with pytest.raises(PackingError, match="masters or moments fit no weight"):

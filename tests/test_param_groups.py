@@ -41,6 +41,13 @@ def test_a_changed_learning_rate_alone_is_no_obstacle() -> None:
     assert carried_groups([group(max_lr=3.0)], [group(max_lr=1.0, lr=0.5, step=4)])[0]["lr"] == 0.5
 
 
+def test_muon_and_adam_may_share_all_that_tells_groups_apart() -> None:
+    stored = [group(momentum=0.9, lr=0.5), group(betas=(0.9, 0.99), eps=1e-8, lr=0.25, step=4)]
+    muon, adam = carried_groups([group(momentum=0.0), group(betas=(0.5, 0.5), eps=0.0)], stored)
+    assert (muon["lr"], muon["momentum"], "step" in muon) == (0.5, 0.9, False)
+    assert (adam["lr"], adam["betas"], adam["step"]) == (0.25, (0.9, 0.99), 4)
+
+
 def test_what_only_the_live_group_knows_stays() -> None:
     assert carried_groups([group(fused=True)], [group(lr=0.5)])[0]["fused"] is True
 
@@ -108,6 +115,12 @@ def test_where_the_schedule_does_not_tell_the_step_it_is_refused(samples: int | 
     common = {"iteration": 4, "opt_param_scheduler": {"num_steps": samples}}
     with pytest.raises(UnsupportedCheckpointError, match="how many steps Adam has made.*--no-load-optim"):
         with_step([group(eps=1e-8)], common, batch_size)
+
+
+def test_muon_counts_no_steps_where_adam_does() -> None:
+    """AdaptiveMuon has an eps, too."""
+    stored = [group(momentum=0.9, beta2=0.95, eps=1e-8), group(0.0, eps=1e-8, step=3)]
+    assert ["step" in one for one in with_step(stored, SCHEDULED, 8)] == [False, True]
 
 
 def test_an_optimizer_without_steps_gets_none() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.legacy_ranks import (
     MODEL_FILE,
@@ -104,6 +104,15 @@ class LegacyCheckpoint(Checkpoint):
         check_provable(self, None, [str(self.optimizer_format)])
         if self.optimizer_format == LEGACY:
             return legacy_optimizer(self, FlatState(self._flat_arrays(), joined=True, chunked=False))
+        if files := [file.name for own in self._ranks for file in self._folders.layer_wise_files(own.folder)]:
+            # The model's file has what the first data-parallel rank stepped, which looks like an optimizer of its own.
+            raise UnsupportedCheckpointError(
+                "each data-parallel rank stored what it steps in a file of its own, which this version does not read",
+                found=", ".join(sorted(set(files))),
+                where=str(self.folder),
+                helps="resume under its own layout and number of data-parallel ranks with --ckpt-format torch, which "
+                "Megatron does by itself; or with --no-load-optim",
+            )
         if self.optimizer_format is None or self.arguments.use_distributed_optimizer:
             raise UnreadableCheckpointError(
                 "the checkpoint holds no optimizer state",

@@ -21,6 +21,8 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
+LAYER_WISE_FILES = "layer_wise_optimizer_*.pt"
+"""Of `LayerWiseDistributedOptimizer`: each data-parallel rank writes what it steps (`save_checkpoint`, since 0.16)."""
 _RANK_FOLDER = re.compile(r"^mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 _MODEL_CHUNK = re.compile(r"^model\d*$")
 
@@ -156,6 +158,10 @@ class RankFolders:
         for path in sorted((self._folder / folder).glob("*.pt")):
             if path.name not in (MODEL_FILE, OPTIMIZER_FILE):
                 yield path
+
+    def layer_wise_files(self, folder: str) -> list[Path]:
+        """Those of them that data-parallel ranks wrote of a LayerWiseDistributedOptimizer."""
+        return sorted((self._folder / folder).glob(LAYER_WISE_FILES))
 
     def _load(self, folder: str) -> Mapping[str, Any]:
         if folder not in self._states:

@@ -7,44 +7,25 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint, common_optimizers, sharding_type
 from mcore_ckpt_ext.hooks.announce import announce
-from mcore_ckpt_ext.hooks.legacy_feed import changes_of, fed, folder_to_feed, load_weights_alone
+from mcore_ckpt_ext.hooks.first_look import first_look, megatron_version, refuse_another_kind
+from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
 from mcore_ckpt_ext.hooks.proof import Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.hooks.resuming import taking_what_is_whole
-from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.online.agreement import agreed
-from mcore_ckpt_ext.online.homes.recognition import (
-    distributed_optimizers,
-    stock_stumbles,
-    switched,
-    undistributed_optimizers,
-)
+from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.param_groups import override_bounds
 from mcore_ckpt_ext.optimizer_reshard import prepare
-from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
-from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
-from mcore_ckpt_ext.optimizers.refusals import has_remainders
-from mcore_ckpt_ext.optimizers.table import FORMATS, stock_can_load
 from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
-from mcore_ckpt_ext.storage.runs import iteration_name
-from mcore_ckpt_ext.versions import Version, parse_version
 
 Function = Callable[..., Any]
 
@@ -80,17 +61,18 @@ def wrap_load_checkpoint(original: Function) -> Function:
         scope = _scope(original)
         arguments = scope["get_args"]()
         chunks, directory = scope["unwrap_model"](ddp_model), getattr(arguments, given["load_arg"])
-        if not _resumes_optimizer(scope, optimizer, directory):
+        if not _resumes_optimizer(scope, optimizer):
             if optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
+                agreed("looking at the checkpoint", lambda: refuse_another_kind(scope, given))
                 return stock(), None
             return load_weights_alone(scope, directory, chunks, stock), None
-        looks = agreed("looking at the checkpoint", lambda: _look(scope, given))
+        looks = agreed("looking at the checkpoint", lambda: first_look(scope, given))
         look = next((found for found in looks if found is not None), None)
         if look is None:
             return load_weights_alone(scope, directory, chunks, stock), None
         if look.stock_loads:
             result = stock()
-            if look.optimizer_format == FULLY_RESHARDABLE:
+            if look.may_be_shifted:
                 repair_shifted(look.folder, chunks, optimizer, arguments)
             return result, None
         prepared = prepare(
@@ -123,80 +105,16 @@ def _scope(original: Function) -> MutableMapping[str, Any]:
     return scope
 
 
-def _resumes_optimizer(scope: Mapping[str, Any], optimizer: Any, directory: str | None) -> bool:
+def _resumes_optimizer(scope: Mapping[str, Any], optimizer: Any) -> bool:
     """Whether the optimizer is one that the package may have to fill, from a checkpoint that it reads."""
     arguments = scope["get_args"]()
     if optimizer is None or arguments.no_load_optim or arguments.finetune:
         return False
     detects = getattr(arguments, "auto_detect_ckpt_format", False)
-    if distributed_optimizers(optimizer) is not None:
-        return arguments.use_distributed_optimizer and (arguments.ckpt_format in (TORCH_DIST, LEGACY) or detects)
-    if undistributed_optimizers(optimizer) is None or folder_to_feed(directory, arguments):
+    chain = Chain.of(optimizer)
+    if chain.unknown or not (chain.whole or arguments.use_distributed_optimizer):
         return False
-    return arguments.ckpt_format == TORCH_DIST or detects
-
-
-@dataclass(frozen=True)
-class _Look:
-    """What a first look at a checkpoint says: where it is, and whether Megatron itself loads its optimizer."""
-
-    folder: Path
-    optimizer_format: str | None
-    changes: tuple[str, ...]
-    stock_loads: bool
-    is_fed: bool = False
-
-
-def _look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> _Look | None:
-    """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves.
-
-    Returns:
-        None where there is no optimizer state for us to think about.
-    """
-    arguments = scope["get_args"]()
-    directory = getattr(arguments, call["load_arg"])
-    if folder := folder_to_feed(directory, arguments):
-        if folder.name == "release":
-            return None
-        written = open_checkpoint(folder).arguments
-        moved = (*changes_of(folder, arguments), *_switched(folder, written, call["optimizer"]))
-        return _Look(folder, None, moved, stock_loads=not moved, is_fed=True)
-    if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
-        return None
-    context = {key: call[key] for key in ("checkpointing_context",) if key in call}
-    try:
-        common, name, release, kind = scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
-    except (Exception, CheckpointException):
-        # Megatron and torch tell what they missed, not what is wrong: our own reader names the file, and what helps.
-        step = getattr(arguments, "ckpt_step", None)
-        _ = open_checkpoint(Path(directory) / iteration_name(step) if step else Path(directory)).common
-        raise
-    if common is None or release or getattr(kind, "name", None) != "GLOBAL" or "args" not in common:
-        return None
-    written, running = JobArguments.of(vars(common["args"])), JobArguments.of(vars(arguments))
-    optimizer_format, children = sharding_type(common), len(common_optimizers(common))
-    if written.no_save_optim:
-        return None
-    if undistributed_optimizers(call["optimizer"]) is not None and not written.use_distributed_optimizer:
-        # The label speaks of a distributed optimizer all the same. Megatron loads as many children as were saved.
-        live = len(getattr(call["optimizer"], "chained_optimizers", [None]))
-        return _Look(Path(name), NOT_DISTRIBUTED, (), stock_loads=children in (0, live))
-    is_switched = bool(_switched(Path(name), written, call["optimizer"]))
-    if optimizer_format not in FORMATS and not is_switched:
-        return None
-    changes = placement_changes(written, running)
-    version, in_place = _megatron_version(), optimizer_format == DP_RESHARDABLE
-    stumbles = is_switched or stock_stumbles(call["optimizer"], children, in_place, version)
-    stock_loads = stock_can_load(optimizer_format, bool(changes), version) and not stumbles
-    return _Look(Path(name), optimizer_format, tuple(changes), stock_loads)
-
-
-def _switched(folder: Path, written: JobArguments, optimizer: Any) -> list[str]:
-    def stored_remainders() -> bool:
-        checkpoint = open_checkpoint(folder)
-        return isinstance(checkpoint, TorchDistCheckpoint) and has_remainders(checkpoint.index)
-
-    return switched(optimizer, written, stored_remainders)
+    return arguments.ckpt_format in (TORCH_DIST, LEGACY) or detects
 
 
 def _override_scheduler(optimizer: Any, scheduler: Any, arguments: Any) -> None:
@@ -204,18 +122,10 @@ def _override_scheduler(optimizer: Any, scheduler: Any, arguments: Any) -> None:
 
     Before 0.19 the groups keep the stored bounds, in stock Megatron and here; 0.19 itself does not find its own groups.
     """
-    if getattr(arguments, "override_opt_param_scheduler", False) and _megatron_version() >= (0, 19):
+    if getattr(arguments, "override_opt_param_scheduler", False) and megatron_version() >= (0, 19):
         override_bounds(optimizer.param_groups, JobArguments.of(vars(arguments)))
         scheduler.num_steps = arguments.consumed_train_samples
         scheduler.step(increment=0)
-
-
-def _megatron_version() -> Version:
-    found = sys.modules["megatron.core"].__version__
-    version = parse_version(found)
-    if version is None:
-        raise UnsupportedCheckpointError("the running Megatron Core does not say which release it is", found=found)
-    return version
 
 
 def _random_state_grid(arguments: Any) -> tuple[int, ...]:
@@ -224,6 +134,6 @@ def _random_state_grid(arguments: Any) -> tuple[int, ...]:
     Stock ignores what was stored under another grid since 0.14, and before that ends the job.
     """
     grid = (arguments.pipeline_model_parallel_size, arguments.tensor_model_parallel_size)
-    if _megatron_version() == (0, 16) and arguments.expert_model_parallel_size > 1:
+    if megatron_version() == (0, 16) and arguments.expert_model_parallel_size > 1:
         return (*grid, arguments.data_parallel_size * arguments.context_parallel_size)
     return grid

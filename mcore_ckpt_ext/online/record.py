@@ -22,7 +22,7 @@ from mcore_ckpt_ext.layout.sidecar import (
 )
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER
 from mcore_ckpt_ext.online.agreement import gather
-from mcore_ckpt_ext.online.homes.recognition import distributed_optimizers, keeps_remainders
+from mcore_ckpt_ext.online.homes.recognition import Chain, keeps_remainders
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters
 
 
@@ -70,7 +70,7 @@ class PackingRecorder:
 
     def _names_to_digest(self, chunks: Sequence[Any], optimizer: Any) -> Mapping[int, str] | None:
         """Names by `id` of parameters whose state has digests; None on every rank where none keeps remainders."""
-        if not any(gather(any(map(keeps_remainders, distributed_optimizers(optimizer) or [])))):
+        if not any(gather(any(map(keeps_remainders, Chain.of(optimizer).distributed)))):
             return None
         try:
             return {number: found.regions[0].name for number, found in live_parameters(chunks).items()}
@@ -160,7 +160,7 @@ def _joined(parts: Iterable[_Part]) -> tuple[RecordedDigests, ...]:
 
 def _first_instances(optimizer: Any) -> Iterator[tuple[int, Any]]:
     """The DistributedOptimizers by number; with several instances of each, which hold the same, those of the first."""
-    found = distributed_optimizers(optimizer) or []
+    found = Chain.of(optimizer).distributed
     for number, child in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         if child in found and getattr(child, "distributed_optimizer_instance_id", 0) == 0:
             yield number, child

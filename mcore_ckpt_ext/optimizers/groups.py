@@ -15,6 +15,14 @@ REFINED_IDENTITY = (*IDENTITY, *BOUNDS)
 """With the learning rates' bounds, which 0.19 adds (`param_group_identifier_keys`, megatron/core/optimizer)."""
 
 
+def has_momentum(group: Group) -> bool:
+    """Whether a group is Muon's or SGD's, and not Adam's or Lion's; Muon and Adam may differ in nothing else.
+
+    Their name stands in the groups since core_v0.17 only (`_get_param_groups`, megatron/core/optimizer/__init__.py).
+    """
+    return "momentum" in group or "momentum_beta" in group
+
+
 def identity(group: Group, keys: Sequence[str] = IDENTITY) -> tuple[Any, ...]:
     """The values of a group that tell it apart; NeMo prefixes the multipliers with `pre_`."""
     return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)

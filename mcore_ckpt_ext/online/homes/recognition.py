@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,12 +12,59 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.online.homes.distributed import DistributedHome
 from mcore_ckpt_ext.online.homes.home import Home
+from mcore_ckpt_ext.online.homes.layer_wise import LayerWiseHome
 from mcore_ckpt_ext.online.homes.offloaded import OffloadedHome
 from mcore_ckpt_ext.online.homes.precision_aware import PrecisionAwareHome
-from mcore_ckpt_ext.online.homes.undistributed import UndistributedHome
+from mcore_ckpt_ext.online.homes.undistributed import UndistributedHome, kept_by
 
 # megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2.
 _UNDISTRIBUTED = ("Float16OptimizerWithFloat16Params", "FP32Optimizer")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The optimizers of a live job that step parameters, stubs left out, by how they keep what is stepped.
+
+    Attributes:
+        distributed: DistributedOptimizers.
+        whole: those of whole parameters, each with the LayerWiseDistributedOptimizer that shares its parameters out
+            between data-parallel ranks, if one does.
+        unknown: all others.
+    """
+
+    distributed: Sequence[Any]
+    whole: Sequence[tuple[Any, Any]]
+    unknown: Sequence[Any]
+
+    @classmethod
+    def of(cls, optimizer: Any) -> Chain:
+        """Of an optimizer that may be a chain, with chains in it.
+
+        With `--optimizer muon --use-distributed-optimizer` a chain holds LayerWiseDistributedOptimizer, itself a chain,
+        and the DistributedOptimizer of what Muon does not step (`_get_megatron_emerging_optimizer`,
+        megatron/core/optimizer/__init__.py, core_v0.19.1, 0.19.2 and the development head of August 2026).
+        """
+        distributed, whole, unknown = [], [], []
+        for child, layer_wise in _leaves(optimizer, None):
+            if hasattr(child, "gbuf_ranges"):
+                distributed.append(child)
+            elif type(child).__name__ in _UNDISTRIBUTED and kept_by(child.optimizer) is not None:
+                whole.append((child, layer_wise))
+            else:
+                unknown.append(child)
+        return cls(distributed, whole, unknown)
+
+
+def _leaves(optimizer: Any, layer_wise: Any) -> Iterator[tuple[Any, Any]]:
+    children = getattr(optimizer, "chained_optimizers", None)
+    if children is None:
+        if not getattr(optimizer, "is_stub_optimizer", False):
+            yield optimizer, layer_wise
+        return
+    # LayerWiseDistributedOptimizer, core_v0.16.0 to 0.19.2.
+    layer_wise = optimizer if hasattr(optimizer, "allgather_params") else layer_wise
+    for child in children:
+        yield from _leaves(child, layer_wise)
 
 
 def homes_of(optimizer: Any) -> list[Home]:
@@ -25,18 +73,22 @@ def homes_of(optimizer: Any) -> list[Home]:
     Raises:
         UnsupportedCheckpointError: some child is of a kind that is not filled.
     """
-    children = distributed_optimizers(optimizer)
-    if children is not None:
-        check_supported(children)
-        return [_home_of(child) for child in children]
-    whole = undistributed_optimizers(optimizer)
-    if whole is None:
+    chain = Chain.of(optimizer)
+    if chain.unknown:
+        first = chain.unknown[0]
         raise UnsupportedCheckpointError(
             "this version does not fill this kind of optimizer",
-            found=type(optimizer).__name__,
+            found=" over ".join(type(one).__name__ for one in (first, getattr(first, "optimizer", None)) if one),
             helps="resume as the checkpoint was written, which is left to Megatron; or with --no-load-optim",
         )
-    return [UndistributedHome(child) for child in whole]
+    check_supported(chain.distributed)
+    return [
+        *(_home_of(child) for child in chain.distributed),
+        *(
+            LayerWiseHome(child, layer_wise) if layer_wise is not None else UndistributedHome(child)
+            for child, layer_wise in chain.whole
+        ),
+    ]
 
 
 def _home_of(optimizer: Any) -> Home:
@@ -47,22 +99,8 @@ def _home_of(optimizer: Any) -> Home:
 
 def distributed_optimizers(optimizer: Any) -> list[Any] | None:
     """The DistributedOptimizers of a (chained) optimizer, stubs left out; None when some child is another kind."""
-    children = getattr(optimizer, "chained_optimizers", [optimizer])
-    real = [child for child in children if not getattr(child, "is_stub_optimizer", False)]
-    return real if all(hasattr(child, "gbuf_ranges") for child in real) else None
-
-
-def undistributed_optimizers(optimizer: Any) -> list[Any] | None:
-    """The optimizers of whole parameters under Adam, stubs left out; None when some child is another kind.
-
-    Not of LayerWiseDistributedOptimizer, whose children step other parameters on every rank.
-    """
-    children = getattr(optimizer, "chained_optimizers", [optimizer])
-    if {type(one).__name__ for one in (optimizer, *children)} - {"ChainedOptimizer", *_UNDISTRIBUTED}:
-        return None
-    real = [child for child in children if not getattr(child, "is_stub_optimizer", False)]
-    groups = (group for child in real for group in child.optimizer.param_groups)
-    return real if all("eps" in group for group in groups) else None
+    chain = Chain.of(optimizer)
+    return None if chain.whole or chain.unknown else list(chain.distributed)
 
 
 def check_supported(optimizers: Sequence[Any]) -> None:
@@ -107,7 +145,9 @@ def keeps_remainders(optimizer: Any) -> bool:
     return bool(getattr(inner, "store_param_remainders", False) and getattr(optimizer.config, "bf16", False))
 
 
-def switched(optimizer: Any, written: JobArguments, stored_remainders: Callable[[], bool]) -> list[str]:
+def switched(
+    optimizer: Any, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]
+) -> list[str]:
     """What a job switched on or off of its optimizer since the checkpoint; Megatron looks at none of it.
 
     torch's loader copies numbers into whatever tensor is asked for: int16 remainders into fp32 masters, or masters
@@ -116,9 +156,10 @@ def switched(optimizer: Any, written: JobArguments, stored_remainders: Callable[
     Args:
         optimizer: the live (chained) optimizer.
         written: the arguments of the job that wrote the checkpoint.
+        kind: of the running job's arguments, `optimizer`.
         stored_remainders: whether the checkpoint has remainders; asked only where both jobs may have them.
     """
-    optimizers = distributed_optimizers(optimizer) or []
+    optimizers = Chain.of(optimizer).distributed
     found = []
     if bool(written.use_distributed_optimizer) != (distributed_optimizers(optimizer) is not None):
         found.append("use_distributed_optimizer")
@@ -129,15 +170,22 @@ def switched(optimizer: Any, written: JobArguments, stored_remainders: Callable[
         found.append("use_precision_aware_optimizer")
     elif aware and not found and stored_remainders() != any(map(keeps_remainders, optimizers)):
         found.append("store_param_remainders")
-    return found
+    return [*found, *(["optimizer"] if is_another_kind(written, kind) else [])]
 
 
-def stock_stumbles(optimizer: Any, stored: int, resumes_in_place: bool, version: tuple[int, int]) -> bool:
+def is_another_kind(written: JobArguments, kind: str | None) -> bool:
+    """Whether a job's arguments name another optimizer than those of the job that wrote the checkpoint.
+
+    `dist_muon` is `muon` with parameters that are shared out (megatron/training/arguments.py, core_v0.16.1 to 0.19.2).
+    """
+    names = {str(name).removeprefix("dist_") for name in (written.stated.get("optimizer"), kind) if name}
+    return len(names) > 1
+
+
+def stock_stumbles(chain: Chain, resumes_in_place: bool, version: tuple[int, int]) -> bool:
     """Whether stock Megatron dies or goes wrong while it loads an intact torch_dist checkpoint, whatever the layout.
 
-    Chained optimizers load only as many as were saved; experts have one of their own as soon as there is more than one
-    expert-parallel rank (`ChainedOptimizer.load_state_dict`, megatron/core/optimizer/optimizer.py, core_v0.7.0 to
-    0.19.2). Sources in megatron/core/optimizer/distrib_optimizer.py: with torch's own Adam (neither Apex nor
+    Sources in megatron/core/optimizer/distrib_optimizer.py: with torch's own Adam (neither Apex nor
     Transformer Engine is installed) `state_dict` asserts that there is one step before there is any (core_v0.10.0 to
     0.19.2); `load_parameter_state_from_dp_reshardable`, which lacks `no_grad`, cannot copy into masters that are
     views of fp32 parameters (core_v0.15.0 to 0.19.2); and with HybridDeviceOptimizer it gives torch's Adam back the
@@ -146,18 +194,15 @@ def stock_stumbles(optimizer: Any, stored: int, resumes_in_place: bool, version:
     core_v0.16.1), and FusedAdam refuses remainders that `fully_reshardable` stores as fp32 (to 0.19.2).
 
     Args:
-        optimizer: the live (chained) optimizer.
-        stored: how many chained optimizers the checkpoint's common state tells of; 0 where it tells of none.
+        chain: the live optimizers.
         resumes_in_place: it is `load_parameter_state_from_dp_reshardable` that stock would use.
         version: of the running megatron-core.
     """
-    optimizers = distributed_optimizers(optimizer) or []
+    optimizers = chain.distributed
     try:
         check_supported(optimizers)
     except UnsupportedCheckpointError:
         return False
-    if stored and stored != len(getattr(optimizer, "chained_optimizers", [optimizer])):
-        return True
     if any(map(is_offloaded, optimizers)):
         return True
     if any(map(is_precision_aware, optimizers)) and resumes_in_place and version < (0, 17):

@@ -1,4 +1,4 @@
-"""Optimizers without `--use-distributed-optimizer`: whole parameters, the same on all data-parallel ranks.
+"""Optimizers of whole parameters, the same on all data-parallel ranks: Adam, Muon, Lion without distribution.
 
 Attributes used, present from core_v0.7.0 to 0.19.2 in megatron/core/optimizer/optimizer.py: `float16_groups` and
 `fp32_from_float16_groups` of Float16OptimizerWithFloat16Params; `optimizer.param_groups`, `optimizer.state` and
@@ -19,18 +19,45 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.homes.offloaded import set_step
-from mcore_ckpt_ext.online.live_model import LiveParameter
+from mcore_ckpt_ext.online.live_model import LiveParameter, quantisation
+from mcore_ckpt_ext.optimizers.description import MOMENTUM
+
+
+def kept_by(optimizer: Any) -> tuple[str, ...] | None:
+    """What a plain optimizer keeps of each parameter, every one in the parameter's shape; None where it is not known.
+
+    Sources: `TensorParallelMuon` (megatron/core/optimizer/muon.py, core_v0.16.0, 0.16.1; emerging_optimizers.py since
+    0.17), `AdaptiveMuon` and `Lion` (emerging_optimizers, 0.3.0). An optimizer of that package may have Adam's settings
+    and keep something else (SOAP).
+    """
+    classes = type(optimizer).__mro__
+    names = [known.__name__ for known in classes]
+    if "AdaptiveMuon" in names:
+        whole = getattr(optimizer, "moment2_method", None) == "adamuon"
+        return (MOMENTUM, "moment2_buffer") if whole else None
+    if names[0] == "TensorParallelMuon":
+        return (MOMENTUM,)
+    if names[0] == "Lion":
+        return (EXP_AVG,)
+    foreign = any(known.__module__.startswith("emerging_optimizers.") for known in classes)
+    is_adam = all("betas" in group and "eps" in group for group in optimizer.param_groups)
+    return (EXP_AVG, EXP_AVG_SQ) if is_adam and not foreign else None
 
 
 class UndistributedHome:
     """The home of masters and moments that every data-parallel rank holds whole."""
 
     kind = "whole masters of whole parameters"
-    is_first_replica = True
 
     def __init__(self, optimizer: Any) -> None:
-        """Args: the Float16OptimizerWithFloat16Params or FP32Optimizer, over Adam."""
+        """Args: the Float16OptimizerWithFloat16Params or FP32Optimizer, over what `kept_by` knows."""
         self._optimizer = optimizer
+        self._kinds = kept_by(optimizer.optimizer) or ()
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Every rank tells the same; those of one stage cannot be told apart here."""
+        return True
 
     @property
     def param_groups(self) -> Sequence[dict[str, Any]]:
@@ -49,7 +76,7 @@ class UndistributedHome:
                         "the model trains a parameter that its own sharded state dict does not list",
                         found=f"a parameter of shape {tuple(parameter.shape)}",
                     )
-                yield LiveShard(described, Slice.whole(described.regions), self, (EXP_AVG, EXP_AVG_SQ))
+                yield LiveShard(described, Slice.whole(described.regions), self, self._kinds)
 
     def room(self, shard: LiveShard) -> torch.Tensor:
         """Uninitialised fp32 memory where the shard is stepped, for `set_master` and `keep`."""
@@ -61,7 +88,7 @@ class UndistributedHome:
 
     def proof(self, shard: LiveShard) -> Proof | None:
         """How masters are proven that are kept like this; None where any pair of both is right, as with remainders."""
-        return BY_ROUNDING
+        return quantisation(shard.live.parameter) or BY_ROUNDING
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """A plain cast (`_copy_main_params_to_model_params`)."""
@@ -83,7 +110,8 @@ class UndistributedHome:
         """Take the parameter groups' values over, in the order of `param_groups`, and the gradient scaler's state."""
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
-        set_step(self._optimizer.optimizer, max((int(group["step"]) for group in groups if "step" in group), default=0))
+        if steps := [int(group["step"]) for group in groups if "step" in group]:  # Muon counts none
+            set_step(self._optimizer.optimizer, max(steps))
         if scaler is not None and getattr(self._optimizer, "grad_scaler", None):
             self._optimizer.grad_scaler.load_state_dict(scaler)
 

@@ -1,0 +1,195 @@
+"""The first look at a checkpoint that is to be resumed: whether Megatron itself loads its optimizer, correctly."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
+from mcore_ckpt_ext.formats.legacy_ranks import LAYER_WISE_FILES
+from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint, common_optimizers, sharding_type
+from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
+from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.online.homes.recognition import Chain, is_another_kind, stock_stumbles, switched
+from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
+from mcore_ckpt_ext.optimizers.refusals import has_remainders
+from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, stock_can_load
+from mcore_ckpt_ext.storage.runs import iteration_name
+from mcore_ckpt_ext.versions import Version, parse_version
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a first look at a checkpoint says.
+
+    Attributes:
+        folder: the iteration folder.
+        optimizer_format: the names of its optimizer's encodings, as far as they were needed.
+        stock_loads: Megatron itself loads the optimizer, correctly.
+        is_fed: the weights must be fed to it (see `legacy_feed`).
+    """
+
+    folder: Path
+    optimizer_format: str | None
+    stock_loads: bool
+    is_fed: bool = False
+
+    @property
+    def may_be_shifted(self) -> bool:
+        """Whether Megatron may have written it shifted (see `optimizers.shifted_state`)."""
+        return FULLY_RESHARDABLE in _names(self.optimizer_format)
+
+
+def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None:
+    """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves.
+
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        call: the arguments of `load_checkpoint`.
+
+    Returns:
+        None where there is no optimizer state for us to think about.
+    """
+    arguments, optimizer = scope["get_args"](), call["optimizer"]
+    directory = getattr(arguments, call["load_arg"])
+    if folder := folder_to_feed(directory, arguments):
+        if folder.name == "release":
+            return None
+        is_switched = bool(_switched(folder, open_checkpoint(folder).arguments, call, arguments))
+        stock_loads = not changes_of(folder, arguments) and not is_switched
+        return Look(folder, None, stock_loads and _has_own_files(folder, Chain.of(optimizer), arguments), is_fed=True)
+    if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
+        return None
+    context = {key: call[key] for key in ("checkpointing_context",) if key in call}
+    try:
+        common, name, release, kind = scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
+    except (Exception, CheckpointException):
+        # Megatron and torch tell what they missed, not what is wrong: our own reader names the file, and what helps.
+        step = getattr(arguments, "ckpt_step", None)
+        _ = open_checkpoint(Path(directory) / iteration_name(step) if step else Path(directory)).common
+        raise
+    if common is None or release or getattr(kind, "name", None) != "GLOBAL" or "args" not in common:
+        return None
+    written, running = JobArguments.of(vars(common["args"])), JobArguments.of(vars(arguments))
+    if written.no_save_optim:
+        return None
+    folder, chain = Path(name), Chain.of(optimizer)
+    is_switched = bool(_switched(folder, written, call, arguments))
+    is_moved = bool(placement_changes(written, running))
+    if chain.whole:
+        return _look_at_whole_parameters(folder, common, written, chain, is_switched, is_moved)
+    optimizer_format, children = sharding_type(common), len(common_optimizers(common))
+    if optimizer_format not in FORMATS and not is_switched:
+        return None
+    version = megatron_version()
+    # Only as many are loaded as were saved; experts have an optimizer of their own as soon as there is more than one
+    # expert-parallel rank (`ChainedOptimizer.load_state_dict`, megatron/core/optimizer/optimizer.py, 0.7.0 to 0.19.2).
+    others = children > 0 and children != len(getattr(optimizer, "chained_optimizers", [None]))
+    stumbles = is_switched or others or stock_stumbles(chain, optimizer_format == DP_RESHARDABLE, version)
+    return Look(folder, optimizer_format, stock_can_load(optimizer_format, is_moved, version) and not stumbles)
+
+
+def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any]) -> None:
+    """Refuse what a live optimizer that is not filled here cannot use; all else that is wrong is Megatron's to tell.
+
+    Raises:
+        ModelMismatchError: the checkpoint names another kind of optimizer than the running job.
+    """
+    arguments = scope["get_args"]()
+    if arguments.ckpt_format != TORCH_DIST:
+        return
+    context = {key: call[key] for key in ("checkpointing_context",) if key in call}
+    try:
+        directory = getattr(arguments, call["load_arg"])
+        common, name, release, _ = scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
+    except (Exception, CheckpointException):  # noqa: BLE001 - stock meets it, too, and tells it
+        return
+    if common is None or release or "args" not in common:
+        return
+    written = JobArguments.of(vars(common["args"]))
+    if not written.no_save_optim and is_another_kind(written, getattr(arguments, "optimizer", None)):
+        raise ModelMismatchError(
+            "the checkpoint was written by an optimizer of another kind than the running one",
+            found=f"--optimizer {written.stated.get('optimizer')}",
+            expected=f"--optimizer {arguments.optimizer}",
+            where=str(name),
+            helps="resume with the optimizer of the checkpoint, or with --no-load-optim",
+        )
+
+
+def _look_at_whole_parameters(
+    folder: Path, common: Mapping[str, Any], written: JobArguments, chain: Chain, is_switched: bool, is_moved: bool
+) -> Look:
+    """A look for a live optimizer that is not distributed, or not all of it.
+
+    Stock Megatron reshards what it finds under the keys that it looks for. Parameter groups it merges by their
+    position: experts that have an optimizer or a group of their own on one side only end the job (`merge`,
+    megatron/core/dist_checkpointing/dict_utils.py, core_v0.16.1 to 0.19.2).
+    """
+    # With a layer-wise optimizer the label speaks of a distributed one all the same: then the keys decide.
+    label, version = sharding_type(common), megatron_version()
+    if written.use_distributed_optimizer:
+        stored = label
+    else:
+        stored = open_checkpoint(folder).optimizer_format if label else NOT_DISTRIBUTED
+    is_switched = is_switched or any(one.distributed for one in encodings_named(stored)) != bool(chain.distributed)
+    if is_switched or not _same_groups(common, chain):
+        return Look(folder, stored, stock_loads=False)
+    stumbles = stock_stumbles(chain, DP_RESHARDABLE in _names(stored), version)
+    return Look(folder, stored, stock_can_load(stored, is_moved, version) and not stumbles)
+
+
+def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
+    """Whether a layer-wise optimizer finds in a legacy folder what it stored there, and any other what is its own.
+
+    Every rank reads the file of its own data-parallel number, and does so with `--ckpt-format torch` only; otherwise
+    the first one's part is handed to all (`save_checkpoint`, `load_checkpoint`, checkpointing.py, 0.16.1 to 0.19.2).
+    """
+    files = len(list(folder.glob(f"mp_rank_*/{LAYER_WISE_FILES}")))
+    if not any(layer_wise is not None for _, layer_wise in chain.whole):
+        return not files
+    return bool(arguments.ckpt_format == LEGACY and files == arguments.world_size)
+
+
+def _same_groups(common: Mapping[str, Any], chain: Chain) -> bool:
+    """Whether the optimizers of whole parameters have as many parameter groups as were saved of them."""
+    children = [child.get("optimizer", child) for child in common_optimizers(common)]
+    stored = [len(child["param_groups"]) for child in children if "param_groups" in child]
+    live = [len(child.optimizer.param_groups) for child, _ in chain.whole]
+    # Those of a DistributedOptimizer may be stored elsewhere, and come last.
+    return not stored or stored == live or (bool(chain.distributed) and stored[: len(live)] == live)
+
+
+def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], arguments: Any) -> Sequence[str]:
+    def stored_remainders() -> bool:
+        checkpoint = open_checkpoint(folder)
+        return isinstance(checkpoint, TorchDistCheckpoint) and has_remainders(checkpoint.index)
+
+    return switched(call["optimizer"], written, getattr(arguments, "optimizer", None), stored_remainders)
+
+
+def _names(optimizer_format: str | None) -> list[str]:
+    return [encoding.name for encoding in encodings_named(optimizer_format)]
+
+
+def megatron_version() -> Version:
+    """Of the running megatron-core.
+
+    Raises:
+        UnsupportedCheckpointError: it does not say.
+    """
+    found = sys.modules["megatron.core"].__version__
+    version = parse_version(found)
+    if version is None:
+        raise UnsupportedCheckpointError("the running Megatron Core does not say which release it is", found=found)
+    return version
