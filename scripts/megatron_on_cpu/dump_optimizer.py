@@ -7,10 +7,11 @@ or ``load,save`` (the default).  ``after_load`` is written when the model and th
 loading a checkpoint, and before the first step; ``after_save_0000004`` right after the checkpoint of iteration 4 was
 saved or scheduled.  Each rank writes a file of its own.
 
-Reading (anywhere): ``assemble(folder / "after_load")`` returns ``weight.<name>``, ``fp32_param.<name>``,
-``exp_avg.<name>`` and ``exp_avg_sq.<name>`` with tensor-parallel parts merged, a gated ``linear_fc1`` as all gates and
-then all up projections, layers and experts counted over the whole model, and the names that checkpoints use.
-``training_state`` returns what belongs to the run, ``parameter_settings`` what the optimizer applies to each parameter.
+Reading (anywhere): ``assemble(folder / "after_load")`` returns ``weight.<name>``, ``fp32_param.<name>`` and whatever
+else the optimizer keeps (``exp_avg.<name>``, ``exp_avg_sq.<name>``, ``momentum_buffer.<name>``), with tensor-parallel
+parts merged, a gated ``linear_fc1`` as all gates and then all up projections, layers and experts counted over the whole
+model, and the names that checkpoints use.  ``training_state`` returns what belongs to the run,
+``parameter_settings`` what the optimizer applies to each parameter.
 """
 
 from __future__ import annotations
@@ -27,14 +28,14 @@ from typing import Any
 
 import torch
 
-from megatron_on_cpu.optimizer_parts import optimizer_part
+from megatron_on_cpu.optimizer_parts import MOMENTS, optimizer_part, optimizers_of
 
 FOLDER_VARIABLE = "MEGATRON_ON_CPU_DUMP"
 """Environment variable with the folder for dumps."""
 MOMENTS_VARIABLE = "MEGATRON_ON_CPU_DUMP_AT"
 """Environment variable with the moments to dump at."""
 
-_STATE_NAMES = ("fp32_param", "exp_avg", "exp_avg_sq")
+_STATE_NAMES = ("fp32_param", *MOMENTS)
 # Of multi-token prediction, too, whose layers checkpoints call otherwise.
 _LAYER = re.compile(r"decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer")
 _LOCAL_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)")
@@ -108,7 +109,7 @@ def _dumping_after_save(original: Any) -> Any:
 def dump(folder: Path, iteration: int, model: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
     """Write this rank's part of the model and the optimizer, while all ranks do the same."""
     args = importlib.import_module("megatron.training").get_args()
-    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
+    optimizers = optimizers_of(optimizer)
     scalers = [getattr(part, "grad_scaler", None) for part in optimizers]
     content = {
         "world_size": torch.distributed.get_world_size(),

@@ -8,12 +8,18 @@ import torch
 
 from megatron_on_cpu.precision_aware import MASTER, join
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 # How HybridDeviceOptimizer computes, and with which classes; not what.
 _OWN = ("params", "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls", "param_update_in_fp32", "pin_cpu_grads",
         "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "fused")  # fmt: skip
 
 Part = tuple[int, dict[str, torch.Tensor], dict[str, Any]]
+
+
+def optimizers_of(optimizer: Any) -> list[Any]:
+    """The optimizers that step parameters, of a chain that may hold chains (LayerWiseDistributedOptimizer is one)."""
+    children = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if children is None else [leaf for child in children for leaf in optimizers_of(child)]
 
 
 def optimizer_part(parameter: torch.nn.Parameter, optimizers: list[Any]) -> Part:
@@ -65,7 +71,7 @@ def _offloaded(stepped: torch.Tensor, group: dict[str, Any], hybrid: Any) -> tup
 
 
 def _undistributed(parameter: torch.nn.Parameter, optimizer: Any) -> Part | None:
-    """Without --use-distributed-optimizer: whole parameters; in fp32 training they are their own masters."""
+    """Whole parameters, all of them or, layer-wise, this rank's; in fp32 training they are their own masters."""
     pairs = zip(
         getattr(optimizer, "float16_groups", []), getattr(optimizer, "fp32_from_float16_groups", []), strict=True
     )

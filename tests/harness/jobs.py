@@ -33,8 +33,9 @@ LEGACY = ["--ckpt-format", "torch"]
 SUMMARY = "[mcore_ckpt_ext] optimizer resumed from "
 # The one line that a resume prints: from, to, format, bytes, parameters, elements, witnesses, seconds.
 SUMMARY_FORM = re.compile(
-    r"optimizer resumed from (?P<source>TP\d.*?) as (?P<target>TP\d.*?): (?P<format>\w+), (?P<megabytes>[\d.,]+) MB "
-    r"read, (?P<parameters>\d+) parameters proven equal to their weights( when rounded, ties either way)? "
+    r"optimizer resumed from (?P<source>TP\d.*?) as (?P<target>TP\d.*?): (?P<format>\w+( \+ \w+)*), "
+    r"(?P<megabytes>[\d.,]+) MB read, "
+    r"(?P<parameters>\d+) parameters proven equal to their weights( when rounded, ties either way)? "
     r"\((?P<elements>[\d,]+) elements, placed by (?P<witnesses>.+?)\), (?P<seconds>[\d.]+) s"
 )
 

@@ -1,0 +1,32 @@
+"""Plugin: Megatron 0.19 builds the model by a function, as its scripts other than pretrain_gpt.py have it do.
+
+Only then `--optimizer muon --use-distributed-optimizer` gives Adam's part to a DistributedOptimizer of its own: the way
+by the model's configuration does not lay out the buffers for it (`setup_model_and_optimizer` and `get_model`,
+megatron/training/training.py, 0.19.1, 0.19.2).
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from megatron.training import training
+
+
+def install() -> None:
+    """Wrap setting up, which takes either of the two."""
+    original = training.setup_model_and_optimizer
+
+    @functools.wraps(original)
+    def setup(model_type: Any, *, cfg_container: Any, **keywords: Any) -> Any:
+        configuration = cfg_container.model
+
+        def provide(config: Any = None, **stage: Any) -> Any:
+            return configuration.get_builder_cls()(configuration).build_model(**stage)
+
+        return original(model_type, **{**keywords, "model_provider_func": provide})
+
+    training.setup_model_and_optimizer = setup
+
+
+install()
