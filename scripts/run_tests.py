@@ -16,10 +16,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO
 
 from environment import REPOSITORY, SetupError, prepared, prepared_beside
 
@@ -29,15 +28,8 @@ CHECKS = (
     ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as lint; lint()"]),
 )
 JOBS, COLOSSALAI = "tests/jobs", "tests/colossalai"
-# Few tests keep two cores busy, so there are two lanes. These are the second, beside all others: with jobs, without.
-SECOND_OF_ALL = (
-    "tests/jobs/versions", "tests/huggingface", "tests/jobs/test_huggingface_trained.py",
-    "tests/jobs/test_huggingface_witness.py", "tests/jobs/test_saving.py", "tests/jobs/test_parallelism.py",
-    "tests/jobs/test_models.py",
-)  # fmt: skip
-SECOND_OF_QUICK = ("tests/huggingface", "tests/fuzz", "tests/cli", "tests/hooks")
-
-Lane = Callable[[IO[str] | None], list[int]]
+# Few tests keep two cores busy: two processes, and whichever is free takes the next file. The last files are short.
+IN_TURN = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def main() -> int:
@@ -49,60 +41,41 @@ def main() -> int:
     log = REPOSITORY / ".venv-install.log"
     try:
         python = prepared(REPOSITORY / ".venv", "demo,test", log)
-        beside = None if quick else prepared_beside(python, REPOSITORY / ".venv-colossalai", log)
+        with ThreadPoolExecutor(1) as executor:
+            other = None if quick else executor.submit(prepared_beside, python, REPOSITORY / ".venv-colossalai", log)
+            status = _checks(python)
+            beside = other and other.result()
     except SetupError as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"installed in {time.monotonic() - started:.0f} s", flush=True)
-    for name, command in CHECKS:
-        print(f"== {name}", flush=True)
-        status = subprocess.run([python, *command], cwd=REPOSITORY, check=False).returncode
-        if status:
-            return status
-    # Both lanes share what they unpack of tests/data (tests/harness/checkpoints.py).
+    print(f"installed and checked in {time.monotonic() - started:.0f} s", flush=True)
+    if status:
+        return status
+    # All processes share what they unpack of tests/data (tests/harness/checkpoints.py).
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as unpacked:
         os.environ["TEST_DATA_UNPACKED"] = unpacked
         if beside is None:
-            return _quick(python)
+            return _pytest(python, [*IN_TURN, f"--ignore={JOBS}"])
         if not arguments:
-            return _everything(python, beside)
+            # The main environment leaves ColossalAI's tests out by itself.
+            statuses = [_pytest(beside, [*IN_TURN, COLOSSALAI]), _pytest(python, IN_TURN)]
+            return next((status for status in statuses if status), 0)
         return _pytest(beside if any(COLOSSALAI in argument for argument in arguments) else python, arguments)
 
 
-def _everything(python: Path, beside: Path) -> int:
-    """All tests; those of ColossalAI, which the main environment leaves out by itself, begin the second lane."""
-    return _in_two_lanes(
-        lambda output: [_pytest(python, _without(SECOND_OF_ALL), output)],
-        lambda output: [_pytest(beside, [COLOSSALAI], output), _pytest(python, SECOND_OF_ALL, output)],
-    )
+def _checks(python: Path) -> int:
+    """Run the linters; the exit status of the first that failed."""
+    for name, command in CHECKS:
+        print(f"== {name}", flush=True)
+        if status := subprocess.run([python, *command], cwd=REPOSITORY, check=False).returncode:
+            return status
+    return 0
 
 
-def _quick(python: Path) -> int:
-    """All tests but those with running jobs."""
-    return _in_two_lanes(
-        lambda output: [_pytest(python, _without((JOBS, *SECOND_OF_QUICK)), output)],
-        lambda output: [_pytest(python, SECOND_OF_QUICK, output)],
-    )
-
-
-def _in_two_lanes(first: Lane, second: Lane) -> int:
-    """Run both at the same time; the second's output comes at the end."""
-    with tempfile.TemporaryFile("w+") as output, ThreadPoolExecutor(1) as executor:
-        print("== pytest", flush=True)
-        later = executor.submit(second, output)
-        statuses = [*first(None), *later.result()]
-        output.seek(0)
-        print(f"== pytest, second lane\n{output.read()}", flush=True)
-    return next((status for status in statuses if status), 0)
-
-
-def _without(paths: Sequence[str]) -> list[str]:
-    return [f"--ignore={path}" for path in paths]
-
-
-def _pytest(python: Path, arguments: Sequence[str], output: IO[str] | None = None) -> int:
-    command = [python, "-m", "pytest", "-rs", "--durations=10", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, stdout=output, stderr=output, check=False).returncode
+def _pytest(python: Path, arguments: Sequence[str]) -> int:
+    print("== pytest", flush=True)
+    command = [python, "-m", "pytest", "-rs", "--durations=15", *arguments]
+    return subprocess.run(command, cwd=REPOSITORY, check=False).returncode
 
 
 if __name__ == "__main__":

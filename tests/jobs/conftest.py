@@ -1,8 +1,11 @@
-"""Checkpoints that genuine Megatron-LM saves once for all the tests of a session."""
+"""Checkpoints that genuine Megatron-LM saves once for all the tests of a run."""
 
 from __future__ import annotations
 
+import fcntl
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,25 +14,34 @@ from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA
 
 
+def saved_once(factory: pytest.TempPathFactory, name: str, layout: Layout, **options: Any) -> Job:
+    """A job that trains and saves; of several processes that share the tests, whichever needs it first runs it."""
+    own = factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    folder, output = shared / name, shared / f"{name}.output"
+    with (shared / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not output.exists():
+            output.write_text(train_and_save(folder, layout, records_buffers=True, **options).output)
+    return Job(folder, layout, output.read_text())
+
+
 @pytest.fixture(scope="session")
 def gpt(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """GPT-2-like, tied embeddings, bf16, saved asynchronously as TP1 x PP4 x DP2."""
-    folder = tmp_path_factory.mktemp("gpt")
-    return train_and_save(folder, Layout(1, 4, 8), more=["--use-dist-ckpt", "--async-save"], records_buffers=True)
+    return saved_once(tmp_path_factory, "gpt", Layout(1, 4, 8), more=["--use-dist-ckpt", "--async-save"])
 
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Llama-like: SwiGLU, grouped queries, untied, bf16, saved synchronously as TP2 x PP2 x DP2; default padding."""
-    layout = Layout(2, 2, 8, vocabulary=256)
-    return train_and_save(tmp_path_factory.mktemp("llama"), layout, more=LLAMA, records_buffers=True)
+    return saved_once(tmp_path_factory, "llama", Layout(2, 2, 8, vocabulary=256), more=LLAMA)
 
 
 @pytest.fixture(scope="session")
 def fp32_gpt(tmp_path_factory: pytest.TempPathFactory) -> Job:
     """Trained in fp32 to the end, so that what comes after the checkpoint is known."""
-    folder = tmp_path_factory.mktemp("fp32")
-    return train_and_save(folder, Layout(1, 4, 8), precision=(), until=LAST, records_buffers=True)
+    return saved_once(tmp_path_factory, "fp32", Layout(1, 4, 8), precision=(), until=LAST)
 
 
 @pytest.fixture
