@@ -33,5 +33,5 @@ def timed(work: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 training: Any = importlib.import_module("megatron.training.training")
 proof: Any = importlib.import_module("mcore_ckpt_ext.hooks.proof")
-proof.unproven = timed(proof.unproven, "proof")
+proof.live_mismatches = timed(proof.live_mismatches, "proof")
 training.load_checkpoint = timed(training.load_checkpoint, "load")

@@ -112,12 +112,16 @@ def interpreting(where: object) -> Iterator[None]:
         ) from error
 
 
+INTERRUPTED = "the save was interrupted or the copy is incomplete: use another iteration"
+"""What helps where a part of a checkpoint is missing."""
+
+
 def remedy(error: OSError) -> str:
     """What helps when a file of a checkpoint cannot be opened."""
     if isinstance(error, PermissionError):
         return "read it as a user who may, or ask its owner for permission (chmod)"
     if isinstance(error, FileNotFoundError):
-        return "the save was interrupted or the copy is incomplete: use another iteration"
+        return INTERRUPTED
     return "check the disk and the file system, or use another iteration"
 
 

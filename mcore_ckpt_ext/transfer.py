@@ -26,7 +26,7 @@ from mcore_ckpt_ext.planning.plan import (
     derivation_of,
     make_plan,
 )
-from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.files import FolderReader, cut_short
 from mcore_ckpt_ext.storage.safe_pickle import StorageReference, TensorReference
 from mcore_ckpt_ext.storage.torch_archive import Payload, TorchArchive
 
@@ -139,13 +139,7 @@ class Transfer:
     def _raw(self, extent: RawArray) -> Payload:
         size = self._reader.size(extent.file)
         if size < extent.offset + extent.length:
-            raise UnreadableCheckpointError(
-                "a file of the checkpoint is shorter than its metadata says",
-                found=f"{size} bytes",
-                expected=f"at least {extent.offset + extent.length} bytes",
-                where=str(self._reader.folder / extent.file),
-                helps="the save was interrupted or the copy is incomplete: use another iteration",
-            )
+            raise cut_short(self._reader.folder / extent.file, size, extent.offset + extent.length)
         return Payload(extent.file, extent.offset, getattr(torch, extent.dtype), (extent.numel,))
 
     def _copy_all(self, copies: Sequence[Copy], destinations: Destinations) -> None:

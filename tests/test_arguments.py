@@ -14,7 +14,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.recognition import FAMILIES
-from mcore_ckpt_ext.families.settings import Fixed, Needs, Same, Sets
+from mcore_ckpt_ext.families.settings import Fixed, Same, Sets
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR
 from mcore_ckpt_ext.layout.sidecar import Sidecar
@@ -112,7 +112,7 @@ def test_every_argument_that_a_table_names_is_one() -> None:
         for setting in family.settings:
             if isinstance(setting, Same):
                 assert setting.argument in known
-            elif isinstance(setting, (Fixed, Needs)):
+            elif isinstance(setting, Fixed):
                 assert set(setting.needed) <= known
             elif isinstance(setting, Sets):
                 assert set(setting.values) <= known

@@ -116,21 +116,6 @@ class Fixed(Setting):
 
 
 @dataclass(frozen=True)
-class Needs(Setting):
-    """Arguments that have one value in all models of a family, and no key in `config.json`."""
-
-    needed: Mapping[str, Any]
-
-    @override
-    def arguments(self, config: Config) -> dict[str, Any]:
-        return dict(self.needed)
-
-    @override
-    def misfits(self, arguments: ModelArguments) -> list[str]:
-        return misfits(self.needed, arguments)
-
-
-@dataclass(frozen=True)
 class Sets(Setting):
     """Arguments that the family's models are trained with, but that do not tell it apart from others."""
 
@@ -139,6 +124,15 @@ class Sets(Setting):
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
         return dict(self.values)
+
+
+@dataclass(frozen=True)
+class Needs(Sets):
+    """Arguments that have one value in all models of a family, and no key in `config.json`."""
+
+    @override
+    def misfits(self, arguments: ModelArguments) -> list[str]:
+        return misfits(self.values, arguments)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.storage.dcp_index import StoredObject
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -132,7 +132,7 @@ class RankFolders:
                 found=f"{len(found)} (tensor, pipeline) ranks",
                 expected=f"{len(expected)}, for {layout}",
                 where=str(self._folder),
-                helps="the save was interrupted or the copy is incomplete: use another iteration",
+                helps=INTERRUPTED,
             )
         return states
 

@@ -1,4 +1,4 @@
-"""After a load, whoever did it: the masters of the live optimizer are those of its weights, or training does not begin.
+"""After every load, whoever did it: unless the live optimizer's masters match its weights, training does not begin.
 
 Megatron itself leaves others in some cases: CPU-offloaded masters that nobody set from the weights after `--finetune`
 (before core_v0.14), a `fully_reshardable` state that it wrote shifted (formats of 0.15 to 0.19). The next step would
@@ -16,17 +16,17 @@ from mcore_ckpt_ext.errors import ProofError
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.online.agreement import gather
-from mcore_ckpt_ext.online.proving import Unproven, unproven
+from mcore_ckpt_ext.online.proving import LiveMismatch, live_mismatches
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
 
 _SHOWN = 3
-# Of how many stretches one is looked at (`unproven`): what this package filled it has proven whole before it filled it.
+# One in how many stretches is looked at (`live_mismatches`): what this package has filled is already proven in full.
 _OF_STOCK, _OF_OURS = 2, 8
 
 
 class Witness:
-    """Sees whether anything was loaded into the weights since it was made: every write is counted by torch."""
+    """Sees whether anything has been loaded into the weights since it was made: torch counts every write."""
 
     def __init__(self, chunks: Sequence[Any]) -> None:
         self._versions = {id(p): p._version for p in _parameters(chunks)}
@@ -39,13 +39,13 @@ class Witness:
 def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None) -> None:
     """Stop the job where masters do not round to their weights, or say so; collective.
 
-    It costs less than 2 % of a load: of large parameters every other stretch is looked at, see `unproven`.
+    It costs less than 2 % of a load: of large parameters every other stretch is looked at, see `live_mismatches`.
 
     Args:
         chunks: the unwrapped model chunks.
-        optimizer: the live optimizer, None for a job without.
+        optimizer: the live optimizer.
         loaded: whether this rank has loaded anything.
-        weaker: see `unproven`; None where it was not this package that filled the optimizer.
+        weaker: see `live_mismatches`; None where it was not this package that filled the optimizer.
 
     Raises:
         ProofError: on every rank, naming the parameters.
@@ -69,7 +69,7 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
 
 
 def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, arguments: Any) -> None:
-    """Repair what Megatron wrote wrong (optimizers/shifted_state.py), where its own load shows it; collective."""
+    """Repair what Megatron wrote wrongly (optimizers/shifted_state.py), where its own load shows it; collective."""
     names = {item.name for item in _found(chunks, optimizer, loaded=True)}
     if not names:
         return
@@ -83,11 +83,11 @@ def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, argument
 
 def _found(
     chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None = None, every: int = 1
-) -> list[Unproven]:
-    """What all ranks found; a look that fails must not end a load that has worked."""
-    own: list[Unproven] = []
+) -> list[LiveMismatch]:
+    """What all ranks found; a failing check must not end a load that has worked."""
+    own: list[LiveMismatch] = []
     try:
-        own = unproven(chunks, optimizer, weaker, every) if loaded else []
+        own = live_mismatches(chunks, optimizer, weaker, every) if loaded else []
     except Exception as error:  # noqa: BLE001 - see the docstring
         announce(f"what was loaded could not be proven: {type(error).__name__}: {error}")
     return [item for items in gather(own) for item in items]

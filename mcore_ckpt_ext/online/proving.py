@@ -1,4 +1,4 @@
-"""The proof inside of a live job: every master rounds to its weight, bit for bit (see `layout.proof`)."""
+"""The proof inside a live job: every master rounds to its weight, bit for bit (see `layout.proof`)."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.layout.proof import BITS, Proof, weaker_of
+from mcore_ckpt_ext.layout.proof import BITS, Mismatch, Proof, weaker_of
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.homes.recognition import homes_of
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters, quantisation
 
 _BLOCK = 1 << 24
-# Elements that a processor's cache holds: rounding them and comparing costs one pass over the memory.
+# Elements that fit into a processor's cache: rounding and comparing them costs one pass over the memory.
 _CACHED = 1 << 17
 
 
@@ -40,33 +40,32 @@ def prove(shard: LiveShard, master: torch.Tensor, checkpoint: Checkpoint) -> Non
 
 
 @dataclass(frozen=True)
-class Unproven:
-    """A parameter some of whose masters are not those of its live weights, as one rank sees it."""
+class LiveMismatch:
+    """The first mismatch of a live parameter, as one rank sees it; its position counts in the whole parameter."""
 
     name: str
-    position: int
-    master: float
-    weight: float
+    first: Mismatch
 
     def __str__(self) -> str:
-        return f"{self.name}, element {self.position}: master {self.master!r}, weight {self.weight!r}"
+        first = self.first
+        return f"{self.name}, element {first.position}: master {first.master!r}, weight {first.weight!r}"
 
 
-def unproven(
+def live_mismatches(
     chunks: Sequence[Any], optimizer: Any, weaker: Proof | None = None, every: int = 1
-) -> list[Unproven]:
+) -> list[LiveMismatch]:
     """Parameters of the live optimizer whose masters do not round to the live weights; touches no checkpoint.
 
-    It is how any load is proven, the framework's too. Optimizers of a kind that is not filled are passed over. It costs
-    one pass over masters and weights: the pairs are the optimizer's own, and the model is asked to describe itself only
-    where a name has to be told.
+    This is how any load is proven, the framework's included. Optimizers of a kind that is not filled are passed over.
+    It costs one pass over masters and weights: the pairs are the optimizer's own, and the model is asked to describe
+    itself only where a name has to be given.
 
     Args:
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
         weaker: the proof of the checkpoint that it was filled from, where that is all that masters can promise.
-        every: of what this rank holds of a parameter, look at the first of so many stretches of 131,072 elements, and
-            at the last one. What misplaces a parameter, or leaves it unset, cannot hide between them; damage within
+        every: of what this rank holds of a parameter, look at one in so many stretches of 131,072 elements, and at the
+            last one. What misplaces a parameter, or leaves it unset, cannot hide between them; damage within
             one stretch can.
     """
     pairs = {
@@ -75,7 +74,7 @@ def unproven(
         for name, parameter in chunk.named_parameters()
     }
     room = _Room()
-    found: dict[int, Unproven] = {}
+    found: dict[int, LiveMismatch] = {}
     try:
         for shard in (shard for home in homes_of(optimizer) for shard in home.shards(pairs)):
             number = id(shard.live.parameter)
@@ -86,7 +85,7 @@ def unproven(
     return _named(found, chunks) if found else []
 
 
-def _named(found: Mapping[int, Unproven], chunks: Sequence[Any]) -> list[Unproven]:
+def _named(found: Mapping[int, LiveMismatch], chunks: Sequence[Any]) -> list[LiveMismatch]:
     """The same by the names that checkpoints use; a parameter that is never stored keeps its own."""
     live = live_parameters(chunks)
     return [
@@ -94,7 +93,7 @@ def _named(found: Mapping[int, Unproven], chunks: Sequence[Any]) -> list[Unprove
     ]
 
 
-def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: int) -> Unproven | None:
+def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: int) -> LiveMismatch | None:
     proof = shard.home.proof(shard)
     if proof is None:
         return None
@@ -102,7 +101,7 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
     master = shard.home.master(shard)
     if master.data_ptr() == weight.data_ptr():
         return None  # fp32 training: they are one
-    # A GPU is waited for once a block, and has it all; a processor rounds what its cache holds.
+    # A GPU is waited for once per block, so its blocks are large; a processor rounds what its cache holds.
     is_near = master.device.type == weight.device.type == "cpu"
     size, last = _CACHED if is_near else _BLOCK, master.numel() - 1
     for begin in range(0, master.numel(), size):
@@ -114,13 +113,13 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
             continue
         mismatch = proof.first_mismatch(master[part], own)
         if mismatch is not None:
-            at = shard.slice.start + begin + mismatch.position
-            return Unproven(shard.name, at, mismatch.master, mismatch.weight)
+            position = shard.slice.start + begin + mismatch.position
+            return LiveMismatch(shard.name, replace(mismatch, position=position))
     return None
 
 
 class _Room:
-    """Memory to round into, kept from block to block: a new one each time costs as much as the rounding."""
+    """Memory to round into, kept from block to block: allocating it each time costs as much as the rounding."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}

@@ -14,7 +14,6 @@ from mcore_ckpt_ext.saving.save import Save, Step
 
 Start = Callable[[Callable[[], str | None]], "Future[str | None]"]
 """Begins a piece of work beside the training."""
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy
+from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, remedy
 from mcore_ckpt_ext.storage.checked_files import open_file
 
 # A zarr array has a file a chunk, and a process may by default open 1024 files.
@@ -30,6 +30,17 @@ class _Descriptor:
     def __del__(self) -> None:
         if self.number >= 0:
             os.close(self.number)
+
+
+def cut_short(file: Path, found: int, needed: int) -> UnreadableCheckpointError:
+    """The refusal of a file that ends after `found` bytes where the metadata needs `needed`."""
+    return UnreadableCheckpointError(
+        "a file of the checkpoint is shorter than its metadata says",
+        found=f"{found} bytes",
+        expected=f"at least {needed} bytes",
+        where=str(file),
+        helps=INTERRUPTED,
+    )
 
 
 class FolderReader:
@@ -80,13 +91,7 @@ class FolderReader:
                     where=str(self.folder / file),
                 ) from error
             if count == 0:
-                raise UnreadableCheckpointError(
-                    "a file of the checkpoint is shorter than its metadata says",
-                    found=f"end of file after {offset + done} bytes",
-                    expected=f"at least {offset + len(buffer)} bytes",
-                    where=str(self.folder / file),
-                    helps="the save was interrupted or the copy is incomplete: use another iteration",
-                )
+                raise cut_short(self.folder / file, offset + done, offset + len(buffer))
             done += count
         with self._lock:
             self.bytes_read += done

@@ -14,8 +14,8 @@ from typing import IO
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import DestinationError, UnreadableCheckpointError
-from mcore_ckpt_ext.storage.files import FolderReader, checked_name
+from mcore_ckpt_ext.errors import INTERRUPTED, DestinationError, UnreadableCheckpointError
+from mcore_ckpt_ext.storage.files import FolderReader, checked_name, cut_short
 from mcore_ckpt_ext.storage.paths import file_system, is_remote
 from mcore_ckpt_ext.storage.publish import cannot_write
 
@@ -52,13 +52,7 @@ class RemoteFolderReader(FolderReader):
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         end = offset + len(buffer)
         if end > self.size(file):
-            raise UnreadableCheckpointError(
-                "a file of the checkpoint is shorter than its metadata says",
-                found=f"{self.size(file)} bytes",
-                expected=f"at least {end} bytes",
-                where=str(self.folder / file),
-                helps="the save was interrupted or the copy is incomplete: use another iteration",
-            )
+            raise cut_short(self.folder / file, self.size(file), end)
         if len(buffer) >= BLOCK_BYTES:
             buffer[:] = self._range(file, offset, end)
         else:
@@ -111,7 +105,7 @@ class RemoteFolderReader(FolderReader):
             "a file of the checkpoint cannot be read",
             found=error.strerror or str(error),
             where=str(self.folder / file),
-            helps="the save was interrupted or the copy is incomplete: use another iteration",
+            helps=INTERRUPTED,
         )
 
 
