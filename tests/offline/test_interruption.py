@@ -15,7 +15,7 @@ from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import fixture_named
 from tests.harness.kills import KINDS, assert_survives_kills
 
-KILLS = 10
+KILLS = 5
 
 
 @pytest.mark.parametrize(("fixture", "to"), KINDS)
