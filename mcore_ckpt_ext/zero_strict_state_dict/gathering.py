@@ -24,6 +24,7 @@ _NOTHING = torch.empty(0)
 def whole_values(
     zero: Wrapped, places: Mapping[nn.Parameter, Place], held: Callable[[Any], torch.Tensor], dtype: torch.dtype,
     *, device: torch.device, everywhere: bool, fate: SharedFate,
+    padding: dict[nn.Parameter, torch.Tensor] | None = None,
 ) -> Iterator[tuple[nn.Parameter, torch.Tensor | None]]:  # fmt: skip
     """Every parameter of `places` with its whole value, in memory of its own; all ranks iterate, chunk by chunk.
 
@@ -35,6 +36,7 @@ def whole_values(
         device: where the values go.
         everywhere: whether every rank receives them, or rank 0 of the group alone; the others get None.
         fate: where a rank fails, all stop, before the next chunk travels or at the end.
+        padding: where those go that receive: the rows of padding of each parameter that has some.
 
     Raises:
         ResumeRefusedError: on all ranks.
@@ -54,6 +56,10 @@ def whole_values(
             local = (room.values[place] if _is_scattered(chunk) else payload[begin:end]).view(parameter.shape)  # type: ignore[index]
             cut = room.cut[place]
             whole = tensor_parallel.whole(parameter, local if cut is None else local.to(cut.padded.device), cut)
+            if padding is not None:
+                rows = fate.attempt(partial(tensor_parallel.padding_of, parameter, cut, local))
+                if rows is not None:
+                    padding[parameter] = rows
             is_own = whole is local and _is_scattered(chunk)
             yield parameter, whole if is_own else fate.attempt(partial(own_copy, whole, dtype, device))
             room.cut[place] = None

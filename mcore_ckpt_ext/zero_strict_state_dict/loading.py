@@ -79,8 +79,9 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
 
 
 def write_master(
-    zero: Wrapped, parameter: nn.Parameter, value: torch.Tensor, *, keeps_exact: bool = False
-) -> None:
+    zero: Wrapped, parameter: nn.Parameter, value: torch.Tensor, *, keeps_exact: bool = False,
+    rows: torch.Tensor | None = None,
+) -> None:  # fmt: skip
     """Write this rank's part of a whole value into the master, and rounded into the working parameter.
 
     Args:
@@ -88,22 +89,48 @@ def write_master(
         parameter: one in chunks.
         value: of the whole parameter.
         keeps_exact: leave a master alone that rounds to the value.
+        rows: of padding; without them those that are there stay, for a model's file says nothing about them.
     """
-    local = tensor_parallel.slice_of(parameter, value.detach()).reshape(-1)
+    local = tensor_parallel.slice_of(parameter, value.detach(), rows).reshape(-1)
+    written = _not_padding(parameter) if rows is None else None
     master = zero.masters.get(parameter)
-    if master is not None and not (keeps_exact and _rounds_to(master, local)):
-        _write_place(master, local, through=torch.float32)
-    _write_place(zero.working[parameter], local, through=torch.float32 if zero.masters else local.dtype)
+    if master is not None and not (keeps_exact and _rounds_to(master, local, written)):
+        _write_place(master, local, torch.float32, written)
+    _write_place(zero.working[parameter], local, torch.float32 if zero.masters else local.dtype, written)
 
 
-def _rounds_to(master: Place, local: torch.Tensor) -> bool:
+def write_padding(zero: Wrapped, parameter: nn.Parameter, rows: torch.Tensor) -> None:
+    """Write this rank's part of a parameter's rows of padding, and nothing else of it, into master and weight."""
+    local = tensor_parallel.slice_of(parameter, torch.zeros(zero.shape_of(parameter)), rows).reshape(-1)
+    others = _not_padding(parameter)
+    for place in (zero.masters.get(parameter), zero.working[parameter]):
+        if place is not None and others is not None:
+            _write_place(place, local, torch.float32, ~others)
+
+
+def _not_padding(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Which elements of this rank's slice, flat, are no padding; None where all are none."""
+    found = tensor_parallel.is_padding(parameter)
+    return None if found is None else ~found.reshape(-1)
+
+
+def _rounds_to(master: Place, local: torch.Tensor, where: torch.Tensor | None) -> bool:
     held, first, last = master.local()
-    return torch.equal(held.to(local.dtype), local[first:last].to(held.device))
+    rounded, given = held.to(local.dtype), local[first:last].to(held.device)
+    if where is not None:
+        kept = where[first:last].to(held.device)
+        rounded, given = rounded[kept], given[kept]
+    return torch.equal(rounded, given)
 
 
-def _write_place(place: Place, local: torch.Tensor, through: torch.dtype) -> None:
+def _write_place(place: Place, local: torch.Tensor, through: torch.dtype, where: torch.Tensor | None) -> None:
+    """Write what this rank holds of a place; `where` says which elements of the slice, None all."""
     held, first, last = place.local()
-    held.copy_(local[first:last].to(through))
+    given = local[first:last].to(through)
+    if where is None:
+        held.copy_(given)
+    else:
+        held.copy_(torch.where(where[first:last].to(held.device), given.to(held), held))
     if getattr(place.chunk, "cuda_shard", None) is not None:
         # Else a pinned copy from before would be taken for current (0.5.0, Chunk.shard_move).
         place.chunk.cpu_vis_flag = False

@@ -106,31 +106,21 @@ class OptimizerMethods:
 
     def state_dict(self, only_rank_0: bool = True) -> dict[str, Any]:
         """The whole state in model space; rank 0 of each ZeRO group has it, or all."""
-        fate = optimizer_state.fate_of(self)
-        states = dict(optimizer_state.iter_states(self, only_rank_0, self._saves_masters(), fate))
+        fate, padding = optimizer_state.fate_of(self), optimizer_state.Padding()
+        states = dict(optimizer_state.iter_states(self, only_rank_0, self._saves_masters(), fate, padding))
         received = {key: states[key] for key in sorted(states) if states[key] is not None}
-        return {"param_groups": self.get_param_groups_for_saving(), "state": received}
+        groups = optimizer_state.with_padding(self.get_param_groups_for_saving(), padding)
+        return {"param_groups": groups, "state": received}
 
     def state_shard(
         self, prefix: str = "", max_shard_size: int = 1024, only_rank_0: bool = True,
         pinned_state_dicts: dict[int, dict[str, Any]] | None = None,
     ) -> Generator[tuple[OrderedDict[int, Any], int]]:  # fmt: skip
-        """The state in shards of at most `max_shard_size` MiB, in the order of the chunks; sizes in bytes."""
-        shard: OrderedDict[int, Any] = OrderedDict()
-        size = 0
-        fate = optimizer_state.fate_of(self)
-        for key, state in optimizer_state.iter_states(self, only_rank_0, self._saves_masters(), fate):
-            if state is None:
-                continue
-            cost = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
-            if size and size + cost > max_shard_size * _MIB:
-                yield from handed_over(shard, size, fate)
-                shard, size = OrderedDict(), 0
-            pinned = None if pinned_state_dicts is None else pinned_state_dicts.setdefault(key, {})
-            shard[key] = in_pinned(state, pinned)
-            size += cost
-        yield from handed_over(shard, size, fate)
-        fate.meet()
+        """The state in shards of at most `max_shard_size` MiB, in the order of the chunks; sizes in bytes.
+
+        Rows of padding are not in it: ColossalAI's asynchronous saves, which take it from here, go without them.
+        """
+        yield from _state_shards(self, max_shard_size, only_rank_0, pinned_state_dicts, optimizer_state.Padding())
 
     def get_param_groups_for_saving(self) -> list[dict[str, Any]]:
         """ColossalAI's param groups, with names and loss scale."""
@@ -222,13 +212,15 @@ class CheckpointIOMethods:
         from colossalai.checkpoint_io import utils
 
         base, index, groups = utils.get_optimizer_base_filenames(prefix)
-        shards = optimizer.state_shard(max_shard_size=size_per_shard)
+        padding = optimizer_state.Padding()
+        shards = _state_shards(optimizer, size_per_shard, True, None, padding)
         zero = wrapped(optimizer.module)
         with _files(zero, Path(checkpoint), index) as files:
             entries, size = write_shards(files, shards, partial(utils.get_shard_filename, base))
 
             def finish() -> None:
-                files.add(groups, lambda path: torch.save(optimizer.get_param_groups_for_saving(), path))
+                saved = optimizer_state.with_padding(optimizer.get_param_groups_for_saving(), padding)
+                files.add(groups, lambda path: torch.save(saved, path))
                 files.add(index, write_index({"param_groups": groups, "total_size": size}, entries))
                 files.publish()
                 if files.is_writer:
@@ -279,6 +271,26 @@ def namespace(methods: type, base: type, **settings: Any) -> dict[str, Any]:
 def original(base: type, name: str) -> Any:
     """A method of a class as ColossalAI wrote it, patched or not."""
     return getattr(base, f"{ORIGINAL}{name}", None) or getattr(base, name)
+
+
+def _state_shards(
+    optimizer: Any, max_shard_size: int, only_rank_0: bool, pinned: dict[int, dict[str, Any]] | None,
+    padding: optimizer_state.Padding,
+) -> Generator[tuple[OrderedDict[int, Any], int]]:  # fmt: skip
+    shard: OrderedDict[int, Any] = OrderedDict()
+    size = 0
+    fate = optimizer_state.fate_of(optimizer)
+    for key, state in optimizer_state.iter_states(optimizer, only_rank_0, optimizer._saves_masters(), fate, padding):
+        if state is None:
+            continue
+        cost = sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))
+        if size and size + cost > max_shard_size * _MIB:
+            yield from handed_over(shard, size, fate)
+            shard, size = OrderedDict(), 0
+        shard[key] = in_pinned(state, None if pinned is None else pinned.setdefault(key, {}))
+        size += cost
+    yield from handed_over(shard, size, fate)
+    fate.meet()
 
 
 def _same_call(model: Any, call: str, **arguments: object) -> None:

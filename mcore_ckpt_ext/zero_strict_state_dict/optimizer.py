@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from mcore_ckpt_ext.errors import ModelMismatchError
-from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
+from mcore_ckpt_ext.zero_strict_state_dict import padding, tensor_parallel
 from mcore_ckpt_ext.zero_strict_state_dict.brought import note_exact_masters
 from mcore_ckpt_ext.zero_strict_state_dict.first_rank import same_content, value_of_first
 from mcore_ckpt_ext.zero_strict_state_dict.gathering import whole_values
-from mcore_ckpt_ext.zero_strict_state_dict.loading import write_master
+from mcore_ckpt_ext.zero_strict_state_dict.loading import write_master, write_padding
 from mcore_ckpt_ext.zero_strict_state_dict.nan import refuse_nan
 from mcore_ckpt_ext.zero_strict_state_dict.ranks import SharedFate
 from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
@@ -32,11 +32,15 @@ _UNTOUCHED = "the optimizer is untouched"
 _CPU = torch.device("cpu")
 _SCALER = ("_growth_step", "_hysteresis_step")
 
+_PADDING = "padding"
+
 State = dict[str, Any]
+Padding = dict[int, dict[str, torch.Tensor]]
+"""Rows of padding, by the parameter's number and the kind of state."""
 
 
 def iter_states(
-    optimizer: Any, only_rank_0: bool, with_masters: bool, fate: SharedFate
+    optimizer: Any, only_rank_0: bool, with_masters: bool, fate: SharedFate, collected: Padding
 ) -> Iterator[tuple[int, State | None]]:
     """The whole state of every parameter that has some, in the order of the chunks; all ranks iterate.
 
@@ -45,6 +49,7 @@ def iter_states(
         only_rank_0: rank 0 of each ZeRO group receives everything, the others None; else all receive it.
         with_masters: add the fp32 masters, as `fp32_param`.
         fate: where a rank fails, all stop.
+        collected: where the rows of padding go, of every kind, masters included; for `with_padding`.
 
     Yields:
         A parameter's id and its state: tensors in fp32 on the CPU, `step` as PyTorch keeps it.
@@ -68,12 +73,39 @@ def iter_states(
             if parameter in zero.masters:
                 described.setdefault(key, {})
     ids = {optimizer.id_to_real_params[key]: key for key in described}
-    for key, elements in _elements(optimizer, zero, ids, described, only_rank_0, with_masters, fate):
+    for key, elements in _elements(optimizer, zero, ids, described, only_rank_0, with_masters, fate, collected):
         if elements is None:
             yield key, None
         else:
             scalars = {name: value for name, value in described[key].items() if value is not None}
             yield key, scalars | elements
+    if not (with_masters and zero.masters):
+        _collect_padded_masters(optimizer, zero, only_rank_0, fate, collected)
+
+
+def _collect_padded_masters(
+    optimizer: Any, zero: Wrapped, only_rank_0: bool, fate: SharedFate, collected: Padding
+) -> None:
+    """The rows of padding of what is stepped, where no stream of the masters has passed."""
+    ids = {parameter: key for key, parameter in optimizer.id_to_real_params.items()}
+    places = zero.masters or zero.working
+    padded = {p: place for p, place in places.items() if p in ids and tensor_parallel.padding_shape(p) is not None}
+    rows: dict[nn.Parameter, torch.Tensor] = {}
+    for _ in whole_values(
+        zero, padded, lambda chunk: chunk.payload, torch.float32, device=_CPU, everywhere=not only_rank_0, fate=fate,
+        padding=rows,
+    ):  # fmt: skip
+        pass
+    for parameter, values in rows.items():
+        collected.setdefault(ids[parameter], {})[MASTER] = values.float()
+
+
+def with_padding(groups: list[dict[str, Any]], collected: Padding) -> list[dict[str, Any]]:
+    """Param groups, the first with the rows of padding: ColossalAI reads every tensor of a state as a parameter."""
+    if not collected or not groups:
+        return groups
+    first = {**groups[0], OURS: {**groups[0].get(OURS, {}), _PADDING: collected}}
+    return [first, *groups[1:]]
 
 
 def fate_of(optimizer: Any) -> SharedFate:
@@ -122,17 +154,21 @@ def load(optimizer: Any, state_dict: Mapping[str, Any]) -> None:
     zero = wrapped(optimizer.module)
     is_full = any(state_dict.get("state", {}).values())
     content = same_content(zero, "optimizer.load_state_dict", {}, state_dict, is_full, _UNTOUCHED)
-    fitting: list[tuple[list[dict[str, Any]], dict[int, State]]] = []
+    fitting: list[tuple[list[dict[str, Any]], dict[int, State], Padding]] = []
     zero.ranks.agreed(
         "calling optimizer.load_state_dict", lambda: fitting.append(_fitting(optimizer, zero, content.outline)),
         _UNTOUCHED,
     )  # fmt: skip
-    groups, states = fitting[0]
+    groups, states, rows = fitting[0]
     optimizer.load_param_groups(groups)
     for fake in optimizer.id_to_fake_params.values():
         optimizer.optim.state.pop(fake, None)
     for key in sorted(states):
-        _write(optimizer, zero, key, _received(zero, states[key]) if content.comes_from_first else states[key])
+        state = _received(zero, states[key]) if content.comes_from_first else states[key]
+        _write(optimizer, zero, key, state, rows.get(key, {}))
+    for key, parameter in optimizer.id_to_real_params.items():
+        if MASTER not in states.get(key, {}) and parameter in zero.working:
+            _write_padding(zero, parameter, rows.get(key, {}))
     if any(MASTER in state for state in states.values()):
         note_exact_masters(optimizer)
 
@@ -141,12 +177,22 @@ def _received(zero: Wrapped, state: State) -> State:
     return {n: value_of_first(zero, v) if isinstance(v, torch.Tensor) else v for n, v in state.items()}
 
 
-def _write(optimizer: Any, zero: Wrapped, key: int, state: State) -> None:
+def _write(optimizer: Any, zero: Wrapped, key: int, state: State, rows: Mapping[str, torch.Tensor]) -> None:
     """Write this rank's part of one parameter's state, and of its master where the state has it."""
+    parameter = optimizer.id_to_real_params[key]
+    named = zero.names[parameter][0]
+    fitting = {name: padding.fitting(parameter, f"{name} of {named}", rows.get(name)) for name in state}
     if key in optimizer.id_to_fake_params:
-        optimizer.optim.state[optimizer.id_to_fake_params[key]].update(_local_state(optimizer, zero, key, state))
+        local = _local_state(optimizer, zero, key, state, fitting)
+        optimizer.optim.state[optimizer.id_to_fake_params[key]].update(local)
     if MASTER in state:
-        write_master(zero, optimizer.id_to_real_params[key], state[MASTER])
+        write_master(zero, parameter, state[MASTER], rows=fitting[MASTER])
+
+
+def _write_padding(zero: Wrapped, parameter: nn.Parameter, rows: Mapping[str, torch.Tensor]) -> None:
+    fitting = padding.fitting(parameter, f"{MASTER} of {zero.names[parameter][0]}", rows.get(MASTER))
+    if fitting is not None:
+        write_padding(zero, parameter, fitting)
 
 
 def _described(optimizer: Any) -> dict[int, State]:
@@ -168,7 +214,7 @@ def _scalar(name: str, value: Any, elements: int) -> Any:
 
 def _elements(
     optimizer: Any, zero: Wrapped, ids: Mapping[nn.Parameter, int], described: Mapping[int, State], only_rank_0: bool,
-    with_masters: bool, fate: SharedFate,
+    with_masters: bool, fate: SharedFate, collected: Padding,
 ) -> Iterator[tuple[int, State | None]]:  # fmt: skip
     """What the parameters keep per element, a chunk of each kind at a time."""
     places = {p: place for p, place in (zero.masters or zero.working).items() if p in ids}
@@ -188,15 +234,18 @@ def _elements(
         return flat
 
     kinds = [*names, MASTER] if with_masters and zero.masters else names
+    rows: dict[str, dict[nn.Parameter, torch.Tensor]] = {name: {} for name in kinds}
     streams = [
         whole_values(
             zero, places, partial(laid_out, name), torch.float32, device=_CPU, everywhere=not only_rank_0,
-            fate=fate,
+            fate=fate, padding=rows[name],
         )
         for name in kinds
     ]  # fmt: skip
     for values in zip(*streams, strict=True):
         key = ids[values[0][0]]
+        if found := {name: of_kind[values[0][0]] for name, of_kind in rows.items() if values[0][0] in of_kind}:
+            collected[key] = found
         if values[0][1] is None:
             yield key, None
         else:
@@ -206,8 +255,8 @@ def _elements(
 
 def _fitting(
     optimizer: Any, zero: Wrapped, state_dict: Mapping[str, Any]
-) -> tuple[list[dict[str, Any]], dict[int, State]]:
-    """The groups and states with this optimizer's ids, if the dict is about the same parameters.
+) -> tuple[list[dict[str, Any]], dict[int, State], Padding]:
+    """The groups, states and rows of padding with this optimizer's ids, if the dict is about the same parameters.
 
     Raises:
         ModelMismatchError: other parameters, or a state of another shape.
@@ -219,7 +268,9 @@ def _fitting(
         raise ModelMismatchError(
             "the optimizer state is about other parameters", found=f"{len(saved)} parameters", expected=str(len(real))
         )
-    ours = _same_named(zero, real, groups[0].get(OURS, {}).get("names") if groups else None)
+    note = groups[0].get(OURS, {}) if groups else {}
+    ours = _same_named(zero, real, note.get("names"))
+    rows = {ours[key]: of_key for key, of_key in note.get(_PADDING, {}).items()}
     groups = [{**group, "params": [ours[key] for key in group["params"]]} for group in groups]
     states = {ours[key]: dict(state) for key, state in states.items() if state}
     for key, state in states.items():
@@ -232,7 +283,7 @@ def _fitting(
                     expected=tuple(shape),
                     where=f"{name} of {zero.names[real[key]][0]}",
                 )
-    return groups, states
+    return groups, states, rows
 
 
 def _same_named(zero: Wrapped, real: Mapping[int, nn.Parameter], saved: Sequence[str] | None) -> dict[int, int]:
@@ -250,7 +301,9 @@ def _same_named(zero: Wrapped, real: Mapping[int, nn.Parameter], saved: Sequence
     return {key: by_name[name] for key, name in zip(sorted(real), saved, strict=True)}
 
 
-def _local_state(optimizer: Any, zero: Wrapped, key: int, state: Mapping[str, Any]) -> State:
+def _local_state(
+    optimizer: Any, zero: Wrapped, key: int, state: Mapping[str, Any], rows: Mapping[str, torch.Tensor | None]
+) -> State:
     """This rank's part of one parameter's state."""
     parameter, fake = optimizer.id_to_real_params[key], optimizer.id_to_fake_params[key]
     place: Place = (zero.masters or zero.working)[parameter]
@@ -260,7 +313,7 @@ def _local_state(optimizer: Any, zero: Wrapped, key: int, state: Mapping[str, An
         if name == "step":
             local[name] = int(value)
         elif isinstance(value, torch.Tensor) and value.shape == zero.shape_of(parameter):
-            flat = tensor_parallel.slice_of(parameter, value).reshape(-1)[first:last]
+            flat = tensor_parallel.slice_of(parameter, value, rows[name]).reshape(-1)[first:last]
             # Adam keeps its moments in the dtype of what it steps (0.5.0, nn/optimizer/hybrid_adam.py: zeros_like).
             local[name] = torch.empty(last - first, dtype=place.chunk.dtype, device=fake.device).copy_(flat)
         else:

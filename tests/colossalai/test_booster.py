@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from colossalai_on_cpu import ranks
 from safetensors import safe_open
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
+from mcore_ckpt_ext.zero_strict_state_dict.wrapper import wrapped
 from tests.colossalai.boosted import boost, train
 from tests.colossalai.jobs import gathered_masters, refusal, same_bits
-from tests.colossalai.models import gpt2, t5
+from tests.colossalai.models import VOCABULARY, gpt2, t5
 
 BEFORE, MORE = range(2), range(2, 5)
 TOKENS = torch.arange(12).view(2, 6)
@@ -147,6 +149,52 @@ def test_tensor_parallelism_changes_and_changes_back(
     # Other arithmetic, in bf16: as near as two roundings of it are. Later losses are not compared: the gradients of
     # ColossalAI 0.5.0's tensor-parallel loss (shardformer/layer/loss.py) are larger by the number of predicted tokens.
     assert changed[2][0] == pytest.approx(saved[2][0], rel=2**-8)
+
+
+@pytest.mark.parametrize("dtype", ["master", "compute"])
+def test_rows_that_fill_up_a_vocabulary(tmp_path: Path, dtype: Any) -> None:
+    shard = dtype == "master"
+
+    def job() -> None:
+        strict.install(dtype=dtype)
+        booster, model, optimizer = boost(tensor_parallel=2)
+        train(booster, model, optimizer, BEFORE)
+        state = optimizer.state_dict(only_rank_0=False)
+        rows = _rows_of_padding(state)
+        # The loss of this model does not see them, so they are made up; Adam then moves them by their moments.
+        for values in rows.values():
+            values.copy_(torch.rand(values.shape, generator=torch.Generator().manual_seed(5)))
+        optimizer.load_state_dict(state)
+        master = wrapped(model).masters[model.unwrap().transformer.wte.weight].local()[0].view(64, -1)
+        assert dist.get_rank() == 0 or torch.equal(master[VOCABULARY - 64 :], rows["fp32_param"])
+        _save(tmp_path, shard, booster, model, optimizer)
+        uninterrupted = train(booster, model, optimizer, MORE)
+        moved = _rows_of_padding(optimizer.state_dict(only_rank_0=False))
+        assert all(not torch.equal(moved[name], rows[name]) for name in rows)
+        again = boost(tensor_parallel=2, seed=1)
+        _load(tmp_path, shard, *again)
+        assert same_bits(_rows_of_padding(again[2].state_dict(only_rank_0=False)), rows)
+        assert train(*again, MORE) == uninterrupted
+        assert same_bits(_rows_of_padding(again[2].state_dict(only_rank_0=False)), moved)
+        # In whatever order: a model's file says nothing about them.
+        booster.load_optimizer(optimizer, _place(tmp_path, "optimizer", shard))
+        booster.load_model(model, _place(tmp_path, "model", shard), strict=True)
+        assert train(booster, model, optimizer, MORE) == uninterrupted
+        assert same_bits(_rows_of_padding(optimizer.state_dict(only_rank_0=False)), moved)
+        # Without tensor parallelism there is no padding, and that is said.
+        told: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("mcore_ckpt_ext").addHandler(handler)
+        _load(tmp_path, shard, *boost(seed=2))
+        assert any("31 rows of padding" in text and "exp_avg of transformer.wte" in text for text in told), told
+
+    ranks.run(2, job)
+
+
+def _rows_of_padding(state: Any) -> dict[str, torch.Tensor]:
+    (rows,) = state["param_groups"][0]["mcore_ckpt_ext"]["padding"].values()
+    return dict(sorted(rows.items()))
 
 
 def test_replicas_beside_zero() -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
-from mcore_ckpt_ext.zero_strict_state_dict import gathering, state
+from mcore_ckpt_ext.zero_strict_state_dict import gathering, state, tensor_parallel
 from tests.colossalai.boosted import boost, train
 from tests.colossalai.jobs import refusal, same_bits, wrap
 from tests.colossalai.models import Everything
@@ -91,6 +91,18 @@ def test_running_out_of_memory_on_one_rank_stops_all() -> None:
             assert "my disk" in refusal(lambda: shards.throw(OSError("my disk")))
         else:
             assert "rank 0: OSError: my disk" in refusal(lambda: list(shards))
+        # Nor does ColossalAI's own gathering of tensor-parallel slices run out of it on one rank alone.
+        booster, model, optimizer = boost(tensor_parallel=2)
+        train(booster, model, optimizer, range(1))
+        calls = {"state_dict": lambda: model.state_dict(), "optimizer": lambda: optimizer.state_dict()}
+        for name, call in calls.items():
+            if dist.get_rank() == 0:
+                original, left = tensor_parallel.room_for, [2]
+                tensor_parallel.room_for = _failing_after(left, original)
+            assert "MemoryError" in refusal(call), name
+            if dist.get_rank() == 0:
+                tensor_parallel.room_for = original
+            assert bool(call())
         for dtype in (torch.int8, torch.bool):
             assert "no dtype for parameters" in refusal(lambda dtype=dtype: model.state_dict(dtype=dtype))
 
