@@ -2,7 +2,8 @@
 
 Needs an environment with ColossalAI 0.5.0 (scripts/run_tests.py makes `.venv-colossalai`). A tied GPT of some 80
 million parameters, 2 ranks; the two take turns in one run, so that a busy machine slows both. Memory is the growth of
-the peak resident set over one call, of a fresh pair of ranks each.
+the peak resident set over one call, of a fresh pair of ranks each. Of a load, the share that the digests take by which
+the ranks find out whether all were handed the same.
 
 Run: ``python benchmarks/zero_state_dict.py [ROUNDS]``.
 """
@@ -84,6 +85,33 @@ def seconds(rounds: int) -> dict[str, list[float]]:
     return {name: measured[1:] for name, measured in times.items()}
 
 
+def load_and_digests(rounds: int) -> tuple[list[float], list[float]]:
+    """The time of a load in each round, and of the digests in it; the first round is not counted."""
+    import torch.distributed as dist
+
+    from mcore_ckpt_ext.zero_strict_state_dict import first_rank, zero_strict_load_state_dict, zero_strict_state_dict
+
+    model = wrapped_model()
+    state = zero_strict_state_dict(model, only_rank_0=False)
+    original, of_digests = first_rank.digests, []
+
+    def timed(*arguments: Any) -> Any:
+        started = time.perf_counter()
+        found = original(*arguments)
+        of_digests.append(time.perf_counter() - started)
+        return found
+
+    first_rank.digests = timed
+    of_loads = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        started = time.perf_counter()
+        zero_strict_load_state_dict(model, state)
+        dist.barrier()
+        of_loads.append(time.perf_counter() - started)
+    return of_loads[1:], of_digests[1:]
+
+
 def peak(name: str) -> float:
     """How far one call raises the peak resident set, in MiB."""
     # Freed memory goes back at once, and does not count as used.
@@ -112,6 +140,8 @@ def main() -> None:
     parameters = VOCABULARY * WIDTH + LAYERS * (WIDTH + 1) * WIDTH
     print(f"{parameters / 1e6:.0f} million parameters: {parameters * 4 / MIB:.0f} MiB in fp32, 2 ranks")
     print(f"largest chunk: {LARGEST_CHUNK:.0f} MiB in fp32")
+    loads, digests = map(statistics.median, ranks.run(2, load_and_digests, rounds, timeout=900)[0])
+    print(f"a load of the fp32 values: median {loads:.3f} s, of which the digests {digests / loads:.1%}")
     times = ranks.run(2, seconds, rounds, timeout=900)[0]
     own = statistics.median(times["ColossalAI, bf16"])
     for name, measured in times.items():

@@ -41,7 +41,9 @@ def install(dtype: Precision = "master", plugins: str | Sequence[str] = ("gemini
         dtype: what `state_dict()` and Booster give and write for Gemini: "master" (fp32, exact), "compute", or a
             torch.dtype. Unless the model's file is exact, the optimizer's file carries the masters.
         plugins: "gemini" for ZeroDDP or GeminiDDP, GeminiOptimizer, Booster's files of them, and the static model of
-            `colossalai.zero`; "low_level_zero" for masters and loss scale in the optimizer's files of ZeRO 1 and 2.
+            `colossalai.zero`; "low_level_zero" for masters and loss scale in the optimizer's files of ZeRO 1 and 2;
+            "hybrid_parallel" for these in HybridParallelPlugin's, for moments that lie as their parameters do, and
+            for strict loading there.
 
     Raises:
         CheckpointError: no ColossalAI, with what is missing; or no such dtype. Nothing is patched.

@@ -6,6 +6,10 @@ from importlib import import_module
 from typing import Any, NamedTuple
 
 from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.zero_strict_state_dict.hybrid_parallel import (
+    HybridParallelCheckpointIOMethods,
+    HybridParallelOptimizerMethods,
+)
 from mcore_ckpt_ext.zero_strict_state_dict.low_level_zero import (
     LowLevelZeroCheckpointIOMethods,
     LowLevelZeroMethods,
@@ -68,6 +72,19 @@ LOW_LEVEL_CHECKPOINT_IO = Target(
     LowLevelZeroCheckpointIOMethods,
     own=("save_sharded_optimizer", "load_sharded_optimizer"),
 )
+_HYBRID = "colossalai.booster.plugin.hybrid_parallel_plugin"
+HYBRID_AMP_OPTIMIZER = Target(
+    (f"{_HYBRID}:HybridParallelAMPOptimizer",), HybridParallelOptimizerMethods, own=("backward",), required="0.5.0"
+)
+HYBRID_ZERO_OPTIMIZER = Target(
+    (f"{_HYBRID}:HybridParallelZeroOptimizer",), HybridParallelOptimizerMethods, own=("backward",), required="0.5.0"
+)
+HYBRID_CHECKPOINT_IO = Target(
+    ("colossalai.checkpoint_io.hybrid_parallel_checkpoint_io:HybridParallelCheckpointIO",),
+    HybridParallelCheckpointIOMethods,
+    own=("_model_sharder", "gather_from_sharded_optimizer_state", "load_states_into_optimizer", "save_sharded_model"),
+    required="0.5.0",
+)
 STATIC_MODEL = "get_static_torch_model"
 # Where ColossalAI's own function of that name is found: 0.3.0 and later, 0.2.1 to 0.2.8.
 STATIC_MODEL_HOMES = (
@@ -79,6 +96,7 @@ STATIC_MODEL_HOMES = (
 PLUGINS = {
     "gemini": (WRAPPER, OPTIMIZER, CHECKPOINT_IO),
     "low_level_zero": (LOW_LEVEL_OPTIMIZER, LOW_LEVEL_CHECKPOINT_IO),
+    "hybrid_parallel": (HYBRID_AMP_OPTIMIZER, HYBRID_ZERO_OPTIMIZER, HYBRID_CHECKPOINT_IO),
 }
 
 

@@ -37,13 +37,17 @@ def boost(
     return booster, model, optimizer
 
 
+def batch(step: int) -> dict[str, torch.Tensor]:
+    """What all ranks are fed at a step; Shardformer's GPT-2 (0.5.0, modeling/gpt2.py) needs all three."""
+    tokens = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens, "attention_mask": torch.ones_like(tokens), "labels": tokens}
+
+
 def train(booster: Any, model: Any, optimizer: Any, steps: range) -> list[float]:
     """The losses of some steps, all ranks with the same data."""
     losses = []
     for step in steps:
-        tokens = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
-        # Shardformer's GPT-2 (0.5.0, modeling/gpt2.py) needs all three.
-        loss = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), labels=tokens).loss
+        loss = model(**batch(step)).loss
         booster.backward(loss, optimizer)
         optimizer.step()
         optimizer.zero_grad()

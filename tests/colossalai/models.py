@@ -68,13 +68,13 @@ class Everything(TinyGPT):
         return self.lm_head(self.norm(hidden))
 
 
-def gpt2() -> Any:
-    """Hugging Face's GPT-2, tied, with a vocabulary that two ranks cannot share evenly."""
+def gpt2(vocabulary: int = VOCABULARY) -> Any:
+    """Hugging Face's GPT-2, tied; by default with a vocabulary that two ranks cannot share evenly."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     return GPT2LMHeadModel(
         GPT2Config(
-            vocab_size=VOCABULARY, n_positions=16, n_embd=HIDDEN, n_layer=2, n_head=4,
+            vocab_size=vocabulary, n_positions=16, n_embd=HIDDEN, n_layer=2, n_head=4,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=1, eos_token_id=2,
             attn_implementation="eager",
         )
