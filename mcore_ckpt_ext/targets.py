@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import ClassVar, Literal, TypeAlias
 
-from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.errors import UsageError, shortened
 from mcore_ckpt_ext.versions import NEWEST, Version, parse_version
 
 SHARD_BYTES = 5 * 10**9
@@ -184,7 +184,8 @@ def version_number(version: str | None) -> Version:
     text = installed_version() if version is None else version
     found = parse_version(text)
     if found is None:
-        raise UsageError("that is not a version of Megatron", found=repr(text), expected="for example 0.16.1")
+        shown = shortened(repr(text), 40)
+        raise UsageError("that is not a version of Megatron", found=shown, expected="for example 0.16.1")
     return found
 
 

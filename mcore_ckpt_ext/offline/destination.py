@@ -92,10 +92,12 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
         iteration: see `Destination`.
 
     Raises:
-        DestinationError: it is a link, or lies in a source, or a source in it.
+        DestinationError: it is no path at all, a link, or lies in a source, or a source in it.
     """
     found = as_path(path)
     if not is_remote(found):
+        if "\0" in str(found):
+            raise DestinationError("no folder can have that name", found=repr(str(found)), helps="choose another")
         if found.is_symlink():
             raise DestinationError(
                 "the destination is a symbolic link", found=f"a link to {found.readlink()}", where=str(found),

@@ -108,16 +108,22 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
 
 
 def _check_vocabulary(checkpoint: Checkpoint, asked: int | None) -> None:
-    """A vocabulary that is smaller than the source says would lose tokens.
+    """A vocabulary that is smaller than the source says would lose tokens; a larger one than it has invents them.
 
     Raises:
-        UsageError: it is.
+        UsageError: it is either.
     """
     if asked is not None and asked < (checkpoint.tokens or 0):
         raise UsageError(
             "the vocabulary would lose tokens", found=f"--vocab-size {asked}",
             expected=f"{checkpoint.tokens} or more: the source says that it has so many tokens",
             where=str(checkpoint.folder), helps="leave the option out",
+        )  # fmt: skip
+    if asked is not None and asked > (checkpoint.vocabulary_rows or asked):
+        raise UsageError(
+            "the vocabulary has fewer rows than that: the other tokens would be zeros", found=f"--vocab-size {asked}",
+            expected=f"{checkpoint.vocabulary_rows} or less", where=str(checkpoint.folder),
+            helps="name the tokenizer's own size; Megatron's padding is added to it",
         )  # fmt: skip
 
 

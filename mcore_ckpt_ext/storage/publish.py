@@ -279,7 +279,7 @@ def _identity(status: os.stat_result | None) -> tuple[int, int] | None:
 
 def cannot_write(path: Path, error: OSError) -> DestinationError:
     """The refusal that belongs to an error of the operating system."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
     return DestinationError(
         "the destination cannot be written",
         found=error.strerror or str(error),

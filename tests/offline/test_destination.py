@@ -63,6 +63,11 @@ def test_the_source_is_never_replaced_or_written_into(
     assert content(source.folder.parent) == before
 
 
+def test_the_destination_is_a_path(source: Fixture) -> None:
+    with pytest.raises(DestinationError, match="no folder can have that name"):
+        mcore_ckpt_ext.convert(source.run, f"{source.folder}/a\0b", mcore_ckpt_ext.Canonical())
+
+
 def test_the_destination_is_no_link(source: Fixture) -> None:
     (source.folder / "out").symlink_to(source.folder / "elsewhere")
     with pytest.raises(DestinationError, match=r"symbolic link.*elsewhere"):

@@ -78,6 +78,14 @@ def test_tokens_are_not_cut(asked: int, target: Callable[..., Target], canonical
 
 
 @pytest.mark.parametrize("target", [Legacy, HuggingFace])
+@pytest.mark.parametrize("asked", [ROWS + 1, 999_999_999_999])
+def test_tokens_are_not_invented(asked: int, target: Callable[..., Target], canonical: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=f"fewer rows than that.*--vocab-size {asked}; expected: {ROWS} or less"):
+        mcore_ckpt_ext.convert(canonical, tmp_path / "out", target(vocab_size=asked))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("target", [Legacy, HuggingFace])
 def test_rows_that_are_cut_are_called_rows(
     target: Callable[..., Target], saying: Callable[..., Path], tmp_path: Path
 ) -> None:
