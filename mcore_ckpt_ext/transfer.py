@@ -47,7 +47,7 @@ class Block:
     stride: int
 
     def rows_of(self, destination: torch.Tensor) -> torch.Tensor:
-        """The view of a 1-D contiguous destination that these elements belong into, shaped (count, length)."""
+        """The view of a 1-D contiguous destination where these elements belong, shaped (count, length)."""
         offset = destination.storage_offset() + self.start
         return destination.as_strided((self.count, self.length), (self.stride, 1), offset)
 
@@ -66,7 +66,7 @@ class Transfer:
         self._lock = threading.Lock()
 
     def execute(self, plan: Plan, destinations: Destinations) -> None:
-        """Fill the destinations, 1-D contiguous tensors by target index, by the plan.
+        """Fill the destinations, 1-D contiguous tensors by target index, according to the plan.
 
         Raises:
             UnreadableCheckpointError: a file is damaged or too short; some elements may have been written.
@@ -176,7 +176,7 @@ class Transfer:
     def _read_transposed(
         self, payload: Payload, first: int, length: int, count: int, stride: int, columns: int
     ) -> torch.Tensor:
-        """As `_read_rows`, of the transpose of the stored matrix: the columns that hold the elements are read whole."""
+        """Like `_read_rows`, from the stored matrix's transpose: the columns that hold the elements are read whole."""
         height = payload.numel // columns
         last = first + (count - 1) * stride + length
         left, right = first // height, -(-last // height)
@@ -199,7 +199,7 @@ def read_slice(
         transfer: reads its files.
         kind: of the tensors.
         wanted: the elements.
-        accept_lost: what nobody holds is zero.
+        accept_lost: elements that are stored nowhere become zero.
 
     Raises:
         ModelMismatchError: the checkpoint does not hold all of it.
@@ -215,12 +215,12 @@ def read_slice(
 
 
 def read_wanted(source: Source, transfer: Transfer, wanted: WantedSlice, accept_lost: bool = False) -> torch.Tensor:
-    """As `read_slice`, of the tensors as a target knows them, in their dtype."""
+    """Like `read_slice`, for tensors as a target knows them, in their dtype."""
     names = [region.name for region in wanted.slice.regions]
     derivation = derivation_of(source, wanted.kind, names[0])
     if derivation is not None:
         return _derived(derivation, transfer, wanted, accept_lost)
-    # First the plan, which fails where elements are missing: only what is there is allocated.
+    # The plan comes first and fails where elements are missing, so that nothing is allocated for them.
     plan = make_plan([wanted], source, accept_lost)
     result = torch.empty(wanted.slice.numel, dtype=getattr(torch, wanted.tensors[names[0]].dtype), device="cpu")
     transfer.execute(plan, [result])

@@ -1,4 +1,4 @@
-"""Executes outputs: fills the records of files that are being made, block by block, in bounded memory."""
+"""Executes outputs: fills the records of the files being made, block by block, in bounded memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def lay_out(files: Iterable[OutputFile], folder: Folder) -> None:
 
 def _lay_out_file(file: OutputFile, folder: Folder) -> None:
     try:
-        # An interrupted run may have left it: what is in its records stays.
+        # An interrupted run may have left it: the contents of its records stay.
         descriptor = folder.open(file.name, os.O_RDWR | os.O_CREAT)
         try:
             os.ftruncate(descriptor, file.length)

@@ -22,7 +22,7 @@ _FIELDS = {name: {field.name for field in fields(target)} for name, target in TA
 
 @dataclass(frozen=True)
 class _Option:
-    """An option of targets: the field that it fills, and how it is written."""
+    """An option of targets: the field that it fills, and how it is spelled."""
 
     field: str
     flag: str
@@ -38,42 +38,48 @@ def _option(field: str, flag: str = "", **how: Any) -> _Option:
     return _Option(field, flag or f"--{field.replace('_', '-')}", how)
 
 
-# Layouts are spelt as Megatron spells them.
+# Sizes of a layout are named as Megatron names them.
 _OPTIONS = (
     _option("megatron_version", metavar="V", help="the version that will read it (default: the one installed)"),
     _option("tensor_model_parallel_size", type=parse_count, metavar="N", help="tensor-parallel ranks of the reader"),
     _option("pipeline_model_parallel_size", type=parse_count, metavar="N", help="pipeline ranks of the reader"),
-    _option("virtual_pipeline_model_parallel_size", type=parse_count, metavar="N", help="model chunks per such rank"),
+    _option(
+        "virtual_pipeline_model_parallel_size", type=parse_count, metavar="N",
+        help="model chunks per pipeline rank of the reader",
+    ),  # fmt: skip
     _option("expert_model_parallel_size", type=parse_count, metavar="N", help="expert-parallel ranks of the reader"),
-    _option("transformer_impl", choices=LAYER_SPECS, help="of the reader; only for a Hugging Face source"),
+    _option("transformer_impl", choices=LAYER_SPECS, help="layer spec of the reader; only for a Hugging Face source"),
     _option("vocab_size", type=parse_count, metavar="N", help="the tokenizer's size: legacy pads to it, hf cuts to it"),
     _option("tokenizer", metavar="PATH", help="folder of a tokenizer whose files are copied"),
-    _option("dtype", choices=DTYPES, help="of all floating-point tensors (default: as stored)"),
+    _option("dtype", choices=DTYPES, help="dtype of all floating-point tensors (default: as stored)"),
     _option("kind", "--from", choices=EXPORTED_KINDS, help="what is exported (default: weight)"),
-    _option("max_shard_size", type=parse_file_size, metavar="SIZE", help="of a file of weights (default: 5GB)"),
-    _option("pickled", "--bin", action="store_true", help="pytorch_model.bin instead of safetensors"),
+    _option("max_shard_size", type=parse_file_size, metavar="SIZE", help="most bytes in a file (default: 5GB)"),
+    _option("pickled", "--bin", action="store_true", help="write pytorch_model.bin instead of safetensors"),
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's options; those of targets stand in a group for each target, or for the targets that share them."""
+    """The command's options; those of targets are grouped by the targets that have them."""
     parser.add_argument("source", metavar="SRC", help="run folder, iteration folder, Hugging Face or canonical folder")
     parser.add_argument("destination", metavar="DST", help="the folder to make")
     parser.add_argument("--to", required=True, choices=TARGETS, help="the format to write")
-    parser.add_argument("--family", metavar="NAME", help="of the model, where it is not recognised; or path.py:Name")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be done")
+    parser.add_argument("--family", metavar="NAME", help="the model's family, if not recognised; or path.py:Name")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
     parser.add_argument("--force", action="store_true", help="replace DST")
-    parser.add_argument("--accept-lost", action="store_true", help="convert although the source lacks elements")
+    parser.add_argument("--accept-lost", action="store_true", help="convert even though the source lacks elements")
     parser.add_argument(
         "--drop", nargs="+", default=[], metavar="KIND", help="optimizer state to leave out where it cannot be carried"
     )
-    parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="threads")
+    parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
     parser.add_argument(
         "--join", action="store_true",
         help="share the work with the processes of RANK, WORLD_SIZE and MASTER_ADDR; those of torchrun always do",
     )  # fmt: skip
-    parser.add_argument("--memory-limit", type=parse_size, default=DEFAULT_MEMORY, metavar="SIZE", help="default 1GiB")
+    parser.add_argument(
+        "--memory-limit", type=parse_size, default=DEFAULT_MEMORY, metavar="SIZE",
+        help="memory for all blocks together (default: 1GiB)",
+    )  # fmt: skip
     for targets in sorted({option.targets for option in _OPTIONS}, key=lambda names: (len(names), names)):
         group = parser.add_argument_group(f"only with {_spoken(targets)}")
         for option in _OPTIONS:

@@ -20,14 +20,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("a", "b"):
         parser.add_argument(name, metavar=name.upper(), help="run, iteration, Hugging Face or canonical folder")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"compare only these: {', '.join(KINDS)}")
-    parser.add_argument("--family", metavar="NAME", help="of a Hugging Face folder, where it is not recognised")
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
-    parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="threads")
-    parser.epilog = "Equal means bit by bit: NaN with the same bits are equal, 0.0 and -0.0 are not."
+    parser.add_argument("--family", metavar="NAME", help="family of a Hugging Face folder, where it is not recognised")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
+    parser.epilog = "Equal means bit by bit: NaNs with the same bits are equal, 0.0 and -0.0 are not."
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare, and say what differs."""
+    """Compare, and report what differs."""
     found = compare(
         arguments.a,
         arguments.b,
@@ -60,7 +60,7 @@ def _show(found: Comparison) -> None:
             line(f"  and {more:,} more of {kind.kind}: --json lists them")
     unread = [*(("A", item) for item in found.unread_a), *(("B", item) for item in found.unread_b)]
     for side, item in unread[:_SHOWN]:
-        line(f"  not looked at, for nothing here knows it: {item.key} of {side}, {readable(item.nbytes)}")
+        line(f"  not looked at, because nothing here knows it: {item.key} of {side}, {readable(item.nbytes)}")
     line()
     line(_conclusion(found, len(unread)))
 

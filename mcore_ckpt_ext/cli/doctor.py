@@ -1,4 +1,4 @@
-"""`mcore-ckpt doctor`: is everything in place for a job to be served."""
+"""`mcore-ckpt doctor`: whether everything is in place to serve a job."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _AUTOLOAD = Setting("TORCH_DEVICE_BACKEND_AUTOLOAD", "0: torch loads no plugins"
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One thing that was looked at."""
+    """One thing that was checked."""
 
     what: str
     state: State
@@ -46,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it; healthy means that nothing failed."""
+    """The whole result; healthy means that nothing failed."""
 
     healthy: bool
     lines: tuple[Line, ...]
@@ -54,12 +54,12 @@ class Report:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
-    parser.add_argument("--save", metavar="FOLDER", type=Path, help="also look whether files can be written there")
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
+    parser.add_argument("--save", metavar="FOLDER", type=Path, help="also check whether files can be written there")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Look, and say it."""
+    """Look, and report it."""
     lines = tuple(_lines(arguments.save))
     report = Report(all(item.state != "FAILED" for item in lines), lines)
     if arguments.json:
@@ -87,12 +87,12 @@ def _lines(save: Path | None) -> Iterator[Line]:
 
 
 def _setting(setting: Setting[Any]) -> Line:
-    """Whether a variable is set, and what it then does; one that nobody understands does nothing."""
+    """Whether a variable is set, and what it then does; one that is not understood does nothing."""
     if setting.text is None:
         return Line(setting.name, "ok", "not set")
     found = f"{printable(setting.text)!r}"
     if not setting.is_understood:
-        return Line(setting.name, "FAILED", f"{found} is not understood, so it is as if not set ({setting.meaning})")
+        return Line(setting.name, "FAILED", f"{found} is not understood, so it counts as not set ({setting.meaning})")
     return Line(setting.name, "note", f"{found} ({setting.meaning})")
 
 
@@ -112,7 +112,7 @@ def _autoload(version: Version | None) -> Line:
 
 
 def _hooks() -> Iterator[Line]:
-    """Import what the hooks wait for, as a job would, and see how each stands."""
+    """Import what the hooks wait for, as a job would, and report the state of each."""
     if not SWITCH.value:
         yield Line("hooks", "note", f"switched off: {SWITCH.name}=0")
         return
@@ -138,7 +138,7 @@ def _import_problem(module: str) -> str | None:
         with redirect_stdout(sys.stderr), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             import_module(module)
-    except Exception as error:  # noqa: BLE001 - whatever a framework's import dies of is what doctor tells
+    except Exception as error:  # noqa: BLE001 - whatever makes a framework's import fail is what doctor reports
         return f"{type(error).__name__}: {error}"
     return None
 

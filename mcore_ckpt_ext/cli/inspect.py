@@ -20,12 +20,12 @@ _RANKS_SHOWN = 16
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
-    parser.add_argument("--json", action="store_true", help="everything, as JSON")
-    parser.add_argument("--html", metavar="FILE", type=Path, help="also write a page to look at, complete in itself")
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Inspect, and say it."""
+    """Inspect, and report it."""
     found = inspect(arguments.path, buffers=arguments.html is not None or arguments.json)
     if arguments.html is not None:
         arguments.html.write_text(page(found), encoding="utf-8")

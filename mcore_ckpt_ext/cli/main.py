@@ -52,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         message("interrupted")
         return 130
     except Exception:  # noqa: BLE001 - Python's own exit code, 1, would say "verified unequal" to a script
-        for text in ("a defect of mcore_ckpt_ext, please report it:", *traceback.format_exc().splitlines()):
+        for text in ("this is a bug in mcore_ckpt_ext, please report it:", *traceback.format_exc().splitlines()):
             message(text)
         return UNUSABLE
     return code
 
 
 def _forget_output() -> None:
-    """Python must not try to flush what could not be written, once more, at its end."""
+    """Keep Python from trying once more, at its end, to flush what could not be written."""
     if sys.stdout is not None:
         with contextlib.suppress(OSError, ValueError):  # of a stream that is no file there is nothing to flush
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

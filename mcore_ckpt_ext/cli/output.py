@@ -1,6 +1,6 @@
 """Writing for people: lines and tables to stdout, messages to stderr, JSON for programs.
 
-Names come from the checkpoints of strangers: what a terminal would obey is shown instead.
+Names come from the checkpoints of strangers, so control characters are shown, never sent to the terminal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def line(text: str = "") -> None:
 
 
 def message(text: str) -> None:
-    """Write a line that is no result."""
+    """Write a line that is not part of the result."""
     _write(sys.stderr, f"mcore-ckpt: {text}")
 
 

@@ -20,13 +20,13 @@ _DIGITS = 10
 
 @contextmanager
 def the_team(*, join: bool = False) -> Iterator[Team]:
-    """The processes that share this command: those of torchrun, or that the user says to `join`; else this one alone.
+    """The processes that share this command: those of torchrun, those that the user says to `join`, or this one alone.
 
-    The variables of a training pod's shell are not enough: the processes that they speak of are doing something else.
+    The variables in a training pod's shell are not enough: the processes that they describe are doing something else.
 
     Raises:
         UsageError: the variables name no group of processes.
-        CheckpointError: the others do not come.
+        CheckpointError: the others do not join.
     """
     if not join and _STARTED_BY_TORCHRUN not in os.environ:
         yield Alone()

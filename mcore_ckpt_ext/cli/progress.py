@@ -1,4 +1,4 @@
-"""Progress of a transfer on stderr: one line that renews itself on a terminal, plain lines otherwise."""
+"""Progress of a transfer on stderr: one line that is rewritten on a terminal, plain lines otherwise."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN_SECONDS = 10.0
 
 
 class Progress:
-    """Told (done, total) in bytes, it writes how much, how fast, and how long yet."""
+    """Told (done, total) in bytes, it writes how much is done, how fast, and how long it will still take."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -13,13 +13,13 @@ def parse_size(text: str) -> int:
     """Bytes from `500MB`, `4GiB` or a plain number; units count in powers of 1024.
 
     Raises:
-        argparse.ArgumentTypeError: it is no size.
+        argparse.ArgumentTypeError: it is not a size.
     """
     return _parsed(text, 1024)
 
 
 def parse_file_size(text: str) -> int:
-    """As `parse_size`, but `5GB` is five times 1000^3, as Hugging Face counts; `5GiB` is five times 1024^3."""
+    """Like `parse_size`, but `5GB` is five times 1000^3, as Hugging Face counts; `5GiB` is five times 1024^3."""
     return _parsed(text, 1024 if "i" in text.lower() else 1000)
 
 
@@ -35,7 +35,7 @@ def parse_count(text: str) -> int:
     """A whole number of 1 or more.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: it is not one.
     """
     if not (text.isascii() and text.isdigit() and len(text) <= _DIGITS and int(text)):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not a whole number of 1 or more")

@@ -1,4 +1,4 @@
-"""`mcore-ckpt verify`: is a checkpoint complete, undamaged, and proven."""
+"""`mcore-ckpt verify`: whether a checkpoint is complete, undamaged, and proven."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
     parser.add_argument("--quick", action="store_true", help="look at metadata only")
-    parser.add_argument("--json", action="store_true", help="the result as JSON")
-    parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="threads")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify, and say what was found."""
+    """Verify, and report what was found."""
     found = verify(arguments.path, quick=arguments.quick, workers=arguments.workers, progress=Progress())
     if arguments.json:
         as_json(found)

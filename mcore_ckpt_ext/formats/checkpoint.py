@@ -41,7 +41,7 @@ def open_checkpoint(
     Args:
         path: a run folder (its newest iteration is taken), an `iter_XXXXXXX` or `release` folder,
             a folder in `canonical`, one of Hugging Face's, or one that ColossalAI's Booster saved.
-        witnesses: parameter orders to try when the layout of the gradient buffers is recovered.
+        witnesses: parameter orders to try when the packing of the gradient buffers is recovered.
         family: the family of a Hugging Face folder whose `config.json` names no known one.
         transformer_impl: the layer spec whose names a Hugging Face folder is read under.
 

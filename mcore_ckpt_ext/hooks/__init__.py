@@ -1,4 +1,4 @@
-"""The edge towards the frameworks: put the hooks in place, take them away, tell how they stand.
+"""The edge towards the frameworks: put the hooks in place, take them away, report their state.
 
 This module is imported at the end of every ``import torch``, outside the reach of the entry point's
 own catch-all, so it stays this small.
@@ -43,7 +43,7 @@ def uninstall() -> None:
 
 
 def status() -> list[SeamStatus]:
-    """Tell for each seam: waiting for import, patched, or not patched and why.
+    """Report for each seam whether it waits for an import, is patched, or is not patched and why.
 
     Example:
         >>> [seam.seam for seam in status()][0]

@@ -17,11 +17,11 @@ PREFIX = f"[{NAME}] "
 
 
 class Said(set[str]):
-    """The lines of this process: Megatron parses its arguments more than once, and once is enough for the user."""
+    """The lines said in this process: Megatron parses its arguments more than once, and once is enough for the user."""
 
 
 class OwnHandler(logging.Handler):
-    """Writes to what stderr is at that time, as long as the logger has no other handler."""
+    """Writes to whatever stderr is at the time, as long as the logger has no other handler."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a line."""
@@ -55,7 +55,7 @@ def is_first_rank() -> bool:
 
 
 def announce(line: str, *, every_rank: bool = False) -> None:
-    """Tell the user one line, on rank 0 only unless it is some rank's own, and each line once in a process."""
+    """Tell the user one line: on rank 0 only, unless it is a line of one rank's own, and once in a process."""
     from mcore_ckpt_ext.errors import printable
 
     text, said = printable(" ".join(line.split())), PROCESS.one(Said)

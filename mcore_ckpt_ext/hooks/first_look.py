@@ -58,7 +58,7 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
         call: the arguments of `load_checkpoint`.
 
     Returns:
-        None where there is no optimizer state for us to think about.
+        None where there is no optimizer state for this package to consider.
     """
     arguments, optimizer = scope["get_args"](), call["optimizer"]
     directory = getattr(arguments, call["load_arg"])
@@ -74,7 +74,7 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
     try:
         common, name, release, kind = scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
     except (Exception, CheckpointException):
-        # Megatron and torch tell what they missed, not what is wrong: our own reader names the file, and what helps.
+        # Megatron and torch say what they missed, not what is wrong: our own reader names the file, and what helps.
         step = getattr(arguments, "ckpt_step", None)
         _ = open_checkpoint(Path(directory) / iteration_name(step) if step else Path(directory)).common
         raise

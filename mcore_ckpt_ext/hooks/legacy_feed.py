@@ -47,7 +47,7 @@ _FOLLOWS_LAYOUT = (
 
 
 def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
-    """The iteration folder that Megatron would load from a run folder, if it is of a kind that may have to be fed."""
+    """The iteration folder that Megatron would load from a run folder, if it may have to be fed."""
     if not directory or getattr(arguments, "non_persistent_ckpt_type", None):
         return None
     run, step = Path(directory), getattr(arguments, "ckpt_step", None)
@@ -55,7 +55,7 @@ def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
         if not step and not (run / TRACKER_FILE).exists():
             return None
         folder = run / iteration_name(int(step)) if step else iteration_folder(run)
-    except CheckpointError:  # whatever it is, it is stock Megatron's to tell
+    except CheckpointError:  # whatever it is, stock Megatron will say so
         return None
     return folder if is_legacy(folder) or (is_zarr(folder) and not _reads_zarr()) else None
 
@@ -67,9 +67,9 @@ def _reads_zarr() -> bool:
 
 
 def changes_of(folder: Path, arguments: Any) -> list[str]:
-    """What keeps stock Megatron from loading a checkpoint of such a folder; empty where nothing does.
+    """What keeps stock Megatron from loading the checkpoint in such a folder; empty where nothing does.
 
-    For a legacy one it is the arguments in which it differs from what the running layout would have written.
+    For a legacy one: the arguments in which it differs from what the running layout would have written.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -132,7 +132,7 @@ def fed(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any]) ->
         if "set_loaded_iteration" in scope:  # since 0.16
             scope["set_loaded_iteration"](state["iteration"])
         found = (state, str(folder), folder.name == "release")
-        # The kind of checkpoint is told since 0.9.
+        # The kind of checkpoint is returned since 0.9.
         return (*found, scope["CheckpointType"].LEGACY) if "CheckpointType" in scope else found
 
     with rebound(scope, _load_base_checkpoint=load_base_checkpoint), rebound(vars(arguments), no_load_rng=True):
@@ -155,7 +155,7 @@ def _rank_state(folder: Path, chunks: Sequence[Any], arguments: Any, live: set[s
 
 
 def _model_state(checkpoint: Checkpoint, chunk: Any, described: Mapping[int, LiveParameter]) -> dict[str, Any]:
-    """A `state_dict` for one model chunk under its own names; what is no tensor stays as the live chunk has it."""
+    """A `state_dict` for one model chunk under its own names; what is not a tensor stays as the live chunk has it."""
     state: dict[str, Any] = dict(chunk.state_dict(keep_vars=True))
     local = [name for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(name)]
     for name in local:

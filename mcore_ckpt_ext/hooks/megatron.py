@@ -1,6 +1,6 @@
 """The seam in `megatron/training/checkpointing.py` for resuming: what runs around `load_checkpoint`.
 
-Tried with core_v0.16.1, 0.19.0 and 0.19.2. A load that stock Megatron can do gets the very arguments it came with.
+Tried with core_v0.16.1, 0.19.0 and 0.19.2. A load that stock Megatron can do gets exactly the arguments it came with.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
         *positional: Any,
         **keywords: Any,
     ) -> tuple[Any, Proof | None]:
-        """What the original returns; and the proof of the checkpoint where this package filled the optimizer."""
+        """What the original returns, and the proof of the checkpoint where this package filled the optimizer."""
         stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         scope = _scope(original)
         arguments = scope["get_args"]()
@@ -118,7 +118,7 @@ def _resumes_optimizer(scope: Mapping[str, Any], optimizer: Any) -> bool:
 
 
 def _override_scheduler(optimizer: Any, scheduler: Any, arguments: Any) -> None:
-    """Have a new learning rate count under --override-opt_param-scheduler, as since 0.20 (`load_checkpoint` there).
+    """Make a new learning rate count under --override-opt_param-scheduler, as since 0.20 (`load_checkpoint` there).
 
     Before 0.19 the groups keep the stored bounds, in stock Megatron and here; 0.19 itself does not find its own groups.
     """
@@ -131,7 +131,7 @@ def _override_scheduler(optimizer: Any, scheduler: Any, arguments: Any) -> None:
 def _random_state_grid(arguments: Any) -> tuple[int, ...]:
     """The grid of random states that this Megatron asks for (`get_rng_state`, megatron/training/checkpointing.py).
 
-    Stock ignores what was stored under another grid since 0.14, and before that ends the job.
+    Since 0.14, stock ignores what was stored under another grid; before that, it ends the job.
     """
     grid = (arguments.pipeline_model_parallel_size, arguments.tensor_model_parallel_size)
     if megatron_version() == (0, 16) and arguments.expert_model_parallel_size > 1:

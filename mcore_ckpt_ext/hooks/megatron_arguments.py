@@ -1,4 +1,4 @@
-"""Make Megatron's ``--async-save`` asynchronous in fact, and take this package's own flags.
+"""Make Megatron's ``--async-save`` really asynchronous, and accept this package's own flags.
 
 Two defaults stand in its way:
 
@@ -37,7 +37,7 @@ FIRST_VERSION_THAT_NEEDS_THE_WORKER = (0, 16)
 
 @dataclass(frozen=True)
 class Change:
-    """One argument that is set to another value than Megatron's default, and why."""
+    """One argument that is set to a value other than Megatron's default, and why."""
 
     name: str
     value: object
@@ -68,7 +68,7 @@ def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
 
 
 def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None) -> Callable[..., ArgumentParser]:
-    """The user's provider of extra arguments with this package's behind; none of their names is Megatron's."""
+    """The user's provider of extra arguments, followed by this package's; Megatron has none of these names."""
 
     def provide(parser: ArgumentParser) -> ArgumentParser:
         parser = provider(parser) if provider is not None else parser
@@ -113,7 +113,7 @@ def asynchronous_save_changes(
     if getattr(arguments, "async_strategy", None) == "nvrx":
         problem = find_nvrx_problem()
         if problem and _is_given("--async-strategy", command_line):
-            # Stock saves synchronously, or tells what to install. With the worker it would only die sooner.
+            # Stock saves synchronously, or says what to install. With the worker it would only die sooner.
             return []
         if problem:
             changes.append(Change("async_strategy", "mcore", f"nvrx cannot be used: {problem}"))
@@ -124,7 +124,7 @@ def asynchronous_save_changes(
 
 
 def offload_hazard(arguments: Namespace, version: tuple[int, int] | None) -> str | None:
-    """Say why this job's persistent writer is, or would be, a danger to its checkpoints; None where it is none.
+    """Say why this job's persistent writer is, or would be, a danger to its checkpoints; None where it is not.
 
     It copies tensors from a GPU before training goes on, and reads those on the CPU later, where they lie: masters and
     moments of an offloaded optimizer, which ``DistributedOptimizer`` hands out as they are
@@ -143,7 +143,7 @@ def offload_hazard(arguments: Namespace, version: tuple[int, int] | None) -> str
 
 
 def _saves_asynchronously(arguments: Namespace) -> bool:
-    """Tell whether this job will save, asks for asynchronous saves, and in a format that can do them.
+    """Tell whether this job saves, asks to do so asynchronously, and uses a format that can.
 
     Asynchronous saving works with torch_dist only (help of --async-save, 0.7.0 to 0.19.2). A job set up by
     a YAML file is left alone: ``validate_yaml`` does not switch ``async_save`` off.
@@ -163,12 +163,12 @@ def _is_given(flag: str, command_line: Sequence[str]) -> bool:
 
 
 def megatron_version() -> Version | None:
-    """Return (major, minor) of the imported megatron.core, None where it does not tell."""
+    """Return (major, minor) of the imported megatron.core, None where it does not say."""
     return parse_version(getattr(sys.modules.get("megatron.core"), "__version__", ""))
 
 
 def nvrx_problem() -> str | None:
-    """Say why Megatron's nvrx strategy would fail in this environment; None when it works.
+    """Say why Megatron's nvrx strategy would fail in this environment; None where it works.
 
     Asks what Megatron asks: every import of ``get_async_strategy`` (0.17.0 on), then the parameter
     ``mp_mode`` of ``get_write_results_queue``, which ``init_persistent_async_worker`` requires (0.18.0 on,

@@ -1,7 +1,7 @@
-"""Be told when a module has just been imported, without importing it and without being seen.
+"""Notice that a module has just been imported, without importing it and without being seen.
 
 The finder answers for the watched names only. It takes the spec that the other finders give and puts a
-stand-in before its loader for the length of one execution; afterwards the module's ``__spec__``,
+stand-in before its loader for the duration of one execution; afterwards the module's ``__spec__``,
 ``__loader__`` and ``__file__`` are what they would be without us, so ``inspect.getsource``,
 ``importlib.reload`` and pickling see nothing new.
 """
@@ -47,7 +47,7 @@ class PostImportFinder(MetaPathFinder):
         """Ask the finders behind this one: those before it have already been asked, and had no answer.
 
         Each finder asks only downwards, so nothing recurses. A tool whose finder asks all of sys.meta_path
-        again gets our stand-in for its pains, and two stand-ins in a row call back twice: harmless.
+        again gets our stand-in, and two stand-ins in a row call back twice, which is harmless.
         """
         finders = list(sys.meta_path)
         behind = finders[finders.index(self) + 1 :] if self in finders else finders
@@ -60,14 +60,14 @@ class PostImportFinder(MetaPathFinder):
 
 
 class _StandInLoader:
-    """Behaves as the real loader in all but one thing: it calls back after ``exec_module``."""
+    """Behaves like the real loader in all but one thing: it calls back after ``exec_module``."""
 
     def __init__(self, loader: Any, after_import: AfterImport) -> None:
         self._loader = loader
         self._after_import = after_import
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # a copy made without __init__ would otherwise ask itself for ever
+        if name == "_loader":  # a copy made without __init__ would otherwise ask itself forever
             raise AttributeError(name)
         return getattr(self._loader, name)
 

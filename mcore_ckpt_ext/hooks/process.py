@@ -1,4 +1,4 @@
-"""What this package keeps in a process. It is the one thing in the hooks, and in saving, that changes."""
+"""What this package keeps in a process: the only thing in the hooks and in saving that changes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Process:
         self._kept: dict[type, Any] = {}
 
     def one(self, kind: type[Kept], make: Callable[[], Kept] | None = None) -> Kept:
-        """The object of a kind, made at first by `make`, or as the kind makes one of nothing."""
+        """The object of a kind; the first time, it is made by `make`, or by the kind itself without arguments."""
         with self._lock:
             if kind not in self._kept:
                 self._kept[kind] = (make or kind)()

@@ -1,4 +1,4 @@
-"""A name of the framework means something else for the length of a call, whatever happens in it."""
+"""A name of the framework means something else for the duration of a call, whatever happens in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def rebound(namespace: MutableMapping[str, Any], **values: Any) -> Iterator[None]:
-    """Give names that are there other values, and give them back what they had.
+    """Give existing names other values, and restore what they had.
 
     Args:
         namespace: the globals of a module, or the `vars` of its arguments.

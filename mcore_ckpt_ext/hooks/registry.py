@@ -48,7 +48,7 @@ class Seam(NamedTuple):
 
 
 class SeamStatus(NamedTuple):
-    """How one seam stands; ``version`` is the framework's, ``reason`` says why a seam is not patched."""
+    """The state of one seam; ``version`` is the framework's, ``reason`` says why a seam is not patched."""
 
     seam: str
     state: State
@@ -57,13 +57,13 @@ class SeamStatus(NamedTuple):
 
 
 class SeamMismatchError(Exception):
-    """The framework does not look as the seam expects."""
+    """The framework does not look the way the seam expects."""
 
 
 class _Patch:
     """One wrapped function: what it was, what stands in its place, and whether that is switched on.
 
-    ``dispatch`` stays harmless for ever: once switched off it is the original, so a wrapper that someone
+    ``dispatch`` stays harmless forever: once switched off it is the original, so a wrapper that someone
     else put on top of it, or a reference that nobody can find, goes on working after an uninstall.
     """
 
@@ -92,7 +92,7 @@ class HookRegistry:
     """Keeps a fixed list of seams wrapped, from ``install`` to ``uninstall``.
 
     Thread-safe. The lock guards the books only and is never held while something is imported, so it
-    cannot dead-lock with the import system's own locks.
+    cannot deadlock with the import system's own locks.
     """
 
     def __init__(self, seams: Sequence[Seam]) -> None:
@@ -104,7 +104,7 @@ class HookRegistry:
         self._reasons: dict[Seam, str] = {}
 
     def install(self) -> None:
-        """Wrap the seams of modules that are imported, and watch for the others; again is harmless."""
+        """Wrap the seams of modules that are imported, and watch for the others; a second call is harmless."""
         with self._lock:
             self._installed = True
             if self._finder not in sys.meta_path:
@@ -126,7 +126,7 @@ class HookRegistry:
             self._reasons.clear()
 
     def status(self) -> list[SeamStatus]:
-        """Tell how each seam stands, in the order of the seams."""
+        """Report the state of each seam, in the order of the seams."""
         with self._lock:
             return [self._status(seam) for seam in self._seams]
 
@@ -136,7 +136,7 @@ class HookRegistry:
                 self._patch(seam, module)
 
     def _patch(self, seam: Seam, module: ModuleType) -> None:
-        """Wrap one seam; whatever goes wrong is written down, and the framework stays as it is."""
+        """Wrap one seam; whatever goes wrong is noted, and the framework stays as it is."""
         try:
             original = _checked_target(seam, module)
             if not self._is_ours(seam, original):
@@ -180,7 +180,7 @@ class HookRegistry:
         return SeamStatus(str(seam), "waiting for import", version)
 
     def _on_top(self, seam: Seam) -> str | None:
-        """Say whose function stands where ours was put, if it is not ours."""
+        """Say whose function stands where ours was put, if ours no longer does."""
         module, patch = self._patches[seam][-1]
         current = getattr(module, seam.attribute, None)
         if current is patch.dispatch:

@@ -1,4 +1,4 @@
-"""Before a resume: is the checkpoint whole that it would take, and if not, which one would do."""
+"""Before a resume: whether the checkpoint that it would take is whole, and if not, which one would do."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def taking_what_is_whole(scope: MutableMapping[str, Any], directory: str | None)
         directory: the run folder.
 
     Raises:
-        ResumeRefusedError: on every rank, when another is whole, but the user did not allow to take it.
+        ResumeRefusedError: on every rank, when another one is whole, but the user did not allow it to be taken.
     """
     arguments = scope["get_args"]()
     standing = agreed("looking for a whole checkpoint", lambda: _looked(arguments, directory))[0]
@@ -53,7 +53,7 @@ def taking_what_is_whole(scope: MutableMapping[str, Any], directory: str | None)
 
 
 def _looked(arguments: Any, directory: str | None) -> Standing | None:
-    """Rank 0's look; every rank's would cost a big job's file system dearly."""
+    """Rank 0's look; a look by every rank would cost a big job's file system dearly."""
     served = directory and "://" not in str(directory) and hasattr(arguments, "ckpt_step")
     other_kind = getattr(arguments, "non_persistent_ckpt_type", None)
     if not served or other_kind or not is_first_rank() or not Path(str(directory)).is_dir():

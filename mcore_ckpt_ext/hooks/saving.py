@@ -61,7 +61,7 @@ def wrap_save_checkpoint(original: Function) -> Function:
 
 
 def wrap_schedule_async_save(original: Function) -> Function:
-    """Around `schedule_async_save`: watch over the writer, and finalise so that no rank is left waiting."""
+    """Around `schedule_async_save`: watch the writer, and finalise so that no rank is left waiting."""
 
     @functools.wraps(original)
     def schedule_async_save(async_request: Any, *positional: Any, **keywords: Any) -> Any:
@@ -122,7 +122,7 @@ def _new_coordinator() -> Coordinator:
 
 
 def _writers(original: Function, request: object = None) -> MegatronWriters:
-    """Those of the strategy that the job has chosen: its request tells, or its queue, which may not be there yet."""
+    """The writers of the strategy that the job has chosen: its request shows it, or its queue, if there is one."""
     scope = inspect.unwrap(original).__globals__
     modules = [type(item).__module__ for item in (request, scope.get("_async_calls_queue"))]
     is_other = any(module.startswith("nvidia_resiliency_ext.") for module in modules)
@@ -135,12 +135,12 @@ def _warn(line: str) -> None:
 
 
 def _goes_on() -> bool:
-    """Whether training goes on when a save fails: the user's argument, else the environment's, else not, as stock."""
+    """Whether training goes on when a save fails: by argument, else by environment; by default not, as in stock."""
     return ON_SAVE_FAILURE.chosen(sys.modules["megatron.training"].get_args()) == CONTINUE
 
 
 def _is_served(scope: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
-    """A persistent torch_dist checkpoint in a folder of the file system."""
+    """Whether it is a persistent torch_dist checkpoint in a folder of the file system."""
     arguments = scope["get_args"]()
     folder = str(arguments.save or "://")
     is_persistent = not call.get("non_persistent_ckpt", False)
@@ -150,7 +150,7 @@ def _is_served(scope: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
 def _save_of(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Save:
     arguments, iteration, release = scope["get_args"](), int(call["iteration"]), bool(call.get("release", False))
     folder = Path(scope["get_checkpoint_name"](arguments.save, iteration, release=release, return_base_dir=True))
-    # Behind a plus Megatron puts the commit of whatever repository it lies in.
+    # After a plus sign Megatron puts the commit of whatever repository it lies in.
     megatron = str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown")).partition("+")[0]
     recorder = PROCESS.one(PackingRecorder, lambda: PackingRecorder(announce, (__version__, megatron)))
     optimizer = call["optimizer"] if _saves_distributed_optimizer(arguments) else None

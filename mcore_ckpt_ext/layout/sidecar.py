@@ -1,4 +1,4 @@
-"""The sidecar `mcore_ckpt_ext.json`: the layout of the gradient buffers, recorded while it was known.
+"""The sidecar `mcore_ckpt_ext.json`: the packing of the gradient buffers, recorded while it was known.
 
 It is a witness like any other: what it says is constrained and proven before it is used.
 """
@@ -55,7 +55,7 @@ class SaveRecord:
     Attributes:
         asynchronous: whether training went on meanwhile.
         bytes: of all records.
-        seconds_stalled: for which training stood still, on rank 0.
+        seconds_stalled: how long training stood still, on rank 0.
         seconds_in_background: from there until all was on disk.
     """
 
@@ -83,7 +83,7 @@ class RecordedDigests:
 
 @dataclass(frozen=True)
 class Sidecar:
-    """What the file holds: who wrote it, of which job, the groups, what the save took and digests if they are recorded.
+    """What the file holds: who wrote it, of which job, the groups, and, if recorded, what the save took and digests.
 
     A sidecar without them, of an earlier release or of a job that needs none, is as good as one with them.
     """
@@ -105,7 +105,7 @@ class Sidecar:
         """Parse the file's text.
 
         Raises:
-            ValueError: it is no sidecar of a version known here, or says something twice.
+            ValueError: it is not a sidecar of a version known here, or it says something twice.
         """
         try:
             data: dict[str, Any] = json.loads(text, object_pairs_hook=_without_repetition)

@@ -123,7 +123,7 @@ def compare(
 ) -> Comparison:
     """Compare two checkpoints.
 
-    Equal means bit by bit: two NaN with the same bits are equal, 0.0 and -0.0 are not.
+    Equal means bit by bit: two NaNs with the same bits are equal, 0.0 and -0.0 are not.
 
     Args:
         a: a path as `open_checkpoint` takes it.

@@ -32,7 +32,7 @@ def agreed(phase: str, work: Callable[[], Result], consequence: str = "the optim
     Args:
         phase: what is being done, for the message.
         work: must not communicate.
-        consequence: in which state a refusal leaves the job.
+        consequence: the state in which a refusal leaves the job.
 
     Raises:
         ResumeRefusedError: some rank's work raised; the message holds the reasons.
@@ -43,10 +43,10 @@ def agreed(phase: str, work: Callable[[], Result], consequence: str = "the optim
 def agreed_among(
     exchange: Callable[[Any], dict[int, Any]], phase: str, work: Callable[[], Result], consequence: str
 ) -> dict[int, Result]:
-    """As `agreed`, among some ranks of the job.
+    """Like `agreed`, among some ranks of the job.
 
     Args:
-        exchange: an item of this rank in, those of all ranks concerned out, by rank.
+        exchange: takes an item of this rank, returns the items of all ranks concerned, by rank.
         phase: as there.
         work: as there.
         consequence: as there.
@@ -68,14 +68,14 @@ def agreed_among(
 
 
 def agreed_here(phase: str, work: Callable[[], Result], consequence: str = "the optimizer is untouched") -> Result:
-    """As `agreed`, but this rank's own result, which stays here."""
+    """Like `agreed`, but returns this rank's own result, which stays here."""
     kept: list[Result] = []
     agreed(phase, lambda: kept.append(work()), consequence)
     return kept[0]
 
 
 def attempt(work: Callable[[], object]) -> str | None:
-    """Do it; what went wrong, in one line, or None."""
+    """Do it; returns what went wrong, in one line, or None."""
     try:
         work()
     except (Exception, Failure) as error:  # noqa: BLE001 - told to all ranks by the caller
@@ -84,9 +84,9 @@ def attempt(work: Callable[[], object]) -> str | None:
 
 
 def text_of(error: BaseException) -> str:
-    """A user's error as it is, one of another kind with its class; of Megatron's collected ones, each rank's last line.
+    """An error of this package as it is, any other with its class; of Megatron's collected ones, each rank's last line.
 
-    On ranks other than 0 Megatron's says nothing.
+    On ranks other than 0, Megatron's says nothing.
     """
     if isinstance(error, Failure):
         return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
@@ -100,7 +100,7 @@ def reasons_of_all(reason: str | None) -> str:
 
 
 def device_of_collectives() -> torch.device:
-    """Where a collective of the default group wants its tensors."""
+    """The device on which a collective of the default group wants its tensors."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -1,4 +1,4 @@
-"""The process that writes a checkpoint in the background: whether it lives and moves, and what it says of its failure.
+"""The process that writes a checkpoint in the background: whether it lives and moves, and what it says when it fails.
 
 This module is imported by that process, too, so it imports neither torch nor a framework.
 """
@@ -89,11 +89,11 @@ def _append(path: str, text: str) -> None:
 
 
 class ProcessWatch:
-    """Looks after one writer process from the training process; every question costs microseconds.
+    """Watches one writer process from the training process; every question costs microseconds.
 
     Args:
         process: a `multiprocessing` process.
-        stays: whether it goes on to other work when it is done, so that its end says nothing of what it has delivered.
+        stays: whether it goes on to other work when it is done, so that its end says nothing about its delivery.
         say: told once when the writer has not moved for ten seconds.
     """
 
@@ -111,10 +111,10 @@ class ProcessWatch:
         self._told = False
 
     def problem(self, owes: bool) -> str | None:
-        """What is wrong with the writer, None if nothing is.
+        """What is wrong with the writer, or None.
 
         Args:
-            owes: its result is outstanding, so that even a proper end is one too early.
+            owes: its result is outstanding, so that even a proper end comes too early.
         """
         if not self.process.is_alive():
             return self._death() if owes or (self.process.exitcode and not self._stays) else None
@@ -156,7 +156,7 @@ def _signal_name(number: int) -> str:
 
 
 def _kills_for_memory() -> int:
-    """How often the kernel killed for memory in this process's control group (version 2); 0 where it is not told."""
+    """How often the kernel killed for memory in this process's control group (version 2); 0 where it does not say."""
     with contextlib.suppress(OSError, ValueError):
         fields = dict(line.split() for line in _OUT_OF_MEMORY.read_text().splitlines())
         return int(fields.get("oom_kill", 0))
@@ -188,7 +188,7 @@ def _signs_of_life(pid: int) -> tuple[object, ...]:
 
 
 def _killed_child(pid: int) -> str | None:
-    """The signal that killed a child of the writer; up to 0.16 it forks one a file, and waits for all without limit.
+    """The signal that killed a child of the writer; up to 0.16 it forks one per file, and waits for all without limit.
 
     Source: `write_preloaded_data_multiproc`, filesystem_async.py, core_v0.7.0 to 0.16.1.
     """

@@ -1,4 +1,4 @@
-"""A live job, one rank of it: its model and optimizer as they are to be filled, and what it tells the other ranks."""
+"""One rank of a live job: its model and optimizer as they are to be filled, and what it tells the other ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class LiveJob:
         """Args: the unwrapped model chunks, the live optimizer.
 
         Raises:
-            UnsupportedCheckpointError: the optimizer is of a kind that is not filled.
+            UnsupportedCheckpointError: this package does not fill this kind of optimizer.
             ModelMismatchError: see `Home.shards`.
         """
         self.homes = homes_of(optimizer)
@@ -45,7 +45,7 @@ class RankView:
 
 
 def check_same_kinds(views: Sequence[RankView]) -> None:
-    """Refuse ranks that keep their masters in different ways; one may lack what another has.
+    """Refuse ranks that keep their masters in different ways; a rank may lack a kind that another has.
 
     Raises:
         ModelMismatchError: two ranks were started with different options.

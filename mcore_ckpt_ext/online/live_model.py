@@ -1,8 +1,8 @@
 """Megatron's live model, seen as slices of model space.
 
 Attributes used, present from core_v0.7.0 to 0.19.2: `sharded_state_dict` of the model chunks, and what its entries
-say of themselves (megatron/core/dist_checkpointing/mapping.py). Nothing is imported: the objects are what the caller
-hands over.
+say about themselves (megatron/core/dist_checkpointing/mapping.py). Nothing is imported: the caller hands over the
+objects.
 """
 
 from __future__ import annotations

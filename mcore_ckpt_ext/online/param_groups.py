@@ -1,4 +1,4 @@
-"""Parameter groups carried from a checkpoint to a live optimizer by what they are, never by their position.
+"""Parameter groups carried over from a checkpoint to a live optimizer by what they are, never by their position.
 
 Stages order their groups by first use, and a stage lacks groups that it has no parameter for, so positions mean
 nothing across layouts (megatron/core/optimizer/__init__.py; by position up to core_v0.13, by identity since 0.14).
@@ -25,7 +25,7 @@ _OWN = frozenset({
 
 
 def carried_groups(live: Sequence[Group], stored: Sequence[Group]) -> list[dict[str, Any]]:
-    """For every live group its values after the resume, without `params`, in the live order.
+    """The values of every live group after the resume, without `params`, in the live order.
 
     Args:
         live: the live inner optimizer's groups.
@@ -38,9 +38,9 @@ def carried_groups(live: Sequence[Group], stored: Sequence[Group]) -> list[dict[
 
 
 def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: int | None) -> list[dict[str, Any]]:
-    """The same groups, and in Adam's groups their step where it was not written.
+    """The same groups, with their step added to Adam's groups where it was not written.
 
-    With HybridDeviceOptimizer Megatron asks torch's Adam alone, and writes no step on ranks that offload nothing
+    With HybridDeviceOptimizer, Megatron asks only torch's Adam, and writes no step on ranks that offload nothing
     (`DistributedOptimizer.state_dict`, megatron/core/optimizer/distrib_optimizer.py, core_v0.12.1 to 0.19.2). The
     scheduler counts the samples of the steps that were made (`train_step`, megatron/training/training.py), so it tells
     whether every iteration was one.
@@ -48,7 +48,7 @@ def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: in
     Args:
         stored: all groups of the checkpoint.
         common: its common state.
-        batch_size: samples of an iteration, where all had as many.
+        batch_size: samples in an iteration, where all had the same number.
 
     Raises:
         UnsupportedCheckpointError: no group has a step, and it does not follow from anything else.
@@ -90,7 +90,7 @@ def _carried(group: Group, stored: Sequence[Group]) -> dict[str, Any]:
         carried = {key: value for key, value in matches[0].items() if key not in _OWN}
         return {**own, **carried}
     if not group["params"] and stored:
-        # Nothing is trained by it on this rank; the step must still be the one of all groups.
+        # It trains nothing on this rank; its step must still be that of all groups.
         return {**own, **({"step": stored[0]["step"]} if "step" in stored[0] else {})}
     if len({group.get("step") for group in matches}) > 1 and _distinct(matches, "step") == 1:
         raise UnsupportedCheckpointError(
@@ -108,7 +108,7 @@ def _carried(group: Group, stored: Sequence[Group]) -> dict[str, Any]:
 
 
 def override_bounds(groups: Sequence[MutableMapping[str, Any]], arguments: JobArguments) -> None:
-    """Give live groups the bounds that the job's arguments say, in place, as --override-opt_param-scheduler asks.
+    """Give live groups, in place, the bounds in the job's arguments, as --override-opt_param-scheduler asks.
 
     Megatron's development head does so after loading (`load_checkpoint`, megatron/training/checkpointing.py, 0.20.0 of
     August 2026).
@@ -125,6 +125,6 @@ def override_bounds(groups: Sequence[MutableMapping[str, Any]], arguments: JobAr
 
 
 def _distinct(groups: Sequence[Group], *but: str) -> int:
-    """How many groups differ in what is carried, some of it left out."""
+    """How many groups differ in what is carried over, apart from the keys in `but`."""
     plain = [{k: v for k, v in group.items() if k not in _OWN and k not in but} for group in groups]
     return len({repr(sorted(group.items())) for group in plain})

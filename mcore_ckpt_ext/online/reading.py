@@ -1,4 +1,4 @@
-"""What one rank reads of a checkpoint for its optimizer."""
+"""What one rank reads from a checkpoint for its optimizer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Reading:
 
         Args:
             kind: which.
-            rooms: for each shard that keeps it the memory, 1-D, that receives it.
+            rooms: the memory, 1-D, that receives it, for each shard that keeps it.
 
         Returns:
             The elements that the checkpoint does not have.

@@ -43,7 +43,7 @@ class PackingRecorder:
     def prepared(
         self, chunks: Callable[[], Sequence[Any]], optimizer: Any, arguments: Mapping[str, Any], iteration: int
     ) -> Callable[[SaveRecord], str]:
-        """What gives the sidecar's text once it is known what a save took; a collective call.
+        """Returns what gives the sidecar's text once it is known how long a save took; a collective call.
 
         Args:
             chunks: gives the unwrapped model chunks.
@@ -74,11 +74,11 @@ class PackingRecorder:
             return None
         try:
             return {number: found.regions[0].name for number, found in live_parameters(chunks).items()}
-        except Exception:  # noqa: BLE001 - told where they are missed
+        except Exception:  # noqa: BLE001 - reported where they are missed
             return {}
 
     def _digested(self, optimizer: Any) -> tuple[RecordedDigests, ...]:
-        """Of this save's state, while it is what is saved; all parts of it, or nothing."""
+        """The digests of this save's state, taken while it is being saved; of all its parts, or none."""
         names = self._names[optimizer]
         if names is None:
             return ()
@@ -98,7 +98,7 @@ class PackingRecorder:
         saved: SaveRecord,
         digests: tuple[RecordedDigests, ...],
     ) -> str:
-        """Empty where it cannot be made: a checkpoint without it is as good as before."""
+        """The sidecar's text; empty where it cannot be made: a checkpoint without it is as good as before."""
         if not groups:
             return ""
         written_by, megatron = self._versions
@@ -134,7 +134,7 @@ def _parts(optimizer: Any, names: Mapping[int, str]) -> list[_Part]:
 
 
 def _held(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[_Place, torch.Tensor, int]]:
-    """Of what, the values as they are saved, and at which element of the parameter they begin.
+    """What it is, its values as they are saved, and the element of the parameter at which they begin.
 
     Source: `DistributedOptimizer._get_main_param_and_optimizer_states`, megatron/core/optimizer/distrib_optimizer.py,
     core_v0.12.1 to 0.19.2, which every format but the legacy one takes its values from.
@@ -159,7 +159,7 @@ def _joined(parts: Iterable[_Part]) -> tuple[RecordedDigests, ...]:
 
 
 def _first_instances(optimizer: Any) -> Iterator[tuple[int, Any]]:
-    """The DistributedOptimizers by number; with several instances of each, which hold the same, those of the first."""
+    """The DistributedOptimizers by number; of several instances, which hold the same, the first."""
     found = Chain.of(optimizer).distributed
     for number, child in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
         if child in found and getattr(child, "distributed_optimizer_instance_id", 0) == 0:

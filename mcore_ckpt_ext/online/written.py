@@ -1,4 +1,4 @@
-"""What a job has written, by the index of its checkpoint: every record by some rank, every file there in full."""
+"""What a job has written, by the index of its checkpoint: every record by some rank, and every file in full."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stored_bytes(metadata: Metadata) -> int:
 
 
 def problems_on_disk(metadata: Metadata, folder: Path) -> Iterator[str]:
-    """What of a checkpoint is not there, by the index just written: records no rank wrote, files missing or cut off.
+    """What is missing from a checkpoint, by the index just written: records no rank wrote, files missing or cut off.
 
     Megatron itself counts the answers of each rank's writers, not what they wrote, and looks at no file.
     """
@@ -59,11 +59,11 @@ def _expected(metadata: Metadata) -> Iterator[MetadataIndex]:
 
 @contextlib.contextmanager
 def judged(storage_writer: Any, judge: Callable[[Any], list[str]], troubles: list[str]) -> Iterator[None]:
-    """Within it the step that writes the index raises on no rank alone, where stock leaves the others in a broadcast.
+    """Within this context, the step that writes the index never raises on one rank alone and leaves others waiting.
 
     Args:
         storage_writer: torch's, of this save.
-        judge: what is wrong on the disk, by the index that has just been written; asked on rank 0.
+        judge: says what is wrong on the disk, by the index that has just been written; asked on rank 0.
         troubles: gets what went wrong in writing the index, or by that judgement.
     """
     finish, retrieve = storage_writer.finish, storage_writer.retrieve_write_results

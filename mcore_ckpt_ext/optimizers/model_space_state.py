@@ -26,7 +26,7 @@ STATE_KEY = re.compile(CHAIN + r"optimizer\.state\.(?P<state>\w+?)\.(?P<key>.+)$
 
 
 class ModelSpaceState(OptimizerState):
-    """Optimizer state that needs no layout."""
+    """Optimizer state that needs no packing to be known."""
 
     def __init__(self, keys: StoredKeys, distributed: bool = True) -> None:
         """Args: what is stored, and whether a DistributedOptimizer did."""

@@ -128,7 +128,7 @@ def test_doctor_tells_of_a_setting_that_nobody_understands(
     monkeypatch.setenv("MCORE_CKPT_EXT", "0")
     monkeypatch.setenv("MCORE_CKPT_EXT_FALLBACK", "yes")
     assert main(["doctor"]) == 1
-    assert "'yes' is not understood, so it is as if not set" in capsys.readouterr().out
+    assert "'yes' is not understood, so it counts as not set" in capsys.readouterr().out
 
 
 def test_help_does_not_wait_for_torch(without_frameworks: dict[str, str], tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_what_nothing_knows_is_named(
     assert same.equal  # who asks for weights is told of weights
     assert main(["diff", str(strange.run), str(strange.run)]) == 1
     told = capsys.readouterr().out
-    assert told.count("not looked at, for nothing here knows it: ") >= 4
+    assert told.count("not looked at, because nothing here knows it: ") >= 4
     assert LOST in told
     # Lost elements cannot be compared, not even with themselves.
     lost = mcore_ckpt_ext.open_checkpoint(strange.run).optimizer.lost_elements()
