@@ -74,7 +74,7 @@ def prepare(
     verify_all: bool = False,
     accept_lost: bool = False,
 ) -> Prepared:
-    """Open the checkpoint, recover its layout as far as this rank needs it, plan, and check every record; collective.
+    """Open the checkpoint, recover its packing as far as this rank needs it, plan, and check every record; collective.
 
     Args:
         folder: the iteration folder.
@@ -82,7 +82,7 @@ def prepare(
         optimizer: the live optimizer.
         arguments: Megatron's arguments of the run.
         verify_all: compare the checksums of all records, shared between the ranks.
-        accept_lost: take masters that the checkpoint lost from the weights, and moments as zero.
+        accept_lost: where the checkpoint lost elements, take masters from the weights and zero for moments.
 
     Raises:
         ResumeRefusedError: on every rank, when some rank cannot.
@@ -122,7 +122,7 @@ def prepare(
 
 @dataclass(frozen=True)
 class Prepared:
-    """A resume that is planned; nothing is touched yet."""
+    """A planned resume; nothing is touched yet."""
 
     job: LiveJob
     checkpoint: Checkpoint
@@ -140,7 +140,7 @@ class Prepared:
 
     @property
     def filled_elements(self) -> int:
-        """Elements of this rank's room that the checkpoint does not have."""
+        """Elements of this rank's memory that the checkpoint does not have."""
         return sum(fill.stop - fill.start for plan in self.reading.plans for fill in plan.fills)
 
     @property
@@ -164,12 +164,12 @@ class Prepared:
 
     @property
     def proof(self) -> Proof:
-        """How masters are proven: as the checkpoint allows, or as live weights do that are fp8 or fp4."""
+        """How masters are proven: as the checkpoint allows, or as live weights in fp8 or fp4 allow."""
         live = (quantisation(shard.live.parameter) for shard in self.job.shards)
         return reduce(weaker_of, live, self.checkpoint.proof)
 
     def prove(self) -> Proven:
-        """Read this rank's masters and compare them with the live weights, which the framework has loaded by now.
+        """Read this rank's masters and compare them with the live weights, which the framework has already loaded.
 
         The masters land in the memory that will hold the first moments afterwards: no byte is read twice, and no
         rank holds more than its own shards. Collective.
@@ -182,7 +182,7 @@ class Prepared:
             masters = {shard: shard.home.room(shard) for shard in self.job.shards}
             for shard, parts in self.reading.read(FP32_PARAM, masters).items():
                 for part in parts:
-                    # Rows of padded vocabulary, and lost elements that the user accepts: whatever the weights are.
+                    # Rows of padded vocabulary, and accepted lost elements: they take the values of the weights.
                     masters[shard][part] = shard.weight[part].float()
             for shard, master in masters.items():
                 if not self.checkpoint.follow_from_weights(shard.name):
@@ -194,7 +194,7 @@ class Prepared:
 
 @dataclass(frozen=True)
 class Proven:
-    """A resume whose masters are read, and proven to be those of the live weights; the optimizer is untouched yet."""
+    """A resume whose masters are read and proven to be those of the live weights; the optimizer is still untouched."""
 
     prepared: Prepared
     masters: dict[LiveShard, torch.Tensor]
@@ -226,7 +226,7 @@ class Proven:
         return self._summary(sum(changed))
 
     def _set_master(self, shard: LiveShard, master: torch.Tensor) -> int:
-        """Returns: weights that changed, for optimizers differ where a master lies halfway between two of them."""
+        """Returns: how many weights changed: optimizers differ where a master lies halfway between two of them."""
         shard.home.set_master(shard, master)
         if shard.home.proof(shard) is not None and not self.prepared.checkpoint.follow_from_weights(shard.name):
             return 0
@@ -279,10 +279,10 @@ def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
 
 
 def _check_kinds(checkpoint: Checkpoint, shard: LiveShard) -> None:
-    """Refuse an optimizer that keeps something else of a parameter than the one that wrote the checkpoint.
+    """Refuse an optimizer that keeps different state for a parameter than the one that wrote the checkpoint.
 
     Raises:
-        ModelMismatchError: its state follows from nothing that is stored, or something stored would be dropped.
+        ModelMismatchError: its state cannot be derived from what is stored, or something stored would be dropped.
     """
     state = checkpoint.optimizer
     stored = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None} - {FP32_PARAM}

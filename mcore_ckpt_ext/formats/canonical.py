@@ -54,7 +54,7 @@ class CanonicalCheckpoint(Checkpoint):
         self._about = read_json(folder / COMMON_FILE)
         if self._about.get("format") != _MARK or self._about.get("version") != _VERSION:
             raise UnsupportedCheckpointError(
-                "this is no canonical checkpoint that this version reads",
+                "this is not a canonical checkpoint that this version reads",
                 found=f"{self._about.get('format')}, version {self._about.get('version')}",
                 expected=f"{_MARK}, version {_VERSION}",
                 where=str(folder / COMMON_FILE),

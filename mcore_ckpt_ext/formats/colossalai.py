@@ -1,4 +1,4 @@
-"""ColossalAI's sharded folders as a source: Hugging Face's layout of the weights, and an optimizer's shards.
+"""ColossalAI's sharded folders as a source: weights as Hugging Face arranges them, and an optimizer's shards.
 
 ``Booster.save_model(shard=True)`` writes what transformers loads; ``save_optimizer(shard=True)`` writes the states of
 the parameters by their numbers, a file for the groups, and an index that names both (0.5.0, checkpoint_io/utils.py:
@@ -60,7 +60,7 @@ def is_colossalai(folder: Path) -> bool:
 
 
 def weights_below(folder: Path) -> str | None:
-    """In which folder below the weights lie, empty for the folder itself; None where it is none of ColossalAI's."""
+    """The folder below that holds the weights, empty for the folder itself; None where it is none of ColossalAI's."""
     if is_huggingface(folder):
         return "" if _optimizer_index(folder) or _has_its_shards(folder) else None
     below = sorted(path for path in _folders(folder) if is_huggingface(path))
@@ -104,7 +104,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
             folder: with the weights and, where there is one, the optimizer; or with a folder for each.
             witnesses: see `Checkpoint`.
             family: see `HuggingFaceCheckpoint`.
-            transformer_impl: as there.
+            transformer_impl: likewise.
 
         Raises:
             UnreadableCheckpointError: a file is missing or damaged, or the index and the files disagree.
@@ -118,7 +118,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         self._optimizer_files = {file: keys for index in self._indices for file, keys in self._listed(index)}
 
     def _listed(self, index: Path) -> Iterator[tuple[str, set[str]]]:
-        """Every file of states that an index names, with the parameters that are to be in it."""
+        """Every file of states that an index names, with the parameters that should be in it."""
         content = read_json(index)
         numbers, groups = content.get("weight_map"), content.get("metadata", {}).get("param_groups")
         if not isinstance(numbers, Mapping) or not isinstance(groups, str):
@@ -169,7 +169,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
 
     @override
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        """Those of torch among its files; safetensors have no checksums."""
+        """The torch archives among its files; safetensors have no checksums."""
         weights = [file for file, _, _ in super().archives()]
         groups = [self._group_file] if self._indices else []
         files = [file for file in (*weights, *self._optimizer_files, *groups) if file.endswith(".bin")]

@@ -1,7 +1,7 @@
 """Gives ColossalAI's classes the strict methods, and takes them back without a trace.
 
-Unlike Megatron's seams these are not put in place by ``import torch``: what a state dict holds changes, so one asks
-for it.
+Unlike Megatron's seams, these are not put in place by ``import torch``: what a state dict holds changes, so the user
+asks for it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _lock = threading.RLock()
 
 
 class _Patched(dict[Any, dict[str, tuple[Any, Any]]]):
-    """For every patched class and module what its namespace held before, and what was put there."""
+    """For every patched class and module: what its namespace held before, and what was put there."""
 
 
 def install(dtype: Precision = "master", plugins: str | Sequence[str] = ("gemini",)) -> None:
-    """Make the strict methods those of ColossalAI's classes; again sets the dtype, and adds plugins.
+    """Give ColossalAI's classes the strict methods; a second call sets the dtype, and adds plugins.
 
     Args:
         dtype: what `state_dict()` and Booster give and write for Gemini: "master" (fp32, exact), "compute", or a
@@ -86,7 +86,7 @@ def uninstall() -> None:
 
 
 def status() -> list[SeamStatus]:
-    """Tell for every class whether its methods are strict; nothing is imported for that."""
+    """Report for every class whether its methods are strict; nothing is imported for that."""
     version = getattr(sys.modules.get("colossalai"), "__version__", None)
     with _lock:
         patched = {f"{cls.__module__}.{cls.__qualname__}" for cls in _patched() if isinstance(cls, type)}

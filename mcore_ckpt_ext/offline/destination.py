@@ -44,7 +44,7 @@ class Destination:
     iteration: str
 
     def check_replaceable(self, path: Path) -> None:
-        """What was moved aside has another path.
+        """Refuse a folder that must not be replaced; what was moved aside has another path.
 
         Raises:
             DestinationError: it is no checkpoint, or more than that.

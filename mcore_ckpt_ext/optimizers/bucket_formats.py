@@ -1,8 +1,8 @@
-"""The optimizer formats `dp_reshardable` and `fully_sharded_bucket_space`: one array a bucket and kind.
+"""The optimizer formats `dp_reshardable` and `fully_sharded_bucket_space`: one array for each bucket and kind.
 
 Sources in megatron/core/optimizer/distrib_optimizer.py: `sharded_param_state_dp_reshardable` (core_v0.15.0 to 0.19.2)
 and `sharded_param_state_fs_bucket_space` (core_v0.6.0 to 0.14.0). Each rank writes a chunk for each of its parameter
-pieces, and for what lies between them. The older format stores the padding at bucket ends, too.
+pieces, and for what lies between them. The older format also stores the padding at bucket ends.
 """
 
 from __future__ import annotations

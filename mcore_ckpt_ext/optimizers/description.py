@@ -1,4 +1,4 @@
-"""Which optimizer a state is of, in words."""
+"""Which optimizer a state belongs to, in words."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Digests that the sidecar recorded of flat optimizer state, compared with what is stored.
 
-Remainders of masters go with any weight, so that nothing in a checkpoint shows one that is misplaced. A digest of each
+Remainders of masters go with any weight, so that nothing in a checkpoint shows a misplaced one. A digest of each
 parameter's state, from the save on, does: it tells which values lay at which elements of which parameter.
 """
 
@@ -32,7 +32,7 @@ def differing(buffers: FlatBuffers, kinds: Collection[str] | None = None, share:
     Args:
         buffers: the state.
         kinds: what to look at; by default all that was recorded.
-        share: of how many parts the work has, this one: number and count.
+        share: which part of the work this is: its number, and how many there are.
     """
     placed = [
         (group, key, placement)
@@ -64,7 +64,7 @@ def check_digests(buffers: FlatBuffers, where: str, share: tuple[int, int] = (0,
     """Refuse remainders that are not those that were saved.
 
     Raises:
-        ProofError: of some parameter they are not.
+        ProofError: some parameter's are not.
     """
     problems = differing(buffers, (PARAM_REMAINDER,), share)
     if problems:

@@ -1,4 +1,4 @@
-"""The optimizer format `dp_zero_gather_scatter`: one pickled object a group, whole buffers in it.
+"""The optimizer format `dp_zero_gather_scatter`: one pickled object for each group, with whole buffers in it.
 
 Source: `DistributedOptimizer.get_parameter_state_dp_zero` (megatron/core/optimizer/distrib_optimizer.py, core_v0.7.0
 to 0.19.2); the legacy `distrib_optim.pt` is the same object in a file of its own. The pickle is read, which is small;
@@ -41,7 +41,7 @@ def dp_zero_state(keys: StoredKeys) -> FlatState:
     """The flat arrays of a checkpoint.
 
     Raises:
-        UnsupportedCheckpointError: the object is of a version before core_v0.7.0.
+        UnsupportedCheckpointError: a version before core_v0.7.0 wrote the object.
     """
     state: dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]] = {}
     for key, place in keys.objects.items():

@@ -32,7 +32,7 @@ _BESIDE_BUFFERS = re.compile(
 
 
 def is_of_group(key: str) -> bool:
-    """Whether an object beside gradient buffers is read, or follows from what is.
+    """Whether an object beside gradient buffers is read, or follows from what is read.
 
     Source: `sharded_state_dict` of `DistributedOptimizer`, megatron/core/optimizer/distrib_optimizer.py, core_v0.6.0 to
     0.19.2.
@@ -41,7 +41,7 @@ def is_of_group(key: str) -> bool:
 
 
 class Holder(Protocol):
-    """What an encoding needs of the checkpoint that holds it."""
+    """What an encoding needs from the checkpoint that holds it."""
 
     folder: Path
     transfer: Transfer
@@ -80,9 +80,9 @@ class StoredKeys:
     Attributes:
         arrays: by sharded key.
         objects: by key with Megatron's `/shard_...` suffix.
-        natural_shapes: of arrays that are stored reshaped.
+        natural_shapes: the shapes of arrays that are stored reshaped.
         chunks_show_parameters: see `DcpIndex`.
-        label: what the checkpoint calls it all; some of it may be stored otherwise.
+        label: what the checkpoint calls all of it; some of it may be stored differently.
         read_object: reads one of the objects.
     """
 
@@ -98,7 +98,7 @@ class StoredKeys:
         return self.only([key for key in (*self.arrays, *self.objects) if _OPTIMIZER_KEY.match(key)])
 
     def only(self, keys: Collection[str]) -> StoredKeys:
-        """The part under some keys."""
+        """The part under the given keys."""
         chosen = set(keys)
         arrays = {key: array for key, array in self.arrays.items() if key in chosen}
         objects = {key: place for key, place in self.objects.items() if key in chosen}
@@ -122,10 +122,10 @@ class Encoding:
         read: makes the state of what was claimed, given the parameters that no other encoding names.
         stock_loads: whether Megatron itself loads an intact one correctly, by whether the gradient buffers of the run
             differ from those of the job that wrote it, and the version of the running megatron-core.
-        note: what to know when stock Megatron resumes it.
+        note: what a user should know when stock Megatron resumes it.
         shows_names: whether every array says which parameter it belongs to; otherwise that is recovered.
         distributed: whether a DistributedOptimizer has it.
-        opening_reads_elements: whether what there is shows only in a look at elements.
+        opening_reads_elements: whether only a look at elements shows what is there.
     """
 
     name: str

@@ -147,9 +147,9 @@ class FlatBuffers(OptimizerState):
         return (self,)
 
     def copies(self, kind: str, name: str) -> Copies:
-        """For each part of a tensor that some rank held its copies, each of them as the slices that hold it.
+        """The copies of each part of a tensor that some rank held, each as the slices that hold it.
 
-        Tensor-parallel ranks hold copies of what is not cut between them, pipeline ranks of a tied embedding.
+        Tensor-parallel ranks hold copies of what is not cut between them, pipeline ranks copies of a tied embedding.
         """
         parts: dict[tuple[Region, ...], list[list[StoredSlice]]] = {}
         for group, key, placement in self._placed.get(name, ()):

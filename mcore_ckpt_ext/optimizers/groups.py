@@ -1,4 +1,4 @@
-"""What a parameter group of an optimizer is, whatever its position: the settings that tell groups apart."""
+"""The identity of an optimizer's parameter group, whatever its position: the settings that tell groups apart."""
 
 from __future__ import annotations
 

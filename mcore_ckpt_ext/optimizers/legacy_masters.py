@@ -1,4 +1,4 @@
-"""Legacy optimizer state without DistributedOptimizer: every rank's masters and moments, one tensor a parameter.
+"""Legacy optimizer state without DistributedOptimizer: every rank's masters and moments, one tensor for each parameter.
 
 Source: `Float16OptimizerWithFloat16Params.state_dict`, megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2:
 `fp32_from_fp16_params` lists the masters group by group, each group in the order in which its parameters were
@@ -37,7 +37,7 @@ from mcore_ckpt_ext.transfer import Transfer, read_slice
 NAME = "legacy_torch_per_parameter"
 MASTERS = "fp32_from_fp16_params"
 _SAMPLE = 64
-# How a group of Adam is told from all others (Lion has no eps, SGD no betas), and what it keeps of each parameter.
+# How a group of Adam is told from all others (Lion has no eps, SGD no betas), and what it keeps for each parameter.
 _ADAM, _MOMENTS_OF_ADAM = frozenset({"betas", "eps"}), frozenset({EXP_AVG, EXP_AVG_SQ})
 
 _Queue = deque[dict[str, TensorReference]]
@@ -103,7 +103,7 @@ class LegacyMasters(RankArrays, OptimizerState):
             raise self._ambiguous(f"{left} masters or moments fit no weight", "the stored model", rank)
 
     def _check_all_trained(self, queues: Sequence[_Queue], rank: RankOptimizers) -> None:
-        """In fp32 training shapes and order alone tell: only where nothing was left out are they certain."""
+        """In fp32 training only shapes and order tell, and they are certain only where nothing was left out."""
         parameters = [name for name, _ in rank.parameters if not is_module_buffer(name)]
         if (stored := sum(map(len, queues))) != len(parameters):
             raise self._ambiguous(f"state of {stored} parameters, of {len(parameters)}", "the stored model", rank)

@@ -1,4 +1,4 @@
-"""Masters that are not stored as fp32 numbers of their own: what they follow from, and how."""
+"""Masters that are not stored as fp32 numbers of their own: what they are derived from, and how."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
 
 
 class JoinedMasters(WrappedState):
-    """A state that stores remainders beside bf16 weights; its masters are both together."""
+    """A state that stores remainders beside bf16 weights; its masters are the two joined."""
 
     def __init__(self, state: OptimizerState, weights: Source) -> None:
         super().__init__(state)
@@ -25,7 +25,7 @@ class JoinedMasters(WrappedState):
 
     @property
     def carried_kinds(self) -> tuple[str, ...]:
-        """The masters say what the remainders say."""
+        """Without the remainders, which the masters contain."""
         return tuple(kind for kind in self.kinds if kind != PARAM_REMAINDER)
 
     @override
@@ -42,11 +42,11 @@ class JoinedMasters(WrappedState):
         return remainder and LogicalTensor(name, remainder.shape, "float32")
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """Of a joined master, the remainders."""
+        """For a joined master, the slices of its remainders."""
         return self.state.stored(PARAM_REMAINDER if self._is_joined(kind, name) else kind, name)
 
     def copies(self, kind: str, name: str) -> Copies:
-        """Of a joined master, those of the remainders."""
+        """For a joined master, the copies of its remainders."""
         return self.state.copies(PARAM_REMAINDER if self._is_joined(kind, name) else kind, name)
 
     @override
@@ -131,7 +131,7 @@ class WeightsAsMasters(WrappedState):
         return self._weight(name) if found is None and kind == FP32_PARAM else found
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """What the weights are stored in."""
+        """The slices that store the weights."""
         found = self.state.stored(kind, name)
         return found or (self._weights.stored(WEIGHT, name) if kind == FP32_PARAM and self._weight(name) else found)
 
@@ -145,7 +145,7 @@ class WeightsAsMasters(WrappedState):
 
 
 def with_masters(state: OptimizerState, weights: Source) -> OptimizerState:
-    """The same state, with masters where it stores what they follow from."""
+    """The same state, with masters where it stores what they are derived from."""
     if PARAM_REMAINDER in state.kinds:
         return JoinedMasters(state, weights)
     if state.buffers:  # which hold every parameter's master, fp32 or not

@@ -4,7 +4,7 @@ Sources in megatron/core/optimizer: `sharded_param_state_fully_reshardable` (dis
 0.19.2) and `sharded_param_state_fs_model_space` (core_v0.8.0 to 0.15.3); `sharded_state_dict` of
 `Float16OptimizerWithFloat16Params` and `FP32Optimizer` (optimizer.py, core_v0.7.0 to 0.19.2) and of
 `LayerWiseDistributedOptimizer` (layer_wise_optimizer.py, core_v0.16.0 to 0.19.2), which stores as they do. What a
-checkpoint says of itself may be the word of another of its optimizers, so keys decide: `fully_reshardable` calls the
+checkpoint says about itself may be true of only one of its optimizers, so keys decide: `fully_reshardable` calls the
 masters `param`, all others `fp32_param`, and layer-wise optimizers are a chain that marks its keys.
 """
 
@@ -34,7 +34,7 @@ _SAMPLE = 64
 
 
 def encoding_of(keys: StoredKeys) -> dict[str, str]:
-    """The encoding of every array in model space, by key; judged for each parameter by all its keys."""
+    """The encoding of every array in model space, by key; decided for each parameter by all its keys."""
     parts = {key: match for key in keys.arrays if (match := STATE_KEY.match(key))}
     gathered = {match["key"] for match in parts.values() if match["state"] == _FULLY_RESHARDABLE_MASTER}
     found = {}
@@ -80,7 +80,7 @@ def _read_repaired(holder: Holder, keys: StoredKeys, models: Callable[[], LocalM
 
 
 def _holds_numbers(state: ModelSpaceState, holder: Holder) -> bool:
-    """Whether the stored "masters" are remainders: all of them whole numbers, and not all the weights themselves."""
+    """Whether the stored "masters" are remainders: all of them whole numbers, and not all equal to the weights."""
     differ = False
     for name in state.names(FP32_PARAM):
         for stored in state.stored(FP32_PARAM, name)[:1]:

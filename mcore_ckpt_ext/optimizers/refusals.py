@@ -1,4 +1,4 @@
-"""Optimizer state that no weight can prove, or that cannot be placed: refused before anything is read."""
+"""Optimizer state that no weight can prove, or that cannot be placed, is refused before anything is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
         encodings: of the state, by name.
 
     Raises:
-        UnsupportedCheckpointError: it is of such a kind.
+        UnsupportedCheckpointError: the state is of such a kind.
     """
     found = _unprovable(holder, keys)
     if found:
@@ -72,8 +72,8 @@ def _transposes_experts(arguments: JobArguments) -> bool:
     """Whether the job's experts were `GroupedMLP` (megatron/core/transformer/moe/experts.py, core_v0.7.0 to 0.16.1).
 
     It keeps one matrix for all experts of a rank, transposed; `sharded_state_dict` turns its weights, not the flat
-    optimizer state. Who chooses it: megatron/core/models/gpt/moe_module_specs.py (core_v0.11.0 to 0.16.1); what an
-    older version chose, its arguments do not tell, and the proof decides.
+    optimizer state. Who chooses it: megatron/core/models/gpt/moe_module_specs.py (core_v0.11.0 to 0.16.1); an
+    older version's arguments do not say what it chose, and the proof decides.
     """
     chosen = arguments.moe_use_legacy_grouped_gemm
     return bool(arguments.moe_grouped_gemm) and bool(

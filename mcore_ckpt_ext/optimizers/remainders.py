@@ -1,10 +1,10 @@
-"""fp32 masters kept as the int16 that bf16 weights lack, and back.
+"""fp32 masters split into bf16 weights and the int16 that those lack, and joined again.
 
 `store_param_remainders` of Transformer Engine's FusedAdam (transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to
 2.20; `AdamFunctorMasterParamRemainder` of transformer_engine/common/multi_tensor/adam.cu): the weight holds the upper
 16 bits of the master, one more where the lower ones, read as a signed number, are negative. So the weight is the master
 rounded to nearest, but ties go away from zero, where a cast to bf16 takes the even neighbour. Every pair of a weight
-and a remainder is that of some master: which remainder belongs to which weight shows nowhere in the numbers.
+and a remainder belongs to some master: the numbers do not show which remainder belongs to which weight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def join(weights: torch.Tensor, remainders: torch.Tensor) -> torch.Tensor:
 
     Args:
         weights: bf16.
-        remainders: int16, of as many elements.
+        remainders: int16, with as many elements.
     """
     halves = torch.empty((*weights.shape, 2), dtype=torch.int16, device=weights.device)
     halves[..., _LOW] = remainders.reshape(weights.shape)

@@ -34,7 +34,7 @@ _SAMPLE = 64
 
 @dataclass(frozen=True)
 class _Shifted:
-    """A local parameter whose slot holds other elements, and where in the joined buffer its own ones lay."""
+    """A local parameter whose slot holds other elements, and where its own lay in the joined buffer."""
 
     rank: ModelRank
     placement: Placement
@@ -42,7 +42,7 @@ class _Shifted:
 
 
 class ShiftedState(OptimizerState):
-    """A `fully_reshardable` state whose shifted parameters are looked up where their elements really stand.
+    """A `fully_reshardable` state whose shifted parameters are looked up where their elements really are.
 
     Elements that are in no slot are missing from `stored`, so that planning their tensor is refused. `written` is the
     state as its slots hold it.
@@ -67,7 +67,7 @@ class ShiftedState(OptimizerState):
         return self._written
 
     def copies(self, kind: str, name: str) -> Copies:
-        """Those of the slots, which are all there, whatever they hold."""
+        """The copies of the slots, which are all there, whatever they hold."""
         return self.written.copies(kind, name)
 
     @override
@@ -118,7 +118,7 @@ def repaired(
     weights: Source,
     transfer: Transfer,
 ) -> ModelSpaceState | ShiftedState:
-    """The state as it is to be read: as written where that is right, else repaired by the first order that holds.
+    """The state as it is to be read: as written where that is right, otherwise repaired by the first order that holds.
 
     Where neither holds it is returned as written; the proof then refuses what is wrong.
     """
@@ -138,7 +138,7 @@ def shifted_names(models: LocalModels, order: ParameterOrder) -> list[str]:
 
 
 def _shifted(models: LocalModels, order: ParameterOrder) -> dict[str, list[_Shifted]]:
-    """All local parameters behind some end padding, by name; those that hold the copy to read first come first."""
+    """All local parameters after some end padding, by name; those that hold the copy to read first come first."""
     found: dict[str, list[_Shifted]] = {}
     ranks = sorted({rank for name in models.weights for rank in models.ranks_of(name)})
     for rank in ranks:

@@ -1,4 +1,4 @@
-"""What every optimizer state of a checkpoint answers, however it is stored."""
+"""What every optimizer state of a checkpoint can answer, however it is stored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class OptimizerState(StoredOnce, ABC):
 
     @abstractmethod
     def names(self, kind: str | None = None) -> list[str]:
-        """All parameters with state of one kind; without it, of any."""
+        """All parameters with state of one kind; by default, of any."""
 
     @abstractmethod
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
@@ -39,11 +39,11 @@ class OptimizerState(StoredOnce, ABC):
 
     @property
     def carried_kinds(self) -> tuple[str, ...]:
-        """The kinds that hold all there is: without those that others were derived from."""
+        """The kinds that together hold everything, without those from which others are derived."""
         return self.kinds
 
     def is_distributed(self, name: str) -> bool:
-        """Whether a DistributedOptimizer has a parameter's state, and not an optimizer that keeps it whole."""
+        """Whether a DistributedOptimizer, not an optimizer that keeps it whole, has a parameter's state."""
         return True
 
     def witnesses(self) -> list[str]:
@@ -51,7 +51,7 @@ class OptimizerState(StoredOnce, ABC):
         return ["the arrays' own names"]
 
     def lost_elements(self) -> dict[str, int]:
-        """Parameters of which the checkpoint lacks elements, and of how many, for each kind."""
+        """Parameters of which the checkpoint lacks elements, and how many, for each kind."""
         return {}
 
     @property
@@ -66,7 +66,7 @@ class OptimizerState(StoredOnce, ABC):
 
     @property
     def written(self) -> OptimizerState:
-        """The state as its slots hold it: differs for what is `shifted`."""
+        """The state as its slots hold it, which differs for what is `shifted`."""
         return self
 
     def lost(self, kind: str, name: str) -> list[tuple[int, int]]:

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.optimizers.refusals import check_provable
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice
 
-# What names its parameters stands before what lies in gradient buffers, which hold the others.
+# Encodings that name their parameters come before gradient buffers, which hold the others.
 ENCODINGS: tuple[Encoding, ...] = (
     *model_space_formats.ENCODINGS,
     *bucket_formats.ENCODINGS,
@@ -34,7 +34,7 @@ _JOINT = " + "
 
 
 def encodings_named(name: str | None) -> list[Encoding]:
-    """The rows that a checkpoint's `optimizer_format` names; none of what is not in the table."""
+    """The rows that a checkpoint's `optimizer_format` names; none for names that are not in the table."""
     parts = name.split(_JOINT) if name else []
     return [encoding for encoding in ENCODINGS if encoding.name in parts]
 
@@ -59,7 +59,7 @@ def shows_names(name: str | None) -> bool:
 
 
 def opens_by_metadata(name: str) -> bool:
-    """Whether an optimizer format says what it holds without a look at elements."""
+    """Whether an optimizer format shows what it holds without a look at elements."""
     return not any(encoding.opening_reads_elements for encoding in encodings_named(name))
 
 
@@ -83,7 +83,7 @@ def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
         keys: what the checkpoint stores of its optimizers.
 
     Raises:
-        UnsupportedCheckpointError: there is none, or in a format that is not read.
+        UnsupportedCheckpointError: there is none, or its format is not read.
     """
     found = recognised(keys)
     if not found:
@@ -109,7 +109,7 @@ def open_optimizer(holder: Holder, keys: StoredKeys) -> OptimizerState:
 
 
 class Composition(OptimizerState):
-    """The states of several optimizers, each of them of its own parameters."""
+    """The states of several optimizers, each for its own parameters."""
 
     def __init__(self, states: Sequence[OptimizerState]) -> None:
         self._states = states

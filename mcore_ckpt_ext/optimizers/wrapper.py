@@ -1,4 +1,4 @@
-"""A state that answers some questions differently than the one it wraps."""
+"""A state that answers some questions differently from the one it wraps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class WrappedState(OptimizerState):
-    """Answers as `state` does."""
+    """Answers like `state`."""
 
     def __init__(self, state: OptimizerState) -> None:
         self.state = state

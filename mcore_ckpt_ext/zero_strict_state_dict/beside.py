@@ -1,6 +1,6 @@
 """Masters and loss scale beside an optimizer's moments, for the plugins whose optimizers ColossalAI saves itself.
 
-They stand in the optimizer's own state while it is saved and loaded, so that ColossalAI's code gathers, cuts and writes
+They are in the optimizer's own state while it is saved and loaded, so that ColossalAI's code gathers, cuts and writes
 them like moments; afterwards they are taken out. What ColossalAI loads without this package, it never looks at.
 """
 
@@ -19,7 +19,7 @@ _BROUGHT = "_mcore_ckpt_ext_brought"
 
 @contextmanager
 def beside_the_state(optimizer: Any) -> Iterator[None]:
-    """For the time of a save, show each master as a state of its own, and the loss scale in the first group."""
+    """For the duration of a save, show each master as a state of its own, and the loss scale in the first group."""
     masters = list(_masters(optimizer))
     for master in masters:
         optimizer.optim.state[master][MASTER] = master.detach()

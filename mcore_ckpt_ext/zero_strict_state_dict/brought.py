@@ -1,4 +1,4 @@
-"""What an optimizer's file has brought into the masters stays, though the model's rounded file is loaded after it."""
+"""What an optimizer's file has brought into the masters stays, even if the model's rounded file is loaded after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Brought(NamedTuple):
 
 
 def note_exact_masters(optimizer: Any) -> None:
-    """Take down that the masters are those of the optimizer's file, until training changes them."""
+    """Note that the masters are those of the optimizer's file, until training changes them."""
     vars(optimizer.module)[_NOTE] = _Brought(weakref.ref(optimizer), _steps(optimizer))
 
 

@@ -111,7 +111,7 @@ def find(target: Target) -> type | None:
         module, _, name = home.partition(":")
         try:
             found = getattr(import_module(module), name, None)
-        except Exception as error:  # noqa: BLE001 - whatever a framework's import dies of is what the user has to know
+        except Exception as error:  # noqa: BLE001 - whatever makes a framework's import fail is what the user has to know
             problems.append(f"{module}: {error}")
             continue
         if isinstance(found, type) and all(method in vars(found) for method in target.own):
@@ -129,10 +129,10 @@ def find(target: Target) -> type | None:
 
 
 def strict_subclass(target: Target, name: str) -> Any:
-    """A subclass with the strict methods, for people who do not patch."""
+    """A subclass with the strict methods, for users who do not patch."""
     base = find(target)
     if base is None:
         raise CheckpointError(f"this version of ColossalAI has no {target.homes[0].partition(':')[2]}")
-    # Where GeminiDDP exists, it is the one that people construct.
+    # Where GeminiDDP exists, it is the one that users construct.
     newest = getattr(import_module(base.__module__), "GeminiDDP", base) if target is WRAPPER else base
     return type(name, (newest,), {**namespace(target.methods, newest), "__doc__": target.methods.__doc__})

@@ -1,7 +1,7 @@
 """The same content on every rank: keys, shapes, dtypes, and digests of the tensors' bytes.
 
-A digest of all bytes would take a fifth of the time of the load itself and more, also where a rank maps a file and
-needs its own part only. So beyond `_WHOLE_BYTES` in all, of each larger tensor samples are digested, spread evenly from
+A digest of all bytes would take a fifth of the time of the load itself or more, also where a rank maps a file and needs
+only its own part. So beyond `_WHOLE_BYTES` in all, only samples of each larger tensor are digested, spread evenly from
 its first to its last byte: checkpoints of different iterations differ in nearly every element.
 """
 
@@ -47,13 +47,13 @@ def digests(content: Mapping[Any, object], own: Container[str] = ()) -> Digests:
 
 
 def summary(found: Digests) -> str:
-    """One digest of all, whatever the order of the keys."""
+    """One digest of everything, whatever the order of the keys."""
     lines = "\n".join(f"{path}\0{digest}" for path, digest in sorted(found.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def refuse_different(ranks: Ranks, summaries: Mapping[int, str | None], found: Digests, untouched: str) -> None:
-    """Let the ranks find out what differs, if the summaries of those that have content do; all ranks must call this.
+    """If the summaries of the ranks that have content differ, find out where; all ranks must call this.
 
     Raises:
         ResumeRefusedError: on all ranks.
@@ -102,7 +102,7 @@ def _digest(path: str, leaf: object, whole: bool) -> str:
     if isinstance(leaf, io.BytesIO):
         return f"{zlib.crc32(leaf.getbuffer()):08x}"
     plain = isinstance(leaf, (bool, int, float, str, bytes)) or leaf is None
-    # Of anything else, equality between processes cannot be told from outside.
+    # For anything else, equality between processes cannot be seen from outside.
     return repr(leaf) if plain else _form(path, leaf)
 
 

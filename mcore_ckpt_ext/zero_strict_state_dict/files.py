@@ -37,8 +37,8 @@ class Files:
     """Files of one folder on the rank that writes them, and nothing on the others; published together, or not at all.
 
     Args:
-        folder: where they go; made if it is not there.
-        name: of the last one, which makes the others count.
+        folder: where they go; it is made if it does not exist.
+        name: the name of the last one, which makes the others count.
         is_writer: whether this rank writes them.
     """
 
@@ -78,7 +78,7 @@ class Files:
             self._names.append(file.name)
 
     def publish(self) -> None:
-        """Give every file its name; the last one's old self goes first, so that old and new are never taken for one."""
+        """Give every file its name; the old version of the last one is removed first, so that old and new never mix."""
         if not self.is_writer:
             return
         (self._folder / self._last).unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def write_shards(
         name_of: a shard's file, by its place.
 
     Returns:
-        Which entry is in which file, and the size of all in bytes.
+        Which entry is in which file, and the total size in bytes.
 
     Raises:
         ResumeRefusedError: on all ranks.
@@ -120,7 +120,7 @@ def write_index(metadata: Mapping[str, Any], entries: Mapping[str, str]) -> Call
 
 
 def write_tensors(state: Mapping[Any, Any], path: Path) -> None:
-    """Write a file of the kind that its name tells."""
+    """Write a file of the kind that its name shows."""
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
@@ -191,7 +191,7 @@ def beside(index: Path, name: str) -> Path:
 
 
 def load(file: Path) -> Any:
-    """What a file holds: tensors, plain values and scalars of numpy, and nothing that runs."""
+    """What a file holds: tensors, plain values and numpy scalars, and nothing that runs."""
     if file.suffix == ".safetensors":
         from safetensors.torch import load_file
 

@@ -1,4 +1,4 @@
-"""Values that rank 0 of a ZeRO group has, for the ranks that were handed none.
+"""Values that rank 0 of a ZeRO group has, for the ranks that were given none.
 
 ``state_dict()`` gives everything to rank 0 and an empty dict to the others. Handed back as they came, the empty ones
 stand for what rank 0 has: its outline (shapes, dtypes, and everything that is no tensor) goes to all first, then one
@@ -43,7 +43,7 @@ def same_content(
         arguments: what has to be the same on all ranks.
         content: nested dicts and lists with tensors.
         is_full: whether this rank passes any.
-        untouched: in which state a refusal leaves the job.
+        untouched: the state in which a refusal leaves the job.
         own: entries of which each rank may have values of its own.
 
     Raises:
@@ -72,7 +72,7 @@ def same_content(
 
 
 def value_of_first(zero: Wrapped, value: torch.Tensor) -> torch.Tensor:
-    """A tensor of rank 0 of the group; the others pass its outline, and all must call this."""
+    """A tensor from rank 0 of the group; the others pass its outline, and all must call this."""
     device = zero.ranks.device
     sent = torch.empty(value.shape, dtype=value.dtype, device=device)
     if zero.is_first:

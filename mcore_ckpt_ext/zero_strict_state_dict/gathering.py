@@ -16,7 +16,7 @@ from mcore_ckpt_ext.zero_strict_state_dict.ranks import SharedFate
 from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped
 
 # What one rank sends at a time. Gloo copies everything that one gather receives once more, NCCL stages it on the
-# device; in pieces that costs a few MiB, not a second chunk.
+# device; in pieces, that costs a few MiB, not a second chunk.
 _PIECE_BYTES = 4 << 20
 _NOTHING = torch.empty(0)
 
@@ -35,7 +35,7 @@ def whole_values(
         dtype: what the values become before they travel.
         device: where the values go.
         everywhere: whether every rank receives them, or rank 0 of the group alone; the others get None.
-        fate: where a rank fails, all stop, before the next chunk travels or at the end.
+        fate: if a rank fails, all stop, before the next chunk travels or at the end.
         padding: where those go that receive: the rows of padding of each parameter that has some.
 
     Raises:
@@ -76,7 +76,7 @@ def own_copy(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> t
 
 
 def in_pinned(values: Any, pinned: dict[str, Any] | None) -> Any:
-    """Values in the caller's pinned memory, made at the first time, as ColossalAI wants for asynchronous writing."""
+    """Values in the caller's pinned memory, made the first time, as ColossalAI wants it for asynchronous writing."""
     if pinned is None:
         return values
     for name, value in values.items():
@@ -102,7 +102,7 @@ class _Room(NamedTuple):
 
 
 def _is_scattered(chunk: Any) -> bool:
-    """Whether the ranks hold a part each; else every rank holds all of it."""
+    """Whether each rank holds a part; otherwise every rank holds all of it."""
     return not chunk.is_gathered and chunk.pg_size > 1
 
 

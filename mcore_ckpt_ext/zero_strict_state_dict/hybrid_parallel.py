@@ -138,12 +138,12 @@ class HybridParallelCheckpointIOMethods:
                 optimizer.optim.state[stepped] = _local_state(self, optimizer, stepped, state)
 
     def save_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
-        """As ColossalAI, with the masters and the loss scale."""
+        """Like ColossalAI's, with the masters and the loss scale."""
         with beside_the_state(optimizer):
             self._non_strict_save_sharded_optimizer(optimizer, *positional, **keywords)
 
     def save_unsharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
-        """As ColossalAI, with the masters and the loss scale."""
+        """Like ColossalAI's, with the masters and the loss scale."""
         with beside_the_state(optimizer):
             self._non_strict_save_unsharded_optimizer(optimizer, *positional, **keywords)
 

@@ -49,10 +49,10 @@ def zero_strict_load_state_dict(model: Any, state_dict: Mapping[str, Any], stric
 
     Args:
         model: a ZeroDDP or GeminiDDP.
-        state_dict: everything, on every rank the same but for buffers and extra state; it is not changed. Ranks may
+        state_dict: everything, the same on every rank except for buffers and extra state; it is not changed. Ranks may
             pass an empty dict, as `state_dict()` gives them, where rank 0 of their ZeRO group passes a full one: they
             receive its values.
-        strict: refuse missing and unexpected keys; else they are reported.
+        strict: refuse missing and unexpected keys; otherwise they are reported.
 
     Returns:
         PyTorch's named tuple of missing and unexpected keys.
@@ -151,7 +151,7 @@ def _write(accepted: _Accepted, comes_from_first: bool, keeps_exact: bool) -> An
 
 
 def _accepted(zero: Wrapped, state_dict: Mapping[str, Any], strict: bool) -> _Accepted:
-    """Let PyTorch check the dict against the module's shapes, and take down what it would have written."""
+    """Let PyTorch check the dict against the module's shapes, and note what it would have written."""
     offered = _with_all_names(zero, state_dict)
     stand_ins = shapes_of(zero)
     extra_states: list[tuple[Callable[[Any], None], Any]] = []
@@ -172,7 +172,7 @@ def _accepted(zero: Wrapped, state_dict: Mapping[str, Any], strict: bool) -> _Ac
 
 
 def _with_all_names(zero: Wrapped, state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy with plain tensors, in which a tied parameter that is there under one name is there under all."""
+    """A copy with plain tensors, in which a tied parameter that is there under one name is there under all of them."""
     offered = _Offered(state_dict)
     for key, value in state_dict.items():
         if isinstance(value, nn.Parameter):
@@ -224,7 +224,7 @@ def _refuse_different(zero: Wrapped, live: torch.Tensor, value: torch.Tensor, ot
 
 @contextmanager
 def _extra_states_noted(module: nn.Module, noted: list[tuple[Callable[[Any], None], Any]]) -> Iterator[None]:
-    """Take down the extra states that PyTorch would set, instead of setting them."""
+    """Note the extra states that PyTorch would set, instead of setting them."""
 
     def note(set_extra_state: Callable[[Any], None]) -> Callable[[Any], None]:
         return lambda state: noted.append((set_extra_state, state))

@@ -23,17 +23,17 @@ class LowLevelZeroMethods:
     _non_strict_load_state_dict: Any
 
     def state_dict(self, *positional: Any, **keywords: Any) -> dict[str, Any]:
-        """As ColossalAI, with the masters and the loss scale; all ranks must call this."""
+        """Like ColossalAI's, with the masters and the loss scale; all ranks must call this."""
         with beside_the_state(self):
             return dict(self._non_strict_state_dict(*positional, **keywords))
 
     def state_dict_shard(self, *positional: Any, **keywords: Any) -> Generator[tuple[dict[int, Any], int]]:
-        """As ColossalAI, with the masters."""
+        """Like ColossalAI's, with the masters."""
         with beside_the_state(self):
             yield from self._non_strict_state_dict_shard(*positional, **keywords)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As ColossalAI; and the masters and the loss scale, where the dict has them."""
+        """Like ColossalAI's, with the masters and the loss scale where the dict has them."""
         self._non_strict_load_state_dict(state_dict)
         take(self)
 
@@ -41,17 +41,17 @@ class LowLevelZeroMethods:
 
 
 class LowLevelZeroCheckpointIOMethods:
-    """For LowLevelZeroCheckpointIO, whose sharded files go past the optimizer's own methods."""
+    """For LowLevelZeroCheckpointIO, whose sharded files bypass the optimizer's own methods."""
 
     _non_strict_save_sharded_optimizer: Any
     _non_strict_load_sharded_optimizer: Any
 
     def save_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
-        """As ColossalAI, with the masters and the loss scale."""
+        """Like ColossalAI's, with the masters and the loss scale."""
         with beside_the_state(optimizer):
             self._non_strict_save_sharded_optimizer(optimizer, *positional, **keywords)
 
     def load_sharded_optimizer(self, optimizer: Any, *positional: Any, **keywords: Any) -> None:
-        """As ColossalAI; and the masters and the loss scale, where the files have them."""
+        """Like ColossalAI's, with the masters and the loss scale where the files have them."""
         self._non_strict_load_sharded_optimizer(optimizer, *positional, **keywords)
         take(optimizer)

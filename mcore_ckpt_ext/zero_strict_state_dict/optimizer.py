@@ -335,7 +335,7 @@ def _scaler(optimizer: Any) -> Any:
 def loss_scale(optimizer: Any) -> dict[str, float] | None:
     """The state of the dynamic loss scaler, if there is one.
 
-    As floats, for pickles of one length at any step: asynchronous saves keep a buffer for them (0.5.0,
+    As floats, so that pickles have the same length at any step: asynchronous saves keep a buffer for them (0.5.0,
     utils/safetensors.py: _flatten_optim_state_dict; booster/plugin/gemini_plugin.py: save_unsharded_optimizer).
     """
     scaler = _scaler(optimizer)
@@ -345,7 +345,7 @@ def loss_scale(optimizer: Any) -> dict[str, float] | None:
 
 
 def set_loss_scale(optimizer: Any, saved: Mapping[str, float]) -> None:
-    """Give the dynamic loss scaler, if there is one, a state that `loss_scale` told."""
+    """Give the dynamic loss scaler, if there is one, a state from `loss_scale`."""
     scaler = _scaler(optimizer)
     if scaler is not None:
         scaler._scale = torch.full_like(scaler._scale, saved["scale"])

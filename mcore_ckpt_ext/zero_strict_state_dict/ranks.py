@@ -53,13 +53,13 @@ class Ranks:
         self, call: str, arguments: Mapping[str, object], look: Callable[[], Result],
         untouched: str = "nothing was gathered",
     ) -> dict[int, Result]:  # fmt: skip
-        """Make sure that every rank does the same thing with the same arguments, and that nothing speaks against it.
+        """Make sure that every rank does the same thing with the same arguments, and that nothing stands against it.
 
         Args:
             call: what this rank was asked to do.
             arguments: what has to be the same on all ranks.
-            look: raises what speaks against it here; it must not communicate.
-            untouched: in which state a refusal leaves the job.
+            look: raises what stands against it here; it must not communicate.
+            untouched: the state in which a refusal leaves the job.
 
         Returns:
             What `look` found, by rank.
@@ -104,12 +104,12 @@ class Ranks:
 
 
 class SharedFate:
-    """What one rank fails at between two collectives ends all ranks when they next meet, so that nobody waits for it.
+    """A failure of one rank between two collectives ends all ranks when they next meet, so that nobody waits for it.
 
     Args:
         ranks: who meets.
         phase: what is being done, for the message.
-        consequence: in which state a failure leaves the job.
+        consequence: the state in which a failure leaves the job.
     """
 
     def __init__(self, ranks: Ranks, phase: str, consequence: str) -> None:

@@ -1,4 +1,4 @@
-"""The strict state dict in shards of bounded size: no more than one chunk and one shard are in memory."""
+"""The strict state dict in shards of bounded size: never more than one chunk and one shard are in memory."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def iter_zero_strict_state_dict(
         only_rank_0: as there.
         device: where the values go.
         ties: as there; names that share a storage are in the same shard.
-        pinned: pinned memory by key, to copy into; what is not in it is made and put there.
+        pinned: pinned memory by key, to copy into; what is missing is made and put there.
 
     Yields:
         A shard and its size in bytes.

@@ -151,7 +151,7 @@ def _refuse_unknown_ties(ties: object) -> None:
 
 
 def source_of(zero: Wrapped, dtype: Precision) -> Mapping[nn.Parameter, Place]:
-    """Where the truth lies: in the masters, which are current at any time; without masters, in the working parameters.
+    """Where the current values are: in the masters or, where there are none, in the working parameters.
 
     The working chunks hold gradients between backward and step (``reuse_fp16_chunk``).
 
@@ -170,10 +170,10 @@ def source_of(zero: Wrapped, dtype: Precision) -> Mapping[nn.Parameter, Place]:
 
 
 def refuse_no_precision(dtype: object) -> None:
-    """Refuse what values cannot be given in.
+    """Refuse a dtype that values cannot be given in.
 
     Raises:
-        CheckpointError: it is no precision, or no parameter can have it.
+        CheckpointError: it is not a precision, or no parameter can have it.
     """
     if dtype in ("master", "compute") or (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         return
@@ -226,7 +226,7 @@ def standing_in(module: nn.Module, values: Mapping[int, torch.Tensor]) -> Iterat
     """Put other tensors in the places of a module's parameters and buffers, under every name, for a while.
 
     ColossalAI's tensor-parallel layers (0.5.0, shardformer/layer/parallel_module.py) save and load by methods of their
-    own, which gather and cut; what stands in is whole already, so PyTorch's methods stand in, too.
+    own, which gather and cut; what stands in is already whole, so PyTorch's methods stand in, too.
     """
     undo: list[tuple[dict[str, Any], str, Any]] = []
     methods = ("_save_to_state_dict", "_load_from_state_dict")
@@ -294,7 +294,7 @@ def _with_hooks_of(model: Any, result: Any, prefix: str) -> Any:
 
 
 def _untie(result: Any, callers: Mapping[str, Any], omit: bool) -> None:
-    """Give every later name of a storage one of its own, or leave it out; the caller's entries are not looked at."""
+    """Give every later name of a storage a storage of its own, or leave it out; the caller's entries are left alone."""
     seen: set[int] = set()
     for key, value in list(result.items()):
         if not isinstance(value, torch.Tensor) or value is callers.get(key):

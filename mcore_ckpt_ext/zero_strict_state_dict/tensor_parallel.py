@@ -2,7 +2,7 @@
 
 ColossalAI (0.3.4 to 0.5.1) marks a sharded parameter in two ways: a ``dist_layout`` (tensor/d_tensor/api.py), or a
 pair of functions ``shard_fn`` and ``gather_fn`` where the slice is no plain cut (GPT-2's fused QKV). A vocabulary that
-does not divide is padded first (tensor/padded_tensor/api.py); the layout then counts the padding.
+cannot be divided is padded first (tensor/padded_tensor/api.py); the layout then counts the padding.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 
 
 def is_sharded(parameter: torch.Tensor) -> bool:
-    """Whether this rank holds a slice of the parameter only."""
+    """Whether this rank holds only a slice of the parameter."""
     return hasattr(parameter, "dist_layout") or hasattr(parameter, "shard_fn")
 
 
@@ -51,7 +51,7 @@ class Room(NamedTuple):
 
     Args:
         group: these ranks.
-        dimension: along which the parameter is cut.
+        dimension: the one along which the parameter is cut.
         held: which of its elements along that this rank holds, int64.
         held_by: the same of each rank, to be received.
         slices: of each rank, to be received, in the parameter's local shape.
@@ -154,7 +154,7 @@ def padding_shape(parameter: Any) -> torch.Size | None:
 
 
 def is_padding(parameter: Any) -> torch.Tensor | None:
-    """For every element of this rank's slice, whether it is padding; None where there are no rows of padding."""
+    """Whether each element of this rank's slice is padding; None where there are no rows of padding."""
     if padding_shape(parameter) is None:
         return None
     dimension = parameter._padding_dim

@@ -16,7 +16,7 @@ _LEAVES = (str, bytes, int, float, complex, type, types.ModuleType, types.Functi
 
 
 def memo_of_uncopied(module: nn.Module) -> dict[int, Any]:
-    """For `copy.deepcopy`: what stands for everything in a module that it could not copy, by its id.
+    """A memo for `copy.deepcopy`: what stands for everything in a module that it could not copy, by its id.
 
     Process groups are shared. Locks become open ones. Generators continue from the same state. A tensor with a history,
     as the older ``torch.nn.utils.weight_norm`` leaves one in the place of the weight, becomes a copy of its value; the
@@ -38,7 +38,7 @@ def _stand_in(held: Any) -> Any:
 
 
 def _everything_in(root: object) -> Iterator[Any]:
-    """Every object that is reached through attributes and containers, once."""
+    """Every object that can be reached through attributes and containers, once."""
     seen: dict[int, object] = {}
     waiting = [root]
     while waiting:

@@ -1,6 +1,6 @@
 """A ZeRO wrapper of ColossalAI, seen as its module and the places where the parameters' values lie.
 
-Versions differ; what is there is found by looking. ``ZeroDDP`` of 0.2.0 (nn/parallel/data_parallel.py) has
+Versions differ, so what is there is found by looking. ``ZeroDDP`` of 0.2.0 (nn/parallel/data_parallel.py) has
 ``fp32_params`` only; ``ZeroDDP`` of 0.2.1 to 0.3.1 and ``GeminiDDP`` of 0.3.2 to 0.5.1 (zero/gemini/gemini_ddp.py) have
 ``fp16_params`` beside it, in the same order. Chunks look alike in all of them (chunk.py: ``Chunk``).
 """
@@ -43,11 +43,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Wrapped:
-    """What saving and loading needs of a wrapper.
+    """What saving and loading need from a wrapper.
 
     Args:
         module: the user's module.
-        working: for each parameter in chunks, in their order, where the values lie that compute.
+        working: for each parameter in chunks, in their order, where the values that compute lie.
         masters: the same for the fp32 masters; empty where the wrapper keeps none.
         outside: parameters that ColossalAI leaves alone: ignored or frozen.
         compute_dtype: what forward computes in.
@@ -84,7 +84,7 @@ def wrapped(model: Any) -> Wrapped:
     """Look at a ZeRO wrapper.
 
     Raises:
-        CheckpointError: it is none.
+        CheckpointError: it is not one.
     """
     missing = [name for name in _NEEDED if not hasattr(model, name)]
     if missing:

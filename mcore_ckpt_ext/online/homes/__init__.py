@@ -1,1 +1,1 @@
-"""Where a live job keeps its optimizer's masters and moments: one module a kind of optimizer, behind one protocol."""
+"""Where a live job keeps its optimizer's masters and moments: a module for each kind of optimizer, one protocol."""

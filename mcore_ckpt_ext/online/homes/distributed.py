@@ -30,12 +30,12 @@ class DistributedHome:
 
     @property
     def kind(self) -> str:
-        """In what way masters are kept, in words; the same on all ranks that have such a home."""
+        """The way in which masters are kept, in words; the same on all ranks that have such a home."""
         return "whole masters"
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether no other rank tells the same about the model."""
+        """Whether no other rank reports the same about the model."""
         return bool(self._optimizer.data_parallel_group.rank() == 0)
 
     @property
@@ -68,7 +68,7 @@ class DistributedHome:
         return self._kept(shard).detach().view(-1)
 
     def proof(self, shard: LiveShard) -> Proof | None:
-        """How masters are proven that are kept like this; None where any pair of both is right, as with remainders."""
+        """How masters that are kept like this are proven; None where any pair of both is right, as with remainders."""
         return quantisation(shard.live.parameter) or BY_ROUNDING
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
@@ -86,14 +86,14 @@ class DistributedHome:
             self.master(shard).copy_(values)
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-        """Take fp32 moments over; `values` belongs to the home afterwards."""
+        """Take over fp32 moments; `values` belongs to the home afterwards."""
         state, stepped = self._optimizer.optimizer.state, self._stepped(shard)
         state[stepped] = {**state.get(stepped, {}), kind: values}
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
         """The optimizer's own loading gives torch's Adam its step for each parameter.
 
-        Since core_v0.19.0 it looks the groups up by their bounds, too (`param_group_identifier_keys`, optimizer.py): it
+        Since core_v0.19.0 it also looks up the groups by their bounds (`param_group_identifier_keys`, optimizer.py): it
         gets those of the live groups, which a new learning rate has changed, and the stored ones come afterwards.
         """
         known = [{**group, **_bounds(live)} for live, group in zip(self.param_groups, groups, strict=True)]

@@ -1,4 +1,4 @@
-"""What the package asks of a live optimizer, whatever kind it is of."""
+"""What the package asks of a live optimizer, whatever its kind."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from mcore_ckpt_ext.online.live_model import LiveParameter, quantisation
 
 @dataclass(frozen=True, eq=False)
 class LiveShard:
-    """What this rank holds of one parameter in its optimizer; a key of its own.
+    """What this rank holds of one parameter in its optimizer; it can serve as a key.
 
     Attributes:
         live: the parameter.
         slice: the elements of it that are held.
         home: the optimizer that holds them.
-        kinds: what is kept for each element besides the master.
+        kinds: what is kept for each element beside the master.
     """
 
     live: LiveParameter
@@ -50,11 +50,11 @@ class Home(Protocol):
 
     @property
     def kind(self) -> str:
-        """In what way masters are kept, in words; the same on all ranks that have such a home."""
+        """The way in which masters are kept, in words; the same on all ranks that have such a home."""
 
     @property
     def is_first_replica(self) -> bool:
-        """Whether no other rank tells the same about the model."""
+        """Whether no other rank reports the same about the model."""
 
     @property
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
@@ -68,7 +68,7 @@ class Home(Protocol):
 
         Raises:
             ModelMismatchError: a parameter is trained but never stored, so that no checkpoint can have it.
-            UnsupportedCheckpointError: the optimizer keeps something else than its kind does.
+            UnsupportedCheckpointError: the optimizer keeps something other than its kind does.
         """
 
     def room(self, shard: LiveShard) -> torch.Tensor:
@@ -78,7 +78,7 @@ class Home(Protocol):
         """The masters in fp32; to be read only."""
 
     def proof(self, shard: LiveShard) -> Proof | None:
-        """How masters are proven that are kept like this; None where any pair of both is right, as with remainders."""
+        """How masters that are kept like this are proven; None where any pair of both is right, as with remainders."""
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """The weights that this optimizer would write for fp32 masters, 1-D, in the weights' dtype.
@@ -93,10 +93,10 @@ class Home(Protocol):
         """Copy fp32 masters; `values` stays the caller's."""
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-        """Take fp32 moments over; `values` belongs to the home afterwards."""
+        """Take over fp32 moments; `values` belongs to the home afterwards."""
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
-        """Take the parameter groups' values over, in the order of `param_groups`, and the gradient scaler's state.
+        """Take over the parameter groups' values, in the order of `param_groups`, and the gradient scaler's state.
 
-        Comes last: with the step, everything is consistent again.
+        This comes last: with the step, everything is consistent again.
         """

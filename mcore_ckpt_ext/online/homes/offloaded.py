@@ -41,7 +41,7 @@ class OffloadedHome(DistributedHome):
         """Set the groups, the step of every sub-optimizer, and the gradient scaler.
 
         The outer groups are copied over those of the sub-optimizers before every step: a step among them, which stock
-        leaves there when it loads, would keep FusedAdam at that step for ever.
+        leaves there when it loads, would keep FusedAdam at that step forever.
         """
         hybrid, step = self._hybrid, max((int(group[_STEP]) for group in groups if _STEP in group), default=0)
         for group, values in zip(hybrid.param_groups, groups, strict=True):

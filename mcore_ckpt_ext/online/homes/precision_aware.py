@@ -1,4 +1,4 @@
-"""DistributedOptimizer with `--use-precision-aware-optimizer`: Transformer Engine's FusedAdam keeps the masters, too.
+"""DistributedOptimizer with `--use-precision-aware-optimizer`: Transformer Engine's FusedAdam has the masters, too.
 
 Attributes used: `get_unscaled_state`, `set_scaled_state`, `state`, `store_param_remainders` of FusedAdam
 (transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2), and `config`, `model_chunks` of
@@ -54,7 +54,7 @@ class PrecisionAwareHome(DistributedHome):
         return join(stepped.view(-1), kept) if kept.dtype == torch.int16 else kept
 
     def set_master(self, shard: LiveShard, values: torch.Tensor) -> None:
-        """The weight that belongs to a remainder is the caller's affair, see `rounded`."""
+        """The weight that belongs to a remainder is the caller's business, see `rounded`."""
         stepped = self._stepped(shard)
         if self._has_remainder(shard):
             values = split(values)[1]
@@ -65,7 +65,7 @@ class PrecisionAwareHome(DistributedHome):
             self._fused.set_scaled_state(stepped, _MASTER, values.view(stepped.shape).clone())
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
-        """A remainder is right for the weight that is rounded half up only."""
+        """A remainder is right only for the weight that is rounded half up."""
         return split(values)[0] if self._has_remainder(shard) else super().rounded(shard, values)
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:

@@ -71,7 +71,7 @@ def homes_of(optimizer: Any) -> list[Home]:
     """The homes of a (chained) optimizer's masters and moments.
 
     Raises:
-        UnsupportedCheckpointError: some child is of a kind that is not filled.
+        UnsupportedCheckpointError: this package does not fill some child's kind.
     """
     chain = Chain.of(optimizer)
     if chain.unknown:
@@ -107,7 +107,7 @@ def check_supported(optimizers: Sequence[Any]) -> None:
     """Refuse masters beside fp8 or fp4 primary weights that are not plain fp32 shards.
 
     Raises:
-        UnsupportedCheckpointError: the fused optimizer keeps them, or part of them is on the CPU.
+        UnsupportedCheckpointError: the fused optimizer keeps them, or some of them are on the CPU.
     """
     for optimizer in optimizers:
         # Transformer Engine's quantised tensors show a high-precision dtype; their buffers do not.
@@ -148,7 +148,7 @@ def keeps_remainders(optimizer: Any) -> bool:
 def switched(
     optimizer: Any, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]
 ) -> list[str]:
-    """What a job switched on or off of its optimizer since the checkpoint; Megatron looks at none of it.
+    """What a job has switched on or off in its optimizer since the checkpoint; Megatron looks at none of it.
 
     torch's loader copies numbers into whatever tensor is asked for: int16 remainders into fp32 masters, or masters
     into remainders (seen with core_v0.19.0 and 0.19.2; NaN after the next step).

@@ -28,7 +28,7 @@ def kept_by(optimizer: Any) -> tuple[str, ...] | None:
 
     Sources: `TensorParallelMuon` (megatron/core/optimizer/muon.py, core_v0.16.0, 0.16.1; emerging_optimizers.py since
     0.17), `AdaptiveMuon` and `Lion` (emerging_optimizers, 0.3.0). An optimizer of that package may have Adam's settings
-    and keep something else (SOAP).
+    but keep something else (SOAP).
     """
     classes = type(optimizer).__mro__
     names = [known.__name__ for known in classes]
@@ -56,7 +56,7 @@ class UndistributedHome:
 
     @property
     def is_first_replica(self) -> bool:
-        """Every rank tells the same; those of one stage cannot be told apart here."""
+        """Every rank reports the same; those of one stage cannot be told apart here."""
         return True
 
     @property
@@ -87,7 +87,7 @@ class UndistributedHome:
         return self._master(shard).detach().view(-1)
 
     def proof(self, shard: LiveShard) -> Proof | None:
-        """How masters are proven that are kept like this; None where any pair of both is right, as with remainders."""
+        """How masters that are kept like this are proven; None where any pair of both is right, as with remainders."""
         return quantisation(shard.live.parameter) or BY_ROUNDING
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
@@ -102,12 +102,12 @@ class UndistributedHome:
         self.master(shard).copy_(values)
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-        """Take fp32 moments over; `values` belongs to the home afterwards."""
+        """Take over fp32 moments; `values` belongs to the home afterwards."""
         state, master = self._optimizer.optimizer.state, self._master(shard)
         state[master] = {**state.get(master, {}), kind: values.view(master.shape)}
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
-        """Take the parameter groups' values over, in the order of `param_groups`, and the gradient scaler's state."""
+        """Take over the parameter groups' values, in the order of `param_groups`, and the gradient scaler's state."""
         for group, values in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in values.items() if key != "params"})
         if steps := [int(group["step"]) for group in groups if "step" in group]:  # Muon counts none
