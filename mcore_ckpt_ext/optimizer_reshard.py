@@ -32,6 +32,7 @@ from mcore_ckpt_ext.online.live_model import quantisation
 from mcore_ckpt_ext.online.param_groups import carried_groups, with_step
 from mcore_ckpt_ext.online.proving import prove
 from mcore_ckpt_ext.online.reading import Reading
+from mcore_ckpt_ext.optimizers.copies import differing_masters, in_words
 from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.settings import ACCEPT_LOST
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -53,6 +54,8 @@ class Summary:
     certainty: str = "proven equal to their weights"
     disbelieved: str | None = None
     """Why the sidecar could not be read."""
+    differing: int = 0
+    """Masters of tied embeddings that are not the same on all pipeline stages."""
 
     def __str__(self) -> str:
         changed = f"; {self.changed} weights halfway between two took the one that this optimizer writes"
@@ -60,7 +63,7 @@ class Summary:
             f"optimizer resumed from {self.source} as {self.target}: {self.optimizer_format}, "
             f"{self.bytes_read / 1e6:,.1f} MB read, {self.parameters} parameters {self.certainty} "
             f"({self.elements:,} elements, placed by {' and '.join(self.witnesses)}), {self.seconds:.1f} s"
-            f"{changed if self.changed else ''}"
+            f"{changed if self.changed else ''}{f'; {in_words(self.differing)}' if self.differing else ''}"
             f"{f'; {SIDECAR_FILE} is not believed: {self.disbelieved}' if self.disbelieved else ''}"
         )
 
@@ -103,6 +106,7 @@ def prepare(
             _check_lost(checkpoint)
         for buffers in checkpoint.optimizer.buffers:
             check_digests(buffers, str(checkpoint.folder), _rank_and_size())
+        offloaded, share = bool(checkpoint.arguments.optimizer_cpu_offload), _rank_and_size()
         for shard in job.shards:
             _check_kinds(checkpoint, shard)
         stored = with_step(checkpoint.param_groups(), checkpoint.common, checkpoint.arguments.constant_batch_size)
@@ -115,6 +119,7 @@ def prepare(
             target=ParallelLayout.from_arguments(arguments),
             parameters=len({name for view in views for name in view.trained}),
             started=started,
+            differing=differing_masters(checkpoint.optimizer, checkpoint.transfer, share) if offloaded else 0,
         )
 
     return agreed_here("planning the resume", plan)
@@ -132,6 +137,7 @@ class Prepared:
     target: ParallelLayout
     parameters: int
     started: float
+    differing: int = 0
 
     @property
     def bytes_read(self) -> int:
@@ -244,8 +250,9 @@ class Proven:
             sum(shard.slice.numel for shard in prepared.job.shards),
             prepared.bytes_read,
             checkpoint.optimizer.witnesses(),
+            prepared.differing,
         )
-        elements, bytes_read, witnesses = zip(*gather(own), strict=True)
+        elements, bytes_read, witnesses, differing = zip(*gather(own), strict=True)
         checkpoint.reader.close()
         return Summary(
             source=checkpoint.layout,
@@ -258,6 +265,7 @@ class Proven:
             seconds=time.monotonic() - prepared.started,
             changed=changed,
             certainty=prepared.certainty,
+            differing=sum(differing),
             disbelieved=checkpoint.sidecar_problem,
         )
 

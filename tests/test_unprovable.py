@@ -19,12 +19,14 @@ import torch
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import ProofError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout.quantised import is_quantised
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.online.homes.recognition import check_supported
+from mcore_ckpt_ext.optimizers.masters import JoinedMasters
 from mcore_ckpt_ext.optimizers.refusals import is_master
 from mcore_ckpt_ext.transfer import read_slice
 from tests.harness.checkpoints import Fixture, fixture_named
@@ -40,13 +42,18 @@ def copied(request: pytest.FixtureRequest, tmp_path: Path) -> Fixture:
     return fixture_named(request.param).copy_to(tmp_path / "copy")
 
 
-def edit_index(fixture: Fixture, key: Callable[[str], str], dtype: torch.dtype | None = None) -> None:
-    """Rename the arrays and objects of `.metadata`; give masters another dtype."""
+def edit_index(
+    fixture: Fixture,
+    key: Callable[[str], str],
+    dtype: torch.dtype | None = None,
+    chosen: Callable[[str], bool] = is_master,
+) -> None:
+    """Rename the arrays and objects of `.metadata`; give the chosen ones, by default masters, another dtype."""
     path = fixture.iteration / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     described = {key(name): entry for name, entry in metadata.state_dict_metadata.items()}
     for name, entry in described.items():
-        if dtype is not None and is_master(name):
+        if dtype is not None and chosen(name):
             entry.properties.dtype = dtype
     metadata.state_dict_metadata = described
     metadata.storage_data = {
@@ -176,6 +183,27 @@ def test_live_masters_beside_quantised_weights_must_be_plain() -> None:
     for changes in elsewhere:
         with pytest.raises(UnsupportedCheckpointError, match="fp8 or fp4 primary weights whose masters are in the"):
             check_supported([live(), live(gbuf_ranges=QUANTISED, **changes)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.uint8])
+def test_moments_whose_scale_is_missing(copied: Fixture, dtype: torch.dtype) -> None:
+    """Megatron stores them in fp32; numbers that were divided by a scale mean nothing without it."""
+    edit_index(copied, lambda key: key, dtype, lambda key: "exp_avg" in key)
+    name = str(dtype).removeprefix("torch.")
+    refused(open_checkpoint(copied.run), f"moments of {name} without their scale: .*exp_avg")
+
+
+@pytest.mark.parametrize(
+    ("weight", "found"), [(None, "no weight"), (LogicalTensor("", (), "float16"), "a weight of float16")]
+)
+def test_remainders_without_the_weights_that_they_belong_to(weight: LogicalTensor | None, found: str) -> None:
+    joined = open_checkpoint(fixture_named("p47").run).optimizer
+    assert isinstance(joined, JoinedMasters)
+    weights: Any = SimpleNamespace(logical_tensor=lambda kind, name: weight)
+    name = "decoder.layers.1.mlp.linear_fc1.weight"
+    says = f"what bf16 weights lack.*found: {found}; expected: a bfloat16 weight; where: {name}.*another iteration"
+    with pytest.raises(UnreadableCheckpointError, match=says):
+        JoinedMasters(joined.state, weights).derivation("fp32_param", name)
 
 
 @pytest.mark.parametrize("implementation", [{"moe_use_legacy_grouped_gemm": True}, {"transformer_impl": "local"}])

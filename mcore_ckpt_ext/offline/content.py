@@ -11,6 +11,7 @@ import torch
 from mcore_ckpt_ext.errors import some
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.proof import Mismatch
+from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.coverage import copies_of
@@ -63,6 +64,7 @@ class ContentCheck:
         self._transfer = Transfer(checkpoint.reader, workers=1)
         self._sources = {WEIGHT: Remembering(checkpoint.weights)}
         self._unreadable = unreadable
+        self._offloaded = bool(checkpoint.arguments.optimizer_cpu_offload)
         self._optimizer = checkpoint.optimizer if state else None
         self._shifted = set(self._optimizer.shifted) if self._optimizer else set()
         if self._optimizer is not None:
@@ -125,7 +127,9 @@ class ContentCheck:
                 if different:
                     places = f"{_place(copies[0])} and {_place(copy)}"
                     what = f"copy {number} differs from the first in {different:,} elements ({places})"
-                    report.findings.append(error(COPIES, f"{kind} {name}", what))
+                    offloaded = kind != WEIGHT and name == WORD_EMBEDDINGS and self._offloaded
+                    judged = warning if offloaded else error  # it is how that job was: `optimizers/copies.py`
+                    report.findings.append(judged(COPIES, f"{kind} {name}", what))
 
     def _different(
         self, kind: str, tensor: LogicalTensor, wanted: Slice, one: Sequence[StoredSlice], other: Sequence[StoredSlice]

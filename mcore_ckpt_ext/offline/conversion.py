@@ -28,6 +28,7 @@ from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
 from mcore_ckpt_ext.offline.laying_out import LaidOut, lay_out, open_source
 from mcore_ckpt_ext.offline.reading import Remembering
 from mcore_ckpt_ext.offline.team import Alone, Team
+from mcore_ckpt_ext.optimizers.copies import differing_masters, in_words
 from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.planning.output import Block, Output, Placed, Record
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, derivation_of, make_plan
@@ -159,7 +160,7 @@ def convert(
         peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
         proven_elements=team.total(filler.proven),
         seconds=time.monotonic() - begun,
-        notes=output.notes,
+        notes=[*output.notes, *_differing_copies(checkpoint)],
         lost=lost,
         unread=unread,
         how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
@@ -279,6 +280,14 @@ class _Filler:
         return replace(weight, shape=master.shape)
 
 
+
+
+def _differing_copies(checkpoint: Checkpoint) -> list[str]:
+    """A note where copies of the word embeddings differ that CPU offload may leave so."""
+    if not checkpoint.optimizer_format or not checkpoint.arguments.optimizer_cpu_offload:
+        return []
+    count = differing_masters(checkpoint.optimizer, checkpoint.transfer)
+    return [in_words(count)] if count else []
 
 
 def _check_digests(checkpoint: Checkpoint, team: Team) -> None:

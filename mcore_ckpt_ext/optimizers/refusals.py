@@ -13,6 +13,9 @@ from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 
 _QUANTISING = ("fp8_param_gather", "fp4_param_gather")
+# FusedAdam divides such moments by a scale of each tensor, and Megatron stores them multiplied again, in fp32
+# (`get_unscaled_state`, transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2).
+_SCALED = ("float16", "uint8", "int8", "float8_e4m3fn", "float8_e5m2")
 _MODEL_SPACE_MASTER = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.(?:fp32_param|param)\.")
 
 
@@ -60,6 +63,9 @@ def _unprovable(holder: Holder, keys: StoredKeys | None) -> str | None:
     masters = [array for key, array in arrays.items() if is_master(key)]
     if narrow := next((array for array in masters if array.dtype not in ("float32", "int16")), None):
         return f"masters of {narrow.dtype}"
+    moments = [key for key, array in arrays.items() if array.dtype in _SCALED and not is_master(key)]
+    if moments:
+        return f"moments of {arrays[moments[0]].dtype} without their scale: {moments[0]}"
     in_buffers = any(f"(torch.{QUANTISED}," in key for key in arrays)
     if in_buffers and not quantises(holder.arguments):
         return f"gradient buffers for parameters of torch.{QUANTISED}, in a job without {' or '.join(_QUANTISING)}"

@@ -6,10 +6,13 @@ latter at the saved step, under the same layout, without a word; under another o
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble, parameter_settings
 
+from mcore_ckpt_ext import Canonical, convert, verify
 from tests.harness.jobs import (
     LAST,
     RANK_SCRIPTS,
@@ -92,12 +95,19 @@ def test_a_job_that_offloads_nothing_does_not_write_its_step(results: Results) -
     assert_resumed(results.job("none"), results.job("switched on"))
 
 
-def test_of_a_tied_embedding_whose_copies_differ_the_first_stages_is_kept(results: Results) -> None:
+def test_of_a_tied_embedding_whose_copies_differ_the_first_stages_is_kept(results: Results, tmp_path: Path) -> None:
     """One copy is stepped by FusedAdam and the other by torch's AdamW, which do not agree in every bit."""
     saved, resumed = results.job("tied"), results.job("tied, TP2")
     with pytest.raises(ValueError, match="word_embeddings.weight: copies that must be the same differ"):
         assemble(saved.at_save)
     assert differing(assemble(saved.at_save, copies_may_differ=True), assemble(resumed.at_load)) == []
+    said = "masters of the tied word embeddings differ between pipeline stages"
+    assert said in resumed.summary.string
+    found = verify(saved.run)
+    assert found.sound
+    assert {finding.check for finding in found.findings} == {"copies"}
+    report = convert(saved.run, tmp_path / "out", Canonical())
+    assert any(said in note for note in report.notes)
 
 
 def test_ranks_with_different_shares_are_refused(results: Results) -> None:
