@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, interpreting, shortened, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened, some
+from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.stacking import stacks_layers
 from mcore_ckpt_ext.formats.unread import Unread
@@ -26,14 +24,13 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import MOST_BYTES as SIDECAR_BYTES
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS, ShardedKey, parse
-from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.storage.runs import RELEASE
-from mcore_ckpt_ext.transfer import Transfer, read_slice
+from mcore_ckpt_ext.transfer import Transfer
 from mcore_ckpt_ext.versions import parse_version
 
 
@@ -347,50 +344,6 @@ class Checkpoint(ABC):
         if logical is None:
             raise KeyError(f"no {kind} {name} in {self.folder}")
         return TensorHandle(self, kind, logical)
-
-
-@dataclass(frozen=True)
-class TensorHandle:
-    """One global tensor of a checkpoint; reading is lazy."""
-
-    checkpoint: Checkpoint
-    kind: str
-    logical: LogicalTensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Global shape."""
-        return self.logical.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Stored dtype."""
-        found: torch.dtype = getattr(torch, self.logical.dtype)
-        return found
-
-    def read(self, region: Region | None = None) -> torch.Tensor:
-        """The tensor, or the part of it that `region` names; optimizer state is proven where it is read.
-
-        Raises:
-            ProofError: the masters of that part do not round to its weights.
-            CheckpointError: it is damaged or incomplete, or its packing cannot be recovered.
-        """
-        with interpreting(self.checkpoint.folder):
-            return self._proven(region or Region.whole(self.logical.name, self.logical.shape))
-
-    def _proven(self, wanted: Region) -> torch.Tensor:
-        values = self._read(self.kind, wanted)
-        if self.kind != WEIGHT and not self.checkpoint.follow_from_weights(wanted.name):
-            masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, wanted)
-            self.checkpoint.proof.check(
-                masters,
-                self._read(WEIGHT, wanted),
-                lambda position: f"{wanted.name}, element {position} of {wanted}, {self.checkpoint.folder}",
-            )
-        return values.view(wanted.sizes)
-
-    def _read(self, kind: str, region: Region) -> torch.Tensor:
-        return read_slice(self.checkpoint, self.checkpoint.transfer, kind, Slice.whole((region,)))
 
 
 def _grid(stored: Sequence[StoredSlice]) -> tuple[tuple[int, ...], ...]:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.formats.base import Checkpoint, TensorHandle
+from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint, is_colossalai
+from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
