@@ -16,9 +16,9 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.coverage import copies_of
 from mcore_ckpt_ext.offline.findings import COPIES, PROOF, VALUES, Finding, error, warning
-from mcore_ckpt_ext.offline.reading import OneCopy, Remembering, blocks
+from mcore_ckpt_ext.offline.reading import Remembering, blocks
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.planning.plan import OneCopy, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

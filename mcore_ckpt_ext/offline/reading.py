@@ -25,21 +25,6 @@ class Remembering:
         return derivation_of(self._source, kind, name)
 
 
-class OneCopy:
-    """One copy of a part of a tensor as a source of its own."""
-
-    def __init__(self, tensor: LogicalTensor, slices: Sequence[StoredSlice]) -> None:
-        self._tensor, self._slices = tensor, slices
-
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All slices that hold elements of a tensor."""
-        return self._slices
-
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
-        return self._tensor
-
-
 def blocks(regions: tuple[Region, ...], numel: int | None = None) -> Iterator[Slice]:
     """Cut the first `numel` elements of some regions, by default all, into slices of bounded size."""
     end = Slice.whole(regions).stop if numel is None else numel

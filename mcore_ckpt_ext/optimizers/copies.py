@@ -1,8 +1,8 @@
 """Masters of a tied embedding that differ between the pipeline stages that hold it.
 
 With `--optimizer-cpu-offload` one stage may step its copy by torch's Adam and the other by FusedAdam, which do not
-agree in every bit (seen with core_v0.16.1 to 0.19.2). It is how the job was: the first stage's copy is taken, and it is
-said.
+agree in every bit (seen with core_v0.16.1 to 0.19.2). That is how the job was: the first stage's copy is taken, and the
+user is told.
 """
 
 from __future__ import annotations
@@ -15,34 +15,19 @@ from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.planning.plan import OneCopy, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 _BLOCK = 1 << 22
 
 
-class _OneCopy:
-    """One copy of a part of a tensor as a source of its own."""
-
-    def __init__(self, tensor: LogicalTensor, slices: Sequence[StoredSlice]) -> None:
-        self._tensor, self._slices = tensor, slices
-
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All slices that hold elements of a tensor."""
-        return self._slices
-
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it."""
-        return self._tensor
-
-
 def differing_masters(state: OptimizerState, transfer: Transfer, share: tuple[int, int] = (0, 1)) -> int:
-    """Masters of the word embeddings that are not the same bits in all copies.
+    """How many masters of the word embeddings are not the same in every bit of all copies.
 
     Args:
         state: the optimizer's.
         transfer: reads its files.
-        share: of how many parts the work has, this one: number and count.
+        share: which part of the work this is: its number, and how many there are.
     """
     tensor = state.logical_tensor(FP32_PARAM, WORD_EMBEDDINGS)
     if tensor is None:
@@ -70,4 +55,4 @@ def in_words(count: int) -> str:
 
 
 def _read(tensor: LogicalTensor, copy: Sequence[StoredSlice], transfer: Transfer, wanted: Slice) -> torch.Tensor:
-    return read_slice(_OneCopy(tensor, copy), transfer, FP32_PARAM, wanted).view(torch.int32)
+    return read_slice(OneCopy(tensor, copy), transfer, FP32_PARAM, wanted).view(torch.int32)

@@ -94,6 +94,21 @@ class StoredOnce:
         return [[list(self.stored(kind, name))]]
 
 
+class OneCopy:
+    """One copy of a part of a tensor as a source of its own."""
+
+    def __init__(self, tensor: LogicalTensor, slices: Sequence[StoredSlice]) -> None:
+        self._tensor, self._slices = tensor, slices
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """All slices that hold elements of a tensor."""
+        return self._slices
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        return self._tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Copy:
     """Runs from one stored array to the destination with index `target`."""
