@@ -24,13 +24,20 @@ NO_RANDOM_STATE = ["--no-load-rng"]
 
 
 def resume(
-    fixture: str, layout: Layout, folder: Path, more: list[str], target: Target, *, checkout: bool = False
+    fixture: str,
+    layout: Layout,
+    folder: Path,
+    more: list[str],
+    target: Target,
+    *,
+    checkout: bool = False,
+    distributed: bool = True,
 ) -> None:
     source = fixture_named(fixture)
     mcore_ckpt_ext.convert(source.run, folder / "run", target)
     layout = replace(layout, vocabulary=source.job["args"]["padded_vocab_size"])
     how = checkout_job() if checkout else {}
-    job = jobs.resume(folder, layout, folder / "run", more=more, environment=OFF, **how)
+    job = jobs.resume(folder, layout, folder / "run", more=more, environment=OFF, distributed=distributed, **how)
     assert job.said == []
     # It went on from the stored iteration; a loader that found nothing would begin with the first.
     assert list(job.losses) == [SAVED + 1]
@@ -49,6 +56,17 @@ def resume(
 def test_torch_dist_in_stock_megatron(fixture: str, layout: Layout, more: list[str], tmp_path: Path) -> None:
     """Written from dp_reshardable of 0.19 and 0.16, from legacy files, and from experts of two ranks."""
     resume(fixture, layout, tmp_path, more, mcore_ckpt_ext.TorchDist(megatron_version="0.19.2"))
+
+
+def test_torch_dist_without_a_distributed_optimizer_in_stock_megatron(tmp_path: Path) -> None:
+    """It is written as it was, so that stock Megatron reshards it itself."""
+    target = mcore_ckpt_ext.TorchDist(megatron_version="0.19.2")
+    resume("p41", Layout(1, 2, 4), tmp_path, model_of("p41"), target, distributed=False)
+
+
+def model_of(fixture: str) -> list[str]:
+    """Arguments of the model that a fixture was trained with."""
+    return LLAMA if fixture_named(fixture).job["args"]["swiglu"] else []
 
 
 @with_checkout
