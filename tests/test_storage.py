@@ -17,10 +17,13 @@ from pathlib import Path
 import pytest
 import torch
 
+import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError, UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.safe_pickle import Placeholder, TensorReference, origin_of, safe_loads
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from tests.harness.checkpoints import fixture_named
 
 
 class Command:
@@ -213,3 +216,27 @@ def test_a_tensor_that_means_the_opposite_is_refused(mark: str, tmp_path: Path) 
     torch.save({"moment": marked.resolve_neg().clone() if mark == "neg" else marked.real.clone()}, tmp_path / "b.pt")
     with FolderReader(tmp_path) as reader:
         assert TorchArchive(reader, "b.pt").load()["moment"].shape == (2,)
+
+
+@pytest.mark.parametrize(
+    ("file", "entry"),
+    [
+        ("common.json", '"version": 99'),
+        ("model.safetensors.index.json", '"weight_map": {}'),
+        ("canonical-00001-of-00001.safetensors", '"weight.embedding.word_embeddings.weight": {}'),
+    ],
+)
+def test_json_that_says_two_things_is_refused(file: str, entry: str, tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "run", mcore_ckpt_ext.Canonical())
+    data = (tmp_path / "run" / file).read_bytes()
+    begin = 8 if file.endswith(".safetensors") else 0
+    changed = data[begin:].replace(b"{", b"{" + entry.encode() + b", ", 1)
+    if begin:
+        changed = (int.from_bytes(data[:8], "little") + len(entry) + 2).to_bytes(8, "little") + changed
+    (tmp_path / "run" / file).write_bytes(changed)
+    with pytest.raises(UnreadableCheckpointError, match="two entries"):
+        mcore_ckpt_ext.open_checkpoint(tmp_path / "run").names("weight")
+
+
+def test_json_that_says_a_thing_twice_is_read() -> None:
+    assert parsed('{"a": 1, "a": 1, "b": {"a": 2}}') == {"a": 1, "b": {"a": 2}}

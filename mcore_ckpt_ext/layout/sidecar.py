@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_ckpt_ext.layout.digest import read, written
+from mcore_ckpt_ext.storage.json_text import parsed
 
 FILE_NAME = "mcore_ckpt_ext.json"
 VERSION = 1
@@ -108,7 +109,7 @@ class Sidecar:
             ValueError: it is not a sidecar of a version known here, or it says something twice.
         """
         try:
-            data: dict[str, Any] = json.loads(text, object_pairs_hook=_without_repetition)
+            data: dict[str, Any] = parsed(text)
             if data["version"] != VERSION:
                 raise ValueError(f"sidecar version {data['version']}, known is {VERSION}")
             groups = tuple(_group(group) for group in data["groups"])
@@ -126,14 +127,6 @@ class Sidecar:
             raise ValueError("the sidecar is nested too deeply") from error
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"the sidecar lacks or misspells {error}") from error
-
-
-def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the sidecar has two entries {next(name for name in names if names.count(name) > 1)!r}")
-    return found
 
 
 def _check_unique(groups: Iterable[RecordedGroup]) -> None:

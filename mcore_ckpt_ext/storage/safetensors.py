@@ -15,6 +15,7 @@ from mcore_ckpt_ext.planning.output import OutputFile
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.json_text import parsed
 
 WRITER = "mcore_ckpt_ext"
 """In the header of every file that this package writes, so that one may be known for its own."""
@@ -103,7 +104,7 @@ def _header(reader: FolderReader, file: str) -> tuple[dict[str, Any], int]:
             "the header is longer than the file", found=length, expected=size, where=str(reader.folder / file)
         )
     try:
-        header = json.loads(reader.read(file, 8, length))
+        header = parsed(reader.read(file, 8, length))
     except (ValueError, RecursionError) as error:
         raise _damaged(reader, file, error) from error
     if not isinstance(header, dict):
@@ -124,7 +125,7 @@ def read_json(path: Path) -> dict[str, Any]:
         UnreadableCheckpointError: the file is missing, or holds something else.
     """
     try:
-        content = json.loads(read_file(path.parent, path.name))
+        content = parsed(read_file(path.parent, path.name))
         if not isinstance(content, dict):
             raise ValueError("no object")
     except (OSError, ValueError, RecursionError) as error:
