@@ -154,7 +154,7 @@ def _fitting(
 
 
 def irregularity(packings: Iterable[Packing]) -> str | None:
-    """Why a set of packings, one a group, is not one that Megatron's modules can have registered; None if it is.
+    """Why a set of packings, one per group, is not one that Megatron's modules can have registered; None if it is.
 
     A chunk registers its layers one after the other, and layers with equal parts register them in the same order. A
     buffer holds them in reverse.

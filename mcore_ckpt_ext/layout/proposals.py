@@ -32,7 +32,7 @@ class Proposal:
 
 
 def by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule = PackingRule.SINCE_0_13) -> Proposal:
-    """The packing that a packing rule gives for one parameter order."""
+    """The packing that a rule gives for one parameter order."""
     witnessed = isinstance(order, WitnessedOrder)
     return Proposal(order.label, lambda group: _packed(models, order, rule, group), witnessed)
 

@@ -105,7 +105,7 @@ def _bucket_space_by_stock(placement_changed: bool, version: Version) -> bool:
 ENCODINGS = (
     Encoding(
         name=DP_RESHARDABLE,
-        stored="flat gradient buffers, one array a bucket and kind, without the padding at bucket ends",
+        stored="flat gradient buffers, one array per bucket and kind, without the padding at bucket ends",
         written_by="DistributedOptimizer since 0.15, by default",
         claims=partial(_claims, DP_RESHARDABLE),
         read=partial(_read, (PackingRule.SINCE_0_13,)),
@@ -115,7 +115,7 @@ ENCODINGS = (
     ),
     Encoding(
         name=BUCKET_SPACE,
-        stored="flat gradient buffers, one array a bucket and kind, padded",
+        stored="flat gradient buffers, one array per bucket and kind, padded",
         written_by="DistributedOptimizer of 0.6 and 0.7 with --ckpt-fully-parallel-save",
         claims=partial(_claims, BUCKET_SPACE),
         read=partial(_read, (PackingRule.UNTIL_0_7, PackingRule.UNTIL_0_8, PackingRule.UNTIL_0_12)),

@@ -58,7 +58,7 @@ def buffer_arrays(content: Any, place: StoredObject, where: str) -> dict[tuple[B
     """
     if not isinstance(content, dict) or not content.get("buckets_coalesced"):
         raise UnsupportedCheckpointError(
-            "the optimizer state is in the layout of Megatron before core_v0.7.0, with one tensor a bucket", where=where
+            "the optimizer state is as Megatron before core_v0.7.0 stored it, one tensor per bucket", where=where
         )
     return {
         (BucketKey(buffer, str(dtypes), 0), KINDS.get(name, name)): _array(tensor, place)
@@ -97,7 +97,7 @@ def _by_stock(placement_changed: bool, version: Version) -> bool:
 ENCODINGS = (
     Encoding(
         name=NAME,
-        stored="flat gradient buffers, whole, in one pickled object a group of ranks",
+        stored="flat gradient buffers, whole, in one pickled object per group of ranks",
         written_by="DistributedOptimizer of 0.6 to 0.14 without --ckpt-fully-parallel-save",
         claims=_claims,
         read=_read,
@@ -106,7 +106,7 @@ ENCODINGS = (
     ),
     Encoding(
         name=LEGACY,
-        stored="flat gradient buffers, whole, in a distrib_optim.pt a rank",
+        stored="flat gradient buffers, whole, in one distrib_optim.pt per rank",
         written_by="DistributedOptimizer of every version in legacy checkpoints",
         claims=lambda keys: (),
         read=_read,

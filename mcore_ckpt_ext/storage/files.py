@@ -16,7 +16,7 @@ from types import TracebackType
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, remedy
 from mcore_ckpt_ext.storage.checked_files import open_file
 
-# A zarr array has a file a chunk, and a process may by default open 1024 files.
+# A zarr array has a file for each chunk, and a process may by default open 1024 files.
 _OPEN_FILES = 256
 
 
