@@ -97,12 +97,6 @@ def _home_of(optimizer: Any) -> Home:
     return PrecisionAwareHome(optimizer) if is_precision_aware(optimizer) else DistributedHome(optimizer)
 
 
-def distributed_optimizers(optimizer: Any) -> list[Any] | None:
-    """The DistributedOptimizers of a (chained) optimizer, stubs left out; None when some child is another kind."""
-    chain = Chain.of(optimizer)
-    return None if chain.whole or chain.unknown else list(chain.distributed)
-
-
 def check_supported(optimizers: Sequence[Any]) -> None:
     """Refuse masters beside fp8 or fp4 primary weights that are not plain fp32 shards.
 
@@ -159,9 +153,9 @@ def switched(
         kind: of the running job's arguments, `optimizer`.
         stored_remainders: whether the checkpoint has remainders; asked only where both jobs may have them.
     """
-    optimizers = Chain.of(optimizer).distributed
-    found = []
-    if bool(written.use_distributed_optimizer) != (distributed_optimizers(optimizer) is not None):
+    chain = Chain.of(optimizer)
+    optimizers, found = chain.distributed, []
+    if bool(written.use_distributed_optimizer) == bool(chain.whole or chain.unknown):
         found.append("use_distributed_optimizer")
     if bool(written.optimizer_cpu_offload) != any(map(is_offloaded, optimizers)):
         found.append("optimizer_cpu_offload")
