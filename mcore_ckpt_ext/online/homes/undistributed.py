@@ -27,19 +27,15 @@ def kept_by(optimizer: Any) -> tuple[str, ...] | None:
     """What a plain optimizer keeps of each parameter, every one in the parameter's shape; None where it is not known.
 
     Sources: `TensorParallelMuon` (megatron/core/optimizer/muon.py, core_v0.16.0, 0.16.1; emerging_optimizers.py since
-    0.17), `AdaptiveMuon` and `Lion` (emerging_optimizers, 0.3.0). An optimizer of that package may have Adam's settings
-    but keep something else (SOAP).
+    0.17) and `Lion` (emerging_optimizers, 0.3.0). Others of that package may have Adam's settings but keep something
+    else (SOAP), or Muon's and more (AdaptiveMuon).
     """
-    classes = type(optimizer).__mro__
-    names = [known.__name__ for known in classes]
-    if "AdaptiveMuon" in names:
-        whole = getattr(optimizer, "moment2_method", None) == "adamuon"
-        return (MOMENTUM, "moment2_buffer") if whole else None
-    if names[0] == "TensorParallelMuon":
+    kind = type(optimizer)
+    if kind.__name__ == "TensorParallelMuon":
         return (MOMENTUM,)
-    if names[0] == "Lion":
+    if kind.__name__ == "Lion":
         return (EXP_AVG,)
-    foreign = any(known.__module__.startswith("emerging_optimizers.") for known in classes)
+    foreign = any(known.__module__.startswith("emerging_optimizers.") for known in kind.__mro__)
     is_adam = all("betas" in group and "eps" in group for group in optimizer.param_groups)
     return (EXP_AVG, EXP_AVG_SQ) if is_adam and not foreign else None
 
