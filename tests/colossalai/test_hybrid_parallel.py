@@ -11,7 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from colossalai_on_cpu import ranks
+from safetensors import safe_open
 
+from mcore_ckpt_ext import HuggingFace, convert, inspect, verify
 from mcore_ckpt_ext import zero_strict_state_dict as strict
 from tests.colossalai.boosted import batch, train
 from tests.colossalai.jobs import bits, refusal, same_bits
@@ -168,6 +170,19 @@ def test_the_same_state_under_all_layouts(tmp_path: Path) -> None:
     # Tied, and there under both names, as in the module.
     assert set(model) == set(gpt2().state_dict())
     assert torch.equal(model["lm_head.weight"], model["transformer.wte.weight"])
+    _is_read_without_a_job(tmp_path / "2", tmp_path / "hf", model, states)
+
+
+def _is_read_without_a_job(folder: Path, destination: Path, model: dict[str, Any], states: dict[str, Any]) -> None:
+    """The files of two pipeline stages, each with its own of a tied parameter."""
+    assert inspect(folder).format == "colossalai"
+    assert verify(folder).sound
+    report = convert(folder, destination, HuggingFace())
+    keys = {f"{kind} of parameter {number}" for number, state in states.items() for kind in state}
+    assert keys | {"optimizer/pytorch_optim_group.bin"} == {item.key for item in report.unread}
+    with safe_open(destination / "model.safetensors", framework="pt") as opened:
+        assert all(torch.equal(opened.get_tensor(name), model[name]) for name in opened.keys())  # noqa: SIM118 - no dict
+        assert set(model) - set(opened.keys()) == {"lm_head.weight"}
 
 
 def _lies_as_the_weights(optimizer: Any) -> None:
