@@ -42,8 +42,8 @@ from mcore_ckpt_ext.zero_strict_state_dict.loading import StateDictMismatchError
 from mcore_ckpt_ext.zero_strict_state_dict.optimizer import MASTER
 from mcore_ckpt_ext.zero_strict_state_dict.ranks import Ranks
 
-PADDING = ".padding"
-"""What the rows of padding of a state are called: ``exp_avg.padding`` beside ``exp_avg``."""
+PADDING = "_padding"
+"""What the padding rows of a state are called: ``exp_avg_padding``. Asynchronous files allow no dot there."""
 _MODEL, _OPTIMIZER = "the model is untouched", "the optimizer is untouched"
 _SHOWN = 4
 _CPU = torch.device("cpu")

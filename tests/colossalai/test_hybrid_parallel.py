@@ -156,7 +156,7 @@ def test_the_same_state_under_all_layouts(tmp_path: Path) -> None:
     ranks.run(1, begin)
     ranks.run(4, go_on, timeout=300)
     model, states = _model(tmp_path / "1"), _states(tmp_path / "1")
-    assert states["0"]["exp_avg.padding"].eq(0.25).all()
+    assert states["0"]["exp_avg_padding"].eq(0.25).all()
     for number in (2, 3, 4, 5):
         there = _states(tmp_path / str(number))
         assert sorted(there) == sorted(states)
