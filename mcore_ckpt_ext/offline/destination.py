@@ -38,7 +38,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Destination:
-    """The folder to make; `iteration` is the folder in it that will hold the checkpoint, empty for none."""
+    """The folder to make; `iteration` is the folder in it that will hold the checkpoint, or empty."""
 
     path: Path
     iteration: str
@@ -134,7 +134,7 @@ def _upwards(path: Path) -> Iterator[Path]:
 
 
 def _identity(path: Path) -> object:
-    """Of a folder, whatever its name is (a bind mount, an upper case letter); of none, its path."""
+    """A folder's identity, whatever its name (a bind mount, an upper-case letter); without a folder, its path."""
     try:
         status = path.stat()
     except OSError:
@@ -143,7 +143,7 @@ def _identity(path: Path) -> object:
 
 
 def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
-    """All that is below a folder but the folders themselves: relative paths, and whether it is an ordinary file."""
+    """Everything below a folder except folders: relative paths, and whether each is an ordinary file."""
     for above, folders, files in os.walk(folder):
         below = os.path.relpath(above, folder)
         for name in [*files, *(name for name in folders if (Path(above) / name).is_symlink())]:

@@ -1,7 +1,7 @@
 """Opening files of a stranger's folder: ordinary files only, and none that a link brings in from elsewhere.
 
-What is read of a checkpoint is shown, and carried into what is written. A link from its folder to somebody's keys must
-not take them along; a FIFO would hold its reader for ever, and opening some devices does something.
+What a checkpoint holds is shown, and carried into what is written. A link from its folder to somebody's keys must
+not bring them along; a FIFO would hold its reader forever, and opening some devices has effects.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
     """The content of a file of a folder.
 
     Raises:
-        OSError: as `open_file`, or it has more than `limit` bytes.
+        OSError: as in `open_file`, or it has more than `limit` bytes.
     """
     if is_remote(folder):
         path = folder / name

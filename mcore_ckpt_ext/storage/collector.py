@@ -12,7 +12,7 @@ def collector_paused() -> Iterator[None]:
     """Pause the collector: it walks all records again and again while they are made, and finds nothing.
 
     Unpickling the metadata of 100,000 chunks takes 0.5 s instead of 3.2 s (benchmarks/inspect_metadata.py). Threads may
-    overlap: whoever switched it off switches it on again.
+    overlap: the one that switched it off switches it on again.
     """
     was_enabled = gc.isenabled()
     gc.disable()

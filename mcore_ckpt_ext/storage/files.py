@@ -21,7 +21,7 @@ _OPEN_FILES = 256
 
 
 class _Descriptor:
-    """An open file; closed when nobody holds it any more, so that a reader in another thread may finish."""
+    """An open file; it is closed when nobody holds it any more, so that a reader in another thread may finish."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.number = -1
@@ -154,7 +154,7 @@ class Window:
         return self._position
 
     def seek(self, position: int, whence: int = os.SEEK_SET) -> int:
-        """Move to a position of the window, as `io.IOBase.seek`."""
+        """Move to a position in the window, like `io.IOBase.seek`."""
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         self._position = max(0, base + position)
         return self._position

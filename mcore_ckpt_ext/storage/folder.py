@@ -44,7 +44,7 @@ class Folder:
         return cls(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC), path)
 
     def status(self, name: str | None = None) -> os.stat_result | None:
-        """Of an entry, which may be a link, or of the folder itself; None where there is none."""
+        """The status of an entry, which may be a link, or of the folder itself; None where there is none."""
         if name is None:
             return os.fstat(self.descriptor)
         with contextlib.suppress(FileNotFoundError):
@@ -52,7 +52,7 @@ class Folder:
         return None
 
     def make(self, name: str, mode: int = 0o777) -> None:
-        """Make a folder in this one; never one that is there already."""
+        """Make a folder in this one; it must not exist yet."""
         os.mkdir(name, mode, dir_fd=self.descriptor)
 
     def enter(self, name: str) -> Folder:
@@ -60,7 +60,7 @@ class Folder:
         return Folder(os.open(name, _FOLDER, dir_fd=self.descriptor), self.path / name)
 
     def open(self, file: str, flags: int, mode: int = 0o666) -> int:
-        """The descriptor of a file below; folders on the way are made where `flags` has `O_CREAT`."""
+        """The descriptor of a file below; folders on the way are made if `flags` has `O_CREAT`."""
         *folders, name = PurePosixPath(file).parts
         held: list[Folder] = []
         try:
@@ -96,7 +96,7 @@ class Folder:
         return sorted(os.listdir(self.descriptor))  # noqa: PTH208  a descriptor is no path
 
     def folders(self) -> Iterator[tuple[Folder, list[str]]]:
-        """This folder and all below, the deepest first, each with the names in it that are no folders."""
+        """This folder and all below, the deepest first, each with the names in it that are not folders."""
         others = []
         for name in self.names():
             status = self.status(name)
@@ -157,7 +157,7 @@ def move_new(source: Folder, name: str, target: Folder, new_name: str) -> None:
 
 
 def exchange(first: Folder, name: str, second: Folder, other: str) -> bool:
-    """Exchange the names of two folders, which no moment shows half done; False where the system does not offer it.
+    """Exchange the names of two folders in one step; False where the system does not offer that.
 
     Raises:
         OSError: the system refuses.

@@ -1,4 +1,4 @@
-"""Paths of users: of this machine, or of a remote store through fsspec (`s3://bucket/run`, `gs://...`, `memory://...`)."""
+"""Users' paths: on this machine, or in a remote store through fsspec (`s3://bucket/run`, `gs://...`, `memory://...`)."""
 
 from __future__ import annotations
 

@@ -25,12 +25,12 @@ _JOURNAL, _CLAIM = "journal", "claim"
 
 
 def folder_reader(folder: Path) -> FolderReader:
-    """The reader of a folder, wherever it is."""
+    """The reader for a folder, wherever it is."""
     return RemoteFolderReader(folder) if is_remote(folder) else FolderReader(folder)
 
 
 class RemoteFolderReader(FolderReader):
-    """Reads byte ranges of remote files; small ranges come from blocks that are kept, for each request costs time."""
+    """Reads byte ranges of remote files; small ranges come from cached blocks, because each request costs time."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -114,7 +114,7 @@ class Upload:
 
     No store renames a folder in one step. So files are put under their own names, those that say that all are there
     come last, and a journal beside the folder says what an interrupted upload has done. Stores have no locks either:
-    a claim beside the folder says whose it is, and is looked at again before the last files are put.
+    a claim beside the folder says whose it is, and is checked again before the last files are put.
     """
 
     def __init__(self, destination: Path, fingerprint: str, rank: int = 0) -> None:
@@ -132,7 +132,7 @@ class Upload:
         """Check the destination, and claim it.
 
         Raises:
-            DestinationError: it exists, and no interrupted upload of the same made it; or the store refuses.
+            DestinationError: it exists, and was not made by an interrupted upload of the same; or the store refuses.
         """
         work = self._claim()
         if self.destination.exists() and not (resume and work):
@@ -199,7 +199,7 @@ class Upload:
             raise cannot_write(self.destination, error) from error
 
     def publish(self) -> None:
-        """Remove the journal: all is there."""
+        """Remove the journal: everything is there."""
         self._files.rm(str(self._beside.path), recursive=True)  # type: ignore[attr-defined]  # a remote path
 
     def _there(self, name: str) -> list[int] | None:

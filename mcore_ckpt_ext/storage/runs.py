@@ -26,7 +26,7 @@ class Tracker:
     Attributes:
         path: the file.
         text: its first characters.
-        iteration: the one that it names; None where it names none.
+        iteration: the one that it names, or None.
     """
 
     path: Path
@@ -40,7 +40,7 @@ class Tracker:
 
     @property
     def folder(self) -> Path | None:
-        """The folder that it names, there or not; None where it names none."""
+        """The folder that it names, whether it exists or not; None where it names none."""
         if self.names_release:
             return self.path.parent / RELEASE
         return None if self.iteration is None else self.path.parent / iteration_name(self.iteration)
@@ -70,7 +70,7 @@ def iteration_number(folder: Path) -> int | None:
 
 
 def iteration_folders(run: Path) -> dict[int, Path]:
-    """What a run folder has under the names of iterations, by number, newest first."""
+    """A run folder's iteration folders, by number, newest first."""
     found = {number: path for path in run.iterdir() if (number := iteration_number(path)) is not None}
     return dict(sorted(found.items(), reverse=True))
 
@@ -98,7 +98,7 @@ def iteration_folder(path: Path) -> Path:
 
 
 def check_folder_exists(path: Path) -> None:
-    """See that there is a folder, here or in a remote store.
+    """Check that there is a folder, here or in a remote store.
 
     Raises:
         UnreadableCheckpointError: there is none, or the store does not answer.
@@ -119,7 +119,7 @@ def check_folder_exists(path: Path) -> None:
 
 
 def no_checkpoint(path: Path) -> UnreadableCheckpointError:
-    """The refusal of a folder in which nothing is a checkpoint: what is there instead."""
+    """The refusal of a folder in which nothing is a checkpoint; it says what is there instead."""
     names = sorted(entry.name for entry in path.iterdir())
     return UnreadableCheckpointError(
         "there is no checkpoint in this folder",
