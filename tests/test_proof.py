@@ -103,6 +103,18 @@ def test_a_misplaced_parameter_is_far_in_a_sample(proof: Proof, quantise: object
     assert proof.first_mismatch(torch.full_like(master, float("nan")), weight) is not None
 
 
+def test_weights_that_were_quantised_anew_at_another_scale() -> None:
+    """As under another tensor parallelism, which cuts other parts out of a tensor."""
+    twice = weaker_of(WITHIN_FP8, WITHIN_FP8)
+    for seed in range(4):
+        master = masters(seed=seed)
+        weight = by_tensor(master)
+        parts = torch.cat([fp8(part.float(), LARGEST / part.abs().max() * 0.7) for part in weight.chunk(2)])
+        assert WITHIN_FP8.first_mismatch(master, parts) is not None
+        assert twice.first_mismatch(master, parts) is None
+        assert twice.first_mismatch(master.roll(1).view(-1)[:64], parts.view(-1)[:64]) is not None
+
+
 def test_what_it_does_not_show() -> None:
     """A bit that moves a master by less than half a step; the same bit is seen beside bf16 weights."""
     master = masters()
@@ -147,6 +159,7 @@ def test_masters_in_half_precision() -> None:
 def test_the_proof_of_a_job(arguments: dict[str, object], proof: Proof) -> None:
     assert proof_of(JobArguments.of(arguments)) is proof
     assert weaker_of(BY_ROUNDING, proof) is proof
+    assert (weaker_of(proof, proof) is proof) == (proof not in (WITHIN_FP8, WITHIN_FP4))
     assert weaker_of(proof, BY_ROUNDING) is proof
     assert weaker_of(proof, None) is proof
 

@@ -196,12 +196,20 @@ WITHIN_HALF_PRECISION = Proof(
 )
 WITHIN_FP8 = _nearness("fp8", _Quantised(2**-4, 2**-12), 3)
 WITHIN_FP4 = _nearness("fp4", _Quantised(2**-2, 2**-4), 4)
+# Stored weights of few bits that a live job quantises anew, at the scale of other parts: both roundings add up.
+WITHIN_FP8_TWICE = _nearness("fp8 (twice)", _Quantised(2**-3, 2**-11), 5)
+WITHIN_FP4_TWICE = _nearness("fp4 (twice)", _Quantised(2**-1, 2**-3), 6)
 _HALF_PRECISION = ("fp16", "torch.float16")
 
 
 def weaker_of(one: Proof, other: Proof | None) -> Proof:
-    """Of two proofs the one that shows less; None asks for nothing."""
-    return other if other is not None and other.weakness > one.weakness else one
+    """Of two proofs the one that shows less; None asks for nothing. Where both sides are quantised, both count."""
+    if other is None:
+        return one
+    weaker = max(one, other, key=lambda proof: proof.weakness)
+    if min(one.weakness, other.weakness) < WITHIN_FP8.weakness:
+        return weaker
+    return WITHIN_FP4_TWICE if weaker in (WITHIN_FP4, WITHIN_FP4_TWICE) else WITHIN_FP8_TWICE
 
 
 def proof_of(arguments: JobArguments) -> Proof:

@@ -97,7 +97,8 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
     proof = shard.home.proof(shard)
     if proof is None:
         return None
-    proof, weight = weaker_of(proof, weaker), shard.weight
+    # Whoever loaded them, live weights of few bits may have been quantised anew.
+    proof, weight = weaker_of(proof, weaker or quantisation(shard.live.parameter)), shard.weight
     master = shard.home.master(shard)
     if master.data_ptr() == weight.data_ptr():
         return None  # fp32 training: they are one
