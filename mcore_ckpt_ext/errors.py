@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import traceback
+from argparse import Namespace
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -39,7 +44,7 @@ class CheckpointError(Exception):
         parts = ["\n".join(map(printable, what.split("\n")))]
         for label, value in (("found", found), ("expected", expected), ("where", where), ("what helps", helps)):
             if value is not None:
-                parts.append(f"{label}: {printable(str(value))}")
+                parts.append(f"{label}: {printable(value if isinstance(value, str) else shown(value))}")
         super().__init__("; ".join(parts))
 
 
@@ -88,9 +93,42 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
 
 
-def shortened(text: str, most: int = 300) -> str:
+_MOST_TEXT = 300
+
+
+def shortened(text: str, most: int = _MOST_TEXT) -> str:
     """A text that a stranger may have made long and strange, as a message can show it."""
     return printable(text if len(text) <= most else f"{text[:most]}...")
+
+
+_BRACKETS: dict[type, str] = {list: "[]", tuple: "()", set: "{}", frozenset: "{}", deque: "[]", dict: "{}"}
+_OPAQUE = (Namespace, SimpleNamespace, bytes, bytearray, slice)
+_MOST_ITEMS, _DEEPEST = 8, 3
+
+
+def shown(value: object, depth: int = 0) -> str:
+    """A value in a message, whatever a stranger made of it: the `repr` of lists that refer to lists can be endless."""
+    if isinstance(value, str):
+        return shortened(repr(value[:_MOST_TEXT]) if depth else value)
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"a whole number of {value.bit_length():,} bits"
+    if isinstance(value, _OPAQUE):
+        return f"a {type(value).__name__}"
+    if type(value).__str__ is object.__str__:
+        for kind, brackets in _BRACKETS.items():
+            if isinstance(value, kind):
+                return brackets[0] + (_items(value, depth + 1) if depth < _DEEPEST else "...") + brackets[1]
+    return shortened(str(value))
+
+
+def _items(value: Any, depth: int) -> str:
+    first = list(islice(value, _MOST_ITEMS))
+    texts = [shown(item, depth) for item in first]
+    if isinstance(value, dict):
+        texts = [f"{text}: {shown(value[key], depth)}" for key, text in zip(first, texts, strict=True)]
+    more = len(value) - len(first)
+    one = "," if type(value) is tuple and len(value) == 1 else ""
+    return ", ".join(texts) + one + (f" and {more:,} more" if more else "")
 
 
 @contextmanager
@@ -106,7 +144,7 @@ def interpreting(where: object) -> Iterator[None]:
         at = traceback.extract_tb(error.__traceback__)[-1]
         raise UnreadableCheckpointError(
             "the checkpoint's metadata makes no sense here: it is damaged, or of an unknown kind",
-            found=f"{type(error).__name__}: {error} ({at.name}, line {at.lineno})",
+            found=f"{shortened(f'{type(error).__name__}: {error}')} ({at.name}, line {at.lineno})",
             where=str(where),
             helps="run mcore-ckpt verify, and use another iteration; if that one is whole, please report this",
         ) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from mcore_ckpt_ext.errors import ModelMismatchError, PackingError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
 from mcore_ckpt_ext.formats.legacy import STORED_ORDER
 from mcore_ckpt_ext.layout import parameter_order
-from mcore_ckpt_ext.layout.sidecar import RecordedBucket, RecordedGroup, RecordedParameter, Sidecar
+from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.optimizers.shifted_state import ShiftedState
 from mcore_ckpt_ext.transfer import read_slice
-from tests.harness.checkpoints import Fixture, fixture_named, part_of
+from tests.harness.checkpoints import Fixture, fixture_named, part_of, recorded_layout
 from tests.harness.damage import wrong_masters
 
 KINDS = ("weight", "fp32_param", "exp_avg", "exp_avg_sq")
@@ -128,40 +127,9 @@ def test_opening_reads_nothing_but_metadata(checkpoint_fixture: Fixture) -> None
     assert checkpoint.reader.bytes_read < sum(path.stat().st_size for path in data) / 4
 
 
-def recorded(fixture: Fixture) -> Sidecar:
-    """The sidecar that the job would have written, from what its ranks reported."""
-    groups = []
-    for rank in fixture.job["ranks"]:
-        names = {(p["chunk"], p["local_name"]): p["canonical"][0] for p in rank["params"]}
-        for child, optimizer in enumerate(rank["optimizers"]):
-            if optimizer["dp_rank"] == 0:
-                kind = "expert_parallel_buffers" if child else "buffers"
-                buffers = [buffer for buffer in rank["buffers"] if buffer["kind"] == kind]
-                buckets = [b for number, buffer in enumerate(buffers) for b in recorded_buckets(number, buffer, names)]
-                groups.append(RecordedGroup(child, (optimizer["dp_group_idx"],), tuple(buckets)))
-    return Sidecar("test", "0", 4, {"tensor": 1}, tuple(groups))
-
-
-def recorded_buckets(
-    number: int, buffer: dict[str, Any], names: dict[tuple[int, str], str]
-) -> Iterator[RecordedBucket]:
-    for bucket in buffer["buckets"]:
-        parameters = tuple(
-            RecordedParameter(
-                names[buffer["chunk"], p["name"]], p["start"] - bucket["offset"], p["end"] - bucket["offset"]
-            )
-            for p in buffer["params_in_order"]
-            if p["bucket"] == bucket["id"]
-        )
-        dtypes = f"({buffer['param_dtype']}, {buffer['grad_dtype']})"
-        yield RecordedBucket(
-            number, dtypes, bucket["id"], bucket["numel"], bucket["numel_unpadded"], parameters
-        )
-
-
 def test_the_sidecar_is_the_first_witness(flat_fixture: Fixture, tmp_path: Path) -> None:
     fixture = flat_fixture.copy_to(tmp_path / "copy")
-    sidecar = recorded(fixture)
+    sidecar = recorded_layout(fixture)
     assert Sidecar.from_json(sidecar.to_json()) == sidecar
     (fixture.iteration / "mcore_ckpt_ext.json").write_text(sidecar.to_json())
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
@@ -171,7 +139,7 @@ def test_the_sidecar_is_the_first_witness(flat_fixture: Fixture, tmp_path: Path)
 
 def test_a_lying_sidecar_is_not_believed(damaged: Fixture) -> None:
     """Two parameters of equal size exchanged in the sidecar: the content contradicts, and the next witness serves."""
-    text = recorded(damaged).to_json()
+    text = recorded_layout(damaged).to_json()
     first, second = '"decoder.layers.1.mlp.linear_fc1.weight"', '"decoder.layers.1.mlp.linear_fc2.weight"'
     text = text.replace(first, "<>").replace(second, first).replace("<>", second)
     (damaged.iteration / "mcore_ckpt_ext.json").write_text(text)

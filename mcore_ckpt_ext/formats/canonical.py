@@ -15,11 +15,11 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS, Unread, in_common_state, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.model_space.names import ShardedKey
+from mcore_ckpt_ext.model_space.names import ShardedKey, name_at
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.masters import with_masters
@@ -55,7 +55,7 @@ class CanonicalCheckpoint(Checkpoint):
         if self._about.get("format") != _MARK or self._about.get("version") != _VERSION:
             raise UnsupportedCheckpointError(
                 "this is not a canonical checkpoint that this version reads",
-                found=f"{self._about.get('format')}, version {self._about.get('version')}",
+                found=f"{shown(self._about.get('format'))}, version {shown(self._about.get('version'))}",
                 expected=f"{_MARK}, version {_VERSION}",
                 where=str(folder / COMMON_FILE),
             )
@@ -87,8 +87,20 @@ class CanonicalCheckpoint(Checkpoint):
         return bool(self._about["experts_apart"])
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """The source's own are recorded."""
-        return {name: (str(key), tuple(index)) for name, (key, index) in self._about["sharded_keys"].items()}
+        """The source's own are recorded.
+
+        Raises:
+            UnreadableCheckpointError: one belongs to another name.
+        """
+        found = {name: (str(key), tuple(index)) for name, (key, index) in self._about["sharded_keys"].items()}
+        for name, (key, index) in found.items():
+            if name_at(key, index) != name:
+                raise UnreadableCheckpointError(
+                    "a sharded key belongs to another tensor", found=f"{shown(key)} at {shown(index)}",
+                    expected=shortened(name), where=str(self.folder / COMMON_FILE),
+                    helps="this file is damaged: convert the source again",
+                )  # fmt: skip
+        return found
 
     @override
     def param_groups(self) -> list[dict[str, Any]]:

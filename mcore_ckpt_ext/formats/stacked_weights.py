@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from math import prod
 
 from typing_extensions import override
 
@@ -11,7 +12,10 @@ from mcore_ckpt_ext.model_space.names import ShardedKey, name_at, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
+from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.dcp_index import StoredArray, StoredChunk
+
+_CHUNK_BYTES = 300
 
 
 class StackedWeights(StoredOnce):
@@ -20,8 +24,11 @@ class StackedWeights(StoredOnce):
     def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
         self._arrays = arrays
         self._places: dict[str, ShardedKey] = {}
+        # Each chunk took some hundred bytes of the index to describe; a shape may say anything.
+        budget = Budget(_CHUNK_BYTES * sum(len(array.chunks) for array in arrays.values()), "the checkpoint's index")
         for key, array in arrays.items():
             stacked = stacked_axes(key)
+            budget.spend(prod(array.shape[:stacked]), f"the layers and experts of {key}")
             for index in product(*(range(size) for size in array.shape[:stacked])):
                 self._places[name_at(key, index)] = (key, index)
         self._by_index: dict[str, dict[tuple[int, ...], list[tuple[StoredChunk, int]]]] = {}

@@ -16,10 +16,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint, sharded_backend
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.budget import elements_of
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject
 
@@ -78,17 +79,21 @@ def _array(path: Path) -> StoredArray:
     where = path / _DESCRIPTION
     try:
         described = json.loads(read_file(path.parent, f"{path.name}/{_DESCRIPTION}"))
-        shape, sizes = (tuple(int(size) for size in described[name]) for name in ("shape", "chunks"))
+        shape, sizes = (tuple(described[name]) for name in ("shape", "chunks"))
+        for axes in (shape, sizes):
+            elements_of(axes)
         separator = str(described.get("dimension_separator", "."))
         dtype, plain = described["dtype"], {name: described[name] for name in _PLAIN}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise UnreadableCheckpointError(
-            "the description of an array is damaged", found=f"{type(error).__name__}: {error}", where=str(where)
+            "the description of an array is damaged",
+            found=shortened(f"{type(error).__name__}: {error}"),
+            where=str(where),
         ) from error
-    if plain != _PLAIN or dtype not in _DTYPES or not _is_filled(shape, sizes):
+    if plain != _PLAIN or not isinstance(dtype, str) or dtype not in _DTYPES or not _is_filled(shape, sizes):
         raise UnsupportedCheckpointError(
             "an array is not stored as Megatron stores it: uncompressed, in chunks that fill it",
-            found=f"{dtype}, shape {shape}, chunks {sizes}, {plain}",
+            found=f"{shown(dtype)}, shape {shape}, chunks {sizes}, {shown(plain)}",
             where=str(where),
         )
     return StoredArray(path.name, shape, _DTYPES[dtype], tuple(_chunks(path, shape, sizes, separator, _DTYPES[dtype])))
@@ -115,6 +120,8 @@ def _chunks(
             where=str(path),
             helps="the save was interrupted or the copy is incomplete: use another iteration",
         )
+    if not stored:
+        return  # of no elements along one axis, and as many as it likes along the others
     for number in product(*(range(count) for count in counts)):
         offsets = tuple(index * size for index, size in zip(number, sizes, strict=True))
         inside = tuple(min(size, whole - start) for size, whole, start in zip(sizes, shape, offsets, strict=True))

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, remedy
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, remedy, shortened, shown
 from mcore_ckpt_ext.planning.extents import ArchivedRecord, ArchivedTensor, PlainExtent
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.budget import MOST_AXES
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.collector import collector_paused
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference, safe_loads
@@ -91,7 +92,7 @@ def read_index(folder: Path) -> DcpIndex:
             return _index(safe_loads(data, str(path)))
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise UnreadableCheckpointError(
-            "the checkpoint's index is damaged", found=f"{type(error).__name__}: {error}", where=str(path)
+            "the checkpoint's index is damaged", found=shortened(f"{type(error).__name__}: {error}"), where=str(path)
         ) from error
 
 
@@ -105,7 +106,9 @@ def _index(metadata: Any) -> DcpIndex:
                 "the checkpoint's records are compressed", found=info.transform_descriptors, where=index.fqn
             )
         offset = getattr(index, "offset", None)  # absent for objects: a default of torch's class
-        places[index.fqn, None if offset is None else tuple(offset)] = info
+        if type(offset) is not tuple or len(offset) > MOST_AXES:
+            offset = None if offset is None else _axes(offset)
+        places[index.fqn, offset] = info
     arrays: dict[str, StoredArray] = {}
     objects: dict[str, StoredObject] = {}
     left = len(places)
@@ -117,32 +120,47 @@ def _index(metadata: Any) -> DcpIndex:
             arrays[key] = _array(key, entry, places)
         else:
             info = places[key, None]
-            objects[key] = StoredObject(str(info.relative_path), int(info.offset), int(info.length))
+            if type(info.relative_path) is not str:
+                raise TypeError(f"the name of a file is {shown(info.relative_path)}")
+            objects[key] = StoredObject(info.relative_path, int(info.offset), int(info.length))
     natural = {
-        key: tuple(int(size) for size in data["nd_reformulated_orig_global_shape"])
+        key: tuple(int(size) for size in _axes(data["nd_reformulated_orig_global_shape"]))
         for key, data in (getattr(metadata, "mcore_data", None) or {}).items()
         if data.get("nd_reformulated_orig_global_shape") is not None
     }
     return DcpIndex(arrays, objects, natural, bool(getattr(metadata, "all_local_plans", None)))
 
 
+def _axes(numbers: Any) -> tuple[int, ...]:
+    """Sizes or offsets by axis; what holds more may stand in each of a million entries."""
+    if type(numbers) not in (tuple, list) or len(numbers) > MOST_AXES:
+        raise ValueError(f"sizes of an array that are {shown(numbers)}")
+    return tuple(numbers)
+
+
 def _array(key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any]) -> StoredArray:
-    shape = tuple(int(size) for size in entry.size)
+    shape = tuple(int(size) for size in _axes(entry.size))
     dtype = str(entry.properties.dtype).removeprefix("torch.")
     if dtype not in ITEM_SIZE:
         raise ValueError(f"{key} has the unknown dtype {dtype}")
     chunks = []
     for chunk in entry.chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
+        offsets, sizes = chunk.offsets, chunk.sizes
+        if not type(offsets) is type(sizes) is tuple:
+            offsets, sizes = _axes(offsets), _axes(sizes)
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise ValueError(f"a chunk of {key} has {len(offsets)} axes, its array {len(shape)}")
         numel = 1
         for offset, size, end in zip(offsets, sizes, shape, strict=True):
             if min(offset, size) < 0 or offset + size > end:
-                raise ValueError(f"a chunk of {key} lies at {offsets} with sizes {sizes}, in an array of shape {shape}")
+                place = f"at {shown(offsets)} with sizes {shown(sizes)}"
+                raise ValueError(f"a chunk of {key} lies {place}, in an array of shape {shown(shape)}")
             numel *= size
         info = places[key, offsets]
-        extent = ArchivedTensor(str(info.relative_path), int(info.offset), int(info.length), dtype, numel)
+        file = info.relative_path
+        if type(file) is not str:
+            raise TypeError(f"the name of a file is {shown(file)}")
+        extent = ArchivedTensor(file, int(info.offset), int(info.length), dtype, numel)
         if numel * ITEM_SIZE[dtype] > extent.length:
             raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {extent.length} bytes")
         chunks.append(StoredChunk(offsets, sizes, extent))

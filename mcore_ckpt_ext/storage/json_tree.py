@@ -15,9 +15,16 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown
+from mcore_ckpt_ext.storage.budget import elements_of
 from mcore_ckpt_ext.storage.safe_pickle import Placeholder, bytes_of_text, inert_class, origin_of
 
+_INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
+_DTYPES: Mapping[str, torch.dtype] = {
+    name: found
+    for name, found in vars(torch).items()
+    if isinstance(found, torch.dtype) and (found.is_floating_point or found.is_complex or name in _INTEGERS)
+}
 _TYPES: Mapping[str, type] = {
     "object": object, "int": int, "float": float, "str": str, "bool": bool, "list": list, "dict": dict,
     "tuple": tuple, "set": set, "bytes": bytes,
@@ -60,9 +67,9 @@ def decode(tree: Any) -> Any:
     """
     try:
         return _decoded(tree)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise UnreadableCheckpointError(
-            "a description in JSON is damaged", found=f"{type(error).__name__}: {error}"
+            "a description in JSON is damaged", found=shortened(f"{type(error).__name__}: {error}")
         ) from error
 
 
@@ -101,14 +108,17 @@ def _tensor(tensor: torch.Tensor) -> dict[str, Any]:
 def _untensor(content: Any) -> torch.Tensor:
     dtype, data = _dtype(content["dtype"]), bytearray(base64.b64decode(content["data"]))
     flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
-    return flat.reshape([int(size) for size in content["shape"]])
+    shape = tuple(content["shape"])
+    if elements_of(shape) != flat.numel():
+        raise ValueError(f"a tensor of shape {shape} with {flat.numel()} elements")
+    return flat.reshape(shape)
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name)
-    if not isinstance(found, torch.dtype):
-        raise TypeError(f"{name} is no dtype")
-    return found
+    # Of torch's other types, some have no elements of their own: a quantised tensor made of bytes ends the process.
+    if type(name) is not str or name not in _DTYPES:
+        raise TypeError(f"{shown(name)} is no dtype of plain elements")
+    return _DTYPES[name]
 
 
 def _placeholder(obj: Placeholder) -> dict[str, Any]:

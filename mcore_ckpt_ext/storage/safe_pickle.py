@@ -14,14 +14,15 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from functools import lru_cache
-from math import prod
 from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import UnsafePickleError
-from mcore_ckpt_ext.storage.pickle_scan import check_memo
+from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, shortened, shown
+from mcore_ckpt_ext.storage.budget import Budget, elements_of
+from mcore_ckpt_ext.storage.pickle_scan import is_plain, weigh
 
 
 class _Sealed(type):
@@ -43,7 +44,8 @@ class Record(metaclass=_Sealed):
         self.__dict__ = state
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.__dict__})"
+        # Not what it holds, which may refer to itself, or to one thing a billion times.
+        return f"<{type(self).__name__}>"
 
 
 class Placeholder(metaclass=_Sealed):
@@ -89,7 +91,7 @@ class Placeholder(metaclass=_Sealed):
         return _again, (self.pickled_module, self.pickled_name, vars(self))
 
     def __repr__(self) -> str:
-        return f"<{self.pickled_module}.{self.pickled_name} {self.arguments!r}>"
+        return f"<{self.pickled_module}.{self.pickled_name} {shown(self.arguments)}>"
 
 
 class Origin:
@@ -116,15 +118,12 @@ def _again(module: str, name: str, content: dict[str, Any]) -> Placeholder:
     vars(placeholder).update(content)
     return placeholder
 
-
-# More than any machine holds, and few enough that a count of bytes fits 64 bits.
-_MOST_ELEMENTS = 1 << 56
-
-
 class TensorProperties(Record):
     """`torch.distributed.checkpoint.metadata.TensorProperties`: its state is a tuple that begins with the dtype."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
+        if tuple in map(type, state):  # as `pickle_scan.is_plain` counts on
+            raise TypeError("properties of a tensor with a tuple among them")
         self.dtype = state[0]
 
 
@@ -133,6 +132,8 @@ class Unread(Record):
 
     def __setstate__(self, state: object) -> None:
         """Forget it."""
+        if type(state) is not dict:  # as `pickle_scan.is_plain` counts on
+            raise TypeError(f"a {type(self).__name__} whose state is no dict")
 
 
 class _Stateless(metaclass=_Sealed):
@@ -183,12 +184,16 @@ class TensorReference(_Stateless):
             raise ValueError("a tensor that is marked as negative or conjugated, which torch would make it on reading")
         self.storage, self.offset, self.shape, self.stride = storage, offset, tuple(shape), tuple(stride)
         if not isinstance(storage, StorageReference):
-            raise TypeError(f"a tensor without a storage: {storage!r}")
-        numbers = (offset, *self.shape, *self.stride)
-        if not all(type(number) is int and 0 <= number < _MOST_ELEMENTS for number in numbers):
-            raise ValueError(f"a tensor of shape {self.shape}, strides {self.stride}, from element {offset}")
-        if len(self.shape) != len(self.stride) or prod(self.shape) >= _MOST_ELEMENTS:
-            raise ValueError(f"a tensor of shape {self.shape}, strides {self.stride}")
+            raise TypeError(f"a tensor without a storage: {shown(storage)}")
+        try:
+            elements_of(self.shape)
+            if len(self.shape) != len(self.stride):
+                raise ValueError("as many strides as axes are needed")
+            for number in (offset, *self.stride):
+                elements_of((number,))
+        except ValueError as error:
+            found = f"a tensor of shape {shown(self.shape)}, strides {shown(self.stride)}, from element {shown(offset)}"
+            raise ValueError(f"{found}: {error}") from error
 
     @property
     def is_contiguous(self) -> bool:
@@ -214,7 +219,7 @@ def _with_attributes(build: object, _: object, arguments: tuple[Any, ...], *__: 
     if build is _parameter:
         parameter: TensorReference = _parameter(*arguments)
         return parameter
-    raise UnsafePickleError("a pickle rebuilds a tensor by an unknown function", found=repr(build))
+    raise UnsafePickleError("a pickle rebuilds a tensor by an unknown function", found=shown(build))
 
 
 @_Function
@@ -224,7 +229,7 @@ def _inert_getattr(owner: object, name: str) -> object:
         member = owner(name)
         origin_of(member).member = name
         return member
-    raise UnsafePickleError("a pickle asks for an attribute", found=f"getattr({owner!r}, {name!r})")
+    raise UnsafePickleError("a pickle asks for an attribute", found=f"getattr({shown(owner)}, {shown(name)})")
 
 
 def _raw_bytes(kind: type) -> _Function:
@@ -232,7 +237,7 @@ def _raw_bytes(kind: type) -> _Function:
 
     def build(*arguments: Any) -> Any:
         if arguments and not isinstance(arguments[0], (bytes, bytearray, str, list)):
-            raise TypeError(f"{kind.__name__} of {arguments[0]!r}")
+            raise TypeError(f"{kind.__name__} of {shown(arguments[0])}")
         return kind(*arguments)
 
     return _Function(build)
@@ -245,8 +250,15 @@ def bytes_of_text(text: object, codec: object = "utf-8") -> bytes:
         TypeError: it is asked for something else.
     """
     if type(text) is not str or codec not in ("latin1", "latin-1"):
-        raise TypeError(f"text in {codec!r}")
+        raise TypeError(f"text in {shown(codec)}")
     return text.encode("latin1")
+
+
+def _layout_name(name: object) -> str:
+    """`torch.serialization._get_layout`, whose result nobody looks at."""
+    if type(name) is not str:
+        raise TypeError(f"a layout named {shown(name)}")
+    return name
 
 
 class _StorageType(_Stateless):
@@ -262,6 +274,7 @@ _STORAGES = {
     "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
 }  # fmt: skip
 
+_PLAIN = {("torch", "Size"), ("torch.serialization", "_get_layout")}
 _METADATA_MODULES = ("torch.distributed.checkpoint", "torch.distributed._shard")
 
 _REAL: dict[tuple[str, str], object] = {
@@ -273,11 +286,11 @@ _REAL: dict[tuple[str, str], object] = {
     ("_io", "BytesIO"): io.BytesIO,
     ("_codecs", "encode"): _Function(bytes_of_text),
     ("torch", "Size"): tuple,
-    ("torch.serialization", "_get_layout"): str,
+    ("torch.serialization", "_get_layout"): _Function(_layout_name),
     ("torch._utils", "_rebuild_tensor_v2"): TensorReference,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-    ("torch._tensor", "_rebuild_from_type_v2"): _with_attributes,
+    ("torch._tensor", "_rebuild_from_type_v2"): _Function(_with_attributes),
     **{
         (module, name): value
         for module in ("builtins", "__builtin__")
@@ -306,7 +319,7 @@ _SYSTEM_MODULES = {"__builtin__", "posix", "nt", "os2", "commands", "__main__"}
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 # What a common state of a checkpoint has at most, counted as often as it is referred to; real ones have thousands.
-_MOST_NODES, _DEEPEST = 1 << 22, 200
+_MOST_NODES, _DEEPEST = 1 << 30, 200
 
 
 class SafeUnpickler(pickle.Unpickler):
@@ -331,12 +344,27 @@ class SafeUnpickler(pickle.Unpickler):
         """What stands for a storage."""
         try:
             tag, storage_type, key, _, numel = reference
-            dtype = storage_type.dtype
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError) as error:
             raise UnsafePickleError("a pickle refers to a storage in an unknown way", where=self._where) from error
-        if tag != "storage" or not isinstance(dtype, torch.dtype):
-            raise UnsafePickleError("a pickle refers to something that is no storage", found=tag, where=self._where)
-        return StorageReference(dtype, str(key), int(numel))
+        if tag != "storage" or not isinstance(storage_type, _StorageType) or type(key) not in (str, int):
+            raise UnsafePickleError(
+                "a pickle refers to something that is no storage", found=shown(tag), where=self._where
+            )
+        return StorageReference(storage_type.dtype, str(key), elements_of((numel,)))
+
+
+class _NotPlainError(Exception):
+    """A pickle with other classes than an index has."""
+
+
+class _PlainUnpickler(SafeUnpickler):
+    """Makes records, sizes and dtypes only, which `pickle_scan.is_plain` counts on."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a global."""
+        if module.startswith(_METADATA_MODULES) or (module, name) in _PLAIN or (module == "torch" and name in _DTYPES):
+            return super().find_class(module, name)
+        raise _NotPlainError
 
 
 # `torch.distributed.checkpoint.planner` has the last two.
@@ -388,26 +416,30 @@ def safe_loads(data: bytes, where: str) -> Any:
 
     Raises:
         UnsafePickleError: it asks for something that is not data, or is no pickle at all.
+        OverBudgetError: it asks for far more work or memory than its size explains.
     """
     try:
-        check_memo(data)
-        loads: Callable[[], Any] = SafeUnpickler(data, where).load
-        return loads()
-    except UnsafePickleError:
+        if is_plain(data):
+            with suppress(_NotPlainError):
+                return _PlainUnpickler(data, where).load()
+        weigh(data, Budget(len(data), where))
+        return SafeUnpickler(data, where).load()
+    except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can fail in any way, from KeyError to MemoryError
         raise UnsafePickleError(
-            "a pickle is damaged", found=f"{type(error).__name__}: {error}", where=where
+            "a pickle is damaged", found=shortened(f"{type(error).__name__}: {error}"), where=where
         ) from error
 
 
-def check_expansion(tree: Any, where: str) -> None:
-    """Refuse a tree that is small as a pickle and endless for whoever walks through it.
+def check_expansion(tree: Any, nbytes: int, where: str) -> None:
+    """Refuse a tree that is small as a pickle, of `nbytes`, and endless for whoever walks through it.
 
     A pickle names an object once and may refer to it often: fifty lists of two references each have 2**50 leaves.
 
     Raises:
-        UnsafePickleError: it contains itself, or is larger or deeper than any state of a checkpoint.
+        UnsafePickleError: it contains itself, or is deeper than any state of a checkpoint.
+        OverBudgetError: it is larger than its size explains.
     """
     known: dict[int, int] = {}
 
@@ -425,7 +457,7 @@ def check_expansion(tree: Any, where: str) -> None:
         return known[id(node)]
 
     try:
-        nodes(tree, 0)
+        Budget(nbytes, where).spend(nodes(tree, 0), "what is referred to again and again")
     except ValueError as error:
         raise UnsafePickleError("a pickled state is endless", found=str(error), where=where) from error
 

@@ -9,10 +9,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.output import OutputFile
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.budget import elements_of
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import parsed
@@ -72,12 +73,13 @@ def read_header(reader: FolderReader, file: str) -> Iterator[tuple[str, tuple[in
         for key, entry in header.items():
             if key == _METADATA:
                 continue
-            shape = tuple(int(axis) for axis in entry["shape"])
-            low, high = (begin + int(place) for place in entry["data_offsets"])
+            shape = tuple(entry["shape"])
+            numel = elements_of(shape)
+            low, high = (begin + place for place in entry["data_offsets"])
             dtype = _DTYPE_NAMES[entry["dtype"]]
-            if min(shape, default=0) < 0 or high - low != prod(shape) * ITEM_SIZE[dtype] or low < 8 or high > size:
-                raise ValueError(f"{key} would lie at {low}:{high} of {size} bytes")
-            yield key, shape, RawArray(file, low, high - low, dtype, prod(shape))
+            if not begin <= low <= high <= size or high - low != numel * ITEM_SIZE[dtype]:
+                raise ValueError(f"{shown(key)} would lie at {shown(low)}:{shown(high)} of {size} bytes")
+            yield key, shape, RawArray(file, low, high - low, dtype, numel)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(reader, file, error) from error
 
@@ -114,7 +116,7 @@ def _header(reader: FolderReader, file: str) -> tuple[dict[str, Any], int]:
 
 def _damaged(reader: FolderReader, file: str, error: Exception) -> UnreadableCheckpointError:
     return UnreadableCheckpointError(
-        "a safetensors file is damaged", found=str(error), where=str(reader.folder / file)
+        "a safetensors file is damaged", found=shortened(str(error)), where=str(reader.folder / file)
     )
 
 

@@ -15,6 +15,7 @@ from typing import IO, Any, cast
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
+from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.files import FolderReader, Window
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference, check_expansion, safe_loads
 
@@ -22,6 +23,7 @@ from mcore_ckpt_ext.storage.safe_pickle import TensorReference, check_expansion,
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _CHECKSUM_BLOCK = 1 << 22
 _SHORT = 64
+_STEPS_TO_KEEP = 16  # a byte that is kept costs more than one that is looked at
 _BYTE_ORDER = "byteorder"
 WRITER_MEMBER = ".data/writer"
 """Beside `.data/serialization_id`, which torch keeps there: readers look at neither."""
@@ -89,7 +91,7 @@ class TorchArchive:
         if zlib.crc32(data) != info.CRC:
             raise self._damaged("data.pkl")
         loaded = safe_loads(data, self.where)
-        check_expansion(loaded, self.where)
+        check_expansion(loaded, len(data), self.where)
         return loaded
 
     def _check_byte_order(self) -> None:
@@ -127,20 +129,40 @@ class TorchArchive:
         return found
 
     def with_values(self, tree: Any) -> Any:
-        """A small object of this archive, as `load` gives it, with its tensors read: a gradient scaler's scale."""
-        if isinstance(tree, TensorReference):
-            place = self.payload(tree)
-            values = self._reader.read(place.file, place.offset, place.numel * place.dtype.itemsize)
-            if not values:  # torch.frombuffer refuses an empty buffer
-                return torch.empty(place.shape, dtype=place.dtype)
-            return torch.frombuffer(bytearray(values), dtype=place.dtype).reshape(place.shape)
-        if isinstance(tree, dict):
-            return {key: self.with_values(value) for key, value in tree.items()}
-        if isinstance(tree, list):
-            return [self.with_values(value) for value in tree]
-        if isinstance(tree, tuple) and type(tree) is tuple:
-            return tuple(self.with_values(value) for value in tree)
-        return tree
+        """A small object of this archive, as `load` gives it, with its tensors read: a gradient scaler's scale.
+
+        What the archive refers to twice is read once, and is one tensor.
+
+        Raises:
+            UnreadableCheckpointError: a tensor is not there.
+            OverBudgetError: its tensors are many views of the same elements.
+        """
+        budget = Budget(self._length, self.where)
+        read: dict[TensorReference, torch.Tensor] = {}
+
+        def values(node: Any) -> Any:
+            if isinstance(node, TensorReference):
+                if node not in read:
+                    read[node] = self._values(node, budget)
+                return read[node]
+            if isinstance(node, dict):
+                return {key: values(value) for key, value in node.items()}
+            if isinstance(node, list):
+                return [values(value) for value in node]
+            if type(node) is tuple:
+                return tuple(values(value) for value in node)
+            return node
+
+        return values(tree)
+
+    def _values(self, tensor: TensorReference, budget: Budget) -> torch.Tensor:
+        place = self.payload(tensor)
+        nbytes = place.numel * place.dtype.itemsize
+        budget.spend(_STEPS_TO_KEEP * nbytes, "copies of its tensors")
+        data = self._reader.read(place.file, place.offset, nbytes)
+        if not data:  # torch.frombuffer refuses an empty buffer
+            return torch.empty(0, dtype=place.dtype).reshape(place.shape)
+        return torch.frombuffer(bytearray(data), dtype=place.dtype).reshape(place.shape)
 
     def writer(self) -> str | None:
         """Who says to have written it (`draft_archive`)."""

@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.storage.pickle_scan import check_memo
+from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.pickle_scan import weigh
 from mcore_ckpt_ext.storage.safe_pickle import Origin, Placeholder, SafeUnpickler, TensorReference, origin_of
 
 Name = tuple[str, str]
@@ -212,7 +213,7 @@ def hides_a_pickle(data: bytes) -> bool:
         if not pickled:
             return False
         # What follows a pickle may be another, which torch's oldest format goes on to load.
-        if check_memo(pickled) != len(pickled):
+        if weigh(pickled, Budget(len(pickled), "an extra state")) != len(pickled):
             return True
         return first_unwritable(check_output(pickled), unread_tensors=True) is not None
     except Exception:  # noqa: BLE001  whatever it is, it is not what an honest owner wrote

@@ -13,18 +13,23 @@ from pathlib import Path
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from tests.fuzz import edits
 from tests.fuzz.edits import Choices, Editor
-from tests.harness.checkpoints import fixture_named
+from tests.harness.checkpoints import fixture_named, recorded_layout
 
-CANONICAL = "canonical"
+CANONICAL, HUGGING_FACE, RECORDED = "canonical", "hf", "with a sidecar"
+OPTIMIZERS = ("p41", "p42", "p43", "p44", "p45", "p46", "p47", "p47b", "p48")
 # Of each target the files whose content is changed: fixture, file in the iteration folder, how.
 SUBJECTS: dict[str, list[tuple[str, str, Callable[[bytes], Editor]]]] = {
-    "index": [(seed, ".metadata", edits.pickled) for seed in ("p01", "p04", "p05", "p06", "p07", "p09", "p10")],
+    "index": [
+        (seed, ".metadata", edits.pickled)
+        for seed in ("p01", "p04", "p05", "p06", "p07", "p09", "p10", *OPTIMIZERS)
+    ],
     "common": [(seed, "common.pt", edits.archived) for seed in ("p01", "p04", "p06", "p09", "p31")],
     "legacy": [
         ("p08c", "mp_rank_00/model_optim_rng.pt", edits.archived),
@@ -36,14 +41,22 @@ SUBJECTS: dict[str, list[tuple[str, str, Callable[[bytes], Editor]]]] = {
         ("p06", "__0_0.distcp", edits.raw),
         ("p08c", "mp_rank_00/model_optim_rng.pt", edits.raw),
     ],
-    "text": [
-        ("p01", "metadata.json", edits.text),
+    "zarr": [
         ("p31", "output_layer.weight/.zarray", edits.text),
         ("p31", "decoder.layers.mlp.linear_fc1.weight/.zarray", edits.text),
+        ("p33", "optimizer.state.fp32_param.decoder.layers.mlp.linear_fc1.weight/.zarray", edits.text),
+    ],
+    "canonical": [
         (CANONICAL, "common.json", edits.text),
         (CANONICAL, "model.safetensors.index.json", edits.text),
         (CANONICAL, "canonical-00001-of-00001.safetensors", edits.headed),
     ],
+    "config": [
+        ("p01", "metadata.json", edits.text),
+        (HUGGING_FACE, "config.json", edits.text),
+        (HUGGING_FACE, "model.safetensors", edits.headed),
+    ],
+    "sidecar": [(RECORDED, FILE_NAME, edits.text)],
 }
 PICKLE = "pickle"
 NAMES = (PICKLE, *SUBJECTS)
@@ -107,10 +120,23 @@ class Target:
         return True
 
 
+def _made(seed: str, folder: Path) -> None:
+    """Make what is no fixture."""
+    if seed == CANONICAL:
+        mcore_ckpt_ext.convert(fixture_named("p01").run, folder, mcore_ckpt_ext.Canonical())
+    elif seed == HUGGING_FACE:
+        mcore_ckpt_ext.convert(fixture_named("p02").run, folder, mcore_ckpt_ext.HuggingFace(vocab_size=127))
+    else:
+        fixture = fixture_named("p01")
+        shutil.copytree(fixture.iteration, folder)
+        (folder / FILE_NAME).write_text(recorded_layout(fixture).to_json())
+
+
 def _subject(folder: Path, seed: str, file: str, editor: Callable[[bytes], Editor]) -> Subject:
-    original = folder / CANONICAL if seed == CANONICAL else fixture_named(seed).iteration
+    made = seed in (CANONICAL, HUGGING_FACE, RECORDED)
+    original = folder / seed if made else fixture_named(seed).iteration
     if not original.exists():
-        mcore_ckpt_ext.convert(fixture_named("p01").run, original, mcore_ckpt_ext.Canonical())
+        _made(seed, original)
     copy = folder / f"edited-{seed}"
     if not copy.exists():
         shutil.copytree(original, copy)

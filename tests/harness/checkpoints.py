@@ -15,6 +15,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from safetensors.torch import load_file
 
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
+from mcore_ckpt_ext.layout.sidecar import RecordedBucket, RecordedGroup, RecordedParameter, Sidecar
 from mcore_ckpt_ext.model_space.slices import Slice
 
 FOLDER_VARIABLE = "TEST_DATA_UNPACKED"
@@ -136,6 +138,37 @@ def everything_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         for kind in checkpoint.kinds()
         for name in checkpoint.names(kind)
     }
+
+
+def recorded_layout(fixture: Fixture) -> Sidecar:
+    """The sidecar that the job would have written, from what its ranks reported."""
+    groups = []
+    for rank in fixture.job["ranks"]:
+        names = {(p["chunk"], p["local_name"]): p["canonical"][0] for p in rank["params"]}
+        for child, optimizer in enumerate(rank["optimizers"]):
+            if optimizer["dp_rank"] == 0:
+                kind = "expert_parallel_buffers" if child else "buffers"
+                buffers = [buffer for buffer in rank["buffers"] if buffer["kind"] == kind]
+                buckets = [b for number, buffer in enumerate(buffers) for b in recorded_buckets(number, buffer, names)]
+                groups.append(RecordedGroup(child, (optimizer["dp_group_idx"],), tuple(buckets)))
+    return Sidecar("test", "0", 4, {"tensor": 1}, tuple(groups))
+
+
+def recorded_buckets(
+    number: int, buffer: dict[str, Any], names: dict[tuple[int, str], str]
+) -> Iterator[RecordedBucket]:
+    for bucket in buffer["buckets"]:
+        parameters = tuple(
+            RecordedParameter(
+                names[buffer["chunk"], p["name"]], p["start"] - bucket["offset"], p["end"] - bucket["offset"]
+            )
+            for p in buffer["params_in_order"]
+            if p["bucket"] == bucket["id"]
+        )
+        dtypes = f"({buffer['param_dtype']}, {buffer['grad_dtype']})"
+        yield RecordedBucket(
+            number, dtypes, bucket["id"], bucket["numel"], bucket["numel_unpadded"], parameters
+        )
 
 
 if __name__ == "__main__":

@@ -1,0 +1,64 @@
+"""What reading a stranger's file may cost: work and memory in proportion to what was read.
+
+A few hundred bytes can describe what no machine holds: a pickle that refers to one tuple again and again, a shape with
+2**62 rows, one tensor under a thousand names. Whoever makes more of a file than lies in it spends from its budget.
+"""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened
+
+# A step is one element made, visited or hashed, or one byte copied. Intact checkpoints take a few for each byte read.
+_STEPS_A_BYTE = 64
+_SPARE = 1 << 18
+MOST_AXES = 64
+"""Of an array: as many as torch's own tensors can have where they are iterated over (ATen/TensorIterator.h)."""
+MOST_ELEMENTS = 1 << 56
+"""Of an array: more than any machine holds, and few enough that a count of bytes fits 64 bits."""
+
+
+class OverBudgetError(UnreadableCheckpointError):
+    """A file asks for far more work or memory than its size explains: it is damaged, or an attack."""
+
+
+class Budget:
+    """The steps that may be spent on what was read from one place."""
+
+    def __init__(self, nbytes: int, where: str) -> None:
+        """Open a budget for `nbytes` that were read from `where`."""
+        self._nbytes, self._where = nbytes, where
+        self._left = self._granted = nbytes * _STEPS_A_BYTE + _SPARE
+
+    def spend(self, steps: int, purpose: str) -> None:
+        """Spend steps before they are taken.
+
+        Raises:
+            OverBudgetError: there are not so many left.
+        """
+        self._left -= steps
+        if self._left < 0:
+            raise OverBudgetError(
+                "a file of the checkpoint asks for far more than it holds; nothing of it was used",
+                found=f"more than {self._granted:,} steps for {shortened(purpose)}",
+                expected=f"at most so many for the {self._nbytes:,} bytes that were read",
+                where=self._where,
+                helps="do not use this file: it is damaged, or an attack; use another iteration, or another copy",
+            )
+
+
+def elements_of(shape: tuple[object, ...]) -> int:
+    """The number of elements of an array that a file describes.
+
+    Raises:
+        ValueError: no array has such a shape.
+    """
+    if len(shape) > MOST_AXES:
+        raise ValueError(f"an array of {len(shape):,} axes")
+    product = 1
+    for size in shape:
+        if type(size) is not int or not 0 <= size < MOST_ELEMENTS:
+            raise ValueError("an array with an axis of no size that there can be")
+        product *= size
+    if product >= MOST_ELEMENTS:
+        raise ValueError(f"an array of more than {MOST_ELEMENTS:,} elements")
+    return product

@@ -1,0 +1,281 @@
+"""Work and memory are bounded by what was read: files of a few hundred bytes that ask for gigabytes, or for ever.
+
+Each is read by a child that the system holds to a minute and to 3 GiB.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import resource
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import TensorProperties, TensorStorageMetadata
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsafePickleError, shown
+from mcore_ckpt_ext.formats import zarr
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.storage.budget import MOST_ELEMENTS, Budget, OverBudgetError, elements_of
+from mcore_ckpt_ext.storage.dcp_index import read_index
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.json_tree import decode
+from mcore_ckpt_ext.storage.pickle_scan import is_plain, weigh
+from mcore_ckpt_ext.storage.runs import TRACKER_FILE, read_tracker
+from mcore_ckpt_ext.storage.safe_pickle import safe_loads
+from mcore_ckpt_ext.storage.safetensors import read_header
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from tests.harness.checkpoints import fixture_named
+
+SECONDS, BYTES = 20, 3 << 30
+LEVELS = 45
+
+
+def in_bounds(read: Callable[[], object]) -> str:
+    """What a refusal says, of a read in a child of this process under limits; empty where there is none."""
+    parent, child = multiprocessing.get_context("fork").Pipe()
+
+    def limited() -> None:
+        space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (space, space))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        try:
+            read()
+        except CheckpointError as error:
+            child.send(f"{type(error).__name__}: {error}")
+        else:
+            child.send("")
+
+    process = multiprocessing.get_context("fork").Process(target=limited)
+    process.start()
+    child.close()
+    try:
+        found: str = parent.recv()
+    except EOFError:
+        found = "nothing: the child ended"
+    process.join()
+    assert process.exitcode == 0, f"{process.exitcode}, {found}"
+    return found
+
+
+def pickled_bomb(begin: bytes, end: bytes, levels: int = LEVELS) -> bytes:
+    """A tuple of two references to a tuple of two references, and so on."""
+    references = b"".join(b"h%bh%b\x86\x94" % (bytes([level]), bytes([level])) for level in range(levels))
+    return b"\x80\x04" + begin + b")\x94" + references + end
+
+
+def pickled_lists(begin: bytes, end: bytes, levels: int = LEVELS) -> bytes:
+    references = b"".join(b"]\x94(h%bh%be" % (bytes([level]), bytes([level])) for level in range(levels))
+    return b"\x80\x04" + begin + b"]\x94" + references + end
+
+
+MEBIBYTE = 1 << 20
+COPIES = b"\x80\x04cbuiltins\nbytearray\n\x94B" + struct.pack("<I", MEBIBYTE) + b"a" * MEBIBYTE + b"\x94]("
+PICKLES = {
+    "a key": pickled_bomb(b"}", b"Ns."),
+    "a key among others": pickled_bomb(b"}(", b"Nu."),
+    "in a set": pickled_bomb(b"\x8f(", b"\x90."),
+    "a frozen set": pickled_bomb(b"(", b"\x91."),
+    "of a call": pickled_bomb(b"cbuiltins\nset\n(", b"t\x85R."),
+    "in text": pickled_lists(b"cbuiltins\nstr\n", b"\x85R."),
+    "copies": COPIES + b"h\x00h\x01\x85R" * 20_000 + b"e.",
+    "states": b"\x80\x04}\x94(" + b"".join(b"X\x04\x00\x00\x00%04dN" % n for n in range(9999)) + b"u]("
+    + b"cargparse\nNamespace\n)\x81h\x00b" * 9999 + b"e.",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", PICKLES)
+def test_a_pickle_that_costs_more_than_it_holds_is_refused(attack: str) -> None:
+    assert in_bounds(lambda: safe_loads(PICKLES[attack], "here")).startswith("OverBudgetError")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickled_lists(b"cbuiltins\nbytearray\n", b"\x85R."),
+        pickled_lists(b"cbuiltins\ngetattr\n", b"X\x01\x00\x00\x00a\x86R."),
+        pickled_lists(b"ctorch._tensor\n_rebuild_from_type_v2\n(", b"N)NtR."),
+        pickled_lists(b"(", b"tQ."),
+    ],
+)
+def test_a_message_shows_no_more_of_a_stranger_than_fits(data: bytes) -> None:
+    said = in_bounds(lambda: safe_loads(data, "here"))
+    assert said
+    assert len(said) < 1000
+
+
+def test_what_is_shown_is_short_whatever_it_is() -> None:
+    tree: object = []
+    for _ in range(200):
+        tree = [tree, tree, {"a": tree}]
+    circular: list[object] = []
+    circular.append(circular)
+    for value in (tree, circular, "a" * 10**6, 10**5000, [10**5000] * 10**5, {b"x" * 10**6: tree}):
+        assert len(shown(value)) < 10_000
+    assert shown([1, ("a",), {"b": None}]) == "[1, ('a',), {'b': None}]"
+
+
+def test_an_index_with_a_key_of_nested_tuples_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".metadata").write_bytes(pickled_bomb(b"}", b"Ns."))
+    assert in_bounds(lambda: read_index(tmp_path)).startswith("OverBudgetError")
+
+
+@pytest.mark.parametrize("shape", [(10**7, 1), (1 << 62, 8), (1 << 62, 0)])
+def test_an_array_of_many_layers_without_chunks_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+    iteration = fixture_named("p01").copy_to(tmp_path / "p01").iteration
+    metadata = pickle.loads((iteration / ".metadata").read_bytes())  # torch's own classes: a file of these tests
+    entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), [])
+    metadata.state_dict_metadata["decoder.layers.mlp.another.weight"] = entry
+    (iteration / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert "the layers and experts of decoder" in in_bounds(lambda: open_checkpoint(iteration).names("weight"))
+
+
+def views(count: int, *, shared: bool) -> object:
+    """References to one tensor of a mebibyte, or views of its storage that differ."""
+    whole = torch.zeros(1 << 18)
+    return [whole] * count if shared else [whole[number:] for number in range(count)]
+
+
+def test_a_tensor_is_read_once_however_often_it_is_referred_to(tmp_path: Path) -> None:
+    torch.save(views(1500, shared=True), tmp_path / "a.pt")
+    with FolderReader(tmp_path) as reader:
+        archive = TorchArchive(reader, "a.pt")
+        values = archive.with_values(archive.load())
+        assert len(values) == 1500
+        assert len({tensor.data_ptr() for tensor in values}) == 1
+        assert reader.bytes_read < 2 * MEBIBYTE
+
+
+def test_many_views_of_one_tensor_are_refused(tmp_path: Path) -> None:
+    torch.save(views(1500, shared=False), tmp_path / "a.pt")
+    with FolderReader(tmp_path) as reader, pytest.raises(OverBudgetError, match="copies of its tensors"):
+        archive = TorchArchive(reader, "a.pt")
+        archive.with_values(archive.load())
+
+
+def test_a_zarr_array_without_elements_has_no_chunks(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    about = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C", "dtype": "<f4"}
+    (tmp_path / "a" / ".zarray").write_text(json.dumps({**about, "shape": [0, 10**8], "chunks": [1, 1]}))
+    assert in_bounds(lambda: zarr.read_index(tmp_path)) == ""
+    assert zarr.read_index(tmp_path).arrays["a"].chunks == ()
+
+
+def test_a_number_of_layers_that_no_model_has_is_refused() -> None:
+    """Whoever reads arguments, `verify --quick` too, counts layers one by one."""
+    from mcore_ckpt_ext.arguments import JobArguments
+
+    with pytest.raises(UnreadableCheckpointError, match="num_layers"):
+        JobArguments.of({"num_layers": 10**12})
+
+
+@pytest.fixture(scope="module")
+def canonical(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("bounds") / "canonical"
+    mcore_ckpt_ext.convert(fixture_named("p42").run, folder, mcore_ckpt_ext.Canonical())
+    return folder
+
+
+@pytest.fixture
+def about(canonical: Path) -> Iterator[Path]:
+    path = canonical / "common.json"
+    whole = path.read_text()
+    yield path
+    path.write_text(whole)
+
+
+def test_a_sharded_key_of_another_layer_is_refused(about: Path) -> None:
+    content = json.loads(about.read_text())
+    name = next(name for name, (_, index) in content["sharded_keys"].items() if index)
+    content["sharded_keys"][name][1] = [10**9]
+    about.write_text(json.dumps(content))
+    with pytest.raises(UnreadableCheckpointError, match="belongs to another tensor"):
+        open_checkpoint(about.parent).sharded_keys()
+
+
+@pytest.mark.parametrize(
+    "shape", [[10**4000] * 5000, [1] * 10**6, [1 << 40, 1 << 40], [0, 1 << 62], [1.5], ["1"], [-1]],
+    ids=["large numbers", "many axes", "large", "none of many", "a fraction", "a text", "negative"],
+)  # fmt: skip
+def test_a_shape_that_no_tensor_has_is_refused(shape: list[object], tmp_path: Path) -> None:
+    header = json.dumps({"weight.x": {"dtype": "F32", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+    def read() -> None:
+        with FolderReader(tmp_path) as reader:
+            list(read_header(reader, "a.safetensors"))
+
+    assert in_bounds(read).startswith("UnreadableCheckpointError: a safetensors file is damaged")
+
+
+@pytest.mark.parametrize("dtype", ["qint8", "quint4x2", "qint32", "bits8", "float", "nothing", ["float32"]])
+def test_a_dtype_without_plain_elements_is_refused(dtype: object) -> None:
+    described = {"$tensor": {"dtype": dtype, "shape": [4], "data": "AAAAAAAAAAAAAAAAAAAAAA=="}}
+    expected = "" if dtype == "float" else "UnreadableCheckpointError: a description in JSON is damaged"
+    assert in_bounds(lambda: decode(described)).startswith(expected)
+
+
+def test_a_storage_is_of_a_type_of_storages() -> None:
+    """Whatever has a dtype is not one: a namespace could name `qint8`."""
+    namespace = b"cargparse\nNamespace\n)\x81}X\x05\x00\x00\x00dtypectorch\nqint8\nsb"
+    data = b"\x80\x02(X\x07\x00\x00\x00storage" + namespace + b"X\x01\x00\x00\x000X\x03\x00\x00\x00cpuK\x04tQ."
+    with pytest.raises(UnsafePickleError, match="no storage"):
+        safe_loads(data, "here")
+
+
+def test_a_budget_grows_with_what_was_read() -> None:
+    small, large = Budget(100, "here"), Budget(1 << 20, "there")
+    large.spend(1 << 24, "work")
+    with pytest.raises(OverBudgetError, match=r"found: more than .* for work; expected: .*100 bytes.*: here.*helps"):
+        small.spend(1 << 24, "work")
+
+
+def test_elements_are_counted_of_shapes_that_can_be() -> None:
+    assert elements_of((3, 4, 0)) == 0
+    assert elements_of(()) == 1
+    for shape in ((MOST_ELEMENTS,), (True,), (1 << 55, 1 << 55), (1,) * 65):
+        with pytest.raises(ValueError, match="an array"):
+            elements_of(shape)
+
+
+@pytest.mark.parametrize("name", ["p01", "p10", "p41", "p43", "p45", "p47", "p48"])
+def test_a_real_index_is_plain_and_cheap(name: str) -> None:
+    """The short way and the long one agree about it, and the short one is taken."""
+    data = (fixture_named(name).iteration / ".metadata").read_bytes()
+    assert is_plain(data)
+    assert weigh(data, Budget(len(data), "here")) == len(data)
+
+
+@pytest.mark.parametrize("protocol", [4, 5])
+def test_frames_may_begin_between_any_two_opcodes(protocol: int) -> None:
+    rows = {f"key {row}": [(row, row * 70_000, -row), ("text", None, True)] for row in range(20_000)}
+    data = pickle.dumps(rows, protocol)
+    assert data.count(b"\x95") > 5
+    assert safe_loads(data, "here") == rows
+
+
+def test_a_frame_within_an_argument_is_not_plain() -> None:
+    """Left out, it would show other opcodes than the unpickler sees."""
+    assert is_plain(b"\x80\x04\x95\x02\0\0\0\0\0\0\0K\x01.")
+    assert not is_plain(b"\x80\x04\x95\x01\0\0\0\0\0\0\0M\x95\x02\0\0\0\0\0\0\0K\x01.")
+
+
+@pytest.mark.parametrize("end", [b"h\x00h\x00\x86\x940.", b"2\x86.", b")R.", b"h\x00\x85.", b"(h\x00t."])
+def test_references_within_tuples_are_not_plain(end: bytes) -> None:
+    assert not is_plain(b"\x80\x04)\x94" + end)
+
+
+@pytest.mark.parametrize("name", [TRACKER_FILE, ".metadata", "common.json", "mcore_ckpt_ext.json"])
+def test_nobody_waits_for_a_pipe(name: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / name)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    if name == TRACKER_FILE:
+        assert read_tracker(tmp_path / name) is None
+    assert in_bounds(lambda: open_checkpoint(tmp_path))
