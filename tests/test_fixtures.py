@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -190,7 +190,7 @@ def test_a_lying_sidecar_that_no_proof_sees(lie: Callable[[str], str], told: str
     first, second = (checkpoint.tensor("weight", name).read() for name in EQUAL)
     assert torch.equal(first, second)
     place = fixture.iteration / "mcore_ckpt_ext.json"
-    honest = recorded(fixture).to_json()
+    honest = recorded_layout(fixture).to_json()
     place.write_text(honest)
     assert mcore_ckpt_ext.open_checkpoint(fixture.run).notices() == []
     place.write_text(lie(honest))
@@ -206,7 +206,7 @@ def test_a_lying_sidecar_that_no_proof_sees(lie: Callable[[str], str], told: str
 def test_a_sidecar_of_modules_of_the_users_own_is_believed(tmp_path: Path) -> None:
     """Negative control: of a `--spec` no known layer spec knows more than what was recorded."""
     fixture = fixture_named("p48").copy_to(tmp_path / "p48")
-    (fixture.iteration / "mcore_ckpt_ext.json").write_text(exchanged(recorded(fixture).to_json()))
+    (fixture.iteration / "mcore_ckpt_ext.json").write_text(exchanged(recorded_layout(fixture).to_json()))
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
     checkpoint.common["args"].spec = ["my_model", "layer_spec"]
     assert checkpoint.notices() == []
