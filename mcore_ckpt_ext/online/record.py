@@ -20,7 +20,7 @@ from mcore_ckpt_ext.layout.sidecar import (
     SaveRecord,
     Sidecar,
 )
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER
+from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
 from mcore_ckpt_ext.online.agreement import gather
 from mcore_ckpt_ext.online.homes.recognition import Chain, keeps_remainders
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters
@@ -134,7 +134,9 @@ def _parts(optimizer: Any, names: Mapping[int, str]) -> list[_Part]:
 
 
 def _held(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[_Place, torch.Tensor, int]]:
-    """What it is, its values as they are saved, and the element of the parameter at which they begin.
+    """Remainders: what it is, its values as they are saved, and the element of the parameter at which they begin.
+
+    The moments lie where the remainders do, and digests of them would cost four times as much.
 
     Source: `DistributedOptimizer._get_main_param_and_optimizer_states`, megatron/core/optimizer/distrib_optimizer.py,
     core_v0.12.1 to 0.19.2, which every format but the legacy one takes its values from.
@@ -142,11 +144,11 @@ def _held(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[_Place, to
     for number, child in _first_instances(optimizer):
         for buckets in (found for ranges in child.gbuf_ranges for found in ranges.values()):
             for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
-                start, place = ranges["param"].start, (number, child.data_parallel_group_idx, names[id(parameter)])
-                for key, values in child._get_main_param_and_optimizer_states(parameter).items():
-                    master = PARAM_REMAINDER if values.dtype == torch.int16 else FP32_PARAM
-                    if values.numel() == ranges["param"].end - start:
-                        yield (*place, master if key == "param" else key), values, start
+                group, order = child.model_param_group_index_map[parameter]
+                state = child.optimizer.state.get(child.optimizer.param_groups[group]["params"][order], {})
+                values, place = state.get("master_param"), (number, child.data_parallel_group_idx, names[id(parameter)])
+                if values is not None and values.dtype == torch.int16:
+                    yield (*place, PARAM_REMAINDER), values, ranges["param"].start
 
 
 def _joined(parts: Iterable[_Part]) -> tuple[RecordedDigests, ...]:
