@@ -125,7 +125,7 @@ def _made(seed: str, folder: Path) -> None:
     if seed == CANONICAL:
         mcore_ckpt_ext.convert(fixture_named("p01").run, folder, mcore_ckpt_ext.Canonical())
     elif seed == HUGGING_FACE:
-        mcore_ckpt_ext.convert(fixture_named("p02").run, folder, mcore_ckpt_ext.HuggingFace(vocab_size=127))
+        mcore_ckpt_ext.convert(fixture_named("p02").run, folder, mcore_ckpt_ext.HuggingFace(vocab_size=128))
     else:
         fixture = fixture_named("p01")
         shutil.copytree(fixture.iteration, folder)
