@@ -41,7 +41,7 @@ class CheckpointError(Exception):
         where: str | None = None,
         helps: str | None = None,
     ) -> None:
-        parts = ["\n".join(map(printable, what.split("\n")))]
+        parts = [printable(what, keeps="\n\t")]  # as PyTorch's own messages have them
         for label, value in (("found", found), ("expected", expected), ("where", where), ("what helps", helps)):
             if value is not None:
                 parts.append(f"{label}: {printable(value if isinstance(value, str) else shown(value))}")
@@ -88,9 +88,11 @@ class DestinationError(CheckpointError):
     """What is to be written exists already, or the disk refuses it; nothing was published."""
 
 
-def printable(text: str) -> str:
-    """The text with control characters, and what turns writing around, shown as escapes."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape", "surrogatepass").decode() for c in text)
+def printable(text: str, keeps: str = "") -> str:
+    """The text with control characters, and what turns writing around, shown as escapes; but for those to keep."""
+    return "".join(
+        c if c.isprintable() or c in keeps else c.encode("unicode_escape", "surrogatepass").decode() for c in text
+    )
 
 
 _MOST_TEXT = 300
