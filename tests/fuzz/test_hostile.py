@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import os
 import pickle
+import random
 import resource
 import struct
 import subprocess
@@ -29,7 +30,7 @@ from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.pickling import dumps
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
-from tests.fuzz import edits, targets
+from tests.fuzz import campaign, edits, targets
 from tests.harness.checkpoints import Fixture
 
 REPOSITORY = Path(__file__).parents[2]
@@ -233,7 +234,24 @@ def test_a_target_lets_defects_through(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_bounded_campaign_finds_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.fuzz.campaign", "--inputs", "1500"]
+    command = [sys.executable, "-m", "tests.fuzz.campaign", "--inputs", "1000", "--only", "pickle"]
     environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
+
+
+class ByChance:
+    """Decisions as they come."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def between(self, low: int, high: int) -> int:
+        return self._random.randint(low, high)
+
+
+@pytest.mark.parametrize("name", campaign.SHARES)
+def test_a_few_inputs_by_chance_find_nothing(name: str, tmp_path: Path) -> None:
+    target = targets.target(name, tmp_path)
+    for seed in range(10):
+        target.run(ByChance(seed))

@@ -23,9 +23,9 @@ def test_install_says_what_is_missing() -> None:
 def test_status_and_names_need_nothing() -> None:
     done = _run(
         ABSENT + "from mcore_ckpt_ext import zero_strict_state_dict as z; "
-        "print(*(seam.state for seam in z.status()), sep='; '); print(z.get_static_torch_model.__name__)"
+        "print(*{seam.state for seam in z.status()}); print(z.get_static_torch_model.__name__)"
     )
-    assert done.stdout.splitlines() == ["; ".join(["not patched"] * 5), "get_static_torch_model"], done.stderr
+    assert done.stdout.splitlines() == ["not patched", "get_static_torch_model"], done.stderr
 
 
 def test_importing_it_imports_neither_torch_nor_colossalai() -> None:

@@ -27,6 +27,7 @@ FORMATS = {
     "0.12.3": (*_OLD, LEGACY, PLAIN), "0.13.1": (*_OLD, LEGACY, PLAIN), "0.14.0": (*_OLD, LEGACY, PLAIN),
     "0.15.3": (*_NEW, *_OLD, LEGACY, PLAIN), "0.16.1": (*_NEW, LEGACY, PLAIN), INSTALLED: (*_NEW, LEGACY, PLAIN),
 }  # fmt: skip
+_NAMES = (*_NEW, *_OLD, LEGACY, PLAIN)
 # What the name of a folder says of a model: (experts, tied embeddings).
 DENSE, TIED, EXPERTS = (False, False), (False, True), (True, False)
 _MODEL_NAMES = {DENSE: "dense", TIED: "tied", EXPERTS: "experts"}
@@ -59,7 +60,8 @@ class Layout:
 class Source:
     """A job that saves.
 
-    `targets`: how many of the model's targets are filled from it; all by default.
+    `targets`: how many of the model's targets are filled from each of its checkpoints, and `at_most` in a full run; all
+    by default.
     `is_shifted`: releases 0.15 to 0.19 write its fully_reshardable state wrong, because a bucket before the last has
     padding at its end; elements are lost, so it is refused and no target is filled from it.
     """
@@ -67,7 +69,8 @@ class Source:
     layout: Layout
     model: tuple[bool, bool] = DENSE
     distributed: bool = True
-    targets: int = 99
+    targets: int = 1
+    at_most: int = 99
     is_shifted: bool = False
 
     def __str__(self) -> str:
@@ -79,17 +82,19 @@ class Source:
 
 SOURCES = [
     Source(Layout(8, tensor=2, pipeline=2)),
-    Source(Layout(4, pipeline=2, virtual=2), targets=2),
-    Source(Layout(4, tensor=2, bucket_size=6000), targets=2),
+    Source(Layout(4, pipeline=2, virtual=2), at_most=2),
+    Source(Layout(4, tensor=2, bucket_size=6000), at_most=2),
     # Three data-parallel ranks are where the packing rules of 0.12 and 0.13 differ.
     Source(Layout(6, pipeline=2), TIED, is_shifted=True),
-    Source(Layout(2), TIED, targets=2),
+    Source(Layout(2), TIED, at_most=2),
     Source(Layout(4, pipeline=2, expert=2), EXPERTS),
-    Source(Layout(8, tensor=2, pipeline=2, expert=2), EXPERTS, targets=2),
-    Source(Layout(4, expert=2, bucket_size=6000), EXPERTS, targets=2),
-    Source(Layout(4, tensor=2, pipeline=2), distributed=False),
-    Source(Layout(4, pipeline=2, expert=2), EXPERTS, distributed=False, targets=2),
+    Source(Layout(8, tensor=2, pipeline=2, expert=2), EXPERTS, at_most=2),
+    Source(Layout(4, expert=2, bucket_size=6000), EXPERTS, at_most=2),
+    Source(Layout(4, tensor=2, pipeline=2), distributed=False, targets=4),
+    Source(Layout(4, pipeline=2, expert=2), EXPERTS, distributed=False, targets=2, at_most=2),
 ]
+# A full run makes the table of the README; the test command takes turns at it.
+IS_FULL = bool(os.environ.get("UPDATE_README"))
 TARGETS = {
     DENSE: [
         Layout(4, tensor=4), Layout(4, pipeline=4), Layout(4, tensor=2, bucket_size=6000), Layout(2, tensor=2),
@@ -105,10 +110,15 @@ TARGETS = {
 
 
 def targets_of(source: Source, name: str) -> list[Layout]:
-    """The layouts that are filled from one checkpoint."""
+    """The layouts that are filled from one checkpoint: others for the model's next source, and for its next format."""
     if name == FULLY_RESHARDABLE and source.is_shifted:
         return []
-    return TARGETS[source.model][: source.targets]
+    targets = TARGETS[source.model]
+    if IS_FULL:
+        return targets[: source.at_most]
+    siblings = [other for other in SOURCES if (other.model, other.distributed) == (source.model, source.distributed)]
+    first = 2 * siblings.index(source) + _NAMES.index(name)
+    return [targets[number % len(targets)] for number in range(first, first + source.targets)]
 
 
 def checkpoint_of(folder: Path, source: Source, name: str) -> Path:
@@ -129,7 +139,10 @@ def dump_of(folder: Path, source: Source, name: str, target: Layout) -> Path:
 def _order(version: str, folder: Path) -> dict[str, object]:
     saves = [(source.layout.ranks, _saving(version, folder, source)) for source in SOURCES]
     loads = [
-        (target.ranks, _loading(version, folder, model, target)) for model, some in TARGETS.items() for target in some
+        (target.ranks, loading)
+        for model, targets in TARGETS.items()
+        for target in targets
+        if (loading := _loading(version, folder, model, target))["checkpoints"]
     ]
     ranks = sorted({ranks for ranks, _ in (*saves, *loads)})
     steps = [

@@ -1,13 +1,13 @@
 """The genuine DistributedOptimizer of six releases: what each writes is read back equal, offline and into live ranks.
 
 One program a release (`ranks/core_job.py`): it saves every format that the release can write from several sources, then
-builds target layouts of the same release and fills each from every checkpoint. The matrix in the README is made of what
-was equal in this run: UPDATE_README=1 writes it, otherwise it must say exactly that.
+builds target layouts of the same release and fills them from the checkpoints. The matrix in the README is made of what
+was equal in a full run, with UPDATE_README=1 (twenty minutes); otherwise each checkpoint fills one of the layouts in
+turn, and the matrix must say at least what was equal.
 """
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,6 +22,7 @@ from mcore_ckpt_ext.errors import ModelMismatchError
 from tests.jobs.versions.jobs import (
     FORMATS,
     FULLY_RESHARDABLE,
+    IS_FULL,
     ROOT,
     SOURCES,
     WHEELS,
@@ -96,14 +97,22 @@ def is_equal_offline(folder: Path, source: Source, name: str, truth: Dump) -> bo
 
 
 def assert_readme_says(rows: list[str], version: str) -> None:
-    """The README's matrix has exactly these rows of a release; with UPDATE_README it gets them."""
+    """The README's matrix has these rows of a release, or more in them; after a full run it gets exactly these."""
     path = ROOT / "README.md"
     before, _, rest = path.read_text().partition(BEGIN)
     text, _, after = rest.partition(END)
     release = tuple(int(part) for part in version.split("."))
     head, line, *said = text.strip().splitlines()
-    if os.environ.get("UPDATE_README"):
+    if IS_FULL:
         said = sorted([*(row for row in said if version_of(row) != release), *rows], key=version_of)
         path.write_text(f"{before}{BEGIN}\n\n" + "\n".join([head, line, *said]) + f"\n\n{END}{after}")
-    found = [row for row in said if version_of(row) == release]
-    assert found == rows, "run with UPDATE_README=1, and read what changed"
+    of_release = [row for row in said if version_of(row) == release]
+    for row, full in zip(rows, of_release, strict=True):
+        (*name, offline), counts = cells_of(row)[:3], cells_of(row)[3:]
+        (*full_name, full_offline), full_counts = cells_of(full)[:3], cells_of(full)[3:]
+        assert (name, offline) == (full_name, full_offline)
+        assert all(int(count or 0) <= int(most or 0) for count, most in zip(counts, full_counts, strict=True)), row
+
+
+def cells_of(row: str) -> list[str]:
+    return [cell.strip() for cell in row.strip("|").split("|")]
