@@ -70,9 +70,8 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
         return Look(folder, None, stock_loads and _has_own_files(folder, Chain.of(optimizer), arguments), is_fed=True)
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
         return None
-    context = {key: call[key] for key in ("checkpointing_context",) if key in call}
     try:
-        common, name, release, kind = scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
+        common, name, release, kind = _by_megatron(scope, call)
     except (Exception, CheckpointException):
         # Megatron and torch say what they missed, not what is wrong: our own reader names the file, and what helps.
         step = getattr(arguments, "ckpt_step", None)
@@ -108,10 +107,8 @@ def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any]) -> No
     arguments = scope["get_args"]()
     if arguments.ckpt_format != TORCH_DIST:
         return
-    context = {key: call[key] for key in ("checkpointing_context",) if key in call}
     try:
-        directory = getattr(arguments, call["load_arg"])
-        common, name, release, _ = scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
+        common, name, release, _ = _by_megatron(scope, call)
     except (Exception, CheckpointException):  # noqa: BLE001 - stock meets it, too, and tells it
         return
     if common is None or release or "args" not in common:
@@ -125,6 +122,13 @@ def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any]) -> No
             where=str(name),
             helps="resume with the optimizer of the checkpoint, or with --no-load-optim",
         )
+
+
+def _by_megatron(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Any:
+    """The common state, the folder's name, whether it is a release, and its kind."""
+    arguments = scope["get_args"]()
+    context = {key: call[key] for key in ("checkpointing_context",) if key in call}
+    return scope["_load_base_checkpoint"](getattr(arguments, call["load_arg"]), arguments, rank0=True, **context)
 
 
 def _look_at_whole_parameters(

@@ -118,6 +118,7 @@ def _again(module: str, name: str, content: dict[str, Any]) -> Placeholder:
     vars(placeholder).update(content)
     return placeholder
 
+
 class TensorProperties(Record):
     """`torch.distributed.checkpoint.metadata.TensorProperties`: its state is a tuple that begins with the dtype."""
 
@@ -320,6 +321,7 @@ _SYSTEM_MODULES = {"__builtin__", "posix", "nt", "os2", "commands", "__main__"}
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 # What a common state of a checkpoint has at most, counted as often as it is referred to; real ones have thousands.
 _MOST_NODES, _DEEPEST = 1 << 30, 200
+_REPEATED = 1 << 10  # bytes of a pickle that may come again: of a tensor
 
 
 class SafeUnpickler(pickle.Unpickler):
@@ -422,7 +424,8 @@ def safe_loads(data: bytes, where: str) -> Any:
         if is_plain(data):
             with suppress(_NotPlainError):
                 return _PlainUnpickler(data, where).load()
-        weigh(data, Budget(len(data), where))
+        if not (len(data) <= _REPEATED and _is_bounded(data)):
+            weigh(data, Budget(len(data), where))
         return SafeUnpickler(data, where).load()
     except CheckpointError:
         raise
@@ -430,6 +433,15 @@ def safe_loads(data: bytes, where: str) -> Any:
         raise UnsafePickleError(
             "a pickle is damaged", found=shortened(f"{type(error).__name__}: {error}"), where=where
         ) from error
+
+
+@lru_cache(maxsize=1024)
+def _is_bounded(data: bytes) -> bool:
+    """Whether a pickle passes `weigh`, which need not be asked again: tensors of one shape are pickled alike."""
+    with suppress(Exception):  # whoever asks weighs it again, and tells
+        weigh(data, Budget(len(data), ""))
+        return True
+    return False
 
 
 def check_expansion(tree: Any, nbytes: int, where: str) -> None:

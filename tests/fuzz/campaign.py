@@ -71,8 +71,8 @@ def limit() -> None:
 
 def campaign(inputs: int, seed: int, names: Collection[str]) -> int:
     """These targets, one after the other; 1 as soon as one found something, else 0."""
-    for name, share in ((name, share) for name, share in SHARES.items() if name in names):
-        begun, done, peak = time.monotonic(), 0, 0
+    for name in names:
+        share, begun, done, peak = SHARES[name], time.monotonic(), 0, 0
         with tempfile.TemporaryDirectory() as folder:
             corpus = _corpus(Path(folder))
             while done < inputs * share:

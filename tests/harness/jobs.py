@@ -99,25 +99,18 @@ def run_job(
     folder: Path,
     layout: Layout,
     *,
-    load: Path | None = None,
-    saves: bool = False,
-    until: int = SAVED,
-    precision: Sequence[str] = ("--bf16",),
-    optimizer: Sequence[str] = ("--use-distributed-optimizer",),
-    more: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     script: Path | str = launch.TRAIN_GPT,
     megatron: Path | None = None,
     plugins: Sequence[Path] = (),
     distributed: bool = True,
+    **job: Any,
 ) -> launch.RunResult:
-    """Run a job of eight planned iterations up to `until`, saving every fourth; the result as it is.
+    """Run a job; the result as it is.
 
-    `distributed`: whether it has the distributed optimizer.
+    `distributed`: whether it has the distributed optimizer. `job`: see `described`.
     """
-    arguments, recording = described(
-        folder, layout, load=load, saves=saves, until=until, precision=precision, optimizer=optimizer, more=more
-    )
+    arguments, recording = described(folder, layout, **job)
     if not distributed:
         arguments.remove("--use-distributed-optimizer")
     return launch.run(
@@ -143,7 +136,10 @@ def described(
     optimizer: Sequence[str] = ("--use-distributed-optimizer",),
     more: Sequence[str] = (),
 ) -> tuple[list[str], dict[str, str]]:
-    """The job as Megatron's arguments, and the variables by which its losses and its optimizer are recorded."""
+    """A job of eight planned iterations up to `until`, saving every fourth.
+
+    Its arguments for Megatron, and the variables by which its losses and its optimizer are recorded.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     arguments = toy_jobs.tiny_gpt(
         layout.tensor,

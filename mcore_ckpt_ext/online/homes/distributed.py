@@ -11,22 +11,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
-from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
 from mcore_ckpt_ext.online.homes.home import LiveShard
-from mcore_ckpt_ext.online.live_model import LiveParameter, quantisation
+from mcore_ckpt_ext.online.homes.plain import PlainHome, described
+from mcore_ckpt_ext.online.live_model import LiveParameter
 from mcore_ckpt_ext.optimizers.groups import BOUNDS
 
 
-class DistributedHome:
+class DistributedHome(PlainHome):
     """The home of masters and moments that `DistributedOptimizer` shards over data-parallel ranks."""
-
-    def __init__(self, optimizer: Any) -> None:
-        """Args: the DistributedOptimizer."""
-        self._optimizer = optimizer
 
     @property
     def kind(self) -> str:
@@ -38,57 +35,20 @@ class DistributedHome:
         """Whether no other rank reports the same about the model."""
         return bool(self._optimizer.data_parallel_group.rank() == 0)
 
-    @property
-    def param_groups(self) -> Sequence[dict[str, Any]]:
-        """The parameter groups, in the optimizer's own order."""
-        groups: Sequence[dict[str, Any]] = self._optimizer.optimizer.param_groups
-        return groups
-
     def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
         """What this rank holds."""
         for buckets in (b for ranges in self._optimizer.gbuf_ranges for b in ranges.values()):
             for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
-                described = live.get(id(parameter))
-                if described is None:
-                    raise ModelMismatchError(
-                        "the model trains a parameter that its own sharded state dict does not list",
-                        found=f"a parameter of shape {tuple(parameter.shape)}",
-                    )
-                local = Slice(described.regions, ranges["param"].start, ranges["param"].end)
-                shard = LiveShard(described, local, self, self._kinds)
+                own = described(live, parameter)
+                local = Slice(own.regions, ranges["param"].start, ranges["param"].end)
+                shard = LiveShard(own, local, self, self._kinds)
                 self._check(shard)
                 yield shard
-
-    def room(self, shard: LiveShard) -> torch.Tensor:
-        """Uninitialised fp32 memory where the shard is stepped, for `set_master` and `keep`."""
-        return torch.empty_like(self._kept(shard), dtype=torch.float32, requires_grad=False).view(-1)
-
-    def master(self, shard: LiveShard) -> torch.Tensor:
-        """The masters in fp32; to be read only."""
-        return self._kept(shard).detach().view(-1)
-
-    def proof(self, shard: LiveShard) -> Proof | None:
-        """How masters that are kept like this are proven; None where any pair of both is right, as with remainders."""
-        return quantisation(shard.live.parameter) or BY_ROUNDING
-
-    def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
-        """A plain cast (`_copy_main_params_to_model_params`)."""
-        return values.to(shard.weight.dtype)
 
     def share_weights(self) -> None:
         """What follows every step (`DistributedDataParallel.start_param_sync`, core_v0.8.0 to 0.19.2)."""
         for chunk in self._optimizer.model_chunks:
             chunk.start_param_sync(force_sync=True)
-
-    def set_master(self, shard: LiveShard, values: torch.Tensor) -> None:
-        """Copy fp32 masters; `values` stays the caller's."""
-        with torch.no_grad():
-            self.master(shard).copy_(values)
-
-    def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-        """Take over fp32 moments; `values` belongs to the home afterwards."""
-        state, stepped = self._optimizer.optimizer.state, self._stepped(shard)
-        state[stepped] = {**state.get(stepped, {}), kind: values}
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
         """The optimizer's own loading gives torch's Adam its step for each parameter.
@@ -109,15 +69,11 @@ class DistributedHome:
         """Both moments of Adam, one of Lion (`optimizer_state_keys`, since core_v0.19.0; before it Adam only)."""
         return tuple(getattr(self._optimizer, "optimizer_state_keys", (EXP_AVG, EXP_AVG_SQ)))
 
+    @override
     def _stepped(self, shard: LiveShard) -> torch.Tensor:
-        """The tensor in the inner optimizer's parameter groups."""
         group, order = self._optimizer.model_param_group_index_map[shard.live.parameter]
         stepped: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][order]
         return stepped
-
-    def _kept(self, shard: LiveShard) -> torch.Tensor:
-        """The masters where they are kept: what is stepped is an fp32 copy of the weights, or fp32 weights."""
-        return self._stepped(shard)
 
     def _check(self, shard: LiveShard) -> None:
         main = self._kept(shard)

@@ -12,14 +12,14 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from typing_extensions import override
 
-from mcore_ckpt_ext.errors import ModelMismatchError
-from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.homes.offloaded import set_step
-from mcore_ckpt_ext.online.live_model import LiveParameter, quantisation
+from mcore_ckpt_ext.online.homes.plain import PlainHome, described
+from mcore_ckpt_ext.online.live_model import LiveParameter
 from mcore_ckpt_ext.optimizers.description import MOMENTUM
 
 
@@ -40,14 +40,14 @@ def kept_by(optimizer: Any) -> tuple[str, ...] | None:
     return (EXP_AVG, EXP_AVG_SQ) if is_adam and not foreign else None
 
 
-class UndistributedHome:
+class UndistributedHome(PlainHome):
     """The home of masters and moments that every data-parallel rank holds whole."""
 
     kind = "whole masters of whole parameters"
 
     def __init__(self, optimizer: Any) -> None:
         """Args: the Float16OptimizerWithFloat16Params or FP32Optimizer, over what `kept_by` knows."""
-        self._optimizer = optimizer
+        super().__init__(optimizer)
         self._kinds = kept_by(optimizer.optimizer) or ()
 
     @property
@@ -55,52 +55,15 @@ class UndistributedHome:
         """Every rank reports the same; those of one stage cannot be told apart here."""
         return True
 
-    @property
-    def param_groups(self) -> Sequence[dict[str, Any]]:
-        """The parameter groups, in the optimizer's own order."""
-        groups: Sequence[dict[str, Any]] = self._optimizer.optimizer.param_groups
-        return groups
-
     def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
         """What this rank holds."""
         for group in self.param_groups:
             for master in group["params"]:
-                parameter = self._parameters.get(id(master), master)
-                described = live.get(id(parameter))
-                if described is None:
-                    raise ModelMismatchError(
-                        "the model trains a parameter that its own sharded state dict does not list",
-                        found=f"a parameter of shape {tuple(parameter.shape)}",
-                    )
-                yield LiveShard(described, Slice.whole(described.regions), self, self._kinds)
-
-    def room(self, shard: LiveShard) -> torch.Tensor:
-        """Uninitialised fp32 memory where the shard is stepped, for `set_master` and `keep`."""
-        return torch.empty_like(self._master(shard), dtype=torch.float32, requires_grad=False).view(-1)
-
-    def master(self, shard: LiveShard) -> torch.Tensor:
-        """The masters in fp32; to be read only."""
-        return self._master(shard).detach().view(-1)
-
-    def proof(self, shard: LiveShard) -> Proof | None:
-        """How masters that are kept like this are proven; None where any pair of both is right, as with remainders."""
-        return quantisation(shard.live.parameter) or BY_ROUNDING
-
-    def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
-        """A plain cast (`_copy_main_params_to_model_params`)."""
-        return values.to(shard.weight.dtype)
+                own = described(live, self._parameters.get(id(master), master))
+                yield LiveShard(own, Slice.whole(own.regions), self, self._kinds)
 
     def share_weights(self) -> None:
         """Every rank has written all of them."""
-
-    def set_master(self, shard: LiveShard, values: torch.Tensor) -> None:
-        """Copy fp32 masters; `values` stays the caller's."""
-        self.master(shard).copy_(values)
-
-    def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
-        """Take over fp32 moments; `values` belongs to the home afterwards."""
-        state, master = self._optimizer.optimizer.state, self._master(shard)
-        state[master] = {**state.get(master, {}), kind: values.view(master.shape)}
 
     def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
         """Take over the parameter groups' values, in the order of `param_groups`, and the gradient scaler's state."""
@@ -127,5 +90,6 @@ class UndistributedHome:
         masters = [master for group in self.param_groups for master in group["params"]]
         return {id(self._parameters.get(id(master), master)): master for master in masters}
 
-    def _master(self, shard: LiveShard) -> torch.Tensor:
+    @override
+    def _stepped(self, shard: LiveShard) -> torch.Tensor:
         return self._masters[id(shard.live.parameter)]
