@@ -44,7 +44,7 @@ from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.local_parameters import layers_of
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder
 from mcore_ckpt_ext.optimizers.dp_zero import LEGACY, buffer_arrays, legacy_optimizer
-from mcore_ckpt_ext.optimizers.flat_buffers import FlatArray, FlatState, GroupKey
+from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatState, GroupKey
 from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS, LegacyMasters, RankOptimizers
 from mcore_ckpt_ext.optimizers.legacy_masters import NAME as PER_PARAMETER
 from mcore_ckpt_ext.optimizers.masters import with_masters

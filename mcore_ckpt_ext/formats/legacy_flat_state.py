@@ -20,7 +20,7 @@ from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.proposals import PackedBuffer, packed_buffers
-from mcore_ckpt_ext.optimizers.flat_buffers import KINDS
+from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
 from mcore_ckpt_ext.planning.output import Placed
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 

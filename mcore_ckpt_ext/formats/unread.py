@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.optimizers.flat_buffers import KINDS
+from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference
 
 UNKNOWN = "unknown"

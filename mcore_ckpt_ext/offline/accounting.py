@@ -15,7 +15,7 @@ from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import OTHER, UNKNOWN, optimizer_kind
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT
-from mcore_ckpt_ext.optimizers.flat_buffers import KINDS, FlatBuffers
+from mcore_ckpt_ext.optimizers.flat_arrays import KINDS, Buffers
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference
 
@@ -75,7 +75,7 @@ def _gathered(checkpoint: TorchDistCheckpoint, keys: list[str]) -> Iterator[Stor
             yield from _flat(buffers)
 
 
-def _flat(buffers: FlatBuffers) -> Iterator[StoredPart]:
+def _flat(buffers: Buffers) -> Iterator[StoredPart]:
     for (child, index), arrays in buffers.arrays.items():
         for (bucket, kind), flat in arrays.items():
             for piece in flat.pieces:

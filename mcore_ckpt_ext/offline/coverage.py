@@ -8,7 +8,7 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.findings import COVERED, Finding, error, warning
-from mcore_ckpt_ext.optimizers.flat_buffers import FlatArray, FlatBuffers
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers, FlatArray
 from mcore_ckpt_ext.planning.overlap import Piece, overlap
 from mcore_ckpt_ext.planning.plan import Copies
 
@@ -53,7 +53,7 @@ def check_weights(checkpoint: Checkpoint) -> Iterator[Finding]:
     yield from _check_kind(checkpoint, WEIGHT)
 
 
-def check_arrays(buffers: FlatBuffers) -> Iterator[Finding]:
+def check_arrays(buffers: Buffers) -> Iterator[Finding]:
     """Check the flat arrays themselves, whatever lies where in them."""
     for (child, index), arrays in buffers.arrays.items():
         for (bucket, kind), array in arrays.items():
@@ -86,7 +86,7 @@ def check_state(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield warning(COVERED, name, "it has a weight and no optimizer state: it was frozen, or its state is missing")
 
 
-def check_groups(buffers: FlatBuffers) -> Iterator[Finding]:
+def check_groups(buffers: Buffers) -> Iterator[Finding]:
     """Check that each rank that held a parameter has stored a group."""
     present = {group.rank for group in buffers.groups.values()}
     absent: dict[str, list[str]] = {}

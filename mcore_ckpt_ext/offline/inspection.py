@@ -21,7 +21,7 @@ from mcore_ckpt_ext.offline.accounting import stored_parts
 from mcore_ckpt_ext.offline.ranks import RankGrid, why_silent
 from mcore_ckpt_ext.offline.versions import Resumption, Writer, resumptions, writer_of
 from mcore_ckpt_ext.optimizers.description import described
-from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names
 from mcore_ckpt_ext.storage.collector import collector_paused
 
@@ -252,7 +252,7 @@ def _buffers(checkpoint: Checkpoint) -> tuple[BufferMap, ...]:
     return tuple(mapped for buffers in checkpoint.optimizer.buffers for mapped in _maps(buffers))
 
 
-def _maps(buffers: FlatBuffers) -> Iterator[BufferMap]:
+def _maps(buffers: Buffers) -> Iterator[BufferMap]:
     for key, proposal in buffers.proposed_packings().items():
         group = buffers.groups[key]
         for bucket, stored in sorted(group.buckets.items()):

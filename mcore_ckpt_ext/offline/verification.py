@@ -44,7 +44,7 @@ from mcore_ckpt_ext.offline.findings import (
 from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, labels, manifest_bytes
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.optimizers.digests import differing
-from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.paths import as_path
@@ -198,7 +198,7 @@ class _Run:
             return True
         return False
 
-    def _recover(self, optimizer: FlatBuffers, failed: set[str]) -> bool:
+    def _recover(self, optimizer: Buffers, failed: set[str]) -> bool:
         arrays = [array for of_group in optimizer.arrays.values() for array in of_group.values()]
         if failed & {piece.extent.file for array in arrays for piece in array.pieces}:
             self.checks.append(Check(PROOF, _FILES_GONE, done=False))

@@ -16,15 +16,8 @@ from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version, is_of_group
-from mcore_ckpt_ext.optimizers.flat_buffers import (
-    FlatArray,
-    FlatBuffers,
-    FlatPiece,
-    FlatState,
-    GroupKey,
-    flat_optimizer,
-    kind_of_array,
-)
+from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece, FlatState, GroupKey, kind_of_array
+from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers, flat_optimizer
 from mcore_ckpt_ext.storage.dcp_index import StoredArray
 
 DP_RESHARDABLE = "dp_reshardable"

@@ -7,17 +7,14 @@ parameter's state, from the save on, does: it tells which values lay at which el
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.errors import ProofError, some
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement
 from mcore_ckpt_ext.layout.digest import added, digest_of, written
 from mcore_ckpt_ext.model_space.slices import Region, Slice, numel_of
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.transfer import read_slice
-
-if TYPE_CHECKING:
-    from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
 
 _BLOCK = 1 << 22
 # Elements that decide between two packings: the smallest parameters first, so that many take part.
@@ -26,7 +23,7 @@ _ENOUGH = 1 << 20
 Placed = tuple[OptimizerGroup, BucketKey, Placement]
 
 
-def differing(buffers: FlatBuffers, kinds: Collection[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
+def differing(buffers: Buffers, kinds: Collection[str] | None = None, share: tuple[int, int] = (0, 1)) -> list[str]:
     """Where stored state is not what was saved, in words; empty where nothing was recorded.
 
     Args:
@@ -44,7 +41,7 @@ def differing(buffers: FlatBuffers, kinds: Collection[str] | None = None, share:
     return [problem for item in placed[part::parts] for problem in _problems(buffers, item, kinds)]
 
 
-def contradicts(buffers: FlatBuffers, group: OptimizerGroup, packing: Packing) -> str | None:
+def contradicts(buffers: Buffers, group: OptimizerGroup, packing: Packing) -> str | None:
     """Why samples of a proposed packing contradict the recorded digests; None where they do not, or there are none."""
     placed = sorted(
         ((group, key, placement) for key, placements in packing.items() for placement in placements),
@@ -60,7 +57,7 @@ def contradicts(buffers: FlatBuffers, group: OptimizerGroup, packing: Packing) -
     return None
 
 
-def check_digests(buffers: FlatBuffers, where: str, share: tuple[int, int] = (0, 1)) -> None:
+def check_digests(buffers: Buffers, where: str, share: tuple[int, int] = (0, 1)) -> None:
     """Refuse remainders that are not those that were saved.
 
     Raises:
@@ -77,7 +74,7 @@ def check_digests(buffers: FlatBuffers, where: str, share: tuple[int, int] = (0,
         )
 
 
-def _problems(buffers: FlatBuffers, placed: Placed, kinds: Collection[str] | None) -> Iterator[str]:
+def _problems(buffers: Buffers, placed: Placed, kinds: Collection[str] | None) -> Iterator[str]:
     group, key, placement = placed
     recorded = buffers.digests.get((group.child, group.index))
     if recorded is None:
@@ -90,7 +87,7 @@ def _problems(buffers: FlatBuffers, placed: Placed, kinds: Collection[str] | Non
             yield f"{kind} of {placement.name} at {placement.start} of {key}, {group}: digest {found}, {of_kinds[kind]}"
 
 
-def _stored(buffers: FlatBuffers, placed: Placed, kind: str) -> str | None:
+def _stored(buffers: Buffers, placed: Placed, kind: str) -> str | None:
     group, key, placement = placed
     array = buffers.arrays[group.child, group.index].get((key, kind))
     if array is None:

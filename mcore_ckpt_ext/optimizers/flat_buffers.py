@@ -6,7 +6,6 @@ A format says which flat arrays there are; which parameter lies where in them is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property, partial
 
 import torch
@@ -25,69 +24,10 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, LogicalTensor
 from mcore_ckpt_ext.optimizers.digests import contradicts
 from mcore_ckpt_ext.optimizers.encoding import Holder
+from mcore_ckpt_ext.optimizers.flat_arrays import MASTERS, Buffers, FlatArray, FlatState, GroupKey, cut
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.extents import Extent
 from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer, read_slice
-
-# The masters are called `param` on disk; every other state keeps its name.
-KINDS = {"param": FP32_PARAM}
-MASTERS = (FP32_PARAM, PARAM_REMAINDER)
-
-# A chained optimizer's number and Megatron's `dp_group_idx`.
-GroupKey = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class FlatPiece:
-    """Elements `[start, stop)` of a flat array, from element `first` of an extent on."""
-
-    start: int
-    stop: int
-    extent: Extent
-    first: int
-
-
-@dataclass(frozen=True, slots=True)
-class FlatArray:
-    """A flat array of one kind: `numel` elements without end padding. As a source, one tensor without a name."""
-
-    numel: int
-    dtype: str
-    pieces: tuple[FlatPiece, ...]
-
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All slices that hold elements of a tensor."""
-        whole = (Region(name, (0,), (self._length,)),)
-        return [StoredSlice(Slice(whole, piece.start, piece.stop), piece.extent, piece.first) for piece in self.pieces]
-
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
-        return LogicalTensor(name, (self._length,), self.dtype)
-
-    @property
-    def _length(self) -> int:
-        return max(piece.stop for piece in self.pieces)
-
-
-@dataclass(frozen=True)
-class FlatState:
-    """All flat arrays of an optimizer.
-
-    Attributes:
-        arrays: by group, then by bucket and kind.
-        joined: one array holds a buffer's buckets one after the other, without the padding at their ends.
-        chunked: the borders of the pieces tell where parameters begin and end.
-    """
-
-    arrays: Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]
-    joined: bool
-    chunked: bool
-
-
-def kind_of_array(state: str, dtype: str) -> str:
-    """The kind of an array by its name on disk and its dtype: masters of int16 are remainders."""
-    return PARAM_REMAINDER if state in KINDS and dtype == "int16" else KINDS.get(state, state)
 
 
 class FlatBuffers(OptimizerState):
@@ -143,7 +83,7 @@ class FlatBuffers(OptimizerState):
 
     @property
     @override
-    def buffers(self) -> Sequence[FlatBuffers]:
+    def buffers(self) -> Sequence[Buffers]:
         return (self,)
 
     def copies(self, kind: str, name: str) -> Copies:
@@ -306,14 +246,3 @@ def flat_optimizer(
     proposals = partial(holder.proposals, rules, models)
     digests = holder.sidecar.digests if holder.sidecar else ()
     return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, digests)
-
-
-def cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:
-    """The parts of a placed parameter that the pieces of its array hold."""
-    parts = []
-    for piece in array.pieces:
-        low, high = max(placement.start, piece.start), min(placement.stop, piece.stop)
-        if low < high:
-            part = Slice(placement.regions, low - placement.start, high - placement.start)
-            parts.append(StoredSlice(part, piece.extent, piece.first + low - piece.start))
-    return parts

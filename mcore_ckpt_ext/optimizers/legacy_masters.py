@@ -28,7 +28,7 @@ from mcore_ckpt_ext.model_space.names import is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM
 from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys
-from mcore_ckpt_ext.optimizers.flat_buffers import FlatArray, FlatPiece
+from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
 from mcore_ckpt_ext.storage.safe_pickle import TensorReference

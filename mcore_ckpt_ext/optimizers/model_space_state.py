@@ -17,7 +17,7 @@ from mcore_ckpt_ext.model_space.names import name_at, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.optimizers.encoding import CHAIN, StoredKeys
-from mcore_ckpt_ext.optimizers.flat_buffers import kind_of_array
+from mcore_ckpt_ext.optimizers.flat_arrays import kind_of_array
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import StoredSlice
 from mcore_ckpt_ext.storage.dcp_index import StoredArray

@@ -22,7 +22,7 @@ from mcore_ckpt_ext.layout.proof import first_mismatch
 from mcore_ckpt_ext.layout.proposals import PackedBuffer, packed_buffers
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.optimizers.flat_buffers import FlatArray, FlatPiece, cut
+from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece, cut
 from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.overlap import Piece, overlap

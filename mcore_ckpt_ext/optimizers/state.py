@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.planning.plan import Derivation, StoredOnce, StoredSlice
-
-if TYPE_CHECKING:
-    from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
 
 
 class OptimizerState(StoredOnce, ABC):
@@ -55,7 +52,7 @@ class OptimizerState(StoredOnce, ABC):
         return {}
 
     @property
-    def buffers(self) -> Sequence[FlatBuffers]:
+    def buffers(self) -> Sequence[Buffers]:
         """The parts of it that lie in flat gradient buffers."""
         return ()
 

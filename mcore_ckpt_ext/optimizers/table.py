@@ -15,7 +15,7 @@ from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.optimizers import bucket_formats, dp_zero, legacy_masters, model_space_formats
 from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version
-from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.masters import with_masters
 from mcore_ckpt_ext.optimizers.refusals import check_provable
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -159,7 +159,7 @@ class Composition(OptimizerState):
 
     @property
     @override
-    def buffers(self) -> Sequence[FlatBuffers]:
+    def buffers(self) -> Sequence[Buffers]:
         return [buffers for state in self._states for buffers in state.buffers]
 
     @property

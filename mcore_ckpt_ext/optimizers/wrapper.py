@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice
-
-if TYPE_CHECKING:
-    from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers
 
 
 class WrappedState(OptimizerState):
@@ -57,7 +54,7 @@ class WrappedState(OptimizerState):
 
     @property
     @override
-    def buffers(self) -> Sequence[FlatBuffers]:
+    def buffers(self) -> Sequence[Buffers]:
         return self.state.buffers
 
     @property

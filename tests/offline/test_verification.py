@@ -24,7 +24,7 @@ from mcore_ckpt_ext.offline.content import ContentCheck
 from mcore_ckpt_ext.offline.coverage import check_tensor, copies_of
 from mcore_ckpt_ext.offline.findings import CHECKSUMS, COMPLETE, COPIES, COVERED, MANIFEST, PROOF, VALUES, Verification
 from mcore_ckpt_ext.offline.verification import verify
-from mcore_ckpt_ext.optimizers.flat_buffers import FlatArray, FlatPiece
+from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece
 from mcore_ckpt_ext.planning.extents import ArchivedTensor
 from mcore_ckpt_ext.planning.plan import StoredSlice
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
