@@ -6,6 +6,8 @@ there; none touches how Megatron saves or loads a checkpoint.
 
 from __future__ import annotations
 
+import argparse
+import functools
 import importlib
 import importlib.machinery
 import importlib.metadata
@@ -36,6 +38,7 @@ def apply() -> None:
     _complete_mixture_of_experts()
     _allow_uneven_collectives()
     _complete_latent_attention()
+    _read_argument_docstrings_once()
 
 
 def _skip_compilation() -> None:
@@ -47,6 +50,17 @@ def _skip_compilation() -> None:
     except ModuleNotFoundError:
         return  # 0.19 has none
     fused_kernels.load = lambda args: None
+
+
+def _read_argument_docstrings_once() -> None:
+    """0.16.1 and later read the help of options from the source of two dozen dataclasses, in every rank, twice."""
+    if importlib.util.find_spec("megatron.training.argument_utils") is None:
+        return
+    factory: Any = importlib.import_module("megatron.training.argument_utils").ArgumentGroupFactory
+    read, reader = factory._get_field_docstrings, object.__new__(factory)
+    read_once = functools.cache(lambda dataclass: read(reader, dataclass))
+    factory._get_field_docstrings = lambda _, dataclass: read_once(dataclass)
+    importlib.import_module("megatron.training.arguments").add_megatron_arguments(argparse.ArgumentParser())
 
 
 def _provide_dataset_helper() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import importlib
 import json
 import multiprocessing
@@ -47,6 +48,9 @@ def main() -> None:
     die_with_parent()
     _import_megatron(options.megatron)
     prepare_multiprocessing()
+    # What is imported stays: no collection in a rank looks at it, and writes to its pages, again.
+    gc.collect()
+    gc.freeze()
     with socket.socket(fileno=options.socket) as orders:
         orders.sendall(READY)
         while _serve(orders):

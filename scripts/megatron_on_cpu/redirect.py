@@ -86,12 +86,20 @@ def _means_cpu(device: object) -> bool:
     return device in ("cpu", torch.device("cpu"))
 
 
+# Functions that need no keyword to name a device, or ask for one.
+_BY_POSITION = frozenset(
+    {torch.Tensor.cuda, torch.Tensor.pin_memory, torch.Tensor.type, torch.Tensor.cpu, torch.Tensor.to}
+)
+
+
 class _CudaCallsOnCpu(TorchFunctionMode):
     """Rewrites every torch call that names a GPU into the same call on the CPU."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if not kwargs and func not in _BY_POSITION:
+            return func(*args)
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda or func is torch.Tensor.pin_memory:
             return args[0]
