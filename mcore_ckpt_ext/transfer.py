@@ -27,7 +27,7 @@ from mcore_ckpt_ext.planning.plan import (
     make_plan,
 )
 from mcore_ckpt_ext.storage.files import FolderReader, cut_short
-from mcore_ckpt_ext.storage.safe_pickle import StorageReference, TensorReference
+from mcore_ckpt_ext.storage.tensor_reference import StorageReference, TensorReference
 from mcore_ckpt_ext.storage.torch_archive import Payload, TorchArchive
 
 BLOCK_BYTES = 16 << 20

@@ -20,8 +20,10 @@ import torch
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError, UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.inert import Placeholder, origin_of
 from mcore_ckpt_ext.storage.json_text import parsed
-from mcore_ckpt_ext.storage.safe_pickle import Placeholder, TensorReference, origin_of, safe_loads
+from mcore_ckpt_ext.storage.safe_pickle import safe_loads
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from tests.harness.checkpoints import fixture_named
 

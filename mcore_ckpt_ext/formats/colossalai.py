@@ -26,8 +26,8 @@ from mcore_ckpt_ext.formats.unread import UNKNOWN, Unread, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.safe_pickle import TensorReference
 from mcore_ckpt_ext.storage.safetensors import read_header, read_json
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "colossalai"

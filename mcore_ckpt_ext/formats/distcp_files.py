@@ -14,8 +14,8 @@ import torch
 from mcore_ckpt_ext.planning.output import OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage.archive_draft import ArchiveDraft, draft_archive
+from mcore_ckpt_ext.storage.inert import placeholder_class
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor, dumps, named_object
-from mcore_ckpt_ext.storage.safe_pickle import placeholder_class
 
 FILE_BYTES = 4 << 30
 _METADATA = "torch.distributed.checkpoint.metadata"

@@ -16,8 +16,8 @@ from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.paths import is_remote
-from mcore_ckpt_ext.storage.safe_pickle import TensorReference
 from mcore_ckpt_ext.storage.safetensors import WRITER, read_header, read_json, writer_of
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 CONFIG = "config.json"

@@ -50,7 +50,7 @@ from mcore_ckpt_ext.optimizers.legacy_masters import NAME as PER_PARAMETER
 from mcore_ckpt_ext.optimizers.masters import with_masters
 from mcore_ckpt_ext.optimizers.refusals import check_provable
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "torch"

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.layout.rank_arrays import RankArrays
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.storage.dcp_index import StoredObject
-from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
-from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 UNKNOWN = "unknown"
 """The kind of optimizer state of which not even the kind is known."""

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.formats.unread import OTHER, UNKNOWN, optimizer_kind
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS, Buffers
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 _GATHERED = ".param_state/shard_"
 

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Ver
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS, FlatArray, FlatPiece, FlatState, GroupKey
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers, flat_optimizer
 from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
-from mcore_ckpt_ext.storage.safe_pickle import TensorReference
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 NAME = "dp_zero_gather_scatter"
 LEGACY = "legacy_torch"

@@ -13,7 +13,8 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import MOST_AXES
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.collector import collector_paused
-from mcore_ckpt_ext.storage.safe_pickle import TensorReference, safe_loads
+from mcore_ckpt_ext.storage.safe_pickle import safe_loads
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 METADATA_FILE = ".metadata"
 # A chunk takes some 300 bytes, and the largest checkpoints have millions.

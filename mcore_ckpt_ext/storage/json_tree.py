@@ -17,7 +17,8 @@ import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown
 from mcore_ckpt_ext.storage.budget import elements_of
-from mcore_ckpt_ext.storage.safe_pickle import Placeholder, bytes_of_text, inert_class, origin_of
+from mcore_ckpt_ext.storage.inert import Placeholder, inert_class, origin_of
+from mcore_ckpt_ext.storage.safe_pickle import bytes_of_text
 
 _INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}
 _DTYPES: Mapping[str, torch.dtype] = {

@@ -17,15 +17,9 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.storage.safe_pickle import Placeholder, origin_of, placeholder_class
-from mcore_ckpt_ext.storage.writable import (
-    CLASSES,
-    STORAGE_NAMES,
-    check_output,
-    checked_name,
-    first_unwritable,
-    is_own,
-)
+from mcore_ckpt_ext.storage.inert import Placeholder, origin_of, placeholder_class
+from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES
+from mcore_ckpt_ext.storage.writable import CLASSES, check_output, checked_name, first_unwritable, is_own
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,8 +16,10 @@ import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
 from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.expansion import check_expansion
 from mcore_ckpt_ext.storage.files import FolderReader, Window
-from mcore_ckpt_ext.storage.safe_pickle import TensorReference, check_expansion, safe_loads
+from mcore_ckpt_ext.storage.safe_pickle import safe_loads
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 # Local file header of a zip member (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")

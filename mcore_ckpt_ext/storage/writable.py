@@ -19,17 +19,13 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.inert import Origin, Placeholder, origin_of
 from mcore_ckpt_ext.storage.pickle_scan import weigh
-from mcore_ckpt_ext.storage.safe_pickle import Origin, Placeholder, SafeUnpickler, TensorReference, origin_of
+from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler
+from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES, TensorReference
 
 Name = tuple[str, str]
 
-# `torch.FloatStorage` and its siblings, by which torch.save names a storage's dtype (torch/serialization.py).
-STORAGE_NAMES = {
-    torch.float64: "DoubleStorage", torch.float32: "FloatStorage", torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage", torch.int64: "LongStorage", torch.int32: "IntStorage",
-    torch.int16: "ShortStorage", torch.int8: "CharStorage", torch.uint8: "ByteStorage", torch.bool: "BoolStorage",
-}  # fmt: skip
 # Python's own, by the names that protocol 2 has for them.
 CLASSES: dict[object, Name] = {
     **{kind: ("__builtin__", kind.__name__) for kind in (

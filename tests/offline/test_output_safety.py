@@ -20,8 +20,9 @@ import torch
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.portable_state import writable_extra_states
+from mcore_ckpt_ext.storage.inert import placeholder_class
 from mcore_ckpt_ext.storage.pickling import dumps
-from mcore_ckpt_ext.storage.safe_pickle import placeholder_class, safe_loads
+from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.writable import first_unwritable, hides_a_pickle
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import fixture_named

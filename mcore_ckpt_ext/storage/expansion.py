@@ -1,0 +1,58 @@
+"""What a pickled state costs whoever walks through it."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import types
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsafePickleError
+from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.inert import Placeholder, origin_of
+
+# What a common state of a checkpoint has at most, counted as often as it is referred to; real ones have thousands.
+_MOST_NODES, _DEEPEST = 1 << 30, 200
+
+
+def check_expansion(tree: Any, nbytes: int, where: str) -> None:
+    """Refuse a tree that is small as a pickle, of `nbytes`, and endless for whoever walks through it.
+
+    A pickle names an object once and may refer to it often: fifty lists of two references each have 2**50 leaves.
+
+    Raises:
+        UnsafePickleError: it contains itself, or is deeper than any state of a checkpoint.
+        OverBudgetError: it is larger than its size explains.
+    """
+    known: dict[int, int] = {}
+
+    def nodes(node: Any, depth: int) -> int:
+        children = _children(node)
+        if not children:
+            return 1
+        if id(node) not in known:
+            if depth > _DEEPEST:
+                raise ValueError(f"deeper than {_DEEPEST} levels")
+            known[id(node)] = _MOST_NODES  # met again before it is counted: it contains itself
+            known[id(node)] = 1 + sum(nodes(child, depth + 1) for child in children)
+        if known[id(node)] >= _MOST_NODES:
+            raise ValueError(f"more than {_MOST_NODES:,} elements")
+        return known[id(node)]
+
+    try:
+        Budget(nbytes, where).spend(nodes(tree, 0), "what is referred to again and again")
+    except ValueError as error:
+        raise UnsafePickleError("a pickled state is endless", found=str(error), where=where) from error
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, dict):
+        return [*node.keys(), *node.values()]
+    if isinstance(node, (list, tuple, set, frozenset, collections.deque)):
+        return list(node)
+    if isinstance(node, Placeholder):
+        origin = origin_of(node)
+        return [*node.arguments, *origin.state, *origin.items, *origin.entries]
+    if isinstance(node, (argparse.Namespace, types.SimpleNamespace)):
+        return list(vars(node).values())
+    return []
