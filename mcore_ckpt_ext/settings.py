@@ -103,4 +103,4 @@ WRITER_PATIENCE = Setting(
     "MCORE_CKPT_EXT_WRITER_PATIENCE", "seconds after which a silent writer is given up", 300.0, float
 )
 SETTINGS = (SWITCH, VERIFY_ALL, ACCEPT_LOST, PROOF, ON_SAVE_FAILURE, FALLBACK, WRITER_PATIENCE)
-"""All of them, in the order in which a user meets them; a test compares the README's table with this."""
+"""All of them, in the order in which a user meets them; the documentation's table is made of this."""

@@ -34,7 +34,7 @@ def prepared(folder: Path, extras: str, log: Path) -> Path:
 
     Args:
         folder: where the environment is, or will be.
-        extras: `demo` or `demo,test`, as in pyproject.toml.
+        extras: `demo` or `demo,test,docs`, as in pyproject.toml.
         log: pip's output.
 
     Raises:

@@ -26,6 +26,7 @@ CHECKS = (
     ("ruff", ["-m", "ruff", "check", "."]),
     ("mypy", ["-m", "mypy"]),
     ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as lint; lint()"]),
+    ("documentation", ["-m", "mkdocs", "build", "--strict", "--quiet"]),
 )
 JOBS, COLOSSALAI = "tests/jobs", "tests/colossalai"
 # Few tests keep two cores busy: two processes, and whichever is free takes the next file. The last files are short.
@@ -37,10 +38,11 @@ def main() -> int:
     arguments = sys.argv[1:]
     quick = arguments == ["--quick"]
     print("installing the test environments (.venv*): about three minutes and 6 GB on a fresh machine", flush=True)
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # of the theme, about a release of MkDocs that is not used here
     started = time.monotonic()
     log = REPOSITORY / ".venv-install.log"
     try:
-        python = prepared(REPOSITORY / ".venv", "demo,test", log)
+        python = prepared(REPOSITORY / ".venv", "demo,test,docs", log)
         with ThreadPoolExecutor(1) as executor:
             other = None if quick else executor.submit(prepared_beside, python, REPOSITORY / ".venv-colossalai", log)
             status = _checks(python)

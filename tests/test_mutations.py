@@ -92,7 +92,7 @@ def test_two_exchanged_tensor_parallel_ranks(tmp_path: Path) -> None:
 
 
 def test_moments_of_another_state_are_outside_of_the_proof(copied: Fixture) -> None:
-    """They have no second copy to compare with; they are read as they stand, as the README says."""
+    """They have no second copy to compare with; they are read as they stand, as the documentation says."""
     rewrite(copied, EXP_AVG, lambda name, values: values + 1)
     checkpoint = open_checkpoint(copied.run)
     name = f"{LAYER}.1.mlp.linear_fc1.weight"

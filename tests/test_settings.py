@@ -1,4 +1,4 @@
-"""The variables of the environment are said once: in the module, and in the README's table."""
+"""The variables of the environment are said once: in the module, and the documentation's table is made of it."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ def test_without_the_variable_the_default_holds(setting: Setting[Any], monkeypat
     assert (setting.text, setting.value, setting.is_understood) == (None, setting.default, True)
 
 
-def test_the_readme_has_a_row_for_each() -> None:
-    rows = re.findall(r"^\| `(MCORE_CKPT_EXT\w*)", (REPOSITORY / "README.md").read_text(), re.MULTILINE)
+def test_the_documentation_explains_each() -> None:
+    text = (REPOSITORY / "docs" / "reference" / "settings.md").read_text()
+    rows = re.findall(r"^## (MCORE_CKPT_EXT\w*)", text, re.MULTILINE)
+    assert "<!-- generated: settings -->" in text
     assert rows == [setting.name for setting in SETTINGS]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mcore_ckpt_ext.cli.output import line
+from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message
 from mcore_ckpt_ext.cli.processes import the_team
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options; those of targets are grouped by the targets that have them."""
     parser.add_argument("source", metavar="SRC", help="run folder, iteration folder, Hugging Face or canonical folder")
     parser.add_argument("destination", metavar="DST", help="the folder to make")
-    parser.add_argument("--to", required=True, choices=TARGETS, help="the format to write")
+    parser.add_argument("--to", choices=TARGETS, help="the format to write; leave it out to see what each is for")
     parser.add_argument("--family", metavar="NAME", help="the model's family, if not recognised; or path.py:Name")
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
@@ -89,6 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert and say what was done."""
+    if arguments.to is None:
+        return _explain_targets()
     target = _target(arguments)
     with the_team(join=arguments.join) as team:
         report = _converted(arguments, target, team)
@@ -99,8 +101,19 @@ def run(arguments: argparse.Namespace) -> int:
                 what = "carried as it is" if item.carried else "left out"
                 line(f"{what}: {item.key}, {readable(item.nbytes)}: {item.why or 'nothing here knows it'}")
             for note in report.notes:
-                line(f"note: {note}")
+                line(Painted(f"note: {note}", REMARKABLE))
     return 0
+
+
+def _explain_targets() -> int:
+    """Say what there is to choose from; the exit code of wrong usage."""
+    message("error: what to write is missing: choose with --to")
+    width = max(map(len, TARGETS))
+    for name, target in TARGETS.items():
+        about = (target.__doc__ or "").partition("\n")[0].replace("`", "")
+        message(f"  --to {name.ljust(width)}  {about}")
+    message("mcore-ckpt convert --help lists the options of each")
+    return 2
 
 
 def _target(arguments: argparse.Namespace) -> Target:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 
-from mcore_ckpt_ext.cli.output import as_json, heading, line, table
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, heading, line, table
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.errors import readable
@@ -46,9 +46,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(found: Comparison) -> None:
     table([("A", found.a), ("B", found.b)])
     heading("beside the tensors")
-    table([(fact.what, fact.a, fact.b, "" if fact.a == fact.b else "differs") for fact in found.facts], ("", "A", "B"))
+    facts = ((fact, "" if fact.a == fact.b else Painted("differs", REMARKABLE)) for fact in found.facts)
+    table([(fact.what, fact.a, fact.b, told) for fact, told in facts], ("", "A", "B"))
     heading("tensors")
-    rows = [(kind.kind, kind.compared, f"{kind.elements:,}", _verdict(kind)) for kind in found.kinds]
+    verdicts = [(kind, Painted(_verdict(kind), GOOD if kind.equal else BAD)) for kind in found.kinds]
+    rows = [(kind.kind, kind.compared, f"{kind.elements:,}", verdict) for kind, verdict in verdicts]
     table(rows, ("", "compared", "elements", ""), right=[1, 2])
     for kind in found.kinds:
         for name in (*kind.only_in_a[:_SHOWN], *kind.only_in_b[:_SHOWN]):
@@ -62,7 +64,7 @@ def _show(found: Comparison) -> None:
     for side, item in unread[:_SHOWN]:
         line(f"  not looked at, because nothing here knows it: {item.key} of {side}, {readable(item.nbytes)}")
     line()
-    line(_conclusion(found, len(unread)))
+    line(Painted(_conclusion(found, len(unread)), GOOD if found.equal else BAD))
 
 
 def _conclusion(found: Comparison, unread: int) -> str:

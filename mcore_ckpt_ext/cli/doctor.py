@@ -18,13 +18,14 @@ from typing import Any, Literal
 import torch
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.cli.output import as_json, line, table
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, line, table
 from mcore_ckpt_ext.errors import printable
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
 from mcore_ckpt_ext.versions import Version, parse_version
 
 State = Literal["ok", "note", "FAILED"]
 
+_STYLES: dict[State, str] = {"ok": GOOD, "note": REMARKABLE, "FAILED": BAD}
 _AUTOLOAD_SINCE = (2, 5)
 _OLDEST_TORCH = (2, 4)
 _ENTRY_POINTS = "torch.backends"
@@ -65,9 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         as_json(report)
     else:
-        table((item.what, item.state, item.found) for item in lines)
+        table((item.what, Painted(item.state, _STYLES[item.state]), item.found) for item in lines)
         line()
-        line("all in place" if report.healthy else "NOT in place: see what failed")
+        told = "all in place" if report.healthy else "NOT in place: see what failed"
+        line(Painted(told, GOOD if report.healthy else BAD))
     return 0 if report.healthy else 1
 
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.cli.output import message
+from mcore_ckpt_ext.cli.completion import SHELLS, script
+from mcore_ckpt_ext.cli.output import BAD, Painted, line, message
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.storage.collector import collector_paused
 
@@ -25,6 +26,8 @@ COMMANDS = {
     "doctor": "environment, versions, hooks",
 }
 
+_COMPLETION = "--print-completion"
+
 DONE, UNEQUAL, UNUSABLE = 0, 1, 2
 """Exit codes: done or equal; verified unequal, incomplete or corrupt; wrong usage or unreadable input."""
 
@@ -32,14 +35,15 @@ DONE, UNEQUAL, UNUSABLE = 0, 1, 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(words)
-    arguments = parser.parse_args(words)
     try:
+        if words[:1] == [_COMPLETION]:
+            return _completion(words)
+        arguments = parser_of(words).parse_args(words)
         code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
     except CheckpointError as error:
-        message(f"error: {error}")
+        message(Painted(f"error: {error}", BAD))
         return UNUSABLE
     except BrokenPipeError:
         _forget_output()  # whoever read it, `head` say, has seen enough
@@ -65,17 +69,28 @@ def _forget_output() -> None:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
+def _completion(words: Sequence[str]) -> int:
+    """Print the script that a shell evaluates."""
+    parser = parser_of(words, every=True)
+    shell = parser.parse_args([*words, "doctor"]).print_completion  # any command: the parser insists on one
+    for text in script(parser, shell).splitlines():
+        line(text)
+    return DONE
+
+
+def parser_of(words: Sequence[str], *, every: bool = False) -> argparse.ArgumentParser:
+    """The parser; of the commands, only the one that the words begin with has its options, unless `every` one shall."""
     parser = argparse.ArgumentParser(
         prog="mcore-ckpt",
         description="Shows, verifies, compares and converts Megatron checkpoints, without Megatron and without a GPU.",
         epilog="exit codes: 0 done or equal; 1 unequal, incomplete or corrupt; 2 wrong usage or unreadable input",
     )
+    parser.add_argument(_COMPLETION, choices=SHELLS, help="print what the shell completes by (needs shtab)")
     parser.add_argument("--version", action="version", version=f"mcore-ckpt {mcore_ckpt_ext.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, what in COMMANDS.items():
         command = commands.add_parser(name, help=what, description=what)
-        if name in words[:1]:
+        if name in words[:1] or every:
             with collector_paused():  # a tenth of the time to import torch
                 module = import_module(f"mcore_ckpt_ext.cli.{name}")
             module.add_arguments(command)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from typing import TYPE_CHECKING, TextIO
 
@@ -19,38 +20,55 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 
-def line(text: str = "") -> None:
+# Of a terminal: "select graphic rendition" of ECMA-48.
+GOOD, BAD, REMARKABLE, STRONG, SOFT = "32", "1;31", "33", "1", "2"
+
+
+@dataclass(frozen=True, slots=True)
+class Painted:
+    """A text that a terminal shows in a style; elsewhere it is the text alone."""
+
+    text: str
+    style: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def line(text: str | Painted = "") -> None:
     """Write one line of the result."""
-    _write(sys.stdout, text)
+    _write(sys.stdout, [text])
 
 
-def message(text: str) -> None:
+def message(text: str | Painted) -> None:
     """Write a line that is not part of the result."""
-    _write(sys.stderr, f"mcore-ckpt: {text}")
+    _write(sys.stderr, ["mcore-ckpt: ", text])
 
 
 def heading(text: str) -> None:
     """Begin a part of the result."""
     line()
-    line(text)
+    line(Painted(text, STRONG))
 
 
 def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: Sequence[int] = ()) -> None:
     """Write rows as columns, indented; the columns numbered in `right` end at the right."""
-    all_rows: list[Sequence[object]] = [*([header] if header else []), *rows]
+    all_rows: list[Sequence[object]] = [*([[Painted(text, SOFT) for text in header]] if header else []), *rows]
     texts = [[printable(str(cell)) for cell in row] for row in all_rows]
     widths = [max(map(len, column)) for column in zip_longest(*texts, fillvalue="")]
-    for row in texts:
-        cells = [
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=False))
-        ]
-        line(f"  {'  '.join(cells)}".rstrip())
+    for row, of_row in zip(all_rows, texts, strict=True):
+        last = max((number for number, text in enumerate(of_row) if text), default=-1)
+        parts: list[str | Painted] = []
+        for number, (cell, text, width) in enumerate(zip(row[: last + 1], of_row, widths, strict=False)):
+            ahead = width - len(text) if number in right else 0
+            parts += [" " * (2 + ahead), Painted(text, cell.style) if isinstance(cell, Painted) else text]
+            parts += [" " * (width - len(text) - ahead)] if number < last else []
+        _write(sys.stdout, parts)
 
 
 def as_json(result: DataclassInstance) -> None:
     """Write a result as JSON, in one line."""
-    _write(sys.stdout, json_text(asdict(result)))
+    _write(sys.stdout, [json_text(asdict(result))])
 
 
 def json_text(value: object) -> str:
@@ -66,9 +84,19 @@ def _finite(value: object) -> object:
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _write(stream: TextIO | None, text: str) -> None:
+def is_colorful(stream: TextIO) -> bool:
+    """Whether a stream is shown in styles: on a terminal, unless NO_COLOR is set (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _write(stream: TextIO | None, parts: Sequence[str | Painted]) -> None:
     if stream is None:  # whoever started the program closed it (`>&-`), and wants the exit code alone
         return
     encoding = stream.encoding or "utf-8"
-    # One line, whatever a name in it holds: what follows a line break would pass for a line of this program's own.
-    stream.write(printable(text).encode(encoding, "backslashreplace").decode(encoding) + "\n")
+    shows_styles = is_colorful(stream)
+    texts = []
+    for part in parts:
+        # One line, whatever a name in it holds: what follows a line break would pass for a line of this program's own.
+        text = printable(str(part))
+        texts.append(f"\x1b[{part.style}m{text}\x1b[0m" if isinstance(part, Painted) and shows_styles else text)
+    stream.write("".join(texts).encode(encoding, "backslashreplace").decode(encoding) + "\n")

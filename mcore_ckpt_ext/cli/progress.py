@@ -12,6 +12,13 @@ _TERMINAL_SECONDS = 0.2
 _PLAIN_SECONDS = 10.0
 
 
+def _spoken(seconds: float) -> str:
+    """`40 s`, `3 min 20 s`, `2 h 5 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes_left = divmod(minutes, 60)
+    return f"{hours} h {minutes_left} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
 class Progress:
     """Told (done, total) in bytes, it writes how much is done, how fast, and how long it will still take."""
 
@@ -37,7 +44,7 @@ class Progress:
         rate = (done - self._first) / max(now - self._begun, 1e-6)
         left = (total - done) / rate if rate else 0.0
         share = 100 * done // max(total, 1)
-        line = f"{share:3d} %  {readable(done)} of {readable(total)}, {readable(int(rate))}/s, {left:.0f} s left"
+        line = f"{share:3d} %  {readable(done)} of {readable(total)}, {readable(int(rate))}/s, {_spoken(left)} left"
         sys.stderr.write(f"\r{line:<78}" if self._terminal else f"{line}\n")
         if self._terminal and done == total:
             sys.stderr.write("\n")

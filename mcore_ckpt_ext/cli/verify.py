@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mcore_ckpt_ext.cli.output import as_json, heading, line, table
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, heading, line, table
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.offline.findings import Verification
@@ -34,7 +34,7 @@ def _show(found: Verification) -> None:
     line(found.path)
     failed = {finding.check for finding in found.findings if finding.severity == "error"}
     table(
-        (check.name, "FAILED" if check.name in failed else "ok" if check.done else "not done", check.extent)
+        (check.name, _state(check.name in failed, check.done), check.extent)
         for check in found.checks
     )
     if found.findings:
@@ -44,4 +44,11 @@ def _show(found: Verification) -> None:
     errors = sum(finding.severity == "error" for finding in found.findings)
     line()
     depth = " as far as its metadata say" if found.quick else ""
-    line(f"sound{depth}" if found.sound else f"NOT SOUND: {errors} error{'s' if errors > 1 else ''}")
+    if found.sound:
+        line(Painted(f"sound{depth}", GOOD))
+    else:
+        line(Painted(f"NOT SOUND: {errors} error{'s' if errors > 1 else ''}", BAD))
+
+
+def _state(failed: bool, done: bool) -> Painted:
+    return Painted("FAILED", BAD) if failed else Painted("ok", GOOD) if done else Painted("not done", REMARKABLE)

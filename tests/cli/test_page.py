@@ -16,7 +16,7 @@ from mcore_ckpt_ext.cli.page import embedded, page
 from mcore_ckpt_ext.offline.inspection import Inspection, StoredTensor, inspect
 from tests.harness.checkpoints import fixture_named
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 HOSTILE = "</script><script>document.title='owned'</script><img src=x onerror=\"document.title='owned'\"><!--<script>"
 
 

@@ -93,8 +93,8 @@ SOURCES = [
     Source(Layout(4, tensor=2, pipeline=2), distributed=False, targets=4),
     Source(Layout(4, pipeline=2, expert=2), EXPERTS, distributed=False, targets=2, at_most=2),
 ]
-# A full run makes the table of the README; the test command takes turns at it.
-IS_FULL = bool(os.environ.get("UPDATE_README"))
+# A full run makes the table of docs/reference/versions.md; the test command takes turns at it.
+IS_FULL = bool(os.environ.get("UPDATE_MATRIX"))
 TARGETS = {
     DENSE: [
         Layout(4, tensor=4), Layout(4, pipeline=4), Layout(4, tensor=2, bucket_size=6000), Layout(2, tensor=2),

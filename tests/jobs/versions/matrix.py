@@ -1,4 +1,4 @@
-"""What a run has shown, and the table of it in the README."""
+"""What a run has shown, and the table of it in the documentation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Shown:
         self.pairs.update(_differences(source, target))
 
     def row(self, version: str, name: str) -> str:
-        """The row of the README's table; what was not shown is empty."""
+        """The row of the documentation's table; what was not shown is empty."""
         counts = [len(self.offline), len(self.targets), *(self.pairs[dimension] for dimension in DIMENSIONS)]
         cells = [version, f"`{name}`", *(str(count) if count else "" for count in counts)]
         return f"| {' | '.join(cells)} |"

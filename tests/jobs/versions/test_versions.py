@@ -1,9 +1,9 @@
 """The genuine DistributedOptimizer of six releases: what each writes is read back equal, offline and into live ranks.
 
 One program a release (`ranks/core_job.py`): it saves every format that the release can write from several sources, then
-builds target layouts of the same release and fills them from the checkpoints. The matrix in the README is made of what
-was equal in a full run, with UPDATE_README=1 (twenty minutes); otherwise each checkpoint fills one of the layouts in
-turn, and the matrix must say at least what was equal.
+builds target layouts of the same release and fills them from the checkpoints. The matrix in docs/reference/versions.md
+is made of what was equal in a full run, with UPDATE_MATRIX=1 (twenty minutes); otherwise each checkpoint fills one of
+the layouts in turn, and the matrix must say at least what was equal.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def test_every_format_is_read_back_equal_offline_and_live(version: str, tmp_path
             found[name].add(source, target)
     few = {name: one.targets for name, one in found.items() if len(one.targets) < 6}
     assert not few
-    assert_readme_says([one.row(version, name) for name, one in found.items()], version)
+    assert_matrix_says([one.row(version, name) for name, one in found.items()], version)
 
 
 def is_equal_offline(folder: Path, source: Source, name: str, truth: Dump) -> bool:
@@ -96,9 +96,9 @@ def is_equal_offline(folder: Path, source: Source, name: str, truth: Dump) -> bo
     return not refused
 
 
-def assert_readme_says(rows: list[str], version: str) -> None:
-    """The README's matrix has these rows of a release, or more in them; after a full run it gets exactly these."""
-    path = ROOT / "README.md"
+def assert_matrix_says(rows: list[str], version: str) -> None:
+    """The matrix has these rows of a release, or more in them; after a full run it gets exactly these."""
+    path = ROOT / "docs" / "reference" / "versions.md"
     before, _, rest = path.read_text().partition(BEGIN)
     text, _, after = rest.partition(END)
     release = tuple(int(part) for part in version.split("."))

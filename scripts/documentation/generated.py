@@ -1,0 +1,158 @@
+"""What the reference takes from the code: the command line, the settings, and every error message.
+
+python scripts/documentation/generated.py settings        prints one part, as Markdown
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGE = REPOSITORY / "mcore_ckpt_ext"
+_UNKNOWN = "…"
+
+
+def command_line() -> str:
+    """Each command: what it does, how it is called, its options; from argparse."""
+    from mcore_ckpt_ext.cli.main import COMMANDS, parser_of
+
+    parts = []
+    for name, what in COMMANDS.items():
+        parser = _subparser(parser_of([name]), name)
+        parser.formatter_class = lambda prog: argparse.RawDescriptionHelpFormatter(prog, width=100)
+        parts += [f"## {name}", f"{what[0].upper()}{what[1:]}.", f"```text\n{parser.format_usage().strip()}\n```"]
+        for group in parser._action_groups:
+            rows = [_option_row(action) for action in group._group_actions if action.help != argparse.SUPPRESS]
+            if rows:
+                title = [] if group.title in ("positional arguments", "options") else [f"{_capital(group.title)}:"]
+                parts += [*title, _table(("argument", "meaning"), rows)]
+        parts += [parser.epilog] if parser.epilog else []
+    return "\n\n".join(parts)
+
+
+def _subparser(parser: argparse.ArgumentParser, name: str) -> argparse.ArgumentParser:
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    found: argparse.ArgumentParser = commands.choices[name]
+    return found
+
+
+def _option_row(action: argparse.Action) -> tuple[str, str]:
+    values = "|".join(map(str, action.choices)) if action.choices else ""
+    value = values or (action.metavar if isinstance(action.metavar, str) else "")
+    if action.nargs in ("+", "*"):
+        value = f"{value} ..."
+    spelled = [f"{flag} {value}".strip() for flag in action.option_strings] or [value or action.dest]
+    return ", ".join(f"`{text}`" for text in spelled), action.help or ""
+
+
+def settings() -> str:
+    """A row for every variable that the package listens to."""
+    from mcore_ckpt_ext.settings import SETTINGS
+
+    rows = []
+    for setting in SETTINGS:
+        default = {True: "on", False: "off"}.get(setting.default, f"`{setting.default}`")  # type: ignore[call-overload]
+        flag = f"`{setting.flag}`" if setting.argument else ""
+        rows.append((f"[`{setting.name}`](#{setting.name.lower()})", setting.meaning, default, flag))
+    return _table(("variable", "value and meaning", "not set", "argument of the job that means the same"), rows)
+
+
+@dataclass(frozen=True)
+class Message:
+    """An error that the code raises: its class, what it says, and what helps; `…` stands for what is filled in."""
+
+    error: str
+    says: str
+    helps: str
+
+
+def errors() -> str:
+    """Every message, by the class of the error."""
+    classes = _error_classes()
+    by_class: dict[str, set[Message]] = defaultdict(set)
+    for message in messages():
+        by_class[message.error].add(message)
+    parts = []
+    for name, meaning in classes.items():
+        if found := by_class[name]:
+            rows = [(one.says, one.helps) for one in sorted(found, key=lambda one: one.says.strip("…'\" ").lower())]
+            parts += [f"## {name}", meaning, _table(("message", "what helps"), rows)]
+    return "\n\n".join(parts)
+
+
+def messages() -> Iterator[Message]:
+    """What every place in the package says that makes one of its errors."""
+    classes = _error_classes()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        constants = _constants(tree) | _constants(ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8")))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes and node.args:
+                says = _text(node.args[0], constants)
+                helps = next((_text(key.value, constants) for key in node.keywords if key.arg == "helps"), "")
+                if says.strip(f"{_UNKNOWN} ;:,"):
+                    yield Message(node.func.id, says, helps.strip() if helps.strip(f"{_UNKNOWN} ") else "")
+
+
+def _error_classes() -> dict[str, str]:
+    """The classes of errors.py with the first paragraph of their docstrings."""
+    tree = ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8"))
+    found = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found[node.name] = (ast.get_docstring(node) or "").partition("\n\n")[0].replace("\n", " ")
+    return found
+
+
+def _constants(tree: ast.Module) -> dict[str, ast.expr]:
+    pairs = [(node.targets[0], node.value) for node in tree.body if isinstance(node, ast.Assign)]
+    return {target.id: value for target, value in pairs if isinstance(target, ast.Name)}
+
+
+def _text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
+    """A string's text as far as the source says it."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part, constants) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        return _text(node.value, constants) if isinstance(node.value, ast.Name) else _UNKNOWN
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left, constants) + _text(node.right, constants)
+    if isinstance(node, ast.Name) and node.id in constants:
+        return _text(constants[node.id], {name: value for name, value in constants.items() if name != node.id})
+    return _UNKNOWN
+
+
+def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
+    return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)])
+
+
+def _cell(text: str) -> str:
+    """A text inside a table: outside of code, what Markdown or HTML would take for its own is escaped."""
+    parts = " ".join(text.split()).replace("|", "\\|").split("`")
+    if len(parts) % 2:
+        return "`".join(part if index % 2 else _escaped(part) for index, part in enumerate(parts))
+    return _escaped("`".join(parts))
+
+
+def _escaped(text: str) -> str:
+    return text if text.startswith("[") else text.replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+def _capital(text: str | None) -> str:
+    return f"{text[0].upper()}{text[1:]}" if text else ""
+
+
+PARTS: dict[str, Callable[[], str]] = {"command line": command_line, "settings": settings, "errors": errors}
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(REPOSITORY))
+    sys.stdout.write(PARTS[" ".join(sys.argv[1:])]() + "\n")

@@ -1,0 +1,33 @@
+"""MkDocs calls this for every page: marks in the text are replaced by what they name.
+
+<!-- generated: settings -->    what `generated.py` makes of the code
+<!-- file: CHANGELOG.md -->     a file of the repository's root
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path[:0] = [path for path in (str(REPOSITORY), str(REPOSITORY / "scripts")) if path not in sys.path]
+
+from documentation.generated import PARTS  # noqa: E402 - MkDocs runs this file alone, outside its package
+
+_GENERATED = re.compile(r"<!-- generated: ([\w ]+) -->")
+_FILE = re.compile(r"<!-- file: ([\w./]+) -->")
+# Files of the root link each other by name; on the site these are pages.
+_PAGES = {"SECURITY.md": "security.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """The text of a page with its marks replaced."""
+    markdown = _FILE.sub(lambda match: _file(match[1]), markdown)
+    return _GENERATED.sub(lambda match: PARTS[match[1]](), markdown)
+
+
+def _file(name: str) -> str:
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
+    return re.sub(r"\]\((\w+\.md)\)", lambda match: f"]({_PAGES[match[1]]})", text)

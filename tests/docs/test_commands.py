@@ -1,0 +1,117 @@
+"""Every command of the README and of the documentation is run, and answers as the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import main
+from tests.docs.commands import EXEMPT, NOT_COMMANDS, Command, Fence, fences_of, matches, sandbox_of
+from tests.harness.checkpoints import fixture_named
+
+REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
+# What a page calls the folder in which it is: absolute paths of a real run begin with it.
+HERE = "/data"
+_SECONDS = re.compile(r"\b\d+\.\d s\b")
+# Where the machine is slow; readers have a terminal, on which this line is overwritten.
+_PROGRESS = re.compile(r"^ *\d+ %  .* left$")
+
+
+class Sandbox:
+    """A folder with a page's checkpoints, and what its commands left so far."""
+
+    def __init__(self, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+        self._folder, self._capfd = folder, capfd
+        self._code = 0
+        self._names: dict[str, object] = {}
+
+    def run(self, fence: Fence) -> None:
+        if fence.language == "python":
+            exec(compile(fence.text, "<page>", "exec"), self._names)
+            self._capfd.readouterr()
+            return
+        commands = fence.commands()
+        for command, following in zip(commands, [*commands[1:], None], strict=True):
+            is_asked = following is not None and following.words == "echo $?"
+            self._compare(command, self._answer(command.words))
+            assert self._code == 0 or is_asked or command.words == "echo $?", f"{command.words} ended with {self._code}"
+
+    def _compare(self, command: Command, lines: list[str]) -> None:
+        promised = [_SECONDS.sub("0.0 s", line) for line in command.output]
+        said = [line.replace(str(self._folder), HERE) for line in lines if not _PROGRESS.match(line)]
+        found = [_SECONDS.sub("0.0 s", line) for line in said]
+        while found and not found[-1].strip():
+            found.pop()
+        while promised and not promised[-1].strip():
+            promised.pop()
+        assert not promised or matches(promised, found), "\n".join(["the page is not as it is:", *found])
+
+    def _answer(self, words: str) -> list[str]:
+        if words == "echo $?":
+            return [str(self._code)]
+        is_plain = words.startswith("mcore-ckpt ") and not set(words) & set("|&;<>$*#")
+        if is_plain:
+            try:
+                self._code = main(shlex.split(words)[1:])
+            except SystemExit as stopped:  # of argparse
+                self._code = int(stopped.code or 0)
+            told = self._capfd.readouterr()
+            return (told.err + told.out).splitlines()
+        command = f'mcore-ckpt() {{ "{sys.executable}" -m mcore_ckpt_ext "$@"; }}; {words}'
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        done = subprocess.run(
+            ["bash", "-c", command], env=environment, capture_output=True, text=True, timeout=120, check=False
+        )
+        self._code = done.returncode
+        return (done.stderr + done.stdout).splitlines()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_what_a_page_says_happens(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    fences = [fence for fence in fences_of(page) if fence.is_run]
+    for name, number in sandbox_of(page).items():
+        shutil.copytree(fixture_named(number).run, tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    sandbox = Sandbox(tmp_path, capfd)
+    for fence in fences:
+        sandbox.run(fence)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_what_is_not_run_says_so(page: Path) -> None:
+    """A command outside of a `console` fence would not be run by anybody."""
+    for fence in fences_of(page):
+        assert fence.language in (*NOT_COMMANDS, "console", "python"), f"a block of {fence.language or 'no language'}"
+        assert fence.title in EXEMPT or not fence.title or not fence.commands() or fence.is_run, fence.title
+        assert fence.language != "text" or not re.search(r"^\$ |^mcore-ckpt ", fence.text, re.MULTILINE), fence.text
+
+
+@pytest.mark.parametrize(
+    ("promised", "found", "is_equal"),
+    [
+        (["a", "...", "b"], ["a", "x", "y", "b"], True),
+        (["a", "...", "b"], ["a", "b"], True),
+        (["a ... c"], ["a b c  "], True),
+        (["a"], ["a", "b"], False),
+        (["a", "b"], ["a"], False),
+        (["3 files"], ["4 files"], False),
+    ],
+)
+def test_outputs_are_compared(promised: list[str], found: list[str], is_equal: bool) -> None:
+    assert matches(promised, found) is is_equal
+
+
+def test_continued_lines_are_one_command() -> None:
+    (command,) = Fence("console", "", "$ mcore-ckpt diff \\\n    a b\nequal").commands()
+    assert (command.words, command.output) == ("mcore-ckpt diff a b", ["equal"])

@@ -1,0 +1,82 @@
+"""The reference says everything: what is generated is whole, and what is written by hand names what the code has."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from documentation import generated
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import COMMANDS, DONE, UNEQUAL, UNUSABLE
+from mcore_ckpt_ext.families.recognition import FAMILIES
+from mcore_ckpt_ext.optimizers.table import FORMATS
+from mcore_ckpt_ext.settings import SETTINGS
+from mcore_ckpt_ext.targets import TARGETS
+
+REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
+DOCS = REPOSITORY / "docs"
+
+
+def text_of(page: str) -> str:
+    return (DOCS / page).read_text()
+
+
+def test_the_command_line_has_every_command_and_option() -> None:
+    text = generated.command_line()
+    assert re.findall(r"^## (\w+)", text, re.MULTILINE) == list(COMMANDS)
+    for option in ("`--html FILE`", "`--megatron-version V`", "`--kinds KIND ...`", "`--quick`", "`--save FOLDER`"):
+        assert option in text
+
+
+def test_the_settings_have_a_row_each() -> None:
+    assert re.findall(r"^\| \[`(\w+)`", generated.settings(), re.MULTILINE) == [setting.name for setting in SETTINGS]
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    named = re.findall(r"^::: mcore_ckpt_ext\.(\w+)", text_of("reference/python.md"), re.MULTILINE)
+    assert sorted(named) == sorted(set(mcore_ckpt_ext.__all__) - {"__version__"})
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_optimizer_format_is_explained(name: str) -> None:
+    assert f"`{name}`" in text_of("reference/formats.md")
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_every_target_is_explained(name: str) -> None:
+    assert f"| `{name}` |" in text_of("reference/command-line.md")
+
+
+def test_every_family_has_a_row() -> None:
+    rows = re.findall(r"^\| .* \| (`.*`) \|", text_of("reference/hugging-face.md"), re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == {family.model_type for family in FAMILIES} | {"model_type"}
+
+
+def test_the_exit_codes() -> None:
+    rows = re.findall(r"^\| (\d+) \|", text_of("reference/exit-codes.md"), re.MULTILINE)
+    assert rows == [str(code) for code in (DONE, UNEQUAL, UNUSABLE, 130)]
+
+
+def test_every_error_that_is_raised_is_listed() -> None:
+    """By another way than the generator's: each class that any `raise` of the package names."""
+    raised = {
+        node.exc.func.id
+        for path in (REPOSITORY / "mcore_ckpt_ext").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name)
+    }
+    classes = set(re.findall(r"^## (\w+)", generated.errors(), re.MULTILINE))
+    assert classes >= raised & set(mcore_ckpt_ext.__all__)
+    assert len(list(generated.messages())) > 200
+    assert "(TP, PP)" not in generated.errors(), "that one is Megatron's"
+
+
+def test_a_message_is_read_from_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "errors.py").write_text((REPOSITORY / "mcore_ckpt_ext" / "errors.py").read_text())
+    (tmp_path / "one.py").write_text('HOW = "wait"\nraise UsageError(f"no {name} | here", helps=HOW + " a bit")\n')
+    monkeypatch.setattr(generated, "PACKAGE", tmp_path)
+    assert generated.Message("UsageError", "no … | here", "wait a bit") in list(generated.messages())
+    assert "| no … \\| here | wait a bit |" in generated.errors()
