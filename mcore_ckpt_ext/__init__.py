@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.offline.versions import Evidence, Resumption, Writer
     from mcore_ckpt_ext.targets import Canonical, HuggingFace, Legacy, TorchDist
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "BufferMap",

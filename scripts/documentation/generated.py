@@ -16,6 +16,20 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "mcore_ckpt_ext"
 _UNKNOWN = "…"
+# What to do where a message itself does not say it.
+_IN_GENERAL = {
+    "CheckpointError": "Read what was found and expected; where several ranks speak, the first reason is the cause.",
+    "UnreadableCheckpointError": "Run `mcore-ckpt verify`. If it finds errors, use another iteration, or copy again.",
+    "UnsafePickleError": "Do not load this file with anything else. Ask whoever wrote it; if it is yours, report it.",
+    "UnsupportedCheckpointError": "Convert it to a format that is read, or resume it with the Megatron that wrote it.",
+    "PackingError": "Resume under its own layout, save once with the package installed, and change the layout then.",
+    "ProofError": "Run `mcore-ckpt verify`: the masters or the weights are damaged. Use another iteration.",
+    "ModelMismatchError": "Compare the model arguments of your job with those that `mcore-ckpt inspect` shows.",
+    "ResumeRefusedError": "Nothing was changed. The message has the reasons of all ranks: look for them on this page.",
+    "SaveFailedError": "Earlier checkpoints are untouched. Look at the disk (full, quota, rights), and start again.",
+    "UsageError": "See `mcore-ckpt COMMAND --help`, or the reference of the Python API.",
+    "DestinationError": "Nothing was published. Choose another folder, or free what the message names.",
+}
 
 
 def command_line() -> str:
@@ -82,7 +96,8 @@ def errors() -> str:
     for name, meaning in classes.items():
         if found := by_class[name]:
             rows = [(one.says, one.helps) for one in sorted(found, key=lambda one: one.says.strip("…'\" ").lower())]
-            parts += [f"## {name}", meaning, _table(("message", "what helps"), rows)]
+            general = f"In general: {_IN_GENERAL[name]}"
+            parts += [f"## {name}", meaning, general, _table(("message", "what helps"), rows)]
     return "\n\n".join(parts)
 
 

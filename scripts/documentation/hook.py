@@ -30,4 +30,5 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 
 def _file(name: str) -> str:
     text = (REPOSITORY / name).read_text(encoding="utf-8")
-    return re.sub(r"\]\((\w+\.md)\)", lambda match: f"]({_PAGES[match[1]]})", text)
+    text = text.replace("](docs/project/", "](").replace("](docs/", "](../")
+    return re.sub(r"\]\(([A-Z]+\.md)\)", lambda match: f"]({_PAGES[match[1]]})", text)
