@@ -25,10 +25,12 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.storage.budget import MOST_ELEMENTS, Budget, OverBudgetError, elements_of
 from mcore_ckpt_ext.storage.dcp_index import read_index
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.inert import Placeholder, Record
 from mcore_ckpt_ext.storage.json_tree import decode
-from mcore_ckpt_ext.storage.pickle_scan import is_plain, weigh
+from mcore_ckpt_ext.storage.pickle_cost import weigh
+from mcore_ckpt_ext.storage.plain_pickle import plain_form
 from mcore_ckpt_ext.storage.runs import TRACKER_FILE, read_tracker
-from mcore_ckpt_ext.storage.safe_pickle import safe_loads
+from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler, _NotPlainError, _PlainUnpickler, safe_loads
 from mcore_ckpt_ext.storage.safetensors import read_header
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from tests.harness.checkpoints import fixture_named
@@ -91,6 +93,19 @@ PICKLES = {
 }  # fmt: skip
 
 
+DEEP = b")" + b"\x85" * MEBIBYTE
+LARGE = b"\x8b" + struct.pack("<I", MEBIBYTE) + b"\x7f" * MEBIBYTE
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x80\x04}" + DEEP + b"Ns.", b"\x80\x04(" + DEEP + b"\x91.", b"\x80\x04" + LARGE + b"\x94h\x00\x86."],
+    ids=["a key", "in a set", "a whole number"],
+)
+def test_what_would_crash_or_stall_whoever_uses_it_is_refused(data: bytes) -> None:
+    """Python hashes tuples of tuples by recursion without a limit, and remembers no hash of a whole number."""
+    assert in_bounds(lambda: safe_loads(data, "here")).startswith("UnsafePickleError: a pickle is damaged")
+
+
 @pytest.mark.parametrize("attack", PICKLES)
 def test_a_pickle_that_costs_more_than_it_holds_is_refused(attack: str) -> None:
     assert in_bounds(lambda: safe_loads(PICKLES[attack], "here")).startswith("OverBudgetError")
@@ -127,14 +142,17 @@ def test_an_index_with_a_key_of_nested_tuples_is_refused(tmp_path: Path) -> None
     assert in_bounds(lambda: read_index(tmp_path)).startswith("OverBudgetError")
 
 
-@pytest.mark.parametrize("shape", [(10**7, 1), (1 << 62, 8), (1 << 62, 0)])
-def test_an_array_of_many_layers_without_chunks_is_refused(shape: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("shape", "said"),
+    [((10**7, 1), "the layers and experts of decoder"), ((1 << 62, 8), "is damaged"), ((1 << 62, 0), "is damaged")],
+)
+def test_an_array_of_many_layers_without_chunks_is_refused(shape: tuple[int, ...], said: str, tmp_path: Path) -> None:
     iteration = fixture_named("p01").copy_to(tmp_path / "p01").iteration
     metadata = pickle.loads((iteration / ".metadata").read_bytes())  # torch's own classes: a file of these tests
     entry = TensorStorageMetadata(TensorProperties(dtype=torch.float32), torch.Size(shape), [])
     metadata.state_dict_metadata["decoder.layers.mlp.another.weight"] = entry
     (iteration / ".metadata").write_bytes(pickle.dumps(metadata))
-    assert "the layers and experts of decoder" in in_bounds(lambda: open_checkpoint(iteration).names("weight"))
+    assert said in in_bounds(lambda: open_checkpoint(iteration).names("weight"))
 
 
 def views(count: int, *, shared: bool) -> object:
@@ -245,12 +263,47 @@ def test_elements_are_counted_of_shapes_that_can_be() -> None:
             elements_of(shape)
 
 
-@pytest.mark.parametrize("name", ["p01", "p10", "p41", "p43", "p45", "p47", "p48"])
+@pytest.mark.parametrize("name", ["p01", "p05", "p06", "p07", "p10", "p41", "p43", "p45", "p47", "p48", "p50"])
 def test_a_real_index_is_plain_and_cheap(name: str) -> None:
     """The short way and the long one agree about it, and the short one is taken."""
     data = (fixture_named(name).iteration / ".metadata").read_bytes()
-    assert is_plain(data)
+    plain = plain_form(data)
+    assert plain is not None
+    assert described(_PlainUnpickler(plain, "here").load()) == described(SafeUnpickler(data, "here").load())
     assert weigh(data, Budget(len(data), "here")) == len(data)
+
+
+def described(tree: object) -> object:
+    """What an index says, in a form that can be compared."""
+    match tree:
+        case Record():
+            return type(tree).__name__, described(vars(tree))
+        case Placeholder():
+            return tree.pickled_module, tree.pickled_name, described(vars(tree)["arguments"])
+        case dict():
+            return [(described(key), described(value)) for key, value in tree.items()]
+        case list() | tuple():
+            return [type(tree).__name__, *map(described, tree)]
+    return repr(tree)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x80\x04)\x94h\x00\x85.",
+        b"\x80\x04K\x01\x85\x94(h\x00t.",
+        b"\x80\x04]\x94(" + b"h\x00" * 65 + b"t.",
+        b"\x80\x04\x8c\x05torch\x8c\x04Size\x93]\x85R.",
+        b"\x80\x04\x8c\x05parts\x8c\x05Thing\x93)\x81}(" + b"".join(b"K%cN" % n for n in range(65)) + b"ub.",
+    ],
+    ids=["a tuple of a tuple", "with a mark", "a long one", "a size of a list", "a large state"],
+)
+def test_what_its_opcodes_do_not_show_takes_the_long_way(data: bytes) -> None:
+    plain = plain_form(data)
+    assert plain is not None
+    with pytest.raises(_NotPlainError):
+        _PlainUnpickler(plain, "here").load()
+    safe_loads(data, "here")
 
 
 @pytest.mark.parametrize("protocol", [4, 5])
@@ -263,13 +316,13 @@ def test_frames_may_begin_between_any_two_opcodes(protocol: int) -> None:
 
 def test_a_frame_within_an_argument_is_not_plain() -> None:
     """Left out, it would show other opcodes than the unpickler sees."""
-    assert is_plain(b"\x80\x04\x95\x02\0\0\0\0\0\0\0K\x01.")
-    assert not is_plain(b"\x80\x04\x95\x01\0\0\0\0\0\0\0M\x95\x02\0\0\0\0\0\0\0K\x01.")
+    assert plain_form(b"\x80\x04\x95\x02\0\0\0\0\0\0\0K\x01.")
+    assert not plain_form(b"\x80\x04\x95\x01\0\0\0\0\0\0\0M\x95\x02\0\0\0\0\0\0\0K\x01.")
 
 
-@pytest.mark.parametrize("end", [b"h\x00h\x00\x86\x940.", b"2\x86.", b")R.", b"h\x00\x85.", b"(h\x00t."])
-def test_references_within_tuples_are_not_plain(end: bytes) -> None:
-    assert not is_plain(b"\x80\x04)\x94" + end)
+@pytest.mark.parametrize("end", [b"h\x00h\x00\x86\x940.", b"2\x86.", b")R.", b"NQ.", b"h\x00)R.", b"h\x00(\x81."])
+def test_what_copies_calls_or_asks_by_itself_is_not_plain(end: bytes) -> None:
+    assert plain_form(b"\x80\x04)\x94" + end) is None
 
 
 @pytest.mark.parametrize("name", [TRACKER_FILE, ".metadata", "common.json", "mcore_ckpt_ext.json"])

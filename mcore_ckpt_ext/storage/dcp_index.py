@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
+from operator import gt, sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, remedy, shortened, shown
 from mcore_ckpt_ext.planning.extents import ArchivedRecord, ArchivedTensor, PlainExtent
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.budget import MOST_AXES
+from mcore_ckpt_ext.storage.budget import MOST_AXES, elements_of
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.collector import collector_paused
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
@@ -141,28 +143,33 @@ def _axes(numbers: Any) -> tuple[int, ...]:
 
 def _array(key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any]) -> StoredArray:
     shape = tuple(int(size) for size in _axes(entry.size))
-    dtype = str(entry.properties.dtype).removeprefix("torch.")
+    elements_of(shape)
+    axes, dtype = len(shape), str(entry.properties.dtype).removeprefix("torch.")
     if dtype not in ITEM_SIZE:
         raise ValueError(f"{key} has the unknown dtype {dtype}")
-    chunks = []
+    chunks, item_size = [], ITEM_SIZE[dtype]
     for chunk in entry.chunks:
         offsets, sizes = chunk.offsets, chunk.sizes
         if not type(offsets) is type(sizes) is tuple:
             offsets, sizes = _axes(offsets), _axes(sizes)
-        if len(offsets) != len(shape) or len(sizes) != len(shape):
+        if not len(offsets) == len(sizes) == axes:
             raise ValueError(f"a chunk of {key} has {len(offsets)} axes, its array {len(shape)}")
-        numel = 1
-        for offset, size, end in zip(offsets, sizes, shape, strict=True):
-            if min(offset, size) < 0 or offset + size > end:
-                place = f"at {shown(offsets)} with sizes {shown(sizes)}"
-                raise ValueError(f"a chunk of {key} lies {place}, in an array of shape {shown(shape)}")
-            numel *= size
-        info = places[key, offsets]
-        file = info.relative_path
+        if not _fits(offsets, sizes, shape):
+            place = f"at {shown(offsets)} with sizes {shown(sizes)}"
+            raise ValueError(f"a chunk of {key} lies {place}, in an array of shape {shown(shape)}")
+        info, numel = places[key, offsets], prod(sizes)
+        file, length = info.relative_path, int(info.length)
         if type(file) is not str:
             raise TypeError(f"the name of a file is {shown(file)}")
-        extent = ArchivedTensor(file, int(info.offset), int(info.length), dtype, numel)
-        if numel * ITEM_SIZE[dtype] > extent.length:
-            raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {extent.length} bytes")
-        chunks.append(StoredChunk(offsets, sizes, extent))
+        if numel * item_size > length:
+            raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
+        chunks.append(StoredChunk(offsets, sizes, ArchivedTensor(file, int(info.offset), length, dtype, numel)))
     return StoredArray(key, shape, dtype, tuple(chunks))
+
+
+def _fits(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether a chunk lies in its array; in this order, no large number is calculated with."""
+    return not shape or (
+        min(sizes) >= 0 and min(offsets) >= 0 and not any(map(gt, sizes, shape))
+        and not any(map(gt, offsets, map(sub, shape, sizes)))
+    )  # fmt: skip

@@ -54,7 +54,7 @@ class TensorProperties(Record):
     """`torch.distributed.checkpoint.metadata.TensorProperties`: its state is a tuple that begins with the dtype."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        if tuple in map(type, state):  # as `pickle_scan.is_plain` counts on
+        if tuple in map(type, state):  # as `plain_pickle` counts on
             raise TypeError("properties of a tensor with a tuple among them")
         self.dtype = state[0]
 
@@ -64,7 +64,7 @@ class Unread(Record):
 
     def __setstate__(self, state: object) -> None:
         """Forget it."""
-        if type(state) is not dict:  # as `pickle_scan.is_plain` counts on
+        if type(state) is not dict:  # as `plain_pickle` counts on
             raise TypeError(f"a {type(self).__name__} whose state is no dict")
 
 

@@ -21,8 +21,9 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, shortened, shown
 from mcore_ckpt_ext.storage.budget import Budget, elements_of
-from mcore_ckpt_ext.storage.inert import Placeholder, Sealed, Stateless, inert_class, origin_of, record_class
-from mcore_ckpt_ext.storage.pickle_scan import is_plain, weigh
+from mcore_ckpt_ext.storage.inert import Placeholder, Record, Sealed, Stateless, inert_class, origin_of, record_class
+from mcore_ckpt_ext.storage.pickle_cost import weigh
+from mcore_ckpt_ext.storage.plain_pickle import plain_form
 from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES, StorageReference, StorageType, TensorReference
 
 
@@ -133,6 +134,7 @@ _REAL: dict[tuple[str, str], object] = {
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _REPEATED = 1 << 10  # bytes of a pickle that may come again: of a tensor
+_FEW = 64  # entries that may be looked at or copied for each byte of a pickle
 
 
 class SafeUnpickler(pickle.Unpickler):
@@ -167,16 +169,44 @@ class SafeUnpickler(pickle.Unpickler):
 
 
 class _NotPlainError(Exception):
-    """A pickle with other classes than an index has."""
+    """A pickle with more in it than its opcodes show."""
+
+
+class _LittleState(Placeholder):
+    """A placeholder that copies only a small state: the pickle may have one large state for a thousand of them."""
+
+    def __setstate__(self, state: object) -> None:
+        if isinstance(state, dict) and len(state) > _FEW:
+            raise _NotPlainError
+        super().__setstate__(state)
+
+
+@lru_cache(maxsize=1024)
+def _with_little_state(kind: type[Placeholder]) -> type[Placeholder]:
+    return type(kind.__name__, (_LittleState, kind), {})
 
 
 class _PlainUnpickler(SafeUnpickler):
-    """Makes records, sizes and dtypes only, which `pickle_scan.is_plain` counts on."""
+    """Makes what keeps its arguments, sizes and dtypes only, which `plain_pickle` counts on."""
 
     def find_class(self, module: str, name: str) -> Any:
         """What stands for a global."""
-        if module.startswith(_METADATA_MODULES) or (module, name) in _PLAIN or (module == "torch" and name in _DTYPES):
-            return super().find_class(module, name)
+        found = super().find_class(module, name)
+        if isinstance(found, type) and issubclass(found, Placeholder):
+            return _with_little_state(found)
+        if isinstance(found, torch.dtype) or (module, name) in _PLAIN or module.startswith(_METADATA_MODULES):
+            return found
+        raise _NotPlainError
+
+    def persistent_load(self, reference: Any) -> Any:
+        """A tuple that was to be looked at, or what a call makes."""
+        *called, arguments = reference
+        if not called:
+            if len(arguments) > _FEW or tuple in map(type, arguments):
+                raise _NotPlainError
+            return arguments
+        if isinstance(called[0], type) and issubclass(called[0], (Placeholder, Record)):
+            return called[0](*arguments)
         raise _NotPlainError
 
 
@@ -192,9 +222,9 @@ def safe_loads(data: bytes, where: str) -> Any:
         OverBudgetError: it asks for far more work or memory than its size explains.
     """
     try:
-        if is_plain(data):
+        if (plain := plain_form(data)) is not None:
             with suppress(_NotPlainError):
-                return _PlainUnpickler(data, where).load()
+                return _PlainUnpickler(plain, where).load()
         if not (len(data) <= _REPEATED and _is_bounded(data)):
             weigh(data, Budget(len(data), where))
         return SafeUnpickler(data, where).load()

@@ -20,7 +20,7 @@ import torch
 
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.inert import Origin, Placeholder, origin_of
-from mcore_ckpt_ext.storage.pickle_scan import weigh
+from mcore_ckpt_ext.storage.pickle_cost import weigh
 from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler
 from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES, TensorReference
 

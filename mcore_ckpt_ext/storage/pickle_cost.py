@@ -1,4 +1,4 @@
-"""A look at a pickle's opcodes before it is loaded: what loading it would cost.
+"""What loading a pickle would cost, from its opcodes, before it is loaded.
 
 A pickle names an object once and may refer to it often, so that its size says nothing of the work of loading it:
 
@@ -8,84 +8,16 @@ A pickle names an object once and may refer to it often, so that its size says n
 - five bytes name a memo index for which the unpickler makes room of 64 GiB, 16 bytes for each number up to it, whether
   or not anything comes before. A pickler numbers what it wrote: no honest index exceeds the pickle's own length.
 
-`weigh` takes the steps of the unpickler on the sizes of objects in place of the objects, and spends what hashing and
-calls would cost. It is several times slower than loading. So there is a shorter way for a plain pickle (`is_plain`), as
-large indexes are. Opcodes: `pickletools.opcodes` of Python 3.10 to 3.14.
+`weigh` takes the unpickler's steps on sizes of objects instead of the objects, and spends what hashing and calls would
+cost. It is several times slower than loading, so large indexes go a shorter way (`plain_pickle`). Opcodes:
+`pickletools.opcodes` of Python 3.10 to 3.14.
 """
 
 from __future__ import annotations
 
-import re
-from functools import cache
 from typing import Any
 
 from mcore_ckpt_ext.storage.budget import Budget
-
-_MOST_ATOMS = 16
-
-
-_PROTOCOL, _FRAME, _LONG_TEXT, _STOP = b"\x80", b"\x95", b"X", b"."
-_FRAME_BYTES = 9
-
-
-@cache
-def _plain() -> tuple[re.Pattern[bytes], re.Pattern[bytes]]:
-    """Of a plain pickle: many opcodes in one match, for an index may have millions; and any that it may have."""
-    text = b"\x8c(?:%b)" % b"|".join(b"%b.{%d}" % (re.escape(bytes([length])), length) for length in range(256))
-    whole = b"|".join(b"%b.{%d}" % (bytes([length]), length) for length in range(9))
-    atom = b"(?:K.|M..|J.{4}|[N\x88\x89]|\x8a(?:%b))" % whole
-    # What a tuple may be of, and what follows it: a tuple of that tuple, a call with it.
-    rest = b"\x94?(?:\x85\x94?)?R?"
-    third = b"%b(?:[\x85-\x87]%b)?" % (atom, rest)
-    second = b"%b(?:[\x85\x86]%b|%b)?" % (atom, rest, third)
-    atoms = b"%b(?:\x85%b|%b)?" % (atom, rest, second)
-    marked = rb"\((?:%b{0,%d}t%b)?" % (atom, _MOST_ATOMS, rest)
-    texts = b"%b\x94?(?:\x85%b)?" % (text, rest)
-    # What most of an index is, in one repetition: references, marks that no tuple of atoms follows, states.
-    most = rb"(?:h.|j.{4}|\)\x81|[)}\]\x93\x94ubeas]|\((?![KMJN\x88-\x8a])|t\x94?b){1,64}"
-    unit = b"|".join((most, atoms, marked, texts, rb"G.{8}|\x80."))
-    # No repetition within the repetition: it would be tried in every way.
-    tokens = rb"(?:[()}\]\x81\x93\x94ubeast\x85-\x87R]|h.|j.{4}|%b|%b|G.{8}|\x80.)*" % (atom, text)
-    return re.compile(b"(?:%b){1,500}" % unit, re.DOTALL), re.compile(tokens, re.DOTALL)
-
-
-def is_plain(data: bytes) -> bool:
-    """Whether a pickle has nothing to multiply, if what it calls only makes records and sizes (`_PlainUnpickler`).
-
-    Its tuples hold a few numbers and texts and nothing that the pickle refers to. So do the arguments of its calls.
-    Only a tuple that becomes an object's state at once may hold anything: that object looks at it first.
-    """
-    runs, steps = _plain()
-    stream, cuts = _without_frames(data)
-    position = 0
-    while True:
-        if run := runs.match(stream, position):
-            end = run.end()
-        elif stream[position : position + 1] == _LONG_TEXT:
-            end = position + 5 + int.from_bytes(stream[position + 1 : position + 5], "little")
-        else:
-            return stream[position : position + 1] == _STOP
-        while cuts and cuts[-1] < end:
-            if not steps.fullmatch(stream, position, cuts.pop()):
-                return False
-        position = end
-
-
-def _without_frames(data: bytes) -> tuple[bytes, list[int]]:
-    """A pickle without the marks of its frames, which help to read ahead, and where they were, the last first.
-
-    They may be between any two opcodes, and in a damaged pickle elsewhere.
-    """
-    position = 2 if data[:1] == _PROTOCOL else 0
-    pieces, cuts, length = [data[:position]], [], position
-    while data[position : position + 1] == _FRAME:
-        begin = position + _FRAME_BYTES
-        position = begin + int.from_bytes(data[position + 1 : begin], "little")
-        cuts.append(length)
-        pieces.append(data[begin:position])
-        length += len(pieces[-1])
-    return b"".join([*pieces, data[position:]]), cuts[::-1]
-
 
 # What stands on the unpickler's stack: the size of something without parts, the parts of a tuple or of what a call
 # made, or the parts of what can grow.
@@ -98,6 +30,9 @@ _COUNTED = {
 _LONGS = {0x8A: 1, 0x8B: 4}
 _LINES = {ord("I"), ord("L"), ord("F"), ord("S"), ord("V")}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
+_DEEPEST = 1000
+# Bytes of a whole number: honest ones have 16. Larger ones would be calculated with for each time they are referred to.
+_LONGEST = 1 << 11
 _HASHED, _CALLED = "the keys of dicts", "the arguments of calls"
 
 
@@ -127,6 +62,8 @@ class _Scale:
             elif code in _LONGS:  # whose hash Python does not remember: as something with parts
                 first = position + _LONGS[code]
                 length = int.from_bytes(data[position:first], "little")
+                if length > _LONGEST:
+                    raise ValueError(f"a whole number of {length:,} bytes")
                 self._stack.append((1 + length,))
                 position = first + length
             elif code in _LINES:
@@ -265,14 +202,25 @@ class _Scale:
         self._walk(self._top(count)[1:], _CALLED)
 
     def _walk(self, cells: list[_Cell], purpose: str) -> None:
-        spend, left = self._budget.spend, cells
-        while left:
-            cell = left.pop()
-            if type(cell) is int:
-                spend(cell, purpose)
-            else:
+        """Spend a step for each part.
+
+        Raises:
+            OverBudgetError: there are too many.
+            ValueError: they lie so deep that Python, which hashes tuples without a look at its stack, would crash.
+        """
+        spend, begun = self._budget.spend, [iter(cells)]
+        while begun:
+            for cell in begun[-1]:
+                if type(cell) is int:
+                    spend(cell, purpose)
+                    continue
                 spend(1 + len(cell), purpose)
-                left.extend(cell)
+                begun.append(iter(cell))
+                if len(begun) > _DEEPEST:
+                    raise ValueError(f"{purpose} are nested deeper than {_DEEPEST} levels")
+                break
+            else:
+                begun.pop()
 
 
 def weigh(data: bytes, budget: Budget) -> int:
