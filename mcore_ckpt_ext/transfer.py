@@ -32,6 +32,10 @@ from mcore_ckpt_ext.storage.torch_archive import Payload, TorchArchive
 
 BLOCK_BYTES = 16 << 20
 DEFAULT_WORKERS = 4
+# Below, starting threads costs more than reading.
+_BYTES_FOR_WORKERS = 1 << 20
+# What lies between two rows is read along while that costs less than a call, and no page that is not touched anyway.
+_READ_ALONG_BYTES = 512
 # By target index; a mapping may leave out targets that the plan does not serve.
 Destinations = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
 
@@ -74,7 +78,7 @@ class Transfer:
         for fill in plan.fills:
             destinations[fill.target][fill.start : fill.stop].zero_()
         by_file = [list(copies) for _, copies in groupby(plan.copies, key=lambda copy: copy.extent.file)]
-        if len(by_file) <= 1 or self._workers <= 1:
+        if len(by_file) <= 1 or self._workers <= 1 or plan.bytes_read < _BYTES_FOR_WORKERS:
             for copies in by_file:
                 self._copy_all(copies, destinations)
             return
@@ -87,8 +91,10 @@ class Transfer:
         payload = self.locate(copy.extent)
         limit = max(1, block_bytes // payload.dtype.itemsize)
         for source, target, length, count, source_stride, target_stride in copy.runs.rows():
-            for row in range(0, count, max(1, limit // length)):
-                rows = min(max(1, limit // length), count - row)
+            near = _are_near(length, count, source_stride, payload.dtype.itemsize)
+            at_once = max(1, limit // (source_stride if near else length))
+            for row in range(0, count, at_once):
+                rows = min(at_once, count - row)
                 for column in range(0, length, limit):
                     width = min(limit, length - column)
                     first = source + row * source_stride + column
@@ -156,6 +162,14 @@ class Transfer:
     def _read_in_place(self, payload: Payload, copy: Copy, destination: torch.Tensor) -> None:
         memory, size = _bytes_of(destination), payload.dtype.itemsize
         for source, target, length, count, source_stride, target_stride in copy.runs.rows():
+            if _are_near(length, count, source_stride, size):
+                at_once = max(1, BLOCK_BYTES // (source_stride * size))
+                for row in range(0, count, at_once):
+                    rows = min(at_once, count - row)
+                    elements = self._read_rows(payload, source + row * source_stride, length, rows, source_stride)
+                    block = Block(elements, target + row * target_stride, length, rows, target_stride)
+                    block.rows_of(destination).copy_(block.rows())
+                continue
             for row in range(count):
                 begin = (target + row * target_stride) * size
                 offset = payload.offset + (source + row * source_stride) * size
@@ -166,8 +180,13 @@ class Transfer:
     ) -> torch.Tensor:
         if isinstance(extent, Transposed):
             return self._read_transposed(payload, first, length, count, stride, extent.columns)
+        size = payload.dtype.itemsize
+        if _are_near(length, count, stride, size):
+            together = torch.empty((count - 1) * stride + length, dtype=payload.dtype, device="cpu")
+            self._reader.read_into(payload.file, payload.offset + first * size, _bytes_of(together))
+            return together.as_strided((count, length), (stride, 1)).reshape(-1)
         elements = torch.empty(count * length, dtype=payload.dtype, device="cpu")
-        memory, size = _bytes_of(elements), payload.dtype.itemsize
+        memory = _bytes_of(elements)
         for row in range(count):
             offset = payload.offset + (first + row * stride) * size
             self._reader.read_into(payload.file, offset, memory[row * length * size : (row + 1) * length * size])
@@ -183,6 +202,11 @@ class Transfer:
         stored = self._read_rows(payload, left, right - left, height, columns)
         transposed = stored.view(height, right - left).t().reshape(-1)
         return transposed.as_strided((count, length), (stride, 1), first - left * height).reshape(-1)
+
+
+def _are_near(length: int, count: int, stride: int, size: int) -> bool:
+    """Whether rows of `length` elements of `size` bytes, `stride` elements apart, are read in one piece."""
+    return count > 1 and 0 <= (stride - length) * size <= _READ_ALONG_BYTES
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement
@@ -33,7 +35,7 @@ class FlatPiece:
     first: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FlatArray:
     """A flat array of one kind: `numel` elements without end padding. As a source, one tensor without a name."""
 
@@ -41,18 +43,36 @@ class FlatArray:
     dtype: str
     pieces: tuple[FlatPiece, ...]
 
+    def touching(self, low: int, high: int) -> Sequence[FlatPiece]:
+        """The pieces that hold some of the elements `[low, high)`, in their order."""
+        if self._is_ascending:
+            return self.pieces[bisect_right(self._stops, low) : bisect_left(self._starts, high)]
+        return [piece for piece in self.pieces if piece.start < high and low < piece.stop]
+
+    def around(self, low: int, high: int) -> FlatArray:
+        """The same array with nothing but the pieces that hold some of the elements `[low, high)`."""
+        return replace(self, pieces=tuple(self.touching(low, high)))
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [piece.start for piece in self.pieces]
+
+    @cached_property
+    def _stops(self) -> list[int]:
+        return [piece.stop for piece in self.pieces]
+
+    @cached_property
+    def _is_ascending(self) -> bool:
+        return self._starts == sorted(self._starts) and self._stops == sorted(self._stops)
+
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """All slices that hold elements of a tensor."""
-        whole = (Region(name, (0,), (self._length,)),)
+        whole = (Region(name, (0,), (self.numel,)),)
         return [StoredSlice(Slice(whole, piece.start, piece.stop), piece.extent, piece.first) for piece in self.pieces]
 
     def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
         """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
-        return LogicalTensor(name, (self._length,), self.dtype)
-
-    @property
-    def _length(self) -> int:
-        return max(piece.stop for piece in self.pieces)
+        return LogicalTensor(name, (self.numel,), self.dtype)
 
 
 @dataclass(frozen=True)
@@ -78,11 +98,11 @@ def kind_of_array(state: str, dtype: str) -> str:
 def cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:
     """The parts of a placed parameter that the pieces of its array hold."""
     parts = []
-    for piece in array.pieces:
-        low, high = max(placement.start, piece.start), min(placement.stop, piece.stop)
-        if low < high:
-            part = Slice(placement.regions, low - placement.start, high - placement.start)
-            parts.append(StoredSlice(part, piece.extent, piece.first + low - piece.start))
+    begin, end = placement.start, placement.stop
+    for piece in array.touching(begin, end):
+        low, high = max(begin, piece.start), min(end, piece.stop)
+        part = Slice(placement.regions, low - begin, high - begin)
+        parts.append(StoredSlice(part, piece.extent, piece.first + low - piece.start))
     return parts
 
 

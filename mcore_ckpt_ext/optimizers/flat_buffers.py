@@ -50,6 +50,7 @@ class FlatBuffers(OptimizerState):
         self._proposals = proposals
         self._weights = weights
         self._recovered: dict[GroupKey, RecoveredPacking] = {}
+        self._by_tensor: dict[GroupKey, dict[str, list[tuple[BucketKey, Placement]]]] = {}
         self._state = state
         self._arrays = state.arrays
         self.kinds = tuple(dict.fromkeys(kind for arrays_of in self._arrays.values() for _, kind in arrays_of))
@@ -69,12 +70,24 @@ class FlatBuffers(OptimizerState):
         """All stored slices of one tensor, replicas after what they repeat."""
         slices: list[StoredSlice] = []
         for group in self._groups_of(name):
-            for key, placements in self.packing_of(group).packing.items():
-                array = self._arrays[group.child, group.index].get((key, kind))
-                for placement in placements:
-                    if array is not None and any(region.name == name for region in placement.regions):
-                        slices.extend(cut(placement, array))
+            arrays = self._arrays[group.child, group.index]
+            for key, placement in self._places_in(group).get(name, ()):
+                if (key, kind) in arrays:
+                    slices.extend(cut(placement, arrays[key, kind]))
         return slices
+
+    def _places_in(self, group: OptimizerGroup) -> dict[str, list[tuple[BucketKey, Placement]]]:
+        """Where each tensor lies in the buckets of one group, by its name."""
+        found = self._by_tensor.get((group.child, group.index))
+        if found is None:
+            packing = self.packing_of(group).packing
+            found = {}
+            for key, placements in packing.items():
+                for placement in placements:
+                    for name in dict.fromkeys(region.name for region in placement.regions):
+                        found.setdefault(name, []).append((key, placement))
+            self._by_tensor[group.child, group.index] = found
+        return found
 
     @property
     def arrays(self) -> Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]:
@@ -174,7 +187,7 @@ class FlatBuffers(OptimizerState):
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         """`count` fp32 masters from element `start` of a bucket."""
-        source = self._arrays[group.child, group.index][key, FP32_PARAM]
+        source = self._arrays[group.child, group.index][key, FP32_PARAM].around(start, start + count)
         whole = Region.whole("masters", (source.numel,))
         return read_slice(source, self.transfer, FP32_PARAM, Slice((whole,), start, start + count))
 

@@ -7,6 +7,7 @@ so that a column shard of a matrix is one entry and not one entry per row.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -130,11 +131,17 @@ def overlap(shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> 
         The index and the runs of each source that serves something; `missing` lists what no source holds as
         `[first, last)` of the flattening, `missing_at` where each such interval begins in the target's owner.
     """
-    starts, positions, lengths = contiguous_runs(shape, target)
-    order = numpy.argsort(starts, kind="stable")
-    starts, positions, lengths = starts[order], positions[order], lengths[order]
-    served: list[tuple[int, Runs]] = []
+    first, last = _span(shape, target)
+    touching = []
     for index, source in enumerate(sources):
+        low, high = _span(shape, source)
+        if low < last and first < high:
+            touching.append((index, source, low, high))
+    if all(high - low == piece.stop - piece.start for _, piece, low, high in [(-1, target, first, last), *touching]):
+        return _overlap_of_intervals(target, first, last, touching)
+    starts, positions, lengths = _sorted_runs(contiguous_runs(shape, target))
+    served: list[tuple[int, Runs]] = []
+    for index, source, _, _ in touching:
         if not len(starts):
             break
         window = (int(starts[0]), int(starts[-1] + lengths[-1]))
@@ -145,6 +152,51 @@ def overlap(shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> 
             starts, positions, lengths = _subtract(starts, positions, lengths, common[0], common[3])
     missing = [(int(a), int(a + n)) for a, n in zip(starts, lengths, strict=True)]
     return Overlap(served, missing, [int(position) for position in positions])
+
+
+def _span(shape: tuple[int, ...], piece: Piece) -> tuple[int, int]:
+    """The first element of a piece in the flattening of `shape`, and one past its last."""
+    if piece.start >= piece.stop:
+        return 0, 0
+    return _position(shape, piece.region, piece.start), _position(shape, piece.region, piece.stop - 1) + 1
+
+
+def _position(shape: tuple[int, ...], region: Region, element: int) -> int:
+    """Where an element of a region's flattening lies in that of `shape`."""
+    position, stride = 0, 1
+    for length, size, offset in zip(reversed(shape), reversed(region.sizes), reversed(region.offsets), strict=True):
+        element, along = divmod(element, size)
+        position += (offset + along) * stride
+        stride *= length
+    return position
+
+
+def _overlap_of_intervals(
+    target: Piece, first: int, last: int, touching: Sequence[tuple[int, Piece, int, int]]
+) -> Overlap:
+    """`overlap` where the target is the interval `[first, last)` of the flattening, and every source is one, too.
+
+    Args:
+        target: the piece that is wanted.
+        first: its first element.
+        last: one past its last.
+        touching: the sources that hold some of it: (index, piece, first element, one past its last).
+    """
+    # What is still missing, ascending: where each interval begins, and where it ends.
+    begins, ends = ([first], [last]) if first < last else ([], [])
+    served: list[tuple[int, Runs]] = []
+    for index, source, low, high in touching:
+        left, right = bisect_right(ends, low), bisect_left(begins, high)
+        if left >= right:
+            continue
+        common = [(max(low, begins[at]), min(high, ends[at])) for at in range(left, right)]
+        rest = [(begins[left], common[0][0]), (common[-1][1], ends[right - 1])]
+        rest = [interval for interval in rest if interval[0] < interval[1]]
+        begins[left:right], ends[left:right] = [a for a, _ in rest], [b for _, b in rest]
+        starts = numpy.array([a for a, _ in common], dtype=numpy.int64)
+        lengths = numpy.array([b - a for a, b in common], dtype=numpy.int64)
+        served.append((index, fold(starts - low + source.base, starts - first + target.base, lengths)))
+    return Overlap(served, list(zip(begins, ends, strict=True)), [begin - first + target.base for begin in begins])
 
 
 def _sorted_runs(runs: tuple[Integers, Integers, Integers]) -> tuple[Integers, Integers, Integers]:
@@ -183,8 +235,14 @@ def _subtract(
     return begins, positions[owners] + begins - starts[owners], ends - begins
 
 
+# Count and strides of a run that is alone.
+_ONE_RUN = tuple(numpy.array([number]) for number in (1, 0, 0))
+
+
 def fold(source: Integers, target: Integers, length: Integers) -> Runs:
     """Join runs that continue each other, then fold equally spaced runs of one length into strided ones."""
+    if len(source) == 1:
+        return Runs(source, target, length, *_ONE_RUN)
     if len(source) > 1:
         joins = (source[1:] == source[:-1] + length[:-1]) & (target[1:] == target[:-1] + length[:-1])
         heads = numpy.flatnonzero(numpy.concatenate([[True], ~joins]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
@@ -139,10 +140,13 @@ def checked_name(file: str, folder: Path) -> PurePosixPath:
 
 
 class Window:
-    """A read-only, seekable view of `[offset, offset + length)` of a file, for libraries that want a file object."""
+    """A read-only, seekable view of `length` bytes, for libraries that want a file object.
 
-    def __init__(self, reader: FolderReader, file: str, offset: int, length: int) -> None:
-        self._reader, self._file, self._offset, self._length = reader, file, offset, length
+    `read`: given a position and a count, these bytes.
+    """
+
+    def __init__(self, read: Callable[[int, int], bytes], length: int) -> None:
+        self._read, self._length = read, length
         self._position = 0
 
     def seekable(self) -> bool:
@@ -163,6 +167,6 @@ class Window:
         """Read up to `count` bytes, to the end of the window when negative."""
         left = max(0, self._length - self._position)
         count = left if count < 0 else min(count, left)
-        data = self._reader.read(self._file, self._offset + self._position, count)
+        data = self._read(self._position, count)
         self._position += count
         return data

@@ -24,6 +24,7 @@ from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 # Local file header of a zip member (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _CHECKSUM_BLOCK = 1 << 22
+_END = 4096
 _SHORT = 64
 _STEPS_TO_KEEP = 16  # a byte that is kept costs more than one that is looked at
 _BYTE_ORDER = "byteorder"
@@ -69,7 +70,8 @@ class TorchArchive:
                 where=self.where,
                 helps="the save was interrupted or the copy is incomplete: use another iteration",
             )
-        window = cast("IO[bytes]", Window(reader, file, offset, self._length))
+        self._ends = self._read_ends()
+        window = cast("IO[bytes]", Window(self._read, self._length))
         try:
             with zipfile.ZipFile(window) as archive:
                 self._members = _unambiguous(archive.infolist())
@@ -80,16 +82,31 @@ class TorchArchive:
                 where=self.where,
             ) from error
 
+    def _read_ends(self) -> tuple[tuple[int, bytes], ...]:
+        """What lies at both ends, and where: a small object is described at the front, the directory is at the back."""
+        if self._length <= 2 * _END:
+            return ((0, self._reader.read(self._file, self._offset, self._length)),)
+        tail = self._length - _END
+        front, back = (self._reader.read(self._file, self._offset + at, _END) for at in (0, tail))
+        return (0, front), (tail, back)
+
+    def _read(self, position: int, count: int) -> bytes:
+        """`count` bytes from `position` of the archive."""
+        for begin, data in self._ends:
+            if begin <= position and position + count <= begin + len(data):
+                return data[position - begin : position - begin + count]
+        return self._reader.read(self._file, self._offset + position, count)
+
     @property
     def where(self) -> str:
         """The file and the place in it, for error messages."""
-        return f"{self._reader.folder / self._file} at byte {self._offset}"
+        return f"{self._reader.folder}/{self._file} at byte {self._offset}"
 
     def load(self) -> Any:
         """The archived object, unpickled safely; tensors as `TensorReference`."""
         start, info = self._record("data.pkl")
         self._check_byte_order()
-        data = self._reader.read(self._file, start, info.file_size)
+        data = self._read(start, info.file_size)
         if zlib.crc32(data) != info.CRC:
             raise self._damaged("data.pkl")
         loaded = safe_loads(data, self.where)
@@ -101,7 +118,7 @@ class TorchArchive:
         if _BYTE_ORDER not in self._members:
             return
         start, info = self._record(_BYTE_ORDER)
-        found = self._reader.read(self._file, start, min(info.file_size, _SHORT))
+        found = self._read(start, min(info.file_size, _SHORT))
         if found != b"little":
             raise UnsupportedCheckpointError(
                 "a record was written by a machine with another order of bytes",
@@ -119,7 +136,7 @@ class TorchArchive:
         """
         start, info = self._record(f"data/{tensor.storage.key}")
         dtype = tensor.storage.dtype
-        found = Payload(self._file, start + tensor.offset * dtype.itemsize, dtype, tensor.shape)
+        found = Payload(self._file, self._offset + start + tensor.offset * dtype.itemsize, dtype, tensor.shape)
         end = (tensor.offset + found.numel) * dtype.itemsize
         if not tensor.is_contiguous or tensor.offset < 0 or min(tensor.shape, default=0) < 0 or end > info.file_size:
             raise UnreadableCheckpointError(
@@ -171,7 +188,7 @@ class TorchArchive:
         if WRITER_MEMBER not in self._members:
             return None
         start, info = self._record(WRITER_MEMBER)
-        return self._reader.read(self._file, start, min(info.file_size, _SHORT)).decode(errors="replace")
+        return self._read(start, min(info.file_size, _SHORT)).decode(errors="replace")
 
     def verify_checksums(self) -> None:
         """Compare the CRC-32 of every record with the directory.
@@ -183,7 +200,8 @@ class TorchArchive:
             start, info = self._record(name)
             crc, done = 0, 0
             while done < info.file_size:
-                block = self._reader.read(self._file, start + done, min(_CHECKSUM_BLOCK, info.file_size - done))
+                place = self._offset + start + done
+                block = self._reader.read(self._file, place, min(_CHECKSUM_BLOCK, info.file_size - done))
                 crc = zlib.crc32(block, crc)
                 done += len(block)
             if crc != info.CRC:
@@ -197,18 +215,18 @@ class TorchArchive:
         )
 
     def _record(self, name: str) -> tuple[int, zipfile.ZipInfo]:
-        """Absolute byte position and directory entry of a record; the local header tells how long itself is."""
+        """Position in the archive and directory entry of a record; the local header tells how long itself is."""
         info = self._members.get(name)
         if info is None or info.compress_type != zipfile.ZIP_STORED:
             raise UnreadableCheckpointError(
                 "a torch archive lacks a record", expected=name, found=sorted(self._members)[:8], where=self.where
             )
-        header = self._reader.read(self._file, self._offset + info.header_offset, _LOCAL_HEADER.size)
+        header = self._read(info.header_offset, _LOCAL_HEADER.size)
         signature, *_, name_length, extra_length = _LOCAL_HEADER.unpack(header)
         start = info.header_offset + _LOCAL_HEADER.size + name_length + extra_length
         if signature != b"PK\x03\x04" or start + info.file_size > self._length:
             raise UnreadableCheckpointError("a record lies outside of its archive", where=f"{self.where}, {name}")
-        return self._offset + start, info
+        return start, info
 
 
 def _unambiguous(members: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:

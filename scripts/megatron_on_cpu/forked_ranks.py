@@ -47,10 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     die_with_parent()
     _import_megatron(options.megatron)
-    prepare_multiprocessing()
-    # What is imported stays: no collection in a rank looks at it, and writes to its pages, again.
-    gc.collect()
-    gc.freeze()
+    prepare_to_fork()
     with socket.socket(fileno=options.socket) as orders:
         orders.sendall(READY)
         while _serve(orders):
@@ -117,13 +114,18 @@ def _import_megatron(checkout: Path | None) -> None:
             importlib.import_module(name)
 
 
-def prepare_multiprocessing() -> None:
-    """Make the checkpoint writers that Megatron spawns start with the redirection, and its queues start fast.
+def prepare_to_fork() -> None:
+    """When everything is imported: keep it, and make what Megatron spawns start right.
 
+    No collection of garbage in a rank shall look at all that was imported, and so write to its pages, again.
+
+    The checkpoint writers shall start with the redirection, and the queues fast.
     A spawned Python runs the parent's main module again before anything else.  That would be the training script, which
     a writer does not need; it gets the module that installs the redirection instead.  The managers, which only pass on
     what was written, are forked: they need not import torch again.
     """
+    gc.collect()
+    gc.freeze()
     original = multiprocessing.spawn.get_preparation_data
 
     def prepare(name: str) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 import torch
 from megatron_on_cpu import compat, redirect
-from megatron_on_cpu.forked_ranks import Ranks, prepare_multiprocessing, reserved_port
+from megatron_on_cpu.forked_ranks import Ranks, prepare_to_fork, reserved_port
 from megatron_on_cpu.fused_adam import FusedAdam
 from megatron_on_cpu.process import die_with_parent
 
@@ -215,7 +215,7 @@ def main() -> int:
     # A wheel calls itself by its release; in a checkout's folder the commit is appended.
     version = str(importlib.import_module("megatron.core").__version__).partition("+")[0]
     sys.stdout.write(f"megatron-core {version}\n")
-    prepare_multiprocessing()
+    prepare_to_fork()
     for step in ORDER["steps"]:
         ranks = Ranks()
         with reserved_port() as port:
