@@ -223,10 +223,11 @@ def _rebind(home: ModuleType, attribute: str, before: Function, after: Function)
 
     Megatron's training.py does ``from .checkpointing import load_checkpoint`` (0.7.0 to 0.19.2). Same name
     only: another name may be someone's own note of the original. The namespace is taken from the bare
-    object and written directly, since some modules in ``sys.modules`` import things when touched.
+    object and written directly, since some modules in ``sys.modules`` import things when touched. What only
+    calls itself a module, as a library of cffi does, has none.
     """
     for module in [home, *list(sys.modules.values())]:
-        if isinstance(module, ModuleType):
+        if issubclass(type(module), ModuleType):
             namespace = object.__getattribute__(module, "__dict__")
             if namespace.get(attribute) is before:
                 namespace[attribute] = after

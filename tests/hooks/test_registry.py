@@ -389,3 +389,16 @@ def test_modules_that_import_things_when_touched_are_not_touched(registry, frame
     _import(framework, "training")
     registry.install()
     assert framework.loaded("training").train() == OURS
+
+
+def test_what_only_calls_itself_a_module_is_left_alone(registry, framework):
+    """A library of cffi (`_cffi_backend.Lib`) does, and has no namespace."""
+
+    class Library:
+        __slots__ = ()
+        __class__ = type(sys)
+
+    sys.modules[f"{framework.name}.library"] = Library()
+    _import(framework, "training")
+    registry.install()
+    assert framework.loaded("training").train() == OURS

@@ -16,6 +16,8 @@ import torch
 from megatron_on_cpu import train_gpt
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.hooks.announce import Said
+from mcore_ckpt_ext.hooks.process import PROCESS
 
 parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
 _FORGET = {
@@ -41,6 +43,7 @@ def code_of(job: Callable[[], None]) -> int:
 def run(job: dict[str, Any]) -> None:
     """One job, from its command line to its end; then Megatron forgets it."""
     (mcore_ckpt_ext.uninstall if job["stock"] else mcore_ckpt_ext.install)()
+    PROCESS.one(Said).clear()
     os.environ.update(job["environment"])
     sys.argv[1:] = job["arguments"]
     say(f"=== begins: {job['name']}")
