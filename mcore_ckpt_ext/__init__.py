@@ -35,8 +35,10 @@ if TYPE_CHECKING:
         compare,
     )  # fmt: skip
     from mcore_ckpt_ext.offline.conversion import Report, convert
+    from mcore_ckpt_ext.offline.difference_map import DifferenceMap
     from mcore_ckpt_ext.offline.findings import Check, Finding, Verification
     from mcore_ckpt_ext.offline.inspection import BufferMap, Inspection, StoredFile, StoredTensor, inspect
+    from mcore_ckpt_ext.offline.stages import Stage
     from mcore_ckpt_ext.offline.verification import verify
     from mcore_ckpt_ext.offline.versions import Evidence, Resumption, Writer
     from mcore_ckpt_ext.targets import Canonical, HuggingFace, Legacy, TorchDist
@@ -51,6 +53,7 @@ __all__ = [
     "CheckpointError",
     "Comparison",
     "DestinationError",
+    "DifferenceMap",
     "Evidence",
     "Fact",
     "Finding",
@@ -68,6 +71,7 @@ __all__ = [
     "Resumption",
     "SaveFailedError",
     "SeamStatus",
+    "Stage",
     "StoredFile",
     "StoredTensor",
     "TensorDifference",
@@ -99,6 +103,7 @@ _HOMES = {
     "CheckpointError": "mcore_ckpt_ext.errors",
     "Comparison": "mcore_ckpt_ext.offline.comparison",
     "DestinationError": "mcore_ckpt_ext.errors",
+    "DifferenceMap": "mcore_ckpt_ext.offline.difference_map",
     "Evidence": "mcore_ckpt_ext.offline.versions",
     "Fact": "mcore_ckpt_ext.offline.comparison",
     "Finding": "mcore_ckpt_ext.offline.findings",
@@ -116,6 +121,7 @@ _HOMES = {
     "Resumption": "mcore_ckpt_ext.offline.versions",
     "SaveFailedError": "mcore_ckpt_ext.errors",
     "SeamStatus": "mcore_ckpt_ext.hooks.registry",
+    "Stage": "mcore_ckpt_ext.offline.stages",
     "StoredFile": "mcore_ckpt_ext.offline.inspection",
     "StoredTensor": "mcore_ckpt_ext.offline.inspection",
     "TensorDifference": "mcore_ckpt_ext.offline.comparison",

@@ -24,9 +24,9 @@ PUBLIC = {
     # what a conversion can write
     "Canonical", "HuggingFace", "Legacy", "TorchDist",
     # what the results are made of
-    "BufferMap", "Check", "Checkpoint", "Comparison", "Evidence", "Fact", "Finding", "Inspection", "KindComparison",
-    "PaddingRows", "ParallelLayout", "Report", "Resumption", "SeamStatus", "StoredFile", "StoredTensor",
-    "TensorDifference", "TensorHandle", "Unread", "Verification", "Writer",
+    "BufferMap", "Check", "Checkpoint", "Comparison", "DifferenceMap", "Evidence", "Fact", "Finding", "Inspection",
+    "KindComparison", "PaddingRows", "ParallelLayout", "Report", "Resumption", "SeamStatus", "Stage", "StoredFile",
+    "StoredTensor", "TensorDifference", "TensorHandle", "Unread", "Verification", "Writer",
     # the errors
     "CheckpointError", "DestinationError", "ModelMismatchError", "PackingError", "ProofError", "ResumeRefusedError",
     "SaveFailedError", "UnreadableCheckpointError", "UnsafePickleError", "UnsupportedCheckpointError", "UsageError",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
-from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, heading, line, table
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, heading, line, message, table
+from mcore_ckpt_ext.cli.page import comparison_page
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.errors import readable
@@ -21,6 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=name.upper(), help="run, iteration, Hugging Face or canonical folder")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"compare only these: {', '.join(KINDS)}")
     parser.add_argument("--family", metavar="NAME", help="family of a Hugging Face folder, where it is not recognised")
+    parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page with pictures")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
     parser.epilog = "Equal means bit by bit: NaNs with the same bits are equal, 0.0 and -0.0 are not."
@@ -35,7 +38,11 @@ def run(arguments: argparse.Namespace) -> int:
         family=arguments.family,
         workers=arguments.workers,
         progress=Progress(),
+        pictures=arguments.html is not None,
     )
+    if arguments.html is not None:
+        arguments.html.write_text(comparison_page(found), encoding="utf-8")
+        message(f"wrote {arguments.html}")
     if arguments.json:
         as_json(found)
     else:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.cli.output import as_json, heading, line, message, table
-from mcore_ckpt_ext.cli.page import page
+from mcore_ckpt_ext.cli.page import inspection_page
 from mcore_ckpt_ext.errors import readable
 from mcore_ckpt_ext.offline.inspection import Inspection, StoredFile, inspect
 
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Inspect, and report it."""
     found = inspect(arguments.path, buffers=arguments.html is not None or arguments.json)
     if arguments.html is not None:
-        arguments.html.write_text(page(found), encoding="utf-8")
+        arguments.html.write_text(inspection_page(found), encoding="utf-8")
         message(f"wrote {arguments.html}")
     if arguments.json:
         as_json(found)

@@ -1,20 +1,42 @@
-"""The page of `inspect --html`: one file, nothing loaded from elsewhere, the data embedded as JSON."""
+"""The pages of `inspect --html` and `diff --html`: one file each, nothing loaded from elsewhere, the data as JSON."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from importlib import resources
+from typing import Any
 
 from mcore_ckpt_ext.cli.output import json_text
+from mcore_ckpt_ext.offline.comparison import Comparison
 from mcore_ckpt_ext.offline.inspection import Inspection
 
-_PLACE = "/*DATA*/"
+_DATA, _STYLE, _SCRIPT = "/*DATA*/", "/*STYLE*/", "/*SCRIPT*/"
 
 
-def page(found: Inspection) -> str:
-    """The page's text. The script reads the data with `JSON.parse` and shows names as text, never as HTML."""
-    template = resources.files("mcore_ckpt_ext.cli").joinpath("page.html").read_text(encoding="utf-8")
-    return template.replace(_PLACE, embedded(json_text(asdict(found))), 1)
+def inspection_page(found: Inspection) -> str:
+    """A page of everything that `inspect` knows."""
+    data = asdict(found)
+    # A tensor is in many files, and its name long: each name is there once, and files refer to it by number.
+    numbers: dict[str, int] = {}
+    for file in data["files"]:
+        file["tensors"] = [numbers.setdefault(name, len(numbers)) for name in file["tensors"]]
+    return _page("inspection.js", {**data, "names": list(numbers)})
+
+
+def comparison_page(found: Comparison) -> str:
+    """A page of what differs between two checkpoints, with a picture for each tensor."""
+    return _page("comparison.js", asdict(found))
+
+
+def _page(script: str, data: dict[str, Any]) -> str:
+    """The text of a page. The scripts read the data with `JSON.parse` and show names as text, never as HTML."""
+    text = _resource("page.html").replace(_STYLE, _resource("style.css"), 1)
+    text = text.replace(_SCRIPT, _resource("shared.js") + _resource(script), 1)
+    return text.replace(_DATA, embedded(json_text(data)), 1)
+
+
+def _resource(name: str) -> str:
+    return resources.files("mcore_ckpt_ext.cli").joinpath("pages").joinpath(name).read_text(encoding="utf-8")
 
 
 def embedded(text: str) -> str:

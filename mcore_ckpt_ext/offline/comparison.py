@@ -20,12 +20,13 @@ from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.model_space.names import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.offline.content import bits_of, index_of
+from mcore_ckpt_ext.offline.content import index_of
+from mcore_ckpt_ext.offline.difference_map import DifferenceMap, MapBuilder, Tally
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.reading import Remembering, blocks
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS, Transfer, read_slice
 
-SCHEMA = 2
+SCHEMA = 3
 KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
 
 
@@ -54,6 +55,7 @@ class TensorDifference:
         first: the index of the first element that differs, and both values as text (JSON has no NaN).
         padding: rows that only one has.
         problem: why it could not be compared.
+        where: a picture of where the differences are; None unless it was asked for, or nothing differs.
     """
 
     kind: str
@@ -67,6 +69,7 @@ class TensorDifference:
     first: tuple[tuple[int, ...], str, str] | None = None
     padding: PaddingRows | None = None
     problem: str = ""
+    where: DifferenceMap | None = None
 
 
 @dataclass(frozen=True)
@@ -120,6 +123,7 @@ def compare(
     family: str | None = None,
     workers: int = DEFAULT_WORKERS,
     progress: Progress = lambda done, total: None,
+    pictures: bool = False,
 ) -> Comparison:
     """Compare two checkpoints.
 
@@ -132,6 +136,7 @@ def compare(
         family: of a Hugging Face folder, as `convert` takes it.
         workers: threads.
         progress: told the bytes compared so far and the bytes to compare.
+        pictures: also say where in each tensor the differences are, and how large.
 
     Raises:
         CheckpointError: one of them cannot be read, or has none of the asked kinds.
@@ -143,11 +148,11 @@ def compare(
         (True, [('weight', 27), ('fp32_param', 27), ('exp_avg', 27), ('exp_avg_sq', 27)])
     """
     with interpreting(f"{a} or {b}"):
-        return _comparison(_sides(a, b, family), kinds, workers, progress)
+        return _comparison(_sides(a, b, family), kinds, workers, progress, pictures)
 
 
 def _comparison(
-    sides: tuple[_Side, _Side], kinds: Sequence[str] | None, workers: int, progress: Progress
+    sides: tuple[_Side, _Side], kinds: Sequence[str] | None, workers: int, progress: Progress, pictures: bool
 ) -> Comparison:
     known = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
     if any(isinstance(side.checkpoint, HuggingFaceCheckpoint) for side in sides):
@@ -162,7 +167,7 @@ def _comparison(
     counter = ByteCounter(sum(sides[0].nbytes(kind, name) for kind, name in shared), progress)
 
     def one(pair: tuple[str, str]) -> TensorDifference:
-        return _compare_tensor(sides, *pair, counter)
+        return _compare_tensor(sides, *pair, counter, pictures)
 
     with ThreadPoolExecutor(max(1, workers)) as pool:
         results = list(pool.map(one, shared))
@@ -245,35 +250,33 @@ class _Side:
         return read_slice(self.source, self.transfer, kind, wanted)
 
 
-@dataclass
-class _Tally:
-    different: int = 0
-    signed_zeros: int = 0
-    largest: float = 0.0
-    first: tuple[int, str, str] | None = None
-
-
-def _compare_tensor(sides: tuple[_Side, _Side], kind: str, name: str, counter: ByteCounter) -> TensorDifference:
+def _compare_tensor(
+    sides: tuple[_Side, _Side], kind: str, name: str, counter: ByteCounter, pictures: bool
+) -> TensorDifference:
     try:
         tensors = (sides[0].tensor(kind, name), sides[1].tensor(kind, name))
-        return _compare_known(sides, kind, tensors, counter)
+        return _compare_known(sides, kind, tensors, counter, pictures)
     except CheckpointError as problem:
         return TensorDifference(kind, name, ((), ()), ("", ""), problem=str(problem))
 
 
 def _compare_known(
-    sides: tuple[_Side, _Side], kind: str, tensors: tuple[LogicalTensor, LogicalTensor], counter: ByteCounter
+    sides: tuple[_Side, _Side],
+    kind: str,
+    tensors: tuple[LogicalTensor, LogicalTensor],
+    counter: ByteCounter,
+    pictures: bool,
 ) -> TensorDifference:
     a, b = tensors
     shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
     if a.shape[1:] != b.shape[1:] or len(a.shape) != len(b.shape):
         return TensorDifference(kind, a.name, shapes, dtypes)
     row, common = prod(a.shape[1:]), min(prod(a.shape), prod(b.shape))
-    tally = _Tally()
+    tally = Tally(MapBuilder(a.shape) if pictures else None)
     for wanted in blocks((Region.whole(a.name, a.shape),), common):
         of_a = sides[0].read(kind, wanted)
         of_b = sides[1].read(kind, Slice((Region.whole(b.name, b.shape),), wanted.start, wanted.stop))
-        _count(of_a, of_b, wanted.start, tally)
+        tally.count(of_a, of_b, wanted.start)
         counter.add(of_a.nbytes)
     padding = None
     if a.shape != b.shape:
@@ -281,8 +284,9 @@ def _compare_known(
         padding = _padding(longer, side, label, kind, common, row)
     first = None if tally.first is None else (index_of(tally.first[0], a.shape), *tally.first[1:])
     return TensorDifference(
-        kind, a.name, shapes, dtypes, common, tally.different, tally.signed_zeros, tally.largest, first, padding
-    )
+        kind, a.name, shapes, dtypes, common, tally.different, tally.signed_zeros, tally.largest, first, padding,
+        where=tally.picture.finished() if tally.picture and tally.different else None,
+    )  # fmt: skip
 
 
 def _padding(tensor: LogicalTensor, side: _Side, label: str, kind: str, begin: int, row: int) -> PaddingRows:
@@ -293,23 +297,6 @@ def _padding(tensor: LogicalTensor, side: _Side, label: str, kind: str, begin: i
     )
     nonzero = sum(int((side.read(kind, wanted) != 0).sum()) for wanted in blocks((rows,)))
     return PaddingRows(label, rows.sizes[0], nonzero)
-
-
-def _count(a: torch.Tensor, b: torch.Tensor, start: int, tally: _Tally) -> None:
-    if a.dtype != b.dtype:
-        a, b = a.double(), b.double()
-    different = bits_of(a) != bits_of(b)
-    positions = different.nonzero().flatten()
-    if not len(positions):
-        return
-    first, second = a[positions].double(), b[positions].double()
-    tally.different += len(positions)
-    tally.signed_zeros += int(((first == 0) & (second == 0)).sum())
-    distance = (first - second).abs()
-    finite = distance[torch.isfinite(distance)]
-    tally.largest = max(tally.largest, float(finite.max()) if len(finite) else 0.0)
-    if tally.first is None:
-        tally.first = (start + int(positions[0]), repr(float(first[0])), repr(float(second[0])))
 
 
 def _kind_comparison(sides: tuple[_Side, _Side], kind: str, results: list[TensorDifference]) -> KindComparison:

@@ -19,13 +19,14 @@ from mcore_ckpt_ext.model_space.slices import numel_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.accounting import stored_parts
 from mcore_ckpt_ext.offline.ranks import RankGrid, why_silent
+from mcore_ckpt_ext.offline.stages import Stage, stages_of
 from mcore_ckpt_ext.offline.versions import Resumption, Writer, resumptions, writer_of
 from mcore_ckpt_ext.optimizers.description import described
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names
 from mcore_ckpt_ext.storage.collector import collector_paused
 
-SCHEMA = 2
+SCHEMA = 3
 _DISTCP = re.compile(r"^__(\d+)_(\d+)\.distcp$")
 
 
@@ -101,6 +102,7 @@ class Inspection:
     sidecar_problem: str | None
     tensors: tuple[StoredTensor, ...]
     buffers: tuple[BufferMap, ...]
+    stages: tuple[Stage, ...] = ()
 
 
 def inspect(path: str | os.PathLike[str], *, buffers: bool = False) -> Inspection:
@@ -162,6 +164,7 @@ def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
         sidecar_problem=checkpoint.sidecar_problem,
         tensors=_tensors(checkpoint),
         buffers=_buffers(checkpoint) if buffers else (),
+        stages=stages_of(checkpoint, grid),
     )  # fmt: skip
 
 

@@ -29,9 +29,9 @@ class Shot:
 
 
 SHOTS = (
-    Shot("report.png", ("inspect", "{p01}", "--html")),
-    Shot("report-dark.png", ("inspect", "{p01}", "--html"), is_dark=True),
-    Shot("report-narrow.png", ("inspect", "{p01}", "--html"), width=420, height=1500),
+    Shot("report.png", ("inspect", "{p01}", "--html"), height=1900),
+    Shot("report-dark.png", ("inspect", "{p01}", "--html"), height=1900, is_dark=True),
+    Shot("difference.png", ("diff", "{p01}", "{p10}", "--html"), height=900),
 )
 
 
@@ -74,7 +74,7 @@ def main() -> int:
             text = page.read_text(encoding="utf-8")
             for number in numbers:
                 if f"{{{number}}}" in shot.words:
-                    text = text.replace(str(fixture_named(number).run), "/data/run")
+                    text = text.replace(str(fixture_named(number).run), f"/data/{number}")
             page.write_text(text, encoding="utf-8")
             take(program, page, folder / shot.name, shot)
             print(folder / shot.name)

@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.cli.page import embedded, page
+from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page
+from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.offline.comparison import Comparison, Fact, KindComparison, TensorDifference
 from mcore_ckpt_ext.offline.inspection import Inspection, StoredTensor, inspect
 from tests.harness.checkpoints import fixture_named
 
@@ -33,13 +35,13 @@ def inspected() -> Inspection:
     return inspect(fixture_named("p01").run, buffers=True)
 
 
-def shown(browser: str, path: Path, script: str = "") -> str:
-    """The page's elements after its scripts ran; `script` is a user's doing."""
+def shown(browser: str, path: Path, script: str = "", width: int = 1200) -> str:
+    """The page's elements after its scripts ran; `script` is a user's doing, `width` the window's."""
     if script:
         path.write_text(path.read_text().replace("</body>", f"<script>{script}</script></body>"))
     finished = subprocess.run(
         [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path.parent / 'profile'}",
-         "--dump-dom", path.as_uri()],
+         f"--window-size={width},900", "--dump-dom", path.as_uri()],
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     return finished.stdout
@@ -54,7 +56,7 @@ def test_the_page_shows_everything(browser: str, tmp_path: Path, capsys: pytest.
     for expected in ("TP1 x PP4 x DP2, iteration 4", "Bytes by kind", "Bytes by rank", "rank 7", "52 of 52 tensors",
                      "stock Megatron", "written by Megatron 0.16", "__0_0.distcp", "13,952 elements"):  # fmt: skip
         assert expected in text, expected
-    bars = re.findall(r"<title>(weight|fp32_param|exp_avg|exp_avg_sq|other): ", text)
+    bars = re.findall(r'title="(weight|fp32_param|exp_avg|exp_avg_sq|other): ', text)
     assert len(bars) == 5 + 8 * 5 - 4, "five kinds, then those of each of eight ranks; four wrote no objects"
     # The first buffer of the live job has 13 parameters, some drawn over several lines.
     parts = set(re.findall(r'data-part="(\d+)"', text))
@@ -63,7 +65,7 @@ def test_the_page_shows_everything(browser: str, tmp_path: Path, capsys: pytest.
 
 def test_searching_and_choosing_another_buffer(browser: str, tmp_path: Path, inspected: Inspection) -> None:
     path = tmp_path / "page.html"
-    path.write_text(page(inspected))
+    path.write_text(inspection_page(inspected))
     script = """
         const box = document.getElementById("search");
         box.value = "LINEAR_fc1 layers.2";
@@ -87,7 +89,7 @@ def test_names_of_strangers_stay_names(browser: str, tmp_path: Path, inspected: 
         bytes_by_kind={HOSTILE: 1}, why_silent=HOSTILE, silent_ranks=(1,),
     )  # fmt: skip
     path = tmp_path / "page.html"
-    path.write_text(page(hostile))
+    path.write_text(inspection_page(hostile))
     dom = shown(browser, path)
     assert "<title>owned</title>" not in dom
     assert "<img" not in dom
@@ -95,7 +97,7 @@ def test_names_of_strangers_stay_names(browser: str, tmp_path: Path, inspected: 
 
 
 def test_nothing_is_loaded_from_elsewhere(inspected: Inspection) -> None:
-    text = page(inspected)
+    text = inspection_page(inspected) + comparison_page(Comparison(2, "a", "b", True, (), ()))
     outside = re.findall(r"""(?:src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://[^"' ]+""", text)
     assert [found for found in outside if "www.w3.org/2000/svg" not in found] == []
     assert "default-src 'none'" in text
@@ -103,3 +105,73 @@ def test_nothing_is_loaded_from_elsewhere(inspected: Inspection) -> None:
 
 def test_data_cannot_leave_its_element() -> None:
     assert not set("<>&") & set(embedded(HOSTILE))
+
+
+def test_a_rank_is_found_on_the_map_and_named_in_the_title(browser: str, tmp_path: Path, inspected: Inspection) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(inspection_page(inspected))
+    script = """
+        const box = document.getElementById("rank");
+        box.value = 5;
+        box.dispatchEvent(new Event("input"));
+    """
+    dom = shown(browser, path, script)
+    assert "<title>rank 5 (pipeline 2, data 1) - TP1 x PP4 x DP2, iteration 4 - " in dom
+    assert "Rank 5 (pipeline 2, data 1): layers 2; it wrote __5_0.distcp, __5_1.distcp." in dom
+    assert dom.count('class="lane lit"') == 1
+
+
+def test_ten_thousand_files(browser: str, tmp_path: Path, inspected: Inspection) -> None:
+    names = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(200)]
+    one = inspected.files[0]
+    files = tuple(replace(one, file=f"__{n}_0.distcp", rank=n, tensors=names) for n in range(10_000))
+    text = inspection_page(replace(inspected, files=files))
+    assert len(text) < 15 << 20, "the names are there once"
+    path = tmp_path / "page.html"
+    path.write_text(text)
+    script = """
+        const box = document.getElementById("files");
+        const all = document.querySelectorAll("#files-rows tr").length;
+        const begun = performance.now();
+        box.value = "rank 99 __99";
+        box.dispatchEvent(new Event("input"));
+        const told = document.getElementById("files-found").textContent;
+        document.title = `${all} rows, ${told}, ${performance.now() - begun < 1000}`;
+    """
+    assert "<title>201 rows, 111 of 10,000 files, true</title>" in shown(browser, path, script)
+
+
+def test_no_heading_breaks_on_a_phone(browser: str, tmp_path: Path, inspected: Inspection) -> None:
+    path = tmp_path / "page.html"
+    path.write_text(inspection_page(inspected))
+    script = """
+        const heads = [...document.querySelectorAll("th")].filter((head) => head.textContent);
+        const broken = heads.filter((head) => head.offsetHeight > 32).length;
+        const fits = document.documentElement.scrollWidth <= window.innerWidth;
+        document.title = `${heads.length} heads, ${broken} broken, ${fits}`;
+    """
+    assert re.search(r"<title>\d\d heads, 0 broken, true</title>", shown(browser, path, script, width=400))
+
+
+def test_the_page_of_a_comparison(browser: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, p01, p10 = tmp_path / "page.html", fixture_named("p01").run, fixture_named("p10").run
+    assert main(["diff", str(p01), str(p10), "--kinds", "weight", "--html", str(path)]) == 1
+    assert f"wrote {path}" in capsys.readouterr().err
+    dom = shown(browser, path)
+    assert dom.count('class="difference"') == 52
+    assert "2,279 of 4,096 elements differ (55.6 %); by at most 0.00493" in dom
+    assert "52 of 52 tensors" in dom
+    assert re.search(r'class="cell".*?<title>\d+ elements differ here, by at most', dom)
+
+
+def test_names_of_strangers_stay_names_in_a_comparison(browser: str, tmp_path: Path) -> None:
+    tensor = TensorDifference("weight", HOSTILE, ((1,), (1,)), ("float32", "float32"), 1, 1, problem=HOSTILE)
+    kind = KindComparison("weight", 1, 1, (HOSTILE,), (HOSTILE,), (tensor,))
+    unread = Unread(HOSTILE, HOSTILE, 1)
+    found = Comparison(2, HOSTILE, HOSTILE, False, (kind,), (Fact(HOSTILE, HOSTILE, "b"),), (unread,), (unread,))
+    path = tmp_path / "page.html"
+    path.write_text(comparison_page(found))
+    dom = shown(browser, path)
+    assert "<title>owned</title>" not in dom
+    assert "<img" not in dom
+    assert dom.count("&lt;img src=x") >= 8, "the name is shown, as text"

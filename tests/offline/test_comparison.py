@@ -198,12 +198,12 @@ def test_the_schema_is_stable(damaged: Fixture) -> None:
     flip(*payload_position(open_checkpoint(damaged.run), WEIGHT, MATRIX, 700))
     document = json.loads(json.dumps(asdict(compare(damaged.run, fixture_named("p01").run)), allow_nan=False))
     assert set(document) == {"schema", "a", "b", "equal", "kinds", "facts", "unread_a", "unread_b"}
-    assert document["schema"] == 2
+    assert document["schema"] == 3
     kind = document["kinds"][0]
     assert set(kind) == {"kind", "compared", "elements", "only_in_a", "only_in_b", "different"}
     assert set(kind["different"][0]) == {
         "kind", "name", "shapes", "dtypes", "elements", "different", "signed_zeros", "largest", "first", "padding",
-        "problem",
+        "where", "problem",
     }  # fmt: skip
 
 

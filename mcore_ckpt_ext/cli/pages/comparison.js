@@ -1,0 +1,81 @@
+const DRAWN = 300, AT_ONCE = 8;
+const different = data.kinds.flatMap((kind) => kind.different);
+const share = (tensor) => (tensor.elements ? tensor.different / tensor.elements : 0);
+// The largest difference first; what cannot be compared before all.
+different.sort((a, b) => (b.problem ? 1 : 0) - (a.problem ? 1 : 0) || b.largest - a.largest || share(b) - share(a));
+const number = (value) => (typeof value === "number" ? Number(value.toPrecision(3)).toString() : String(value));
+
+function told(tensor) {
+  const said = [];
+  if (tensor.problem) said.push(`cannot be compared: ${tensor.problem}`);
+  if (String(tensor.shapes[0]) !== String(tensor.shapes[1])) said.push(`shape ${tensor.shapes[0].join(" x ")} against ${tensor.shapes[1].join(" x ")}`);
+  if (tensor.dtypes[0] !== tensor.dtypes[1]) said.push(`${tensor.dtypes[0]} against ${tensor.dtypes[1]}`);
+  if (tensor.different) said.push(`${count(tensor.different)} of ${count(tensor.elements)} elements differ (${number(100 * share(tensor))} %)`);
+  if (tensor.largest) said.push(`by at most ${number(tensor.largest)}`);
+  if (tensor.signed_zeros) said.push(`${count(tensor.signed_zeros)} only in the sign of zero`);
+  if (tensor.padding) said.push(`${count(tensor.padding.rows)} rows more in ${tensor.padding.only_in}, ${count(tensor.padding.nonzero)} elements of them not zero`);
+  if (tensor.first) said.push(`the first at (${tensor.first[0].join(", ")}): ${tensor.first[1]} against ${tensor.first[2]}`);
+  return said.join("; ");
+}
+
+// The tensor as two axes, the first downwards: a cell is the fuller the more of it differs, its color says by how much.
+function picture(tensor) {
+  const map = tensor.where, each = 10, tall = 14;
+  const drawing = drawn("svg", { viewBox: `0 0 ${map.columns * each} ${map.rows * tall}`, role: "img", preserveAspectRatio: "none", style: `height:${map.rows * tall}px` });
+  const logs = map.cells.map((cell) => Math.log10(cell[2] || 1e-45)), least = logs.reduce((a, b) => Math.min(a, b), 0), most = logs.reduce((a, b) => Math.max(a, b), -50);
+  const elements = Math.max(1, tensor.elements / (map.rows * map.columns));
+  map.cells.forEach(([cell, differ, largest], index) => {
+    const strength = most > least ? (logs[index] - least) / (most - least) : 1;
+    const box = { x: (cell % map.columns) * each, y: Math.floor(cell / map.columns) * tall, width: each, height: tall, class: "cell",
+                  fill: strength > 0.8 ? "var(--k3)" : strength > 0.5 ? "var(--k2)" : "var(--k1)", opacity: Math.min(1, 0.3 + (0.7 * differ) / elements) };
+    drawing.append(titled(drawn("rect", box), `${count(differ)} elements differ here, by at most ${number(largest)}`));
+  });
+  return drawing;
+}
+
+// All pictures but the first ones are made when they come into view.
+function drawings() {
+  const list = element("div", { id: "differences" });
+  const watcher = new IntersectionObserver((entries) => {
+    for (const entry of entries) {
+      if (!entry.isIntersecting) continue;
+      watcher.unobserve(entry.target);
+      const tensor = different[Number(entry.target.dataset.index)];
+      if (tensor.where) entry.target.append(picture(tensor));
+    }
+  }, { rootMargin: "400px" });
+  different.slice(0, DRAWN).forEach((tensor, index) => {
+    const one = element("div", { class: "difference", "data-index": index }, element("div", {}, `${tensor.kind} `, name(tensor.name)), note(told(tensor)));
+    list.append(one);
+    if (index >= AT_ONCE) watcher.observe(one);
+    else if (tensor.where) one.append(picture(tensor));
+  });
+  const parts = [list, legend([["largest differences", "var(--k3)"], ["smaller", "var(--k2)"], ["smallest of this tensor", "var(--k1)"]]),
+    note("Each picture is a tensor: its first axis downwards, all others to the right. A cell is the fuller the more of its elements differ.")];
+  if (different.length > DRAWN) parts.push(note(`The ${count(DRAWN)} with the largest differences are drawn, of ${count(different.length)}; the list below has all.`));
+  return card("Where the differences are, and how large", ...parts);
+}
+
+const missing = data.kinds.flatMap((kind) => [
+  ...kind.only_in_a.map((tensor) => ["A", kind.kind, tensor]), ...kind.only_in_b.map((tensor) => ["B", kind.kind, tensor]),
+]);
+const unread = [...data.unread_a.map((item) => ["A", item]), ...data.unread_b.map((item) => ["B", item])];
+const isEqual = (kind) => !(kind.only_in_a.length + kind.only_in_b.length + kind.different.length);
+const verdict = data.equal ? "equal in every bit" : data.kinds.every(isEqual) ? "not known to be equal" : "different";
+document.title = `${verdict}: ${data.a} and ${data.b} - mcore-ckpt diff`;
+const page = document.getElementById("page");
+page.append(
+  ...headed(verdict, `A is ${data.a}, B is ${data.b}`),
+  card("Beside the tensors", grid(["", "A", "B", ""], data.facts.map((fact) => [fact.what, fact.a, fact.b, fact.a === fact.b ? "" : "differs"]))),
+  card("Tensors", grid(["kind", "compared", "elements", "different", "only in A", "only in B"], data.kinds.map((kind) => [
+    kind.kind, count(kind.compared), count(kind.elements), element("span", { class: kind.different.length ? "bad" : "good" }, count(kind.different.length)),
+    count(kind.only_in_a.length), count(kind.only_in_b.length)]), [1, 2, 3, 4, 5])),
+);
+if (different.length) {
+  page.append(drawings(), searchable(
+    "All that differ", "search", different, (t) => `${t.kind} ${t.name}`, ["kind", "name", "differ", "of", "by at most"],
+    (t) => [t.kind, name(t.name), count(t.different), count(t.elements), number(t.largest)], [2, 3, 4], "tensors",
+  ));
+}
+if (missing.length) page.append(searchable("Only in one of the two", "missing", missing, (row) => row.join(" "), ["in", "kind", "name"], ([side, kind, tensor]) => [side, kind, name(tensor)], [], "tensors"));
+if (unread.length) page.append(card("Not looked at, because nothing here knows it", grid(["in", "key", "bytes"], unread.slice(0, 1000).map(([side, item]) => [side, name(item.key), size(item.nbytes)]), [2])));
