@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 import pytest
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.proof import (
     BY_EITHER_ROUNDING,
     BY_ROUNDING,
@@ -17,6 +21,10 @@ from mcore_ckpt_ext.layout.proof import (
     weaker_of,
 )
 from mcore_ckpt_ext.layout.quantised import is_quantised
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.online import proving
+from mcore_ckpt_ext.online.homes.home import LiveShard
+from mcore_ckpt_ext.online.live_model import LiveParameter
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
@@ -177,3 +185,37 @@ def test_what_is_quantised() -> None:
     assert found == []
     layers = [f"decoder.layers.{number}.mlp.linear_fc1.weight" for number in range(4)]
     assert [name for name in layers if is_quantised(name, but_first_and_last)] == layers[1:3]
+
+
+class Interrupted:
+    """An optimizer's masters, of which one cannot be looked at."""
+
+    def __init__(self, masters: Mapping[str, torch.Tensor]) -> None:
+        self._masters = masters
+
+    def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
+        home: Any = self
+        for known in live.values():
+            if known.regions[0].name not in self._masters:
+                raise UnsupportedCheckpointError("a master that is not its kind's")
+            yield LiveShard(known, Slice.whole(known.regions), home, ())
+
+    def proof(self, shard: LiveShard) -> Proof:
+        return BY_ROUNDING
+
+    def master(self, shard: LiveShard) -> torch.Tensor:
+        return self._masters[shard.name]
+
+
+def test_what_cannot_be_looked_at_hides_no_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunk = torch.nn.ParameterDict({"first": torch.ones(4), "second": torch.ones(4)})
+    monkeypatch.setattr(proving, "live_parameters", lambda chunks: {})
+
+    def found(first: float) -> list[str]:
+        homes = [Interrupted({"first": torch.full((4,), first)})]
+        monkeypatch.setattr(proving, "homes_of", lambda optimizer: homes)
+        return [item.name for item in proving.live_mismatches([chunk], None)]
+
+    assert found(2.0) == ["first"]
+    with pytest.raises(UnsupportedCheckpointError, match="not its kind's"):
+        found(1.0)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.proof import BITS, Mismatch, Proof, weaker_of
 from mcore_ckpt_ext.model_space.slices import Region
@@ -67,6 +67,9 @@ def live_mismatches(
         every: of what this rank holds of a parameter, look at one in so many stretches of 131,072 elements, and at the
             last one. What misplaces a parameter, or leaves it unset, cannot hide between them; damage within
             one stretch can.
+
+    Raises:
+        CheckpointError: one of them cannot be looked at, and those before it are as they should be.
     """
     pairs = {
         id(parameter): LiveParameter(parameter, (Region.whole(name, tuple(parameter.shape)),), {}, may_pad=False)
@@ -76,12 +79,17 @@ def live_mismatches(
     room = _Room()
     found: dict[int, LiveMismatch] = {}
     try:
-        for shard in (shard for home in homes_of(optimizer) for shard in home.shards(pairs)):
+        homes = homes_of(optimizer)
+    except UnsupportedCheckpointError:
+        return []
+    try:
+        for shard in (shard for home in homes for shard in home.shards(pairs)):
             number = id(shard.live.parameter)
             if number not in found and (mismatch := _first_mismatch(shard, weaker, room, every)) is not None:
                 found[number] = mismatch
     except CheckpointError:
-        return []
+        if not found:
+            raise
     return _named(found, chunks) if found else []
 
 
