@@ -55,6 +55,17 @@ def read_file(folder: Path, name: str, limit: int = SMALL_BYTES) -> bytes:
         return stream.read()
 
 
+def read_start(folder: Path, name: str, most: int) -> bytes:
+    """The first bytes of a file of a folder, `most` of them where it has so many.
+
+    Raises:
+        OSError: as in `open_file`.
+    """
+    stream = (folder / name).open("rb") if is_remote(folder) else os.fdopen(open_file(folder, name), "rb")
+    with stream:
+        return stream.read(most)
+
+
 def _roots(folder: Path) -> list[Path]:
     real = Path(os.path.realpath(folder))
     snapshots = real.parent

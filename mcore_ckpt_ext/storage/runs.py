@@ -5,11 +5,13 @@ Source: `read_metadata` and `get_checkpoint_name`, megatron/training/checkpointi
 
 from __future__ import annotations
 
+import errno
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, some
+from mcore_ckpt_ext.storage.checked_files import read_start
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -17,6 +19,7 @@ RELEASE = "release"
 _ITERATION = re.compile(r"iter_(\d{7,18})", re.ASCII)
 _NUMBER = re.compile(r"\d{1,18}", re.ASCII)
 _SHOWN = 40
+_MOST_BYTES = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +53,16 @@ def read_tracker(path: Path) -> Tracker | None:
     """What a tracker file says; None where there is no such file.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is a link that leads elsewhere.
     """
-    if not path.is_file():
+    try:
+        text = read_start(path.parent, path.name, _MOST_BYTES).decode(errors="replace").strip()
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
         return None
-    text = path.read_text(errors="replace").strip()
+    except OSError as error:
+        if error.errno == errno.EINVAL:  # a pipe, say
+            return None
+        raise
     return Tracker(path, text[:_SHOWN], int(text) if _NUMBER.fullmatch(text) else None)
 
 
