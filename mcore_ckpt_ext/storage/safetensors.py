@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -61,14 +61,18 @@ def lay_out_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputFile, lis
     return file, [begin + start for start in starts]
 
 
-def read_header(reader: FolderReader, file: str) -> Iterator[tuple[str, tuple[int, ...], RawArray]]:
+def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, ...], RawArray]]:
     """(key, shape, where it lies) of every array of a file.
 
+    As the library has it (`validate` and `read_metadata`, safetensors/src/tensor.rs, 0.3 to 0.8), the arrays lie one
+    after the other, in any order, and fill the file: every byte has one meaning.
+
     Raises:
-        UnreadableCheckpointError: it is no safetensors file, or shorter than it says.
+        UnreadableCheckpointError: it is no safetensors file, shorter than it says, or its arrays do not fill it.
     """
     size = reader.size(file)
     header, begin = _header(reader, file)
+    found: list[tuple[str, tuple[int, ...], RawArray]] = []
     try:
         for key, entry in header.items():
             if key == _METADATA:
@@ -79,9 +83,21 @@ def read_header(reader: FolderReader, file: str) -> Iterator[tuple[str, tuple[in
             dtype = _DTYPE_NAMES[entry["dtype"]]
             if not begin <= low <= high <= size or high - low != numel * ITEM_SIZE[dtype]:
                 raise ValueError(f"{shown(key)} would lie at {shown(low)}:{shown(high)} of {size} bytes")
-            yield key, shape, RawArray(file, low, high - low, dtype, numel)
+            found.append((key, shape, RawArray(file, low, high - low, dtype, numel)))
+        _check_filled([extent for *_, extent in found], begin, size)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(reader, file, error) from error
+    return found
+
+
+def _check_filled(arrays: Sequence[RawArray], begin: int, size: int) -> None:
+    at = begin
+    for start, end in sorted((array.offset, array.offset + array.length) for array in arrays):
+        if start != at:
+            raise ValueError(f"an array begins at byte {start}, where the one before it ends at {at}")
+        at = end
+    if at != size:
+        raise ValueError(f"the arrays end at byte {at} of {size}")
 
 
 def writer_of(reader: FolderReader, file: str) -> str | None:
@@ -107,7 +123,7 @@ def _header(reader: FolderReader, file: str) -> tuple[dict[str, Any], int]:
         )
     try:
         header = parsed(reader.read(file, 8, length))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise _damaged(reader, file, error) from error
     if not isinstance(header, dict):
         raise _damaged(reader, file, TypeError("the header is no object"))
@@ -130,7 +146,7 @@ def read_json(path: Path) -> dict[str, Any]:
         content = parsed(read_file(path.parent, path.name))
         if not isinstance(content, dict):
             raise ValueError("no object")
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UnreadableCheckpointError(
             "a file of the checkpoint is damaged", found=str(error), where=str(path)
         ) from error
