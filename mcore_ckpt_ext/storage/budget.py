@@ -6,11 +6,15 @@ A few hundred bytes can describe what no machine holds: a pickle that refers to 
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
+
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened
 
 # A step is one element made, visited or hashed, or one byte copied. Intact checkpoints take a few for each byte read.
 _STEPS_A_BYTE = 64
 _SPARE = 1 << 18
+_MOST_ALIKE = 1 << 8
 MOST_AXES = 64
 """Of an array: as many as torch's own tensors can have where they are iterated over (ATen/TensorIterator.h)."""
 MOST_ELEMENTS = 1 << 56
@@ -44,6 +48,19 @@ class Budget:
                 where=self._where,
                 helps="do not use this file: it is damaged, or an attack; use another iteration, or another copy",
             )
+
+
+def check_keys(keys: Collection[object]) -> None:
+    """Check keys, before a dict is made of them: it compares each with all others of the same hash.
+
+    Texts have a hash that nobody can foresee; for numbers and tuples of them, ever more with one hash are easy to find.
+
+    Raises:
+        ValueError: they were made to have the same.
+    """
+    alike = Counter(map(hash, keys))
+    if len(alike) < len(keys) and max(alike.values()) > _MOST_ALIKE:
+        raise ValueError(f"{max(alike.values()):,} keys that have one hash")
 
 
 def elements_of(shape: tuple[object, ...]) -> int:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, remedy, shortened, shown
 from mcore_ckpt_ext.planning.extents import ArchivedRecord, ArchivedTensor, PlainExtent
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.budget import MOST_AXES, elements_of
+from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, elements_of
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.collector import collector_paused
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
@@ -102,7 +102,7 @@ def read_index(folder: Path) -> DcpIndex:
 def _index(metadata: Any) -> DcpIndex:
     # Chunks are filed under (key, offsets), objects under (key, None): `MetadataIndex` of
     # torch/distributed/checkpoint/metadata.py.
-    places: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+    keys: list[tuple[str, tuple[int, ...] | None]] = []
     for index, info in metadata.storage_data.items():
         if getattr(info, "transform_descriptors", None):
             raise UnsupportedCheckpointError(
@@ -111,11 +111,17 @@ def _index(metadata: Any) -> DcpIndex:
         offset = getattr(index, "offset", None)  # absent for objects: a default of torch's class
         if type(offset) is not tuple or len(offset) > MOST_AXES:
             offset = None if offset is None else _axes(offset)
-        places[index.fqn, offset] = info
+        if type(index.fqn) is not str or offset and max(offset) >= MOST_ELEMENTS:
+            raise ValueError(f"a record of {shown(index.fqn)} at {shown(offset)}")
+        keys.append((index.fqn, offset))
+    check_keys(keys)
+    places = dict(zip(keys, metadata.storage_data.values(), strict=True))
     arrays: dict[str, StoredArray] = {}
     objects: dict[str, StoredObject] = {}
     left = len(places)
     for key, entry in metadata.state_dict_metadata.items():
+        if type(key) is not str:
+            raise TypeError(f"the name of an array is {shown(key)}")
         if hasattr(entry, "chunks"):
             left -= len(entry.chunks)
             if left < 0:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown
-from mcore_ckpt_ext.storage.budget import elements_of
+from mcore_ckpt_ext.storage.budget import check_keys, elements_of
 from mcore_ckpt_ext.storage.inert import Placeholder, inert_class, origin_of
 from mcore_ckpt_ext.storage.safe_pickle import bytes_of_text
 
@@ -93,7 +93,14 @@ def _pairs(items: Any) -> list[list[Any]]:
 
 
 def _unpaired(content: Any) -> list[tuple[Any, Any]]:
-    return [(_decoded(key), _decoded(value)) for key, value in content]
+    keys = _keys([key for key, _ in content])
+    return list(zip(keys, (_decoded(value) for _, value in content), strict=True))
+
+
+def _keys(content: Any) -> list[Any]:
+    keys: list[Any] = _decoded(content)
+    check_keys(keys)
+    return keys
 
 
 def _bytes(data: bytes) -> str:
@@ -172,11 +179,11 @@ _CODECS: Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]] =
         lambda items: [items.maxlen, [encode(i) for i in items]],
         lambda content: collections.deque(_decoded(content[1]), content[0]),
     ),
-    "$set": (set, lambda items: [encode(i) for i in sorted(items, key=repr)], lambda items: set(_decoded(items))),
+    "$set": (set, lambda items: [encode(i) for i in sorted(items, key=repr)], lambda items: set(_keys(items))),
     "$frozenset": (
         frozenset,
         lambda items: [encode(i) for i in sorted(items, key=repr)],
-        lambda items: frozenset(_decoded(items)),
+        lambda items: frozenset(_keys(items)),
     ),
     "$bytes": (bytes, _bytes, base64.b64decode),
     "$bytearray": (bytearray, lambda data: _bytes(bytes(data)), lambda text: bytearray(base64.b64decode(text))),

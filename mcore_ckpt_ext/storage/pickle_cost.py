@@ -4,6 +4,7 @@ A pickle names an object once and may refer to it often, so that its size says n
 
 - a tuple of two references to a tuple of two references and so on has 2**40 leaves in 400 bytes, and to use it as the
   key of a dict, the unpickler visits them all, for Python's tuples do not remember their hash;
+- numbers and tuples can be chosen to have one hash, and a dict compares each such key with all others;
 - six bytes call `bytearray` for another copy of what was pickled once;
 - five bytes name a memo index for which the unpickler makes room of 64 GiB, 16 bytes for each number up to it, whether
   or not anything comes before. A pickler numbers what it wrote: no honest index exceeds the pickle's own length.
@@ -32,7 +33,8 @@ _LINES = {ord("I"), ord("L"), ord("F"), ord("S"), ord("V")}
 _TUPLES = {0x85: 1, 0x86: 2, 0x87: 3}
 _DEEPEST = 1000
 # Bytes of a whole number: honest ones have 16. Larger ones would be calculated with for each time they are referred to.
-_LONGEST = 1 << 11
+_LONGEST, _WORD = 1 << 11, 8
+_OBJECT = ((),)  # made by a call without arguments; none that has a hash of its own is made so
 _HASHED, _CALLED = "the keys of dicts", "the arguments of calls"
 
 
@@ -44,6 +46,7 @@ class _Scale:
         self._stack: list[_Cell] = []
         self._below: list[list[_Cell]] = []
         self._memo: dict[int, _Cell] = {}
+        self._keys = 0
 
     def run(self) -> int:
         """Take all steps; where the pickle ends."""
@@ -59,12 +62,13 @@ class _Scale:
                 length = int.from_bytes(data[position:first], "little")
                 self._stack.append(1 + length)
                 position = first + length
-            elif code in _LONGS:  # whose hash Python does not remember: as something with parts
+            elif code in _LONGS:
                 first = position + _LONGS[code]
                 length = int.from_bytes(data[position:first], "little")
                 if length > _LONGEST:
                     raise ValueError(f"a whole number of {length:,} bytes")
-                self._stack.append((1 + length,))
+                # Python does not remember the hash of a large one, which many can have: as something with parts.
+                self._stack.append(1 + length if length <= _WORD else (1 + length,))
                 position = first + length
             elif code in _LINES:
                 end = data.index(b"\n", position) + 1
@@ -194,8 +198,10 @@ class _Scale:
 
     def _hash(self, parts: list[_Cell]) -> None:
         for part in parts:
-            if type(part) is not int:
+            if type(part) is not int and part != _OBJECT:
                 self._walk([part], _HASHED)
+                self._keys += 1
+                self._budget.spend(self._keys, "keys that may have one hash")
 
     def _call(self, count: int) -> None:
         """Arguments or state are copied, and walked through in depth by `dict`, `set` and `str`."""
