@@ -27,6 +27,7 @@ from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS, ShardedKey, parse
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
+from mcore_ckpt_ext.storage.budget import OverBudgetError
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.storage.runs import RELEASE
@@ -283,7 +284,7 @@ class Checkpoint(ABC):
             return None, None
         except OSError as error:
             return None, error.strerror or str(error)
-        except ValueError as error:
+        except (ValueError, OverBudgetError) as error:
             return None, shortened(str(error))
 
     def kinds(self) -> tuple[str, ...]:

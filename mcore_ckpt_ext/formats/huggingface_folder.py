@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from mcore_ckpt_ext.planning.extents import PlainExtent
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.paths import is_remote
 from mcore_ckpt_ext.storage.safetensors import WRITER, read_header, read_json, writer_of
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
@@ -200,7 +200,7 @@ def _why_unreadable(folder: Path, name: str) -> str | None:
 def json_of(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """A JSON object among small files; empty where none can be read."""
     try:
-        content = json.loads(files.get(name, b"{}"))
+        content = parsed(files.get(name, b"{}"))
     except ValueError:
         return {}
     return content if isinstance(content, dict) else {}
@@ -211,13 +211,18 @@ def tokens_of(files: Mapping[str, bytes]) -> int | None:
 
     `config.json` says how many rows the embedding has, which may be more than the tokenizer has tokens.
     """
-    if isinstance(size := json_of(files, CONFIG).get("vocab_size"), int):
+    if type(size := json_of(files, CONFIG).get("vocab_size")) is int:
         return size
     tokenizer = json_of(files, "tokenizer.json")
-    vocabulary = tokenizer.get("model", {}).get("vocab")
+    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, (dict, list)):
         numbers = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
-        added = [token.get("id", -1) for token in tokenizer.get("added_tokens", [])]
-        return 1 + max([*numbers, *added], default=-1)
+        tokens = [token for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+        return _after_the_last([*numbers, *(token.get("id") for token in tokens)])
     words = json_of(files, "vocab.json")
-    return 1 + max(words.values()) if words else None
+    return _after_the_last(words.values()) if words else None
+
+
+def _after_the_last(numbers: Collection[object]) -> int:
+    return 1 + max((number for number in numbers if type(number) is int), default=-1)

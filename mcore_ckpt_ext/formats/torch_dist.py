@@ -6,7 +6,6 @@ The common state is `common.pt` up to 0.18, and the object `common_state` since 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +38,7 @@ from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredObject, read_index
+from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "torch_dist"
@@ -293,7 +293,7 @@ def sharded_backend(folder: Path) -> str:
     """
     path = folder / CONFIG_FILE
     try:
-        return str(json.loads(read_file(folder, CONFIG_FILE))["sharded_backend"])
+        return str(parsed(read_file(folder, CONFIG_FILE))["sharded_backend"])
     except PermissionError as error:
         raise UnreadableCheckpointError(
             "the checkpoint may not be read", found=error.strerror, where=str(path), helps=remedy(error)

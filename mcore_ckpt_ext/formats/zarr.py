@@ -9,7 +9,6 @@ coordinates, so that optimizer state in model space has its natural shape. Every
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from itertools import product
 from math import prod
@@ -23,6 +22,7 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import elements_of
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray, StoredChunk, StoredObject
+from mcore_ckpt_ext.storage.json_text import parsed
 
 NAME = "zarr"
 _DESCRIPTION = ".zarray"
@@ -78,13 +78,13 @@ def read_index(folder: Path) -> DcpIndex:
 def _array(path: Path) -> StoredArray:
     where = path / _DESCRIPTION
     try:
-        described = json.loads(read_file(path.parent, f"{path.name}/{_DESCRIPTION}"))
+        described = parsed(read_file(path.parent, f"{path.name}/{_DESCRIPTION}"))
         shape, sizes = (tuple(described[name]) for name in ("shape", "chunks"))
         for axes in (shape, sizes):
             elements_of(axes)
         separator = str(described.get("dimension_separator", "."))
         dtype, plain = described["dtype"], {name: described[name] for name in _PLAIN}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnreadableCheckpointError(
             "the description of an array is damaged",
             found=shortened(f"{type(error).__name__}: {error}"),

@@ -39,12 +39,12 @@ def by_order(models: LocalModels, order: ParameterOrder, rule: PackingRule = Pac
 
 def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
     """The packing that was recorded when the checkpoint was written."""
+    buckets = {(group.child, index): group.buckets for group in sidecar.groups for index in group.indices}
 
     def packing_of(group: OptimizerGroup) -> Packing | None:
-        recorded = [g for g in sidecar.groups if g.child == group.child and group.index in g.indices]
         packing: dict[BucketKey, list[Placement]] = {}
         origins: dict[int, int] = {}
-        for bucket in recorded[0].buckets if recorded else ():
+        for bucket in buckets.get((group.child, group.index), ()):
             number = 0 if group.joined else bucket.bucket
             placements = packing.setdefault(BucketKey(bucket.buffer, bucket.dtypes, number), [])
             origin = origins.get(bucket.buffer, 0) if group.joined else 0

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_ckpt_ext.layout.digest import read, written
+from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.json_text import parsed
 
 FILE_NAME = "mcore_ckpt_ext.json"
@@ -107,12 +108,17 @@ class Sidecar:
 
         Raises:
             ValueError: it is not a sidecar of a version known here, or it says something twice.
+            OverBudgetError: it stands for more parameters than its size explains.
         """
         try:
+            budget = Budget(len(text), FILE_NAME)
             data: dict[str, Any] = parsed(text)
             if data["version"] != VERSION:
                 raise ValueError(f"sidecar version {data['version']}, known is {VERSION}")
             groups = tuple(_group(group) for group in data["groups"])
+            for group in groups:
+                parameters = sum(len(bucket.parameters) for bucket in group.buckets)
+                budget.spend(len(group.indices) * parameters, "the parameters of all groups")
             _check_unique(groups)
             return cls(
                 written_by=str(data["written_by"]),
@@ -123,8 +129,6 @@ class Sidecar:
                 saved=_save_record(data.get("saved")),
                 digests=tuple(_digests(group) for group in data.get("digests", ())),
             )
-        except RecursionError as error:
-            raise ValueError("the sidecar is nested too deeply") from error
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"the sidecar lacks or misspells {error}") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +14,7 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.offline.findings import CHECKSUMS, MANIFEST, Finding, error
 from mcore_ckpt_ext.storage.checked_files import open_file, read_file
+from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.paths import is_remote
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
@@ -67,7 +67,7 @@ def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding
     """
     path = folder / MANIFEST
     try:
-        manifest = json.loads(read_file(folder, MANIFEST))
+        manifest = parsed(read_file(folder, MANIFEST))
         algorithm, files = manifest.get("algorithm", _ALGORITHM), dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
         return [error(MANIFEST, str(path), f"it cannot be read: {type(problem).__name__}: {problem}")]

@@ -10,10 +10,12 @@ def parsed(text: str | bytes) -> Any:
     """The content of a text in JSON.
 
     Raises:
-        ValueError: it is none, or an object in it gives one key two values.
-        RecursionError: it is nested too deeply.
+        ValueError: it is none, is nested too deeply, or an object in it gives one key two values.
     """
-    return json.loads(text, object_pairs_hook=_once)
+    try:
+        return json.loads(text, object_pairs_hook=_once)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

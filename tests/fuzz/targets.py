@@ -5,6 +5,7 @@ A target takes its decisions from `Choices`, so that the coverage-guided campaig
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.formats.huggingface_folder import companions, tokens_of
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.inspection import inspect
@@ -28,7 +30,7 @@ OPTIMIZERS = ("p41", "p42", "p43", "p44", "p45", "p46", "p47", "p47b", "p48")
 SUBJECTS: dict[str, list[tuple[str, str, Callable[[bytes], Editor]]]] = {
     "index": [
         (seed, ".metadata", edits.pickled)
-        for seed in ("p01", "p04", "p05", "p06", "p07", "p09", "p10", *OPTIMIZERS)
+        for seed in ("p01", "p04", "p05", "p06", "p07", "p09", "p10", "p50", *OPTIMIZERS)
     ],
     "common": [(seed, "common.pt", edits.archived) for seed in ("p01", "p04", "p06", "p09", "p31")],
     "legacy": [
@@ -54,10 +56,12 @@ SUBJECTS: dict[str, list[tuple[str, str, Callable[[bytes], Editor]]]] = {
     "config": [
         ("p01", "metadata.json", edits.text),
         (HUGGING_FACE, "config.json", edits.text),
+        (HUGGING_FACE, "tokenizer.json", edits.text),
         (HUGGING_FACE, "model.safetensors", edits.headed),
     ],
     "sidecar": [(RECORDED, FILE_NAME, edits.text)],
 }
+TOKENIZER = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<s>"}]}
 PICKLE = "pickle"
 NAMES = (PICKLE, *SUBJECTS)
 # Events of Python's audit hooks (PEP 578) that reading a checkpoint never raises.
@@ -83,6 +87,7 @@ def watch_execution() -> None:
 
 def use(folder: Path, original: Path, whole: bool) -> None:
     """What the commands do with a checkpoint, short of writing; with `whole` they read every element."""
+    tokens_of(companions(folder))
     inspect(folder, buffers=True)
     verify(folder, quick=not whole)
     if whole:
@@ -126,6 +131,7 @@ def _made(seed: str, folder: Path) -> None:
         mcore_ckpt_ext.convert(fixture_named("p01").run, folder, mcore_ckpt_ext.Canonical())
     elif seed == HUGGING_FACE:
         mcore_ckpt_ext.convert(fixture_named("p02").run, folder, mcore_ckpt_ext.HuggingFace(vocab_size=128))
+        (folder / "tokenizer.json").write_text(json.dumps(TOKENIZER))
     else:
         fixture = fixture_named("p01")
         shutil.copytree(fixture.iteration, folder)

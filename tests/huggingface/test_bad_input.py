@@ -140,7 +140,7 @@ def unknown_positions(model: Path) -> None:
         (more_layers, "no model.layers.2."),
         (other_vocabulary, "embed_tokens.weight is (250, 32), not (300, 32)"),
         (sizes_that_are_no_numbers, "a size that cannot be one; found: 'two'"),
-        (layers_without_end, "more layers or experts than the folder can hold"),
+        (layers_without_end, "more layers than the folder can hold"),
         (no_config, "config.json"),
         (adapter, "an adapter (LoRA), not a model"),
         (quantised, "gptq"),
