@@ -136,6 +136,27 @@ def test_what_it_does_not_show() -> None:
     assert (found.position, found.count) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    ("proof", "quantise", "share"), [(WITHIN_FP8, by_microscaling, 2**-12), (WITHIN_FP4, fp4, 2**-4)]
+)
+def test_a_block_of_small_weights_is_measured_by_the_largest_weight_at_hand(
+    proof: Proof, quantise: object, share: float
+) -> None:
+    """Many of its own steps away from a weight of zero, a master is near all the same; and no further."""
+    master = masters()
+    master[0, :16] = 0.0
+    master[0, 1] = master.abs().max() * share / 8
+    weight = quantise(master)  # type: ignore[operator]
+    largest = float(weight.abs().max())
+    assert weight[0, 0] == 0 and weight[0, 1] != 0
+    master[0, 0] = largest * share * 0.9
+    assert master[0, 0] > 6 * weight[0, 1]
+    assert proof.first_mismatch(master, weight) is None
+    master[0, 0] = largest * share * 1.1
+    found = proof.first_mismatch(master, weight)
+    assert found is not None and found.position == 0
+
+
 def half(values: torch.Tensor) -> torch.Tensor:
     """As FusedAdam keeps masters in fp16: divided by a scale that puts the largest at half of fp16's range."""
     scale = values.abs().max() / (torch.finfo(torch.float16).max / 2)

@@ -24,6 +24,10 @@ quarter in E2M1. Scales are not stored, so that two things follow from the large
 enough to a weight of zero, where steps are as wide as the scale; and which weights may stand for a larger master, as
 those may that a delayed scale has cut off. Of two unrelated values about one in 25 lies as near in fp8, and one in 3 in
 fp4: a misplaced parameter shows in a handful of elements, a flipped bit only where it moves a master by a step or more.
+Where each block has a scale of its own (128 x 128 or 1 x 128 elements in fp8, 32 in a row in MXFP8, 16 x 16 or 16 in a
+row in NVFP4), a flattened part of a weight does not show where its blocks begin, so that the largest weight stands for
+the largest of each block: beside a weight of zero in a block of small ones, a master is held to be near that is many of
+that block's steps away: up to 2**-12 of the largest weight in fp8, 2**-4 in fp4.
 What was not quantised in such a job, as norms and embeddings, is equal when rounded; the proof does not insist on it.
 """
 
