@@ -1,12 +1,15 @@
 """What this package adds to the time for which a save holds up training, and what a slow writer does to the steps.
 
-    python benchmarks/saving.py FOLDER [--runs 5] [--layers 8 --hidden 256] [--ranks 8] [--steps 60]
+    python benchmarks/saving.py FOLDER [--runs 5] [--layers 8 --hidden 256] [--ranks 8] [--steps 60] [--remainders]
 
 Genuine Megatron 0.19.2 trains on CPU ranks (pipelines of two) and saves asynchronously every eighth iteration; jobs
 with the package and without it (`MCORE_CKPT_EXT=0`, Megatron's own flags for the same save) run in turn. The stall of a
 save is the time in `save_checkpoint` and in `maybe_finalize_async_save` on rank 0. The first save of a job is left out:
 the sidecar is gathered then, once, and the processes warm up; it is told by itself. Beside the ratio of the medians,
 which is noise on a small machine, stands the time spent in this package's own functions, measured in the same saves.
+
+With `--remainders` the jobs have a precision-aware optimizer, so that the package also digests its remainders at every
+save (`digests`, the exchange between the ranks included; goal 2 % of the stall); that is all they are run for.
 
 Then one job with writers slowed by five seconds: the median step under way of a save against the median of all others.
 """
@@ -28,6 +31,7 @@ from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set abo
 
 PLUGIN = Path(__file__).with_name("saving_rank.py")
 STOCK_FLAGS = ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+REMAINDERS = ["--use-precision-aware-optimizer"]
 # Steps between two saves: enough for the first to be on the disk, as in real jobs.
 INTERVAL, SAVES, SLOWED = 8, 6, 5.0
 
@@ -37,8 +41,10 @@ def job(folder: Path, options: argparse.Namespace, name: str, plugged: bool, slo
     iterations, interval = (INTERVAL * SAVES, INTERVAL) if not slowed else (options.steps, options.steps // 3)
     arguments = toy_jobs.tiny_gpt(
         1, 2, iterations=iterations, save=folder / name, save_interval=interval,
-        more=["--num-layers", str(options.layers), "--hidden-size", str(options.hidden), *STOCK_FLAGS],
+        more=["--num-layers", str(options.layers), "--hidden-size", str(options.hidden), *STOCK_FLAGS,
+              *(REMAINDERS if options.remainders else ())],
     )  # fmt: skip
+    plugins = [launch.PRECISION_AWARE, PLUGIN] if options.remainders else [PLUGIN]
     report = folder / f"{name}.json"
     environment = {
         "MCORE_CKPT_EXT": "1" if plugged else "0",
@@ -47,7 +53,7 @@ def job(folder: Path, options: argparse.Namespace, name: str, plugged: bool, slo
         "PYTHONPATH": os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts"), str(REPOSITORY / "benchmarks")]),
     }
     result = launch.run(
-        options.ranks, launch.TRAIN_GPT, arguments, timeout=600, environment=environment, plugin_files=[PLUGIN]
+        options.ranks, launch.TRAIN_GPT, arguments, timeout=600, environment=environment, plugin_files=plugins
     )
     if result.returncode:
         raise SystemExit(result.output[-4000:])
@@ -63,6 +69,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--remainders", action="store_true")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     stalls: dict[bool, list[float]] = {False: [], True: []}
@@ -82,7 +89,10 @@ def main() -> None:
     print(f"in this package's own functions: {part * 1e3:.2f} ms a save, {100 * part / stock:.2f} % of the stall; "
           f"the first save {statistics.median(first) * 1e3:.1f} ms")
     for name in sorted({name for parts in own for name in parts}):
-        print(f"  {name}: {statistics.median(parts.get(name, 0.0) for parts in own) * 1e3:.2f} ms")
+        seconds = statistics.median(parts.get(name, 0.0) for parts in own)
+        print(f"  {name}: {seconds * 1e3:.2f} ms, {100 * seconds / stock:.2f} %")
+    if options.remainders:
+        return
     steps = job(options.folder, options, "slowed", True, SLOWED)["steps"]
     under_way, usual = statistics.median(steps["under way"]), statistics.median(steps["usual"])
     print(f"writers slowed by {SLOWED:.0f} s: a step {under_way * 1e3:.1f} ms under way of a save "

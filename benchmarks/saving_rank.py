@@ -26,6 +26,7 @@ OWN = (
     ("saving.publisher", "Publisher", ("begin", "end")),
     ("saving.strategies", "MegatronWriters", ("claimed",)),
     ("hooks.saving", None, ("problems_on_disk", "stored_bytes")),
+    ("online.digesting", "Digester", ("digests",)),
 )
 measured: dict[str, Any] = {
     "stalls": [],

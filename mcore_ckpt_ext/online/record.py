@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
-
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.layout.digest import added, read, running_digest, written
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import (
     RecordedBucket,
@@ -20,9 +17,8 @@ from mcore_ckpt_ext.layout.sidecar import (
     SaveRecord,
     Sidecar,
 )
-from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
 from mcore_ckpt_ext.online.agreement import gather
-from mcore_ckpt_ext.online.homes.recognition import Chain, keeps_remainders
+from mcore_ckpt_ext.online.digesting import Digester, first_instances
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters
 
 
@@ -38,7 +34,7 @@ class PackingRecorder:
         self._say = say
         self._versions = versions
         self._groups: WeakKeyDictionary[Any, tuple[RecordedGroup, ...]] = WeakKeyDictionary()
-        self._names: WeakKeyDictionary[Any, Mapping[int, str] | None] = WeakKeyDictionary()
+        self._digesters: WeakKeyDictionary[Any, Digester] = WeakKeyDictionary()
 
     def prepared(
         self, chunks: Callable[[], Sequence[Any]], optimizer: Any, arguments: Mapping[str, Any], iteration: int
@@ -56,8 +52,8 @@ class PackingRecorder:
         if optimizer not in self._groups:
             live = chunks()
             self._groups[optimizer] = self._gathered(live, optimizer)
-            self._names[optimizer] = self._names_to_digest(live, optimizer)
-        digests = self._digested(optimizer)
+            self._digesters[optimizer] = Digester(live, optimizer, self._say)
+        digests = self._digesters[optimizer].digests(optimizer)
         return lambda saved: self._text(self._groups[optimizer], arguments, iteration, saved, digests)
 
     def _gathered(self, chunks: Sequence[Any], optimizer: Any) -> tuple[RecordedGroup, ...]:
@@ -67,28 +63,6 @@ class PackingRecorder:
             self._say(f"no sidecar for this job: {type(error).__name__}: {error}")
             own = []
         return merged(group for groups in gather(own) for group in groups)
-
-    def _names_to_digest(self, chunks: Sequence[Any], optimizer: Any) -> Mapping[int, str] | None:
-        """Names by `id` of parameters whose state has digests; None on every rank where none keeps remainders."""
-        if not any(gather(any(map(keeps_remainders, Chain.of(optimizer).distributed)))):
-            return None
-        try:
-            return {number: found.regions[0].name for number, found in live_parameters(chunks).items()}
-        except Exception:  # noqa: BLE001 - reported where they are missed
-            return {}
-
-    def _digested(self, optimizer: Any) -> tuple[RecordedDigests, ...]:
-        """The digests of this save's state, taken while it is being saved; of all its parts, or none."""
-        names = self._names[optimizer]
-        if names is None:
-            return ()
-        own: list[_Part] | None = None
-        try:
-            own = _parts(optimizer, names)
-        except Exception as error:  # noqa: BLE001 - every rank must reach the gathering, and the save must not fail
-            self._say(f"no digests of the optimizer's state in the sidecar: {type(error).__name__}: {error}")
-        of_ranks = gather(own)
-        return () if None in of_ranks else _joined(part for parts in of_ranks for part in parts or ())
 
     def _text(
         self,
@@ -112,69 +86,13 @@ class PackingRecorder:
             return ""
 
 
-_Place = tuple[int, int, str, str]  # child, group, name, kind
-
-
-class _Part(NamedTuple):
-    """What one rank holds of a parameter's state."""
-
-    place: _Place
-    digest: int
-
-
-def _parts(optimizer: Any, names: Mapping[int, str]) -> list[_Part]:
-    """Of what this rank saves; its device is waited for once."""
-    places, digests = [], []
-    for place, values, start in _held(optimizer, names):
-        places.append(place)
-        digests.append(running_digest(values, start))
-    together = [digest.to(digests[0].device) for digest in digests]
-    found = torch.stack(together).tolist() if together else []
-    return [_Part(place, digest) for place, digest in zip(places, found, strict=True)]
-
-
-def _held(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[_Place, torch.Tensor, int]]:
-    """Remainders: what it is, its values as they are saved, and the element of the parameter at which they begin.
-
-    The moments lie where the remainders do, and digests of them would cost four times as much.
-
-    Source: `DistributedOptimizer._get_main_param_and_optimizer_states`, megatron/core/optimizer/distrib_optimizer.py,
-    core_v0.12.1 to 0.19.2, which every format but the legacy one takes its values from.
-    """
-    for number, child in _first_instances(optimizer):
-        for buckets in (found for ranges in child.gbuf_ranges for found in ranges.values()):
-            for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
-                group, order = child.model_param_group_index_map[parameter]
-                state = child.optimizer.state.get(child.optimizer.param_groups[group]["params"][order], {})
-                values, place = state.get("master_param"), (number, child.data_parallel_group_idx, names[id(parameter)])
-                if values is not None and values.dtype == torch.int16:
-                    yield (*place, PARAM_REMAINDER), values, ranges["param"].start
-
-
-def _joined(parts: Iterable[_Part]) -> tuple[RecordedDigests, ...]:
-    groups: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
-    for part in parts:
-        child, group, name, kind = part.place
-        kinds = groups.setdefault((child, group), {}).setdefault(name, {})
-        kinds[kind] = written(added(read(kinds.get(kind, "0")), part.digest))
-    return tuple(RecordedDigests(*place, parameters) for place, parameters in groups.items())
-
-
-def _first_instances(optimizer: Any) -> Iterator[tuple[int, Any]]:
-    """The DistributedOptimizers by number; of several instances, which hold the same, the first."""
-    found = Chain.of(optimizer).distributed
-    for number, child in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
-        if child in found and getattr(child, "distributed_optimizer_instance_id", 0) == 0:
-            yield number, child
-
-
 def recorded_groups(chunks: Sequence[Any], optimizer: Any) -> list[RecordedGroup]:
     """This rank's part of the sidecar: the groups of which it is the first data-parallel rank.
 
     Attributes used, present from core_v0.7.0 to 0.19.2: `buffers`, `data_parallel_group_idx` of the
     DistributedOptimizer; `param_index_map`, `buckets` of its buffers (param_and_grad_buffer.py).
     """
-    writers = [item for item in _first_instances(optimizer) if item[1].data_parallel_group.rank() == 0]
+    writers = [item for item in first_instances(optimizer) if item[1].data_parallel_group.rank() == 0]
     live = live_parameters(chunks) if writers else {}
     return [
         RecordedGroup(number, (child.data_parallel_group_idx,), tuple(_buckets(child, live)))

@@ -7,15 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble
 
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.layout.digest import digest_of, read
-from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
 from tests.harness.cases import Case, Outcomes, load_all
-from tests.harness.jobs import Job, copy_of, differing, train_and_save
+from tests.harness.jobs import Job, copy_of, differing
 from tests.harness.layouts import Layout
 
 NAME = "mcore_ckpt_ext.json"
@@ -111,30 +106,5 @@ def test_the_result_is_the_same(name: str, outcomes: Outcomes, gpt: Job, folder:
     assert differing(assemble(gpt.at_save), assemble(folder / f"{name}-dump")) == []
 
 
-@pytest.fixture(scope="module")
-def aware(folder: Path) -> Job:
-    """Masters as remainders, as Transformer Engine's optimizer keeps them; each parameter's state on two ranks."""
-    more = ["--use-precision-aware-optimizer"]
-    return train_and_save(folder / "aware", Layout(1, 2, 4), more=more, plugins=[launch.PRECISION_AWARE])
-
-
-def test_where_masters_are_remainders_it_keeps_digests_of_them(aware: Job) -> None:
-    """What each rank added up while it was alive is what the checkpoint holds, for every parameter."""
-    digests = Sidecar.from_json((aware.iteration / NAME).read_text()).digests
-    checkpoint = open_checkpoint(aware.iteration)
-    recorded = {
-        (kind, name): read(digest)
-        for group in digests
-        for name, kinds in group.parameters.items()
-        for kind, digest in kinds.items()
-    }
-    stored = {
-        (PARAM_REMAINDER, name): digest_of(checkpoint.tensor(PARAM_REMAINDER, name).read())
-        for name in checkpoint.names(PARAM_REMAINDER)
-    }
-    assert recorded == stored
-    assert len(digests) == 2
-
-
-def test_other_jobs_have_none(saved: Job) -> None:
+def test_it_has_no_digests_where_masters_are_whole(saved: Job) -> None:
     assert sidecar_of(saved)["digests"] == []

@@ -1,0 +1,108 @@
+"""Digests of what a live job saves where its masters are remainders: taken where these lie, added up over all ranks.
+
+The moments lie where the remainders do, and digests of them would cost four times as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt_ext.layout.digest import added, running_digest, written
+from mcore_ckpt_ext.layout.sidecar import RecordedDigests
+from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
+from mcore_ckpt_ext.online.agreement import device_of_collectives, gather
+from mcore_ckpt_ext.online.homes.recognition import Chain, keeps_remainders
+from mcore_ckpt_ext.online.live_model import live_parameters
+
+Place = tuple[int, int, str]
+"""The chained optimizer's number, `dp_group_idx`, and the parameter's name."""
+
+
+class Digester:
+    """Of one optimizer. What there is to digest is agreed on once; then a save exchanges one number for each of it."""
+
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, say: Callable[[str], None]) -> None:
+        """A collective call.
+
+        Args:
+            chunks: the unwrapped model chunks.
+            optimizer: the live optimizer.
+            say: tells the user a line.
+        """
+        self._say = say
+        self._names: Mapping[int, str] = {}
+        own: list[Place] | None = []
+        try:
+            if any(map(keeps_remainders, Chain.of(optimizer).distributed)):
+                live = live_parameters(chunks)
+                self._names = {number: found.regions[0].name for number, found in live.items()}
+                own = [place for place, _, _ in _held(optimizer, self._names)]
+        except Exception as error:  # noqa: BLE001 - every rank must reach the gathering, and the save must not fail
+            self._complain(error)
+            own = None
+        of_ranks = gather(own)
+        places = () if None in of_ranks else {place for found in of_ranks for place in found or ()}
+        self._places = sorted(places)
+
+    def digests(self, optimizer: Any) -> tuple[RecordedDigests, ...]:
+        """The digests of this save's remainders, or none where a rank fails; a collective call where there are any."""
+        if not self._places:
+            return ()
+        totals = torch.zeros(len(self._places) + 1, dtype=torch.int64, device=device_of_collectives())
+        try:
+            totals[:-1] += self._own(optimizer, totals.device)
+        except Exception as error:  # noqa: BLE001 - every rank must reach the sum, and the save must not fail
+            self._complain(error)
+            totals[-1] = 1
+        if dist.is_initialized():
+            dist.all_reduce(totals)  # int64 wraps around, as digests do
+        *sums, failures = totals.tolist()
+        return () if failures else self._recorded(sums)
+
+    def _own(self, optimizer: Any, device: torch.device) -> torch.Tensor:
+        """This rank's part of every digest; nobody waits for its device."""
+        numbers = {place: number for number, place in enumerate(self._places)}
+        where, parts = [], []
+        for place, values, start in _held(optimizer, self._names):
+            if values is not None and values.dtype == torch.int16:
+                where.append(numbers[place])
+                parts.append(running_digest(values, start).to(device))
+        totals = torch.zeros(len(self._places), dtype=torch.int64, device=device)
+        return totals.index_add_(0, torch.tensor(where, device=device), torch.stack(parts)) if parts else totals
+
+    def _recorded(self, sums: Sequence[int]) -> tuple[RecordedDigests, ...]:
+        groups: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
+        for (child, group, name), total in zip(self._places, sums, strict=True):
+            if total:  # what no rank has kept yet has none
+                groups.setdefault((child, group), {})[name] = {PARAM_REMAINDER: written(added(total))}
+        return tuple(RecordedDigests(*group, parameters) for group, parameters in groups.items())
+
+    def _complain(self, error: Exception) -> None:
+        self._say(f"no digests of the optimizer's state in the sidecar: {type(error).__name__}: {error}")
+
+
+def _held(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[Place, torch.Tensor | None, int]]:
+    """What this rank saves: its place, its values where it has any yet, and the element at which they begin.
+
+    Source: `DistributedOptimizer._get_main_param_and_optimizer_states`, megatron/core/optimizer/distrib_optimizer.py,
+    core_v0.12.1 to 0.19.2, which every format but the legacy one takes its values from.
+    """
+    for number, child in first_instances(optimizer):
+        for buckets in (found for ranges in child.gbuf_ranges for found in ranges.values()):
+            for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
+                group, order = child.model_param_group_index_map[parameter]
+                stepped = child.optimizer.param_groups[group]["params"][order]
+                values = child.optimizer.state.get(stepped, {}).get("master_param")
+                yield (number, child.data_parallel_group_idx, names[id(parameter)]), values, ranges["param"].start
+
+
+def first_instances(optimizer: Any) -> Iterator[tuple[int, Any]]:
+    """The DistributedOptimizers by number; of several instances, which hold the same, the first."""
+    found = Chain.of(optimizer).distributed
+    for number, child in enumerate(getattr(optimizer, "chained_optimizers", [optimizer])):
+        if child in found and getattr(child, "distributed_optimizer_instance_id", 0) == 0:
+            yield number, child
