@@ -87,6 +87,7 @@ class PrecisionAwareAdam(FusedAdam):
         """Moments of zero; the master is the parameter."""
         for name in MOMENTS:
             self.state[param][name] = torch.zeros_like(param, dtype=self.dtypes[name])
+            self.scales[param, name] = torch.ones(())
         if not self.master_weights:
             return
         dtype = self._dtype(param, MASTER)

@@ -11,6 +11,8 @@ import pytest
 
 VARIABLE = "MEGATRON_LM_PATH"
 with_checkout = pytest.mark.skipif(VARIABLE not in os.environ, reason=f"{VARIABLE} names no checkout")
+EITHER = [pytest.param(False, id="installed"), pytest.param(True, id="checkout", marks=with_checkout)]
+"""Parameters of a fixture: whether it runs a checkout, which it does where there is one."""
 
 
 def full_version() -> str:

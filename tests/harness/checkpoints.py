@@ -15,7 +15,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -24,9 +24,12 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from mcore_ckpt_ext.formats.checkpoint import Checkpoint
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.layout.sidecar import RecordedBucket, RecordedGroup, RecordedParameter, Sidecar
 from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.offline.comparison import compare
+from mcore_ckpt_ext.offline.conversion import convert
+from mcore_ckpt_ext.targets import Canonical, Legacy, Target, TorchDist
 
 FOLDER_VARIABLE = "TEST_DATA_UNPACKED"
 _DATA = Path(__file__).parents[1] / "data"
@@ -138,6 +141,29 @@ def everything_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
         for kind in checkpoint.kinds()
         for name in checkpoint.names(kind)
     }
+
+
+def assert_converted(run: Path, truth: Mapping[str, torch.Tensor], folder: Path, *, legacy: bool = True) -> None:
+    """A checkpoint in every format of both times, and from there back into torch_dist, is the truth in every bit.
+
+    Args:
+        run: the run folder.
+        truth: what was live when it was saved.
+        folder: where to write.
+        legacy: whether legacy files can hold it.
+    """
+    targets: list[Target] = [TorchDist(megatron_version="0.16"), TorchDist(megatron_version="0.19"), Canonical()]
+    targets += [Legacy(megatron_version="0.19")] * legacy
+    for number, target in enumerate(targets):
+        there, back = folder / f"{number} {target.name}", folder / f"{number} back"
+        convert(run, there, target)
+        convert(there, back, TorchDist(megatron_version="0.19"))
+        for written in (there, back):
+            found = everything_in(open_checkpoint(written))
+            assert found.keys() == truth.keys(), f"{written}: {sorted(found.keys() ^ truth.keys())}"
+            for key, expected in truth.items():
+                assert torch.equal(found[key].view(torch.uint8), expected.contiguous().view(torch.uint8)), key
+        assert compare(run, back).equal
 
 
 def recorded_layout(fixture: Fixture) -> Sidecar:

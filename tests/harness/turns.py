@@ -14,6 +14,7 @@ from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import FOLDER_VARIABLE
 from megatron_on_cpu.record_losses import FILE_VARIABLE
 
+from tests.harness.checkouts import checkout_job
 from tests.harness.jobs import RANK_SCRIPTS, SAVED, TIME_LIMIT, Job, described, finished
 from tests.harness.layouts import Layout
 
@@ -42,7 +43,7 @@ class Turn:
             saves: whether it saves; the checkpoint of iteration 4 is then the newest, whatever comes after it.
             until: its last iteration.
             environment: variables for its time.
-            stock: it runs without this package.
+            stock: it runs without this package; saves come before such a turn, for their wrappers do not come back.
             options: of `run_job`: `load` (the run of an earlier turn may be one), `more`, `optimizer`, `precision`.
         """
         self.folder, self.layout = folder, layout
@@ -74,8 +75,14 @@ class Results(dict[str, launch.RunResult]):
         return finished(turn.folder, turn.layout, self[name])
 
 
-def run_in_turn(folder: Path, turns: Sequence[Turn], plugins: Sequence[Path] = ()) -> Results:
-    """Run the jobs, one after the other; one that fails must do so on all of its ranks."""
+def run_in_turn(
+    folder: Path, turns: Sequence[Turn], plugins: Sequence[Path] = (), *, of_checkout: bool = False
+) -> Results:
+    """Run the jobs, one after the other; one that fails must do so on all of its ranks.
+
+    `of_checkout`: with the Megatron-LM that MEGATRON_LM_PATH names, and its own script.
+    """
+    script = {"TEST_SCRIPT": str(checkout_job()["script"])} if of_checkout else {}
     order = folder / "order.json"
     order.write_text(json.dumps([turn.order for turn in turns]))
     (ranks,) = {turn.layout.ranks for turn in turns}
@@ -85,7 +92,8 @@ def run_in_turn(folder: Path, turns: Sequence[Turn], plugins: Sequence[Path] = (
         RANK_SCRIPTS / "jobs_in_turn.py",
         [],
         timeout=TIME_LIMIT + 60 * len(turns),
-        environment={"TEST_ORDER": str(order), FILE_VARIABLE: unused, FOLDER_VARIABLE: unused},
+        megatron=checkout_job()["megatron"] if of_checkout else None,
+        environment={**script, "TEST_ORDER": str(order), FILE_VARIABLE: unused, FOLDER_VARIABLE: unused},
         plugin_files=plugins,
         log_file=folder / "log",
     )

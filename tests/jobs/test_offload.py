@@ -13,6 +13,7 @@ from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble, parameter_settings
 
 from mcore_ckpt_ext import Canonical, convert, verify
+from tests.harness.checkouts import EITHER
 from tests.harness.jobs import (
     LAST,
     RANK_SCRIPTS,
@@ -38,8 +39,8 @@ def offloading(fraction: float, *more: str, model: list[str] = LLAMA) -> list[st
     return [*model, *offload, "--optimizer-offload-fraction", str(fraction), *more]
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+@pytest.fixture(scope="module", params=EITHER)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Three jobs that save, trained to the end, so that what comes after the checkpoint is known; and who resumes."""
     folder = tmp_path_factory.mktemp("offload")
     half, none, tied = (folder / name / "checkpoints" for name in ("half", "none", "tied"))
@@ -59,7 +60,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         Turn(folder / "switched on", OTHER, more=offloading(1.0), load=none),
         Turn(folder / "tied, TP2", OTHER, more=both, load=tied),
     ]  # fmt: skip
-    return run_in_turn(folder, turns, plugins=[launch.CPU_OFFLOAD, UNEVEN])
+    return run_in_turn(folder, turns, [launch.CPU_OFFLOAD, UNEVEN], of_checkout=request.param)
 
 
 @pytest.fixture(scope="module")

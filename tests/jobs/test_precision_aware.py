@@ -7,12 +7,21 @@ All jobs are one launch.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble
 from megatron_on_cpu.precision_aware import REMAINDERS_VARIABLE, split
 
+from mcore_ckpt_ext import open_checkpoint, verify
+from mcore_ckpt_ext.layout.digest import digest_of, read
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
+from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
+from tests.harness.checkouts import EITHER
+from tests.harness.checkpoints import assert_converted
 from tests.harness.jobs import LAST, SAVED, Job, assert_same_training_state, differing
 from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA
@@ -22,21 +31,24 @@ LAYOUT = Layout(1, 2, 4)
 OTHER = Layout(2, 1, 4)
 AWARE = [*LLAMA, "--use-precision-aware-optimizer"]
 REDUCED = [*AWARE, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp16"]
+# Masters and moments of few bits, divided by a scale of each shard.
+HALF = [*AWARE, "--main-params-dtype", "fp16", "--exp-avg-dtype", "fp16", "--exp-avg-sq-dtype", "bf16"]
 WHOLE = {REMAINDERS_VARIABLE: "0"}
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Two jobs that save, trained to the end, so that what comes after the checkpoint is known; and who resumes.
+@pytest.fixture(scope="module", params=EITHER)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Three jobs that save, trained to the end, so that what comes after the checkpoint is known; and who resumes.
 
     Among the masters of plain Adam are such at exactly half of a step of bf16, whose remainder belongs to the weight
     above.
     """
     folder = tmp_path_factory.mktemp("aware")
-    remainders, masters = folder / "remainders" / "checkpoints", folder / "masters" / "checkpoints"
+    remainders, masters, half = (folder / name / "checkpoints" for name in ("remainders", "masters", "half"))
     turns = [
         Turn(folder / "remainders", LAYOUT, more=AWARE, saves=True, until=LAST),
         Turn(folder / "masters", LAYOUT, more=LLAMA, saves=True, until=LAST),
+        Turn(folder / "half", LAYOUT, more=HALF, saves=True, until=LAST),
         Turn(folder / "stock", LAYOUT, more=LLAMA, load=remainders, stock=True),
         Turn(folder / "stock's own", LAYOUT, more=AWARE, load=remainders, until=LAST),
         Turn(folder / "remainders, TP2", OTHER, more=AWARE, load=remainders, until=LAST),
@@ -47,8 +59,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         Turn(folder / "on, same layout", LAYOUT, more=AWARE, load=masters, until=LAST),
         Turn(folder / "on, TP2", OTHER, more=AWARE, load=masters, until=LAST),
         Turn(folder / "reduced", OTHER, more=REDUCED, load=masters, environment=WHOLE),
+        Turn(folder / "half, same layout", LAYOUT, more=HALF, load=half, until=LAST),
+        Turn(folder / "half, TP2", OTHER, more=HALF, load=half, until=LAST),
+        Turn(folder / "half, off, TP2", OTHER, more=LLAMA, load=half, until=LAST),
     ]  # fmt: skip
-    return run_in_turn(folder, turns, plugins=[launch.PRECISION_AWARE])
+    return run_in_turn(folder, turns, [launch.PRECISION_AWARE], of_checkout=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +123,50 @@ def test_reduced_moments_take_the_nearest_numbers_of_their_dtype(masters: Job, r
                 torch.testing.assert_close(found[name], values, rtol=step, atol=float(values.abs().max()) * 2**-14)
     kept = [name for name in expected if name.startswith(("weight.", "fp32_param."))]
     assert differing({name: expected[name] for name in kept}, {name: found[name] for name in kept}) == []
+
+
+def test_masters_of_half_precision_are_proven_to_be_near(results: Results, tmp_path: Path) -> None:
+    """The fp32 numbers on the disk are those that fp16 could hold, which are not those that were rounded to weights."""
+    saved, off = results.job("half"), results.job("half, off, TP2")
+    truth = assemble(saved.at_save)
+    assert differing(truth, assemble(off.at_load)) == []
+    for resumed in (off, results.job("half, TP2")):
+        assert "parameters proven within fp16 rounding of their weights" in resumed.output
+        assert_same_training_state(saved.at_save, resumed.at_load)
+        assert_losses_go_on(saved, resumed)
+    found = assemble(results.job("half, TP2").at_load)  # other shards have other scales
+    for name, values in truth.items():
+        torch.testing.assert_close(found[name], values, rtol=2**-7, atol=float(values.abs().max()) * 2**-24)
+    own = results.job("half, same layout")
+    assert own.losses == {number: loss for number, loss in saved.losses.items() if number > SAVED}
+    assert not any("optimizer resumed" in line for line in own.said)
+    verification = verify(saved.run)
+    assert verification.sound
+    assert any("within fp16 rounding of their weights" in check.extent for check in verification.checks)
+    assert_converted(saved.run, truth, tmp_path)
+
+
+def test_where_masters_are_remainders_the_sidecar_keeps_digests_of_them(remainders: Job) -> None:
+    """What each rank added up while it was alive is what the checkpoint holds, for every parameter."""
+    digests = Sidecar.from_json((remainders.iteration / SIDECAR_FILE).read_text()).digests
+    checkpoint = open_checkpoint(remainders.iteration)
+    recorded = {
+        (kind, name): read(digest)
+        for group in digests
+        for name, kinds in group.parameters.items()
+        for kind, digest in kinds.items()
+    }
+    stored = {
+        (PARAM_REMAINDER, name): digest_of(checkpoint.tensor(PARAM_REMAINDER, name).read())
+        for name in checkpoint.names(PARAM_REMAINDER)
+    }
+    assert recorded == stored
+    assert len(digests) == 2
+
+
+@pytest.mark.parametrize("name", ["masters", "half"])
+def test_other_jobs_have_none(name: str, results: Results) -> None:
+    assert Sidecar.from_json((results.job(name).iteration / SIDECAR_FILE).read_text()).digests == ()
 
 
 def assert_same_masters_and_moments(saved: Job, resumed: Job) -> None:

@@ -1,12 +1,14 @@
 """What `convert` wrote, in genuine Megatron-LM without this package: it resumes, and every live element is the truth's.
 
-The default runs use megatron-core 0.19.2; with MEGATRON_LM_PATH, a checkout resumes torch_dist and legacy files.
+The default runs use megatron-core 0.19.2, all of them in one launch; with MEGATRON_LM_PATH, a checkout resumes
+torch_dist and legacy files.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megatron_on_cpu.dump_optimizer import assemble
@@ -14,11 +16,12 @@ from megatron_on_cpu.dump_optimizer import assemble
 import mcore_ckpt_ext
 from mcore_ckpt_ext.targets import Target
 from tests.harness import jobs
-from tests.harness.checkouts import checkout_job, full_version, with_checkout
+from tests.harness.checkouts import EITHER, checkout_job, full_version, with_checkout
 from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import LEGACY, OFF, SAVED, differing
 from tests.harness.layouts import SEQUENCE, Layout
 from tests.harness.models import LLAMA, experts
+from tests.harness.turns import Results, Turn, run_in_turn
 
 NO_RANDOM_STATE = ["--no-load-rng"]
 
@@ -31,37 +34,60 @@ def resume(
     target: Target,
     *,
     checkout: bool = False,
-    distributed: bool = True,
 ) -> None:
     source = fixture_named(fixture)
     mcore_ckpt_ext.convert(source.run, folder / "run", target)
     layout = replace(layout, vocabulary=source.job["args"]["padded_vocab_size"])
     how = checkout_job() if checkout else {}
-    job = jobs.resume(folder, layout, folder / "run", more=more, environment=OFF, distributed=distributed, **how)
+    job = jobs.resume(folder, layout, folder / "run", more=more, environment=OFF, **how)
     assert job.said == []
     # It went on from the stored iteration; a loader that found nothing would begin with the first.
     assert list(job.losses) == [SAVED + 1]
     assert differing(source.truth, assemble(job.at_load)) == []
 
 
-@pytest.mark.parametrize(
-    ("fixture", "layout", "more"),
-    [
-        ("p10", Layout(2, 2, 8), []),
-        ("p02", Layout(1, 1, 2), LLAMA),
-        ("p08b", Layout(1, 4, 4), []),
-        ("p09", Layout(2, 2, 8), experts(2, "--sequence-parallel")),
-    ],
-)
-def test_torch_dist_in_stock_megatron(fixture: str, layout: Layout, more: list[str], tmp_path: Path) -> None:
-    """Written from dp_reshardable of 0.19 and 0.16, from legacy files, and from experts of two ranks."""
-    resume(fixture, layout, tmp_path, more, mcore_ckpt_ext.TorchDist(megatron_version="0.19.2"))
+# Written from dp_reshardable of 0.16 and 0.19, from legacy files, from experts of two ranks, and of every optimizer:
+# what was offloaded, or kept as remainders, is Adam's in a DistributedOptimizer; the others stay what they were.
+WHOLE, MUON = (), ("--optimizer", "muon")
+TORCH_DIST: dict[str, tuple[Layout, dict[str, Any]]] = {
+    "p02": (Layout(1, 1, 4), {"more": LLAMA}),
+    "p08b": (Layout(1, 4, 4), {}),
+    "p09": (Layout(2, 1, 4), {"more": experts(2, *SEQUENCE)}),
+    "p10": (Layout(2, 2, 4), {}),
+    "p41": (Layout(1, 2, 4), {"optimizer": WHOLE}),
+    "p42": (Layout(2, 1, 4), {"optimizer": WHOLE, "precision": ()}),
+    "p43": (Layout(2, 1, 4), {"optimizer": MUON}),
+    "p44": (Layout(2, 1, 4), {"optimizer": (*MUON, "--use-distributed-optimizer")}),
+    "p45": (Layout(2, 1, 4), {}),
+    "p46": (Layout(1, 2, 4), {}),
+    "p47": (Layout(2, 1, 4), {}),
+    "p47b": (Layout(2, 1, 4), {}),
+    "p48": (Layout(1, 2, 4), {}),
+}
 
 
-def test_torch_dist_without_a_distributed_optimizer_in_stock_megatron(tmp_path: Path) -> None:
-    """It is written as it was, so that stock Megatron reshards it itself."""
-    target = mcore_ckpt_ext.TorchDist(megatron_version="0.19.2")
-    resume("p41", Layout(1, 2, 4), tmp_path, model_of("p41"), target, distributed=False)
+@pytest.fixture(scope="module", params=EITHER)
+def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder, turns = tmp_path_factory.mktemp("stock"), []
+    target = mcore_ckpt_ext.TorchDist(megatron_version=full_version() if request.param else "0.19.2")
+    for name, (layout, options) in TORCH_DIST.items():
+        source = fixture_named(name)
+        mcore_ckpt_ext.convert(source.run, folder / f"{name} run", target)
+        layout = replace(layout, vocabulary=source.job["args"]["padded_vocab_size"])
+        options = {"more": model_of(name), **options}
+        turns.append(Turn(folder / name, layout, load=folder / f"{name} run", stock=True, **options))
+    return run_in_turn(folder, turns, of_checkout=request.param)
+
+
+@pytest.mark.parametrize("fixture", TORCH_DIST)
+def test_torch_dist_in_stock_megatron(fixture: str, resumed: Results) -> None:
+    if "muon" in TORCH_DIST[fixture][1].get("optimizer", ()):
+        pytest.importorskip("emerging_optimizers", reason="the extra `test` installs it")
+    job = resumed.job(fixture)
+    assert job.said == []
+    assert list(job.losses) == [SAVED + 1]
+    truth = {key: value for key, value in fixture_named(fixture).truth.items() if "param_remainder." not in key}
+    assert differing(truth, assemble(job.at_load)) == []
 
 
 def model_of(fixture: str) -> list[str]:

@@ -1,4 +1,7 @@
-"""Runs the genuine `pretrain` once for each job of the order, as if each began in a process of its own."""
+"""Runs the genuine `pretrain` once for each job of the order, as if each began in a process of its own.
+
+TEST_SCRIPT names a checkout's own `pretrain_gpt.py`; without it, megatron-core is the installed one.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import gc
 import importlib
 import json
 import os
+import runpy
 import sys
 import traceback
 from collections.abc import Callable
@@ -13,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megatron_on_cpu import train_gpt
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.hooks.announce import Said
 from mcore_ckpt_ext.hooks.process import PROCESS
 
-parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
 _FORGET = {
     "megatron.training.global_vars": "destroy_global_vars",
     "megatron.core.num_microbatches_calculator": "destroy_num_microbatches_calculator",
@@ -47,17 +49,33 @@ def run(job: dict[str, Any]) -> None:
     os.environ.update(job["environment"])
     sys.argv[1:] = job["arguments"]
     say(f"=== begins: {job['name']}")
-    say(f"=== ended with code {code_of(train_gpt.main)}")
+    say(f"=== ended with code {code_of(train)}")
     for name in job["environment"]:
         del os.environ[name]
     for module, function in _FORGET.items():
-        getattr(importlib.import_module(module), function)()
+        getattr(importlib.import_module(module), function, lambda: None)()
     gc.collect()
+    leave_groups()
     torch.distributed.barrier()
     if torch.distributed.get_rank() == 0:
         for path, text in job["newest"].items():
             Path(path).write_text(text)
     torch.distributed.barrier()
+
+
+def leave_groups() -> None:
+    """End the job's process groups, which Megatron only forgets: each keeps threads that look for work."""
+    groups = torch.distributed.distributed_c10d._world.pg_map
+    for group in [group for group in groups if group is not torch.distributed.group.WORLD]:
+        torch.distributed.destroy_process_group(group)
+
+
+def train() -> None:
+    """What the command line says."""
+    if script := os.environ.get("TEST_SCRIPT"):
+        runpy.run_path(script, run_name="__main__")
+    else:
+        importlib.import_module("megatron_on_cpu.train_gpt").main()
 
 
 def say(line: str) -> None:

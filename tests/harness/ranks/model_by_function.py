@@ -1,4 +1,4 @@
-"""Plugin: Megatron 0.19 builds the model by a function, as its scripts other than pretrain_gpt.py have it do.
+"""Plugin: where TEST_BY_FUNCTION is set, Megatron 0.19 builds the model by a function, as most scripts have it do.
 
 Only then `--optimizer muon --use-distributed-optimizer` gives Adam's part to a DistributedOptimizer of its own: the way
 by the model's configuration does not lay out the buffers for it (`setup_model_and_optimizer` and `get_model`,
@@ -8,6 +8,7 @@ megatron/training/training.py, 0.19.1, 0.19.2).
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from megatron.training import training
@@ -18,7 +19,12 @@ def install() -> None:
     original = training.setup_model_and_optimizer
 
     @functools.wraps(original)
-    def setup(model_type: Any, *, cfg_container: Any, **keywords: Any) -> Any:
+    def setup(*positional: Any, **keywords: Any) -> Any:
+        if "TEST_BY_FUNCTION" not in os.environ:
+            return original(*positional, **keywords)
+        return by_function(*positional, **keywords)
+
+    def by_function(model_type: Any, *, cfg_container: Any, **keywords: Any) -> Any:
         configuration = cfg_container.model
 
         def provide(config: Any = None, **stage: Any) -> Any:
