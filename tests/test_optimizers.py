@@ -17,6 +17,8 @@ from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.offline.findings import PROOF
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.online.param_groups import carried_groups
+from mcore_ckpt_ext.optimizers.groups import ADAM, LION, MOMENTUM, keeps_nothing, rule_of, rule_that_keeps
 from mcore_ckpt_ext.targets import Canonical, Legacy, TorchDist
 from tests.harness.checkpoints import APART, Fixture, everything_in, fixture_named
 
@@ -196,6 +198,18 @@ def test_classes_of_an_offloaded_optimizer_are_not_written(tmp_path: Path) -> No
         groups = open_checkpoint(tmp_path / to).param_groups()
         assert groups and not any("cpu_optimizer_cls" in group for group in groups)
         assert all(group["offload_fraction"] == 0.5 for group in groups)
+
+
+def test_groups_of_one_model_are_told_apart_by_their_rule() -> None:
+    adam, lion = {"betas": (0.9, 0.95), "eps": 1e-8}, {"betas": (0.95, 0.98)}
+    muon, sgd, plain = {"momentum": 0.95, "nesterov": True}, {"momentum": 0.9, "dampening": 0}, {"momentum": 0}
+    assert list(map(rule_of, (adam, lion, muon, sgd, plain))) == [ADAM, LION, MOMENTUM, MOMENTUM, MOMENTUM]
+    kinds = [{"exp_avg", "exp_avg_sq"}, {"exp_avg"}, {"momentum_buffer"}, {"momentum_buffer"}, set()]
+    assert list(map(rule_that_keeps, kinds)) == [ADAM, LION, MOMENTUM, MOMENTUM, MOMENTUM]
+    assert [keeps_nothing([group]) for group in (adam, lion, muon, sgd, plain)] == [False] * 4 + [True]
+    assert not keeps_nothing([])
+    one, other = ({"wd_mult": 1.0, "lr_mult": 1.0, **rule, "lr": lr} for rule, lr in ((adam, 0.1), (lion, 0.2)))
+    assert [group["lr"] for group in carried_groups([{**other, "lr": 0}], [one, other])] == [0.2]
 
 
 DESCRIBED = {

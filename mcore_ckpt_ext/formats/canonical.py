@@ -74,12 +74,13 @@ class CanonicalCheckpoint(Checkpoint):
     @property
     @override
     def stored_optimizer_format(self) -> str | None:
-        return NAME if self._arrays.kinds else None
+        return NAME if self._arrays.kinds or self._about.get("chain") else None
 
     @property
     @override
     def optimizer(self) -> OptimizerState:
-        return with_masters(_Optimizer(self._arrays, frozenset(self._about.get("undistributed", ()))), self._arrays)
+        state = _Optimizer(self._arrays, frozenset(self._about.get("undistributed", ())))
+        return with_masters(state, self._arrays, lambda: self.models.weights)
 
     @property
     @override

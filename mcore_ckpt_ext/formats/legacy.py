@@ -30,7 +30,14 @@ from mcore_ckpt_ext.formats.legacy_ranks import (
     is_model_chunk,
 )
 from mcore_ckpt_ext.formats.legacy_weights import LegacyWeights, RankModel
-from mcore_ckpt_ext.formats.portable_state import inner_state, once, portable_child, portable_group, several_steps
+from mcore_ckpt_ext.formats.portable_state import (
+    has_experts,
+    inner_state,
+    once,
+    portable_child,
+    portable_group,
+    several_steps,
+)
 from mcore_ckpt_ext.formats.unread import (
     COMMON_KEYS,
     UNKNOWN,
@@ -121,11 +128,13 @@ class LegacyCheckpoint(Checkpoint):
                 helps="resume with --no-load-optim for the weights alone",
             )
         masters = LegacyMasters(self._rank_optimizers(), self.arguments, self.layout, self.transfer)
-        return with_masters(masters, self.weights)
+        return with_masters(masters, self.weights, lambda: self.models.weights)
 
     @cached_property
     def experts_apart(self) -> bool:
-        """Whether there is one chained optimizer more than the dense chunks need."""
+        """Whether there is one chained optimizer more than the dense chunks need, or groups of experts alone."""
+        if self.optimizer_format == PER_PARAMETER:
+            return has_experts(child for rank in self._ranks for child in rank.optimizers)
         return self._children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
 
     def layers(self) -> list[list[range]]:

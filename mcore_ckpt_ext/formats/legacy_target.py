@@ -20,7 +20,7 @@ from mcore_ckpt_ext.formats.legacy_flat_state import FlatStates
 from mcore_ckpt_ext.formats.legacy_models import TargetModels
 from mcore_ckpt_ext.formats.legacy_ranks import MODEL_FILE, OPTIMIZER_FILE, LegacyRank
 from mcore_ckpt_ext.formats.legacy_whole_state import WholeStates
-from mcore_ckpt_ext.formats.portable_state import PortableState, portable_chain
+from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK, PortableState, portable_chain, undistributed
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
@@ -79,6 +79,8 @@ class LegacyTarget:
         """What the job that reads the files has to know."""
         if self._whole is None:
             yield f"parameters in gradient buffers: the order of {self._models.order.label}"
+        elif any(SHARDING_MARK in child for child in self._checkpoint.chain()):
+            yield "the optimizer is written whole, what was distributed, too: without --use-distributed-optimizer"
         else:
             yield "the optimizer is written as it was: without --use-distributed-optimizer"
         if rows := self._arguments.padded_vocab_size:
@@ -151,12 +153,7 @@ class LegacyTarget:
         """What is written of optimizers that are not distributed; None where there is none."""
         apart = self.layout.expert > 1
         chain = portable_chain(self._checkpoint.chain() if self._checkpoint.optimizer_format else [], apart)
-        if any("param_state_sharding_type" in child for child in chain):
-            raise UnsupportedCheckpointError(
-                "a chain of distributed and other optimizers is not written to legacy files",
-                helps="convert --to torch_dist",
-            )
-        return WholeStates(self._checkpoint, chain, apart) if chain else None
+        return WholeStates(self._checkpoint, undistributed(chain), apart) if chain else None
 
     @cached_property
     def _flat(self) -> FlatStates | None:

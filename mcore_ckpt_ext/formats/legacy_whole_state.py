@@ -16,7 +16,8 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.portable_state import inner_state
 from mcore_ckpt_ext.model_space.names import of_experts
-from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.optimizers.groups import rule_of, rule_that_keeps
 from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 
@@ -35,10 +36,10 @@ class WholeStates:
         self._chain = chain
         self._experts_apart = experts_apart
         state = checkpoint.optimizer
-        self._kinds: dict[str, list[str]] = {}
+        self._kinds: dict[str, list[str]] = {name: [] for name in state.names()}
         for kind in state.carried_kinds:
             for name in state.names(kind) if kind != FP32_PARAM else ():
-                self._kinds.setdefault(name, []).append(kind)
+                self._kinds[name].append(kind)
 
     def of_rank(self, parameters: Sequence[str], part: Part) -> Any:
         """The rank's entry `optimizer`: the state of the only optimizer, or a list of several.
@@ -64,6 +65,7 @@ class WholeStates:
             "state": {
                 number: {**own_step, **{kind: part(kind, name) for kind in self._kinds[name]}}
                 for name, number in numbered.items()
+                if self._kinds[name]
             },
             "param_groups": [
                 {**group, "params": [numbered[name] for name in own]}
@@ -117,5 +119,6 @@ class WholeStates:
     def _steps(self, child: Mapping[str, Any], name: str) -> bool:
         groups = inner_state(child)["param_groups"]
         experts = any(group.get("is_expert_parallel") for group in groups)
-        adam = any("betas" in group for group in groups)
-        return adam == (EXP_AVG in self._kinds[name]) and experts == (self._experts_apart and of_experts(name))
+        if experts != (self._experts_apart and of_experts(name)):
+            return False
+        return any(rule_of(group) == rule_that_keeps(self._kinds[name]) for group in groups)

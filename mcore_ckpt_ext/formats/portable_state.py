@@ -18,6 +18,8 @@ from mcore_ckpt_ext.storage.writable import first_unwritable, hides_a_pickle
 
 WRITTEN_FOR = "mcore_ckpt_ext_written_for"
 """The argument by which a converted checkpoint is known: the version of Megatron that it was written for."""
+SHARDING_MARK = "param_state_sharding_type"
+"""What the entry of a distributed optimizer in a chain has, and no other's."""
 
 # Kept by the job's own state machine for its own ranks; stock does without it when the layout has changed.
 _NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine", "args")
@@ -169,7 +171,7 @@ def portable_chain(chain: Iterable[Mapping[str, Any]], experts_apart: bool) -> l
     """
     children = [portable_child(child) for child in chain]
     groups = [group for child in children for group in inner_state(child)["param_groups"]]
-    if not children or any(group.get("is_expert_parallel") for group in groups) == experts_apart:
+    if not children or has_experts(children) == experts_apart:
         return children
     if len({frozenset(group) - {"is_expert_parallel"} for group in groups}) > 1:
         raise UnsupportedCheckpointError(
@@ -183,6 +185,16 @@ def portable_chain(chain: Iterable[Mapping[str, Any]], experts_apart: bool) -> l
         {**first, "optimizer": {**inner_state(first), "param_groups": own}}
         for own in distinct_groups(groups, experts_apart)
     ]
+
+
+def undistributed(chain: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The same chain, each of it an optimizer of whole parameters."""
+    return [{key: value for key, value in child.items() if key != SHARDING_MARK} for child in chain]
+
+
+def has_experts(chain: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether some chained optimizer has parameter groups of experts alone."""
+    return any(group.get("is_expert_parallel") for child in chain for group in inner_state(child)["param_groups"])
 
 
 def inner_state(child: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -199,7 +211,7 @@ def portable_child(child: Mapping[str, Any]) -> dict[str, Any]:
         inner["state"] = {"common_step": step}
     if "optimizer" not in child:
         return inner
-    kept = {key: child[key] for key in ("grad_scaler", "param_state_sharding_type") if key in child}
+    kept = {key: child[key] for key in ("grad_scaler", SHARDING_MARK) if key in child}
     return {"optimizer": inner, **kept}
 
 

@@ -15,7 +15,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.portable_state import once
+from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
 from mcore_ckpt_ext.formats.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.unread import (
     COMMON_KEYS,
@@ -32,6 +32,10 @@ from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
 from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
 from mcore_ckpt_ext.optimizers.encoding import StoredKeys
+from mcore_ckpt_ext.optimizers.groups import keeps_nothing
+from mcore_ckpt_ext.optimizers.masters import with_masters
+from mcore_ckpt_ext.optimizers.model_space_formats import NOT_DISTRIBUTED
+from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognised
 from mcore_ckpt_ext.planning.extents import RawArray
@@ -92,7 +96,13 @@ class TorchDistCheckpoint(Checkpoint):
     @cached_property
     def stored_optimizer_format(self) -> str | None:
         """What the keys show, whatever the common state calls it."""
-        return format_name(self._optimizer_keys)
+        return NOT_DISTRIBUTED if self._keeps_nothing else format_name(self._optimizer_keys)
+
+    @cached_property
+    def _keeps_nothing(self) -> bool:
+        """Whether it is of SGD without momentum, in fp32: groups, and no array."""
+        groups = [group for child in self._common_optimizers() for group in inner_state(child)["param_groups"]]
+        return keeps_nothing(groups) and not any(True for _ in self._optimizer_keys)
 
     @cached_property
     def _optimizer_keys(self) -> StoredKeys:
@@ -105,9 +115,11 @@ class TorchDistCheckpoint(Checkpoint):
 
     @cached_property
     def experts_apart(self) -> bool:
-        """Whether there is one chained optimizer more than the dense chunks need."""
+        """Whether there is one chained optimizer more than the dense chunks need, or groups of experts alone."""
         children = optimizer_children([*self._index.arrays, *self._index.objects])
-        return children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
+        expected = 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
+        # Formats in model space do not number their optimizers, and keep all groups in the common state.
+        return children > expected or has_experts(self._common_optimizers())
 
     @cached_property
     def optimizer(self) -> OptimizerState:
@@ -116,6 +128,9 @@ class TorchDistCheckpoint(Checkpoint):
         Raises:
             UnsupportedCheckpointError: it is in a format that is not read.
         """
+        if self._keeps_nothing:
+            nothing = ModelSpaceState(self._optimizer_keys, distributed=False)
+            return with_masters(nothing, self.weights, lambda: self.models.weights)
         return open_optimizer(self, self._optimizer_keys)
 
     @override

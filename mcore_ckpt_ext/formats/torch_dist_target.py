@@ -19,7 +19,13 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
-from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, portable_chain
+from mcore_ckpt_ext.formats.portable_state import (
+    SHARDING_MARK,
+    PortableState,
+    distinct_groups,
+    portable_chain,
+    undistributed,
+)
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, in_some_layer, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
@@ -31,6 +37,9 @@ from mcore_ckpt_ext.storage.archive_draft import draft_archive
 OLDEST = (0, 8)
 # A rank that wants part of a chunk reads all of it (torch/distributed/checkpoint/filesystem.py), so chunks stay small.
 CHUNK_BYTES = 128 << 20
+# Layer-wise optimizers have all up to core_v0.19.0; later a DistributedOptimizer may have what Muon does not step
+# (`_get_megatron_emerging_optimizer`, megatron/core/optimizer/__init__.py).
+MIXED_SINCE = (0, 19)
 
 
 class TorchDistTarget:
@@ -54,6 +63,7 @@ class TorchDistTarget:
         self._keys = checkpoint.sharded_keys()
         self._state = PortableState.of(checkpoint, checkpoint.common["args"], version)
         self._source_chain = checkpoint.chain() if checkpoint.optimizer_format is not None else []
+        self._is_mixed = any(SHARDING_MARK in child for child in self._source_chain)
         self._random_states = dict(self._random_state_objects())
 
     def output(self) -> Output:
@@ -75,7 +85,19 @@ class TorchDistTarget:
         small.append(_small_file(".metadata", metadata))
         small.append(replace(_small_file("metadata.json", self._config()), last=True))
         afresh = "the state of the random generators is not carried: they start anew on resuming"
-        return Output([*files, *small], records, (*self._state.notes, *(() if self._random_states else (afresh,))))
+        notes = [*self._state.notes, *(() if self._random_states else (afresh,))]
+        return Output([*files, *small], records, (*notes, *self._about_the_mixture()))
+
+    def _about_the_mixture(self) -> Iterator[str]:
+        """Which jobs load a chain of layer-wise and distributed optimizers."""
+        if self._is_mixed and self._version < MIXED_SINCE:
+            yield "all of the optimizer is written as a layer-wise one has it: that version has no other beside it"
+        elif self._is_mixed:
+            yield (
+                "a part of the optimizer is written for a DistributedOptimizer of its own, as it was: core_v0.19.1 and "
+                "later have one beside a layer-wise optimizer, where the model is built by a function; other jobs "
+                "resume it with this package only"
+            )
 
     def _config(self) -> bytes:
         """`CheckpointingConfig` (megatron/core/dist_checkpointing/core.py); without common backend since 0.19."""
@@ -100,7 +122,9 @@ class TorchDistTarget:
                 yield from self._arrays_of(kind, names, f"optimizer.state.{state}.", distributed)
 
     def _is_distributed(self, name: str) -> bool:
-        return not self._source_chain or self._checkpoint.optimizer.is_distributed(name)
+        if not self._source_chain:
+            return True
+        return self._version >= MIXED_SINCE and self._checkpoint.optimizer.is_distributed(name)
 
     def _arrays_of(
         self, kind: str, names: Sequence[str], prefix: str, distributed: bool = False
@@ -179,9 +203,9 @@ class TorchDistTarget:
             encoding = FULLY_RESHARDABLE if self._version >= (0, 15) else MODEL_SPACE
             children = self._chain(encoding) or self._distributed(encoding)
             common["optimizer"] = dict(enumerate(children)) if len(children) > 1 else children[0]
-            if any("param_state_sharding_type" in child for child in children):
+            if any(SHARDING_MARK in child for child in children):
                 content["distrib_optim_sharding_type"] = encoding
-            arguments.use_distributed_optimizer = all("param_state_sharding_type" in child for child in children)
+            arguments.use_distributed_optimizer = all(SHARDING_MARK in child for child in children)
             arguments.ckpt_fully_parallel_save = True  # up to 0.12 this chooses `fully_sharded_model_space`
         if self._version >= (0, 13):
             written = source.common.get("content_metadata") or {}
@@ -195,14 +219,15 @@ class TorchDistTarget:
     def _chain(self, encoding: str) -> list[dict[str, Any]]:
         """The entry of each chained optimizer, where not all are distributed."""
         children = portable_chain(self._source_chain, self._experts_apart)
-        marked = "param_state_sharding_type"
-        return [{**child, marked: encoding} if marked in child else child for child in children]
+        if self._version < MIXED_SINCE:
+            return undistributed(children)
+        return [{**child, SHARDING_MARK: encoding} if SHARDING_MARK in child else child for child in children]
 
     def _distributed(self, encoding: str) -> list[dict[str, Any]]:
         """The entry of each distributed optimizer: the dense parameters', then the experts'."""
         children = []
         for groups in distinct_groups(self._checkpoint.param_groups(), self._experts_apart):
-            child: dict[str, Any] = {"optimizer": {"param_groups": groups}, "param_state_sharding_type": encoding}
+            child: dict[str, Any] = {"optimizer": {"param_groups": groups}, SHARDING_MARK: encoding}
             scaler = self._checkpoint.grad_scaler()
             if scaler is not None:
                 child["grad_scaler"] = scaler

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint, common_optimizers, sharding_type
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
 from mcore_ckpt_ext.layout.parallel import placement_changes
-from mcore_ckpt_ext.online.homes.recognition import Chain, is_another_kind, stock_stumbles, switched
+from mcore_ckpt_ext.online.homes.recognition import Chain, is_another_kind, kind_named, stock_stumbles, switched
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
 from mcore_ckpt_ext.optimizers.refusals import has_remainders
@@ -114,11 +114,11 @@ def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any]) -> No
     if common is None or release or "args" not in common:
         return
     written = JobArguments.of(vars(common["args"]))
-    if not written.no_save_optim and is_another_kind(written, getattr(arguments, "optimizer", None)):
+    if not written.no_save_optim and is_another_kind(written, kind_named(vars(arguments))):
         raise ModelMismatchError(
             "the checkpoint was written by an optimizer of another kind than the running one",
-            found=f"--optimizer {written.stated.get('optimizer')}",
-            expected=f"--optimizer {arguments.optimizer}",
+            found=f"--optimizer {kind_named(written.stated)}",
+            expected=f"--optimizer {kind_named(vars(arguments))}",
             where=str(name),
             helps="resume with the optimizer of the checkpoint, or with --no-load-optim",
         )
@@ -179,7 +179,7 @@ def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], argu
         checkpoint = open_checkpoint(folder)
         return isinstance(checkpoint, TorchDistCheckpoint) and has_remainders(checkpoint.index)
 
-    return switched(call["optimizer"], written, getattr(arguments, "optimizer", None), stored_remainders)
+    return switched(call["optimizer"], written, kind_named(vars(arguments)), stored_remainders)
 
 
 def _names(optimizer_format: str | None) -> list[str]:

@@ -77,14 +77,16 @@ def _check_drop(checkpoint: Checkpoint, unread: Collection[Unread], drop: Collec
 def _check_can_be_held(checkpoint: Checkpoint, target: Target) -> None:
     """Refuse an optimizer that the target's optimizer is not.
 
-    All that a DistributedOptimizer holds has the same kinds, and in legacy files those of Adam.
+    All that a DistributedOptimizer holds has the same kinds, and in legacy files those of Adam; beside optimizers of
+    whole parameters, legacy files have all of it whole.
 
     Raises:
         UnsupportedCheckpointError: it has other state, not all of it for every parameter, or no parameter groups.
     """
     state = checkpoint.optimizer
     names = {kind: set(state.names(kind)) for kind in state.kinds}
-    distributed = {name for name in state.names() if state.is_distributed(name)}
+    whole = isinstance(target, Legacy) and checkpoint.chain()
+    distributed = {name for name in state.names() if state.is_distributed(name) and not whole}
     held = [names[kind] & distributed for kind in state.carried_kinds if names[kind] & distributed]
     even = all(of_kind == distributed for of_kind in held)
     adam = even and (not distributed or {kind for kind in names if names[kind] & distributed} >= _ADAM)

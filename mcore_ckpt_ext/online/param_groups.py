@@ -11,7 +11,7 @@ from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
-from mcore_ckpt_ext.optimizers.groups import IDENTITY, REFINED_IDENTITY, Group, has_momentum, identity
+from mcore_ckpt_ext.optimizers.groups import ADAM, IDENTITY, REFINED_IDENTITY, Group, identity, rule_of
 
 _SETTINGS = tuple(key for key in IDENTITY if key != "is_expert_parallel")
 # What a group belongs to, and how its steps are computed, not what they compute: the live optimizer's own stay
@@ -53,7 +53,7 @@ def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: in
     Raises:
         UnsupportedCheckpointError: no group has a step, and it does not follow from anything else.
     """
-    lacking = [group for group in stored if "eps" in group and not has_momentum(group) and "step" not in group]
+    lacking = [group for group in stored if "eps" in group and rule_of(group) == ADAM and "step" not in group]
     steps = {int(group["step"]) for group in stored if "step" in group}
     if not lacking or len(steps) > 1:
         return [dict(group) for group in stored]
@@ -78,7 +78,7 @@ def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
 
 def _carried(group: Group, stored: Sequence[Group]) -> dict[str, Any]:
     own = {key: value for key, value in group.items() if key != "params"}
-    stored = [candidate for candidate in stored if has_momentum(candidate) == has_momentum(group)] or stored
+    stored = [candidate for candidate in stored if rule_of(candidate) == rule_of(group)] or stored
     matches = [candidate for candidate in stored if identity(candidate) == identity(group)]
     if not matches:
         # Experts are ordinary parameters as long as there is one expert-parallel rank.

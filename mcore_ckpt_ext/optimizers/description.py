@@ -7,6 +7,7 @@ from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER
+from mcore_ckpt_ext.optimizers.groups import LION, keeps_nothing, rule_of
 
 MOMENTUM = "momentum_buffer"
 _KNOWN = (FP32_PARAM, PARAM_REMAINDER, EXP_AVG, EXP_AVG_SQ, MOMENTUM)
@@ -14,13 +15,17 @@ _KNOWN = (FP32_PARAM, PARAM_REMAINDER, EXP_AVG, EXP_AVG_SQ, MOMENTUM)
 
 def described(kinds: Collection[str], groups: Iterable[Mapping[str, Any]], arguments: JobArguments) -> str:
     """The optimizers that have state of these kinds, and where and how they keep it; empty without any."""
+    groups, names = list(groups), []
     if not kinds:
-        return ""
-    names = []
-    if MOMENTUM in kinds:
-        names.append("SGD with momentum" if arguments.stated.get("optimizer") == "sgd" else "Muon")
-    if EXP_AVG in kinds:
-        names.append("Adam" if EXP_AVG_SQ in kinds else "Lion")
+        return "SGD" if keeps_nothing(groups) else ""
+    if arguments.stated.get("optimizer") == "sgd":
+        names.append("SGD with momentum" if MOMENTUM in kinds else "SGD")
+    elif MOMENTUM in kinds:
+        names.append("Muon")
+    if EXP_AVG in kinds and (EXP_AVG_SQ not in kinds or any(rule_of(group) == LION for group in groups)):
+        names.append("Lion")
+    if EXP_AVG_SQ in kinds:
+        names.append("Adam")
     names += [f"state {kind}" for kind in kinds if kind not in _KNOWN]
     fractions = sorted({float(group["offload_fraction"]) for group in groups if "offload_fraction" in group})
     extras = [f"offloaded to CPUs by {fraction:g}" for fraction in fractions]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
+
 Group = Mapping[str, Any]
+ADAM, LION, MOMENTUM = "Adam", "Lion", "momentum"
 
 IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
 """Of `DistributedOptimizer.load_state_dict`, core_v0.14 to 0.18."""
@@ -15,12 +18,28 @@ REFINED_IDENTITY = (*IDENTITY, *BOUNDS)
 """With the learning rates' bounds, which 0.19 adds (`param_group_identifier_keys`, megatron/core/optimizer)."""
 
 
-def has_momentum(group: Group) -> bool:
-    """Whether a group is Muon's or SGD's, and not Adam's or Lion's; Muon and Adam may differ in nothing else.
+def rule_of(group: Group) -> str:
+    """By which rule a group is stepped: Adam's, Lion's, or that of a momentum, as Muon's and SGD's are.
 
-    Their name stands in the groups since core_v0.17 only (`_get_param_groups`, megatron/core/optimizer/__init__.py).
+    Groups of one model may differ in nothing else, and their optimizer's name stands in them since core_v0.17 only
+    (`_get_param_groups`, megatron/core/optimizer/__init__.py). Lion has Adam's `betas`, and no `eps`
+    (emerging_optimizers/scalar_optimizers/lion.py, 0.3.0).
     """
-    return "momentum" in group or "momentum_beta" in group
+    if "momentum" in group or "momentum_beta" in group:
+        return MOMENTUM
+    return LION if "betas" in group and "eps" not in group else ADAM
+
+
+def rule_that_keeps(kinds: Collection[str]) -> str:
+    """The rule of those whose state is of these kinds, beside the master; SGD without momentum keeps none."""
+    if EXP_AVG in kinds:
+        return ADAM if EXP_AVG_SQ in kinds else LION
+    return MOMENTUM
+
+
+def keeps_nothing(groups: Collection[Group]) -> bool:
+    """Whether SGD without momentum steps all of them, which keeps no state (torch/optim/sgd.py, 2.1 to 2.13)."""
+    return bool(groups) and all(group.get("momentum") == 0 for group in groups)
 
 
 def identity(group: Group, keys: Sequence[str] = IDENTITY) -> tuple[Any, ...]:

@@ -24,11 +24,12 @@ from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.proof import first_mismatch
 from mcore_ckpt_ext.layout.rank_arrays import RankArrays
-from mcore_ckpt_ext.model_space.names import is_module_buffer
+from mcore_ckpt_ext.model_space.names import is_module_buffer, of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM
 from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece
+from mcore_ckpt_ext.optimizers.groups import keeps_nothing
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
@@ -40,7 +41,13 @@ _SAMPLE = 64
 # How a group of Adam is told from all others (Lion has no eps, SGD no betas), and what it keeps for each parameter.
 _ADAM, _MOMENTS_OF_ADAM = frozenset({"betas", "eps"}), frozenset({EXP_AVG, EXP_AVG_SQ})
 
-_Queue = deque[dict[str, TensorReference]]
+
+@dataclass(frozen=True)
+class _Queue:
+    """The state of a group's parameters, the next one first; `of_experts`: experts have groups of their own."""
+
+    items: deque[dict[str, TensorReference]]
+    of_experts: bool
 
 
 @dataclass(frozen=True)
@@ -89,23 +96,28 @@ class LegacyMasters(RankArrays, OptimizerState):
 
     def _add_rank(self, rank: RankOptimizers) -> None:
         queues = [queue for optimizer in rank.optimizers for queue in _queues(optimizer, rank.place.file)]
-        if not all(FP32_PARAM in item for queue in queues for item in queue):
+        items = [item for queue in queues for item in queue.items]
+        if not any(items):
+            return  # SGD without momentum, in fp32
+        if not all(FP32_PARAM in item for item in items):
             if all(weight.storage.dtype != torch.float32 for _, weight in rank.parameters):
                 raise _unknown("no masters", rank.place.file)
-            self._check_all_trained(queues, rank)
+            self._check_all_trained(len(items), rank)
+        apart = any(queue.of_experts for queue in queues)
         for name, weight in rank.parameters:
-            fitting = [queue for queue in queues if queue and self._fits(queue[0], weight, rank.place)]
+            own = [queue.items for queue in queues if queue.items and queue.of_experts == (apart and of_experts(name))]
+            fitting = [items for items in own if self._fits(items[0], weight, rank.place)]
             if len(fitting) > 1:
                 raise self._ambiguous(f"{len(fitting)} groups have state for it", name, rank)
             for kind, tensor in fitting[0].popleft().items() if fitting else ():  # without one: it is not trained
                 self.add(kind, name, tensor, rank.tensor, rank.place)
-        if left := sum(map(len, queues)):
+        if left := sum(len(queue.items) for queue in queues):
             raise self._ambiguous(f"{left} masters or moments fit no weight", "the stored model", rank)
 
-    def _check_all_trained(self, queues: Sequence[_Queue], rank: RankOptimizers) -> None:
+    def _check_all_trained(self, stored: int, rank: RankOptimizers) -> None:
         """In fp32 training only shapes and order tell, and they are certain only where nothing was left out."""
         parameters = [name for name, _ in rank.parameters if not is_module_buffer(name)]
-        if (stored := sum(map(len, queues))) != len(parameters):
+        if stored != len(parameters):
             raise self._ambiguous(f"state of {stored} parameters, of {len(parameters)}", "the stored model", rank)
 
     def _ambiguous(self, found: str, name: str, rank: RankOptimizers) -> PackingError:
@@ -148,15 +160,15 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
         elif masters is not None:
             raise _unknown("masters of other parameters than the optimizer's", where)
         kinds = {frozenset(entry) - {FP32_PARAM} for entry in entries}
-        if len(kinds) > 1 or frozenset() in kinds:
+        if len(kinds) > 1 or (frozenset() in kinds and not keeps_nothing([group])):
             raise _unknown("not the same state for all parameters of a group", where)
         # torch's Adam keeps it beside each parameter.
         counted = "step" in group or all("step" in state.get(parameter, {}) for parameter in group["params"])
-        if EXP_AVG in next(iter(kinds), ()) and not counted:
+        if EXP_AVG_SQ in next(iter(kinds), ()) and not counted:  # Lion counts none
             raise _unknown("no step in a parameter group, nor beside its parameters", where)
         if kinds and group.keys() >= _ADAM and kinds != {_MOMENTS_OF_ADAM}:
             raise _unknown(f"a group of Adam that keeps {', '.join(sorted(kinds.pop()))}", where)
-        queues.append(deque(entries))
+        queues.append(_Queue(deque(entries), bool(group.get("is_expert_parallel"))))
     return queues
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from typing_extensions import override
@@ -113,16 +113,21 @@ class NumbersOfRemainders(WrappedState):
 
 
 class WeightsAsMasters(WrappedState):
-    """A state without masters for fp32 weights: there the weight is the master (`FP32Optimizer`)."""
+    """A state without masters for fp32 weights: there the weight is the master (`FP32Optimizer`).
 
-    def __init__(self, state: OptimizerState, weights: Source) -> None:
+    `trained`: the parameters of a state that names none, as that of SGD without momentum.
+    """
+
+    def __init__(self, state: OptimizerState, weights: Source, trained: Collection[str] = ()) -> None:
         super().__init__(state)
         self._weights = weights
+        self._trained = list(trained)
         self.kinds = tuple(dict.fromkeys((FP32_PARAM, *state.kinds)))
 
     @override
     def names(self, kind: str | None = None) -> list[str]:
         names = self.state.names(kind if kind != FP32_PARAM else None)
+        names = names or (self._trained if kind in (FP32_PARAM, None) else [])
         return [name for name in names if kind != FP32_PARAM or self.logical_tensor(kind, name) is not None]
 
     @override
@@ -144,14 +149,22 @@ class WeightsAsMasters(WrappedState):
         return weight if weight is not None and weight.dtype == "float32" else None
 
 
-def with_masters(state: OptimizerState, weights: Source) -> OptimizerState:
-    """The same state, with masters where it stores what they are derived from."""
+def with_masters(
+    state: OptimizerState, weights: Source, trained: Callable[[], Collection[str]] = tuple
+) -> OptimizerState:
+    """The same state, with masters where it stores what they are derived from.
+
+    Args:
+        state: as it is stored.
+        weights: the model's arrays.
+        trained: the parameters, asked for where the state names none.
+    """
     if PARAM_REMAINDER in state.kinds:
         return JoinedMasters(state, weights)
     if state.buffers:  # which hold every parameter's master, fp32 or not
         return state
-    masters = set(state.names(FP32_PARAM))
-    return state if masters.issuperset(state.names()) else WeightsAsMasters(state, weights)
+    masters, names = set(state.names(FP32_PARAM)), state.names() or trained()
+    return state if masters.issuperset(names) else WeightsAsMasters(state, weights, names)
 
 
 def _as_stored(kind: str | None) -> str | None:

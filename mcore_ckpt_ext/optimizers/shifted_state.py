@@ -140,8 +140,8 @@ def shifted_names(models: LocalModels, order: ParameterOrder) -> list[str]:
 def _shifted(models: LocalModels, order: ParameterOrder) -> dict[str, list[_Shifted]]:
     """All local parameters after some end padding, by name; those that hold the copy to read first come first."""
     found: dict[str, list[_Shifted]] = {}
-    ranks = sorted({rank for name in models.weights for rank in models.ranks_of(name)})
-    for rank in ranks:
+    ranks = {rank for name in models.weights for rank in models.ranks_of(name)}
+    for rank in sorted(ranks, key=lambda rank: (rank.pipeline, rank.tensor, rank.expert is not None, rank.expert or 0)):
         stages = range(models.layout.virtual_pipeline)
         for buffer in packed_buffers(models, order, PackingRule.SINCE_0_13, rank, stages) or []:
             for origin, bucket in zip(buffer.joined_origins(), buffer.buckets, strict=True):

@@ -1,8 +1,9 @@
-"""Jobs of genuine Megatron-LM 0.19.2 with Muon: whole, layer-wise, and layer-wise beside a DistributedOptimizer.
+"""Jobs of genuine Megatron-LM 0.19.2 with Muon and Lion: whole, layer-wise, and beside a DistributedOptimizer.
 
 Stock reshards the first two by itself as long as there are the same parameter groups on both sides, and refuses or
 fails with the third: under another layout, and where one kind becomes another. Muon's update depends on tensor
 parallelism, so losses after such a change are near those of the uninterrupted run, with stock's resharding, too.
+All jobs are one launch.
 """
 
 from __future__ import annotations
@@ -13,75 +14,140 @@ from pathlib import Path
 import pytest
 from megatron_on_cpu.dump_optimizer import assemble, parameter_settings, training_state
 
-from tests.harness.checkpoints import fixture_named
-from tests.harness.jobs import LAST, RANK_SCRIPTS, SAVED, Job, differing, resume, run_job, train_and_save
+from mcore_ckpt_ext import Legacy, TorchDist, convert, open_checkpoint
+from mcore_ckpt_ext.offline.inspection import inspect
+from mcore_ckpt_ext.targets import Target
+from tests.harness.checkpoints import assert_converted, everything_in, fixture_named
+from tests.harness.jobs import LAST, RANK_SCRIPTS, SAVED, Job, differing
 from tests.harness.layouts import Layout, experts_over
 from tests.harness.models import GATED_EXPERTS, LLAMA
+from tests.harness.turns import Results, Turn, run_in_turn
 
 pytestmark = pytest.mark.skipif(
     find_spec("emerging_optimizers") is None, reason="needs emerging-optimizers, which the extra `test` installs"
 )
+LAYOUT, OTHER = Layout(1, 2, 4), Layout(2, 1, 4)
 MUON = ("--optimizer", "muon")
-LAYER_WISE = ("--optimizer", "muon", "--use-distributed-optimizer")
-# Adam's part in a DistributedOptimizer of its own.
-SPLIT = [RANK_SCRIPTS / "model_by_function.py"]
+LAYER_WISE = (*MUON, "--use-distributed-optimizer")
+LION = ("--optimizer", "lion")
+# What Muon does not step is Lion's, not Adam's.
+WITH_LION = (*MUON, "--muon-scalar-optimizer", "lion")
+# Adam's or Lion's part in a DistributedOptimizer of its own.
+SPLIT = {"TEST_BY_FUNCTION": "1"}
 BESIDE = "layer_wise + dp_reshardable"
 # Muon's update of a matrix that tensor parallelism cuts is another one; see the fixtures' `stock_reshard`.
 NEAR = 1e-3
 
 
 @pytest.fixture(scope="module")
-def split(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """Trained to the end, so that what comes after the checkpoint is known."""
-    folder = tmp_path_factory.mktemp("split") / "job"
-    return train_and_save(folder, Layout(1, 2, 4), more=LLAMA, optimizer=LAYER_WISE, plugins=SPLIT, until=LAST)
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Jobs that save, trained further, so that what comes after the checkpoint is known; and who resumes."""
+    folder = tmp_path_factory.mktemp("muon")
+    adam, stocks = fixture_named("p41").run, fixture_named("p44").run
+    split, experts, lion, beside = (folder / name / "checkpoints" for name in ("split", "experts", "lion", "with Lion"))
+    turns = [
+        Turn(folder / "split", LAYOUT, more=LLAMA, optimizer=LAYER_WISE, saves=True, until=LAST, environment=SPLIT),
+        Turn(folder / "split, TP2", OTHER, more=LLAMA, optimizer=LAYER_WISE, load=split, until=LAST, environment=SPLIT),
+        Turn(folder / "split, whole", Layout(1, 1, 4), more=LLAMA, optimizer=MUON, load=split, until=LAST),
+        Turn(folder / "stock's", OTHER, optimizer=LAYER_WISE, load=stocks),
+        Turn(folder / "experts", experts_over(1, 2, 4, 2), more=GATED_EXPERTS, optimizer=MUON, saves=True, until=5),
+        Turn(folder / "experts, EP1", experts_over(1, 1, 4, 1), more=GATED_EXPERTS, optimizer=LAYER_WISE, load=experts),
+        Turn(folder / "lion", LAYOUT, more=LLAMA, optimizer=LION, saves=True, until=5),
+        Turn(folder / "lion, layer-wise", OTHER, more=LLAMA, optimizer=(*LION, "--use-distributed-optimizer"),
+             load=lion),
+        Turn(folder / "with Lion", LAYOUT, more=LLAMA, optimizer=(*WITH_LION, "--use-distributed-optimizer"),
+             saves=True, until=5, environment=SPLIT),
+        Turn(folder / "with Lion, TP2", OTHER, more=LLAMA, optimizer=(*WITH_LION, "--use-distributed-optimizer"),
+             load=beside, environment=SPLIT),
+        Turn(folder / "with Lion, whole", Layout(1, 1, 4), more=LLAMA, optimizer=WITH_LION, load=beside),
+        Turn(folder / "from Adam to Muon", LAYOUT, optimizer=MUON, load=adam),
+        Turn(folder / "from Muon to Adam", LAYOUT, load=stocks),
+        Turn(folder / "from Lion to Adam", LAYOUT, more=LLAMA, optimizer=LAYER_WISE, load=beside, environment=SPLIT),
+        Turn(folder / "from Adam to SOAP", LAYOUT, optimizer=("--optimizer", "soap"), load=adam),
+    ]  # fmt: skip
+    return run_in_turn(folder, turns, plugins=[RANK_SCRIPTS / "model_by_function.py"])
 
 
-def test_layer_wise_beside_a_distributed_optimizer_under_another_layout(split: Job, folder: Path) -> None:
-    resumed = resume(folder, Layout(2, 1, 4), split.run, more=LLAMA, optimizer=LAYER_WISE, plugins=SPLIT, until=LAST)
-    assert resumed.summary["format"] == BESIDE
-    assert_resumed(split, resumed)
-
-
-def test_it_may_become_muon_of_whole_parameters(split: Job, folder: Path) -> None:
-    resumed = resume(folder, Layout(1, 1, 2), split.run, more=LLAMA, optimizer=MUON, until=LAST)
-    assert resumed.summary["format"] == BESIDE
-    assert_resumed(split, resumed)
-
-
-def test_what_stock_reshards_is_left_to_it(folder: Path) -> None:
-    source = fixture_named("p44")
-    resumed = resume(folder, Layout(2, 1, 4), source.run, optimizer=LAYER_WISE)
-    assert resumed.said == []
-    assert differing(source.truth, assemble(resumed.at_load)) == []
-
-
-def test_experts_leave_their_own_optimizer_and_find_another(tmp_path: Path) -> None:
-    """Stock cannot merge the parameter groups: those of experts are on one side only."""
-    saved = train_and_save(
-        tmp_path / "saved", experts_over(1, 2, 4, 2), more=GATED_EXPERTS, optimizer=MUON, until=SAVED + 1
-    )
-    layout = experts_over(1, 1, 4, 1)
-    resumed = resume(tmp_path / "resumed", layout, saved.run, more=GATED_EXPERTS, optimizer=LAYER_WISE)
-    assert resumed.summary["format"] == "no_distributed_optimizer"
-    assert_resumed(saved, resumed)
+KINDS = {
+    "split": {"exp_avg", "exp_avg_sq", "momentum_buffer"},
+    "experts": {"exp_avg", "exp_avg_sq", "momentum_buffer"},
+    "lion": {"exp_avg", "exp_avg_sq"},
+    "with Lion": {"exp_avg", "momentum_buffer"},
+}
 
 
 @pytest.mark.parametrize(
-    ("fixture", "optimizer", "stored", "wanted"),
+    ("saved", "resumed", "stored"),
     [
-        ("p41", MUON, "exp_avg and exp_avg_sq", "momentum_buffer"),
-        ("p44", ("--use-distributed-optimizer",), "momentum_buffer", "exp_avg and exp_avg_sq"),
+        ("split", "split, TP2", BESIDE),
+        ("split", "split, whole", BESIDE),
+        ("with Lion", "with Lion, TP2", BESIDE),
+        ("with Lion", "with Lion, whole", BESIDE),
+        # Stock cannot merge the parameter groups: those of experts are on one side only.
+        ("experts", "experts, EP1", "no_distributed_optimizer"),
     ],
-    ids=["from Adam to Muon", "from Muon to Adam"],
+)
+def test_under_another_layout_and_as_another_kind(saved: str, resumed: str, stored: str, results: Results) -> None:
+    assert results.job(resumed).summary["format"] == stored
+    assert_resumed(results.job(saved), results.job(resumed), KINDS[saved])
+
+
+def test_what_stock_reshards_is_left_to_it(results: Results) -> None:
+    resumed = results.job("stock's")
+    assert resumed.said == []
+    assert differing(fixture_named("p44").truth, assemble(resumed.at_load)) == []
+
+
+def test_lion_becomes_layer_wise(results: Results) -> None:
+    assert_resumed(results.job("lion"), results.job("lion, layer-wise"), KINDS["lion"])
+
+
+@pytest.mark.parametrize(("name", "described"), [("lion", "Lion and Adam"), ("with Lion", "Muon and Lion")])
+def test_lion_is_converted_and_back(name: str, described: str, results: Results, tmp_path: Path) -> None:
+    saved = results.job(name)
+    assert inspect(saved.run).optimizer == described
+    assert_converted(saved.run, assemble(saved.at_save), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "says", "marked"),
+    [
+        (TorchDist(megatron_version="0.19"), "core_v0.19.1 and later have one beside a layer-wise optimizer", True),
+        (TorchDist(megatron_version="0.16"), "that version has no other beside it", False),
+        (Legacy(megatron_version="0.19"), "written whole, what was distributed, too", False),
+    ],
+    ids=["0.19", "0.16", "legacy"],
+)
+def test_versions_that_share_the_optimizer_out_differently(
+    target: Target, says: str, marked: bool, results: Results, tmp_path: Path
+) -> None:
+    """Adam's part is in a DistributedOptimizer of its own since 0.19.1 only, and never in legacy files."""
+    saved = results.job("split")
+    report = convert(saved.run, tmp_path / "out", target)
+    assert any(says in note for note in report.notes)
+    written = open_checkpoint(tmp_path / "out")
+    assert any(written.optimizer.is_distributed(name) for name in written.names("exp_avg")) == marked
+    assert any("param_state_sharding_type" in child for child in written.chain()) == marked
+    assert not written.arguments.use_distributed_optimizer
+    assert differing(assemble(saved.at_save), everything_in(written)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "wanted"),
+    [
+        ("from Adam to Muon", "exp_avg and exp_avg_sq of this parameter", "momentum_buffer"),
+        ("from Muon to Adam", "momentum_buffer of this parameter", "exp_avg and exp_avg_sq"),
+        ("from Lion to Adam", "exp_avg of this parameter", "exp_avg and exp_avg_sq"),
+        ("from Adam to SOAP", "--optimizer adam", "--optimizer soap"),
+    ],
 )
 def test_another_kind_of_optimizer_is_refused_on_all_ranks(
-    fixture: str, optimizer: tuple[str, ...], stored: str, wanted: str, folder: Path
+    name: str, stored: str, wanted: str, results: Results
 ) -> None:
-    result = run_job(folder, Layout(1, 2, 4), load=fixture_named(fixture).run, optimizer=optimizer)
+    result = results[name]
     assert result.returncode != 0
     assert "the checkpoint was written by an optimizer of another kind than the running one" in result.output
-    assert f"found: {stored} of this parameter" in result.output
+    assert f"found: {stored}" in result.output
     assert f"expected: {wanted}" in result.output
     assert "--no-load-optim" in result.output
     for rank in range(4):
@@ -89,11 +155,10 @@ def test_another_kind_of_optimizer_is_refused_on_all_ranks(
     assert "the optimizer is untouched" in result.output
 
 
-def assert_resumed(saved: Job, resumed: Job) -> None:
+def assert_resumed(saved: Job, resumed: Job, moments: set[str]) -> None:
     """Every element of the live state, settings and progress; the losses that follow are near."""
     expected, found = assemble(saved.at_save), assemble(resumed.at_load)
-    kinds = {"weight", "fp32_param", "exp_avg", "exp_avg_sq", "momentum_buffer"}
-    assert {name.partition(".")[0] for name in expected} == kinds
+    assert {name.partition(".")[0] for name in expected} == {"weight", "fp32_param", *moments}
     assert differing(expected, found) == []
     assert training_state(saved.at_save) == training_state(resumed.at_load)
     settings, others = parameter_settings(saved.at_save), parameter_settings(resumed.at_load)
@@ -101,7 +166,7 @@ def assert_resumed(saved: Job, resumed: Job) -> None:
         name: without_place(own) for name, own in others.items()
     }
     following = {number: loss for number, loss in saved.losses.items() if number in resumed.losses}
-    assert following
+    assert following and min(following) == SAVED + 1
     assert {number: resumed.losses[number] for number in following} == pytest.approx(following, rel=NEAR)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ from mcore_ckpt_ext.online.homes.home import Home
 from mcore_ckpt_ext.online.homes.layer_wise import LayerWiseHome
 from mcore_ckpt_ext.online.homes.offloaded import OffloadedHome
 from mcore_ckpt_ext.online.homes.precision_aware import PrecisionAwareHome
-from mcore_ckpt_ext.online.homes.undistributed import UndistributedHome, kept_by
+from mcore_ckpt_ext.online.homes.undistributed import UndistributedHome, is_sgd, kept_by
 
 # megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2.
 _UNDISTRIBUTED = ("Float16OptimizerWithFloat16Params", "FP32Optimizer")
@@ -150,7 +150,7 @@ def switched(
     Args:
         optimizer: the live (chained) optimizer.
         written: the arguments of the job that wrote the checkpoint.
-        kind: of the running job's arguments, `optimizer`.
+        kind: what the running job's arguments name, see `kind_named`.
         stored_remainders: whether the checkpoint has remainders; asked only where both jobs may have them.
     """
     chain = Chain.of(optimizer)
@@ -168,12 +168,18 @@ def switched(
 
 
 def is_another_kind(written: JobArguments, kind: str | None) -> bool:
-    """Whether a job's arguments name another optimizer than those of the job that wrote the checkpoint.
+    """Whether a job has another optimizer than the job that wrote the checkpoint: `kind`, as `kind_named` gives it."""
+    return len({name for name in (kind_named(written.stated), kind) if name}) > 1
+
+
+def kind_named(stated: Mapping[str, Any]) -> str | None:
+    """The optimizer that a job's arguments name; None where they name none.
 
     `dist_muon` is `muon` with parameters that are shared out (megatron/training/arguments.py, core_v0.16.1 to 0.19.2).
+    What Muon does not step, Adam does, or Lion (`--muon-scalar-optimizer`, since core_v0.19.0).
     """
-    names = {str(name).removeprefix("dist_") for name in (written.stated.get("optimizer"), kind) if name}
-    return len(names) > 1
+    name, other = str(stated.get("optimizer") or "").removeprefix("dist_"), stated.get("muon_scalar_optimizer")
+    return f"{name} and {other}" if "muon" in name and other not in (None, "adam") else name or None
 
 
 def stock_stumbles(chain: Chain, resumes_in_place: bool, version: tuple[int, int]) -> bool:
@@ -187,11 +193,17 @@ def stock_stumbles(chain: Chain, resumes_in_place: bool, version: tuple[int, int
     `--use-precision-aware-optimizer` `_set_main_param_and_optimizer_states` takes a flag for a tensor (up to
     core_v0.16.1), and FusedAdam refuses remainders that `fully_reshardable` stores as fp32 (to 0.19.2).
 
+    SGD's `init_state_fn` is None, and `sharded_state_dict` calls it before every load: stock saves such a job and never
+    resumes it (`_get_megatron_optimizer_based_on_param_groups`, __init__.py, and optimizer.py, core_v0.16.1 to 0.19.2
+    and the development head of August 2026).
+
     Args:
         chain: the live optimizers.
         resumes_in_place: it is `load_parameter_state_from_dp_reshardable` that stock would use.
         version: of the running megatron-core.
     """
+    if any(is_sgd(child.optimizer) for child, _ in chain.whole):
+        return True
     optimizers = chain.distributed
     try:
         check_supported(optimizers)
