@@ -1,34 +1,51 @@
 """The demonstration: genuine Megatron-LM resumes its checkpoint under other layouts, on CPU ranks.
 
-    python3 scripts/demo.py [FOLDER]
+    python3 scripts/demo.py [FOLDER] [--megatron CHECKOUT]
 
 Makes its own environment in `.venv` (about two minutes and 5 GB on a fresh machine); results go to FOLDER (`demo`).
+With --megatron, the `pretrain_gpt.py` of your checkout runs, instead of the release on PyPI.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 from environment import REPOSITORY, SetupError, prepared
+from how_far import installing
+
+# Of a checkout: what is run, and what says that it is Megatron-LM.
+_NEEDED = ("pretrain_gpt.py", "megatron/core/package_info.py")
 
 
 def main() -> int:
     """Install, then hand over to the environment's own Python."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "demo").resolve()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("demo"), help="for the results (default: demo)")
+    parser.add_argument("--megatron", type=Path, metavar="CHECKOUT", help="a checkout of Megatron-LM, 0.16 or later")
+    arguments = parser.parse_args()
+    if arguments.megatron is not None:
+        missing = [name for name in _NEEDED if not (arguments.megatron / name).is_file()]
+        if missing:
+            parser.error(f"{arguments.megatron} is no checkout of Megatron-LM: it has no {' and no '.join(missing)}")
     print("[1/6] installing torch and megatron-core from PyPI into .venv (about two minutes on a fresh machine) ...")
     sys.stdout.flush()
     started = time.monotonic()
+    log = REPOSITORY / ".venv-install.log"
     try:
-        python = prepared(REPOSITORY / ".venv", "demo", REPOSITORY / ".venv-install.log")
+        with installing(log):
+            python = prepared(REPOSITORY / ".venv", "demo", log)
     except SetupError as error:
         print(error, file=sys.stderr)
         return 2
     print(f"      done in {time.monotonic() - started:.0f} s", flush=True)
-    script = REPOSITORY / "scripts" / "resume_demonstration.py"
-    return subprocess.run([python, str(script), str(folder)], check=False).returncode
+    command = [python, REPOSITORY / "scripts" / "resume_demonstration.py", arguments.folder.resolve()]
+    if arguments.megatron is not None:
+        command.append(arguments.megatron.resolve())
+    return subprocess.run(command, check=False).returncode
 
 
 if __name__ == "__main__":

@@ -9,12 +9,14 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import matplotlib
 import torch
 from environment import REPOSITORY
+from how_far import Iterations, MovingLine
 from megatron_on_cpu import launch, toy_jobs
 from megatron_on_cpu.dump_optimizer import FOLDER_VARIABLE, MOMENTS_VARIABLE, assemble
 from megatron_on_cpu.record_losses import FILE_VARIABLE
@@ -45,9 +47,11 @@ class Job:
 class Demonstration:
     """The steps, in order; each prints what it shows."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, megatron: Path | None = None) -> None:
         self._folder = folder
         self._checkpoints = folder / "checkpoints"
+        self._megatron = megatron
+        self._begun = time.monotonic()
 
     def run(self) -> int:
         """Run all steps; 0 when every optimizer element was equal."""
@@ -111,9 +115,16 @@ class Demonstration:
             *layout, iterations=LAST, save=save, save_interval=SAVED, load=load, more=[*vocabulary, *(more or [])]
         )
         log = self._folder / f"{name}.log"
-        return launch.run(
-            RANKS, launch.TRAIN_GPT, arguments, timeout=TIME_LIMIT, environment=environment, log_file=log
-        )
+        script = launch.TRAIN_GPT if self._megatron is None else self._megatron / "pretrain_gpt.py"
+        far = Iterations()
+        with MovingLine(lambda: far.text):
+            done = launch.run(
+                RANKS, script, arguments, timeout=TIME_LIMIT, megatron=self._megatron, environment=environment,
+                log_file=log, echo=far,
+            )  # fmt: skip
+        so_far = time.monotonic() - self._begun
+        print(f"      took {done.seconds:.0f} s; {so_far:.0f} s since the installation", flush=True)
+        return done
 
     def _table(self, source: Job, resumed: dict[tuple[int, int], Job]) -> int:
         """Print the table; returns how many optimizer elements differ."""
@@ -167,4 +178,4 @@ def _name(layout: tuple[int, int]) -> str:
 
 
 if __name__ == "__main__":
-    raise SystemExit(Demonstration(Path(sys.argv[1])).run())
+    raise SystemExit(Demonstration(*map(Path, sys.argv[1:3])).run())

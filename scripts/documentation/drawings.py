@@ -6,6 +6,7 @@ python scripts/documentation/drawings.py
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -29,6 +30,8 @@ FORMATS = (
     ("p08c", "legacy_torch_per_parameter", "all, with --ckpt-format torch and without distributed optimizer"),
     ("p32", "zarr", "Megatron 0.7 to 0.11"),
 )
+# These no framework's fixture has: they are converted from one.
+CONVERTED = "p02"
 _KINDS = ("weight", "fp32_param", "exp_avg", "exp_avg_sq", "other")
 _STYLE = """
 text { font: 13px system-ui, "Segoe UI", Roboto, sans-serif; fill: #1b1e24 }
@@ -174,7 +177,9 @@ def _colour(name: str) -> str:
 
 
 def stored(path: Path, name: str, who: str) -> str:
-    """The files of a checkpoint with what they hold, and where the first moment of one parameter lies in them."""
+    """The files of a checkpoint with what they hold, and where one parameter lies in them: its first moment, if there
+    is one.
+    """
     from mcore_ckpt_ext import inspect, open_checkpoint
 
     found = inspect(path)
@@ -209,13 +214,14 @@ def stored(path: Path, name: str, who: str) -> str:
 
 
 def _trace(picture: Drawing, checkpoint: Any, y: float) -> None:
-    """Where the first moment of one parameter lies: its elements above, the pieces of files below."""
-    names = checkpoint.names("exp_avg")
+    """Where one parameter lies: its elements above, the pieces of files below."""
+    kind = "exp_avg" if "exp_avg" in checkpoint.kinds() else "weight"
+    names = checkpoint.names(kind)
     name = TRACED if TRACED in names else next(name for name in reversed(names) if "linear_fc1.weight" in name)
-    tensor = checkpoint.logical_tensor("exp_avg", name)
-    pieces = checkpoint.stored("exp_avg", name)
+    tensor = checkpoint.logical_tensor(kind, name)
+    pieces = checkpoint.stored(kind, name)
     total = prod(tensor.shape)
-    picture.text(20, y, f"exp_avg of {name}, {' x '.join(map(str, tensor.shape))}", "mono")
+    picture.text(20, y, f"{kind} of {name}, {' x '.join(map(str, tensor.shape))}", "mono")
     begin = 0.0
     for piece in pieces:
         numel, extent = piece.slice.numel, piece.extent
@@ -244,7 +250,13 @@ def _short(text: str, most: int = 46) -> str:
 
 def pictures(run_of: Callable[[str], Path]) -> dict[str, str]:
     """All drawings by file name; `run_of` gives the run folder of a fixture's number."""
+    from mcore_ckpt_ext import Canonical, HuggingFace, convert
+
     drawn = {f"{name}.svg": stored(run_of(number), name, who) for number, name, who in FORMATS}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, target in (("hugging_face", HuggingFace()), ("canonical", Canonical())):
+            convert(run_of(CONVERTED), Path(scratch) / name, target)
+            drawn[f"{name}.svg"] = stored(Path(scratch) / name, name, "convert of this package")
     return {"layouts.svg": layouts(run_of("p01"), run_of("p08")), **drawn}
 
 
