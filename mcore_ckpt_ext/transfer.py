@@ -7,6 +7,7 @@ else through a block of bounded size. Nothing here knows a format or a framework
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -36,6 +37,7 @@ DEFAULT_WORKERS = 4
 _BYTES_FOR_WORKERS = 1 << 20
 # What lies between two rows is read along while that costs less than a call, and no page that is not touched anyway.
 _READ_ALONG_BYTES = 512
+_OPEN_ARCHIVES = 32
 # By target index; a mapping may leave out targets that the plan does not serve.
 Destinations = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
 
@@ -67,6 +69,7 @@ class Transfer:
         self._reader = reader
         self._workers = workers
         self._payloads: dict[tuple[str, int, str], Payload] = {}
+        self._archives: OrderedDict[tuple[str, int], TorchArchive] = OrderedDict()
         self._lock = threading.Lock()
 
     def execute(self, plan: Plan, destinations: Destinations) -> None:
@@ -120,12 +123,13 @@ class Transfer:
     def _look_up(self, extent: PlainExtent) -> Payload:
         if isinstance(extent, RawArray):
             return self._raw(extent)
-        archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
         dtype = getattr(torch, extent.dtype)
         if isinstance(extent, ArchivedRecord):
+            archive = self.archive(extent.file, extent.offset, extent.length)
             storage = StorageReference(dtype, extent.record, extent.numel)
             tensor = TensorReference(storage, 0, (extent.numel,), (1,))
         else:
+            archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
             tensor = archive.load()
         if not isinstance(tensor, TensorReference):
             raise UnreadableCheckpointError(
@@ -141,6 +145,23 @@ class Transfer:
                 helps="the metadata belongs to another checkpoint: restore the folder as it was written",
             )
         return payload
+
+    def archive(self, file: str, offset: int = 0, length: int | None = None) -> TorchArchive:
+        """An archive of many objects; the directories of the latest are kept, since each may list thousands of records.
+
+        Raises:
+            UnreadableCheckpointError: there is no whole archive at that place.
+        """
+        place = (file, offset)
+        with self._lock:
+            found = self._archives.pop(place, None)
+        if found is None:
+            found = TorchArchive(self._reader, file, offset, length)
+        with self._lock:
+            self._archives[place] = found
+            while len(self._archives) > _OPEN_ARCHIVES:
+                self._archives.popitem(last=False)
+        return found
 
     def _raw(self, extent: RawArray) -> Payload:
         size = self._reader.size(extent.file)

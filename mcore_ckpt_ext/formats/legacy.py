@@ -220,7 +220,7 @@ class LegacyCheckpoint(Checkpoint):
     def extra_states(self) -> Mapping[str, Any]:
         found: dict[str, Any] = {}
         for rank in self._rank_models():
-            archive = TorchArchive(self.reader, rank.place.file)
+            archive = self.transfer.archive(rank.place.file)
             for name, value in self.weights.extra_states(rank):
                 if name not in found:
                     found[name] = archive.with_values(value)
@@ -270,7 +270,7 @@ class LegacyCheckpoint(Checkpoint):
         return self._folders.states(self.layout)
 
     def _archive(self, own: RankState) -> TorchArchive:
-        return TorchArchive(self.reader, own.file)
+        return self.transfer.archive(own.file)
 
     def _rank_models(self) -> Iterator[RankModel]:
         layers = self.layers()

@@ -5,7 +5,7 @@ A format says which flat arrays there are; which parameter lies where in them is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 
 import torch
@@ -61,20 +61,21 @@ class FlatBuffers(OptimizerState):
         weight = self.models.weights.get(name)
         if weight is None or kind not in self.kinds:
             return None
-        if not any(self.stored(kind, name)):
+        if next(self._slices(kind, name), None) is None:
             return None
         dtype = next(a.dtype for arrays in self._arrays.values() for (_, k), a in arrays.items() if k == kind)
         return LogicalTensor(name, weight.tensor.shape, dtype)
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """All stored slices of one tensor, replicas after what they repeat."""
-        slices: list[StoredSlice] = []
+        return list(self._slices(kind, name))
+
+    def _slices(self, kind: str, name: str) -> Iterator[StoredSlice]:
         for group in self._groups_of(name):
             arrays = self._arrays[group.child, group.index]
             for key, placement in self._places_in(group).get(name, ()):
                 if (key, kind) in arrays:
-                    slices.extend(cut(placement, arrays[key, kind]))
-        return slices
+                    yield from cut(placement, arrays[key, kind])
 
     def _places_in(self, group: OptimizerGroup) -> dict[str, list[tuple[BucketKey, Placement]]]:
         """Where each tensor lies in the buckets of one group, by its name."""
