@@ -13,11 +13,12 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM, PARAM_REMAINDER, WEIGHT
+from mcore_ckpt_ext.optimizers.description import MOMENTUM
 from mcore_ckpt_ext.planning.plan import StoredSlice
 from tests.harness.checkpoints import Fixture, fixture_named, part_of
 
-FORMATS = ["p01", "p02", "p04", "p05", "p06", "p07"]
+FORMATS = ["p01", "p02", "p04", "p05", "p06", "p07", "p41", "p43", "p44", "p45", "p46", "p48"]
 LAYER = "decoder.layers"
 
 
@@ -26,7 +27,7 @@ def write(checkpoint: Checkpoint, stored: StoredSlice, values: torch.Tensor) -> 
     payload = checkpoint.transfer.locate(stored.extent)
     with (checkpoint.folder / payload.file).open("r+b") as file:
         file.seek(payload.offset + stored.first * payload.dtype.itemsize)
-        file.write(values.contiguous().view(torch.uint8).numpy().tobytes())
+        file.write(values.to(payload.dtype).contiguous().view(torch.uint8).numpy().tobytes())
 
 
 def rewrite(fixture: Fixture, kind: str, change: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
@@ -93,7 +94,21 @@ def test_two_exchanged_tensor_parallel_ranks(tmp_path: Path) -> None:
 
 def test_moments_of_another_state_are_outside_of_the_proof(copied: Fixture) -> None:
     """They have no second copy to compare with; they are read as they stand, as the documentation says."""
-    rewrite(copied, EXP_AVG, lambda name, values: values + 1)
-    checkpoint = open_checkpoint(copied.run)
     name = f"{LAYER}.1.mlp.linear_fc1.weight"
-    assert torch.equal(checkpoint.tensor(EXP_AVG, name).read(), copied.truth[f"{EXP_AVG}.{name}"] + 1)
+    kind = EXP_AVG if f"{EXP_AVG}.{name}" in copied.truth else MOMENTUM
+    rewrite(copied, kind, lambda name, values: values + 1)
+    read_all(copied)
+    assert torch.equal(open_checkpoint(copied.run).tensor(kind, name).read(), copied.truth[f"{kind}.{name}"] + 1)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("p42", WEIGHT), ("p47", PARAM_REMAINDER), ("p47b", PARAM_REMAINDER)])
+def test_so_are_masters_that_have_no_rounded_copy(name: str, kind: str, tmp_path: Path) -> None:
+    """In fp32 weights are the masters; a remainder is what a weight lacks to its master, and any fits any weight."""
+    fixture = fixture_named(name).copy_to(tmp_path / "copy")
+    pair = [f"{LAYER}.{layer}.self_attention.linear_proj.weight" for layer in (0, 1)]
+    other = dict(zip(pair, reversed(pair), strict=True))
+    truth = fixture.truth
+    rewrite(fixture, kind, lambda name, values: truth[f"{kind}.{other.get(name, name)}"])
+    read_all(fixture)
+    checkpoint = open_checkpoint(fixture.run)
+    assert torch.equal(checkpoint.tensor(kind, pair[0]).read(), truth[f"{kind}.{pair[1]}"])
