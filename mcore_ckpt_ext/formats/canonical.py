@@ -27,6 +27,7 @@ from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, StoredOnce, StoredSlice, WantedSlice
+from mcore_ckpt_ext.storage.budget import check_keys
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_tree import decode, encode
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file, read_header, read_json
@@ -79,8 +80,8 @@ class CanonicalCheckpoint(Checkpoint):
     @property
     @override
     def optimizer(self) -> OptimizerState:
-        state = _Optimizer(self._arrays, frozenset(self._about.get("undistributed", ())))
-        return with_masters(state, self._arrays, lambda: self.models.weights)
+        undistributed = frozenset(map(str, self._about.get("undistributed", ())))
+        return with_masters(_Optimizer(self._arrays, undistributed), self._arrays, lambda: self.models.weights)
 
     @property
     @override
@@ -122,7 +123,9 @@ class CanonicalCheckpoint(Checkpoint):
 
     @override
     def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        return {tuple(place): decode(state) for place, state in self._about["random_states"]}
+        places = [tuple(place) for place, _ in self._about["random_states"]]
+        check_keys(places)
+        return dict(zip(places, (decode(state) for _, state in self._about["random_states"]), strict=True))
 
     def unread(self, *, objects: bool = True) -> list[Unread]:
         """Every array has its kind and name."""
@@ -138,8 +141,8 @@ class _Arrays(StoredOnce):
 
     def __init__(self, reader: FolderReader, folder: Path) -> None:
         self._tensors: dict[tuple[str, str], tuple[LogicalTensor, RawArray]] = {}
-        for file in sorted(set(read_json(folder / INDEX_FILE)["weight_map"].values())):
-            for key, tensor, extent in read_header(reader, str(file)):
+        for file in sorted(set(map(str, read_json(folder / INDEX_FILE)["weight_map"].values()))):
+            for key, tensor, extent in read_header(reader, file):
                 kind, _, name = key.partition(".")
                 self._tensors[kind, name] = (LogicalTensor(name, tensor, extent.dtype), extent)
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors if kind != WEIGHT))

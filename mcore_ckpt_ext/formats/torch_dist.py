@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy
+from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, remedy
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
 from mcore_ckpt_ext.formats.stacked_weights import StackedWeights
@@ -86,7 +86,7 @@ class TorchDistCheckpoint(Checkpoint):
                 "the checkpoint lacks its common state",
                 expected=f"{COMMON_FILE}, or the object {COMMON_OBJECT}",
                 where=str(self.folder),
-                helps="the save was interrupted or the copy is incomplete: use another iteration",
+                helps=INTERRUPTED,
             )
         if not isinstance(common, dict):
             found, where = type(common), str(self.folder)

@@ -15,7 +15,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
+from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint, sharded_backend
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
@@ -118,7 +118,7 @@ def _chunks(
             found=f"{stored} of them",
             expected=f"{prod(counts)}, for shape {shape} in chunks {sizes}",
             where=str(path),
-            helps="the save was interrupted or the copy is incomplete: use another iteration",
+            helps=INTERRUPTED,
         )
     if not stored:
         return  # of no elements along one axis, and as many as it likes along the others

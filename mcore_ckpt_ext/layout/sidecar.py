@@ -6,12 +6,12 @@ It is a witness like any other: what it says is constrained and proven before it
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from mcore_ckpt_ext.layout.digest import read, written
-from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.budget import Budget, check_keys
 from mcore_ckpt_ext.storage.json_text import parsed
 
 FILE_NAME = "mcore_ckpt_ext.json"
@@ -133,12 +133,13 @@ class Sidecar:
             raise ValueError(f"the sidecar lacks or misspells {error}") from error
 
 
-def _check_unique(groups: Iterable[RecordedGroup]) -> None:
+def _check_unique(groups: Sequence[RecordedGroup]) -> None:
     """A rank has an optimizer's group once, and in it each parameter once; parameters of one value could stand twice.
 
     Raises:
         ValueError: something is named twice.
     """
+    check_keys([(group.child, index) for group in groups for index in group.indices])
     seen: set[tuple[int, int]] = set()
     for group in groups:
         keys = [(group.child, index) for index in group.indices]

@@ -33,13 +33,13 @@ class _Descriptor:
             os.close(self.number)
 
 
-def cut_short(file: Path, found: int, needed: int) -> UnreadableCheckpointError:
+def cut_short(where: object, found: int, needed: int) -> UnreadableCheckpointError:
     """The refusal of a file that ends after `found` bytes where the metadata needs `needed`."""
     return UnreadableCheckpointError(
         "a file of the checkpoint is shorter than its metadata says",
         found=f"{found} bytes",
         expected=f"at least {needed} bytes",
-        where=str(file),
+        where=str(where),
         helps=INTERRUPTED,
     )
 

@@ -17,7 +17,7 @@ import torch
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.expansion import check_expansion
-from mcore_ckpt_ext.storage.files import FolderReader, Window
+from mcore_ckpt_ext.storage.files import FolderReader, Window, cut_short
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
@@ -63,13 +63,7 @@ class TorchArchive:
         size = reader.size(file)
         self._length = size - offset if length is None else length
         if offset < 0 or self._length < 0 or offset + self._length > size:
-            raise UnreadableCheckpointError(
-                "a file of the checkpoint is shorter than its metadata says",
-                found=f"{size} bytes",
-                expected=f"at least {offset + self._length} bytes",
-                where=self.where,
-                helps="the save was interrupted or the copy is incomplete: use another iteration",
-            )
+            raise cut_short(self.where, size, offset + self._length)
         self._ends = self._read_ends()
         window = cast("IO[bytes]", Window(self._read, self._length))
         try:
