@@ -89,7 +89,7 @@ class CanonicalCheckpoint(Checkpoint):
         return bool(self._about["experts_apart"])
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """The source's own are recorded.
+        """Those of the source, which are recorded.
 
         Raises:
             UnreadableCheckpointError: one belongs to another name.
@@ -128,11 +128,11 @@ class CanonicalCheckpoint(Checkpoint):
         return dict(zip(places, (decode(state) for _, state in self._about["random_states"]), strict=True))
 
     def unread(self, *, objects: bool = True) -> list[Unread]:
-        """Every array has its kind and name."""
+        """Nothing of the arrays: each has its kind and name."""
         return joined(in_common_state(self.common, COMMON_KEYS))
 
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        """There are none."""
+        """None."""
         return iter(())
 
 
@@ -171,7 +171,7 @@ class _Arrays(StoredOnce):
 
 
 class _Optimizer(OptimizerState):
-    """The arrays that are not weights."""
+    """The arrays other than the weights."""
 
     def __init__(self, arrays: _Arrays, undistributed: frozenset[str]) -> None:
         self.kinds = arrays.kinds
@@ -228,7 +228,7 @@ def canonical_output(checkpoint: Checkpoint) -> Output:
 
 
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Everything beside the arrays."""
+    """Everything except the arrays."""
     state = checkpoint.optimizer if checkpoint.optimizer_format else None
     undistributed = [name for name in state.names() if not state.is_distributed(name)] if state else []
     return {

@@ -4,7 +4,7 @@ Source: `megatron/core/dist_checkpointing/strategies/zarr.py` (core_v0.7.0 to 0.
 An array has the global shape in uncompressed chunks of the local shard's shape; `flattened_range` pieces are written by
 coordinates, so that optimizer state in model space has its natural shape. Everything else is as in `torch_dist`:
 `megatron.training` could save so up to 0.11, with the optimizer in `fully_sharded_bucket_space`,
-`fully_sharded_model_space` or `dp_zero_gather_scatter` (`dp_reshardable` has irregular chunks, which zarr has not).
+`fully_sharded_model_space` or `dp_zero_gather_scatter` (`dp_reshardable` needs irregular chunks, which zarr lacks).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DTYPES: Mapping[str, str] = {
     "bfloat16": "bfloat16", "<f2": "float16", "<f4": "float32", "<f8": "float64", "|u1": "uint8", "|i1": "int8",
     "<i2": "int16", "<i4": "int32", "<i8": "int64", "|b1": "bool",
 }  # fmt: skip
-# What Megatron leaves at zarr's plainest.
+# What Megatron leaves at its plainest.
 _PLAIN: Mapping[str, Any] = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
 
 
@@ -44,7 +44,7 @@ class ZarrCheckpoint(TorchDistCheckpoint):
         return read_index(self.folder)
 
     def _unwrapped(self, loaded: Any, where: str) -> Any:
-        """Objects are stored bare."""
+        """Objects are stored as they are, not in a list."""
         return loaded
 
 
@@ -109,7 +109,7 @@ def _is_filled(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
 def _chunks(
     path: Path, shape: tuple[int, ...], sizes: tuple[int, ...], separator: str, dtype: str
 ) -> Iterator[StoredChunk]:
-    """Every chunk; the last one along the first axis may reach beyond the array, its surplus is not part of it."""
+    """Every chunk; the last one along the first axis may reach beyond the array, and is cut off there."""
     counts = [-(-whole // size) for whole, size in zip(shape, sizes, strict=True)]
     stored = sum(not file.name.startswith(".") for file in path.iterdir())
     if stored != prod(counts):
@@ -121,7 +121,7 @@ def _chunks(
             helps=INTERRUPTED,
         )
     if not stored:
-        return  # of no elements along one axis, and as many as it likes along the others
+        return  # one axis has no elements; the others may claim any number
     for number in product(*(range(count) for count in counts)):
         offsets = tuple(index * size for index, size in zip(number, sizes, strict=True))
         inside = tuple(min(size, whole - start) for size, whole, start in zip(sizes, shape, offsets, strict=True))

@@ -51,9 +51,9 @@ class Budget:
 
 
 def check_keys(keys: Collection[object]) -> None:
-    """Check keys, before a dict is made of them: it compares each with all others of the same hash.
+    """Check keys before a dict is made of them, which compares each key with all others of the same hash.
 
-    Texts have a hash that nobody can foresee; for numbers and tuples of them, ever more with one hash are easy to find.
+    Nobody can foresee the hash of a text, but of numbers, and of tuples of them, many with one hash are easy to find.
 
     Raises:
         ValueError: they were made to have the same.

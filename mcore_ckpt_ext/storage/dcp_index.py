@@ -19,7 +19,7 @@ from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 METADATA_FILE = ".metadata"
-# A chunk takes some 300 bytes, and the largest checkpoints have millions.
+# A chunk takes some 300 bytes, and the largest checkpoints have millions of them.
 _INDEX_BYTES = 8 << 30
 
 
@@ -51,19 +51,19 @@ class StoredObject:
 
 
 def extent_of(tensor: TensorReference, place: StoredObject) -> ArchivedRecord:
-    """The storage of a tensor that was pickled in the archive at `place`; the tensor begins at `tensor.offset`."""
+    """The storage of a tensor pickled in the archive at `place`; the tensor begins at its element `tensor.offset`."""
     dtype = str(tensor.storage.dtype).removeprefix("torch.")
     return ArchivedRecord(place.file, place.offset, place.length, dtype, tensor.storage.numel, tensor.storage.key)
 
 
 @dataclass(frozen=True)
 class DcpIndex:
-    """Everything that `.metadata` says: arrays by key, objects by key (with Megatron's `/shard_…` suffix).
+    """The contents of `.metadata`: arrays by key, and objects by key (with Megatron's `/shard_…` suffix).
 
     `natural_shapes` gives the shape of arrays that Megatron 0.8 to 0.15 stored reshaped (`mcore_data`,
-    dist_checkpointing/strategies/torch.py and resharding.py). `has_plans`: the ranks' plans are kept with it, which
-    Megatron does since 0.11 (`all_local_plans`). `chunks_show_parameters`: the chunks of a flat gradient buffer begin
-    and end where its parameters do, as they do in torch's format, which has one a saved piece.
+    dist_checkpointing/strategies/torch.py and resharding.py). `has_plans`: the ranks' plans are kept with it, as
+    Megatron has done since 0.11 (`all_local_plans`). `chunks_show_parameters`: the chunks of a flat gradient buffer
+    begin and end where its parameters do; so it is in torch's format, with a chunk for each saved piece.
     """
 
     arrays: Mapping[str, StoredArray]
@@ -141,7 +141,7 @@ def _index(metadata: Any) -> DcpIndex:
 
 
 def _axes(numbers: Any) -> tuple[int, ...]:
-    """Sizes or offsets by axis; what holds more may stand in each of a million entries."""
+    """Sizes or offsets by axis; not more of them than axes, for each of a million entries may refer to the same."""
     if type(numbers) not in (tuple, list) or len(numbers) > MOST_AXES:
         raise ValueError(f"sizes of an array that are {shown(numbers)}")
     return tuple(numbers)

@@ -11,14 +11,14 @@ from mcore_ckpt_ext.errors import UnsafePickleError
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.inert import Placeholder, origin_of
 
-# What a common state of a checkpoint has at most, counted as often as it is referred to; real ones have thousands.
+# The most elements of a common state, counted as often as they are referred to; real ones have thousands.
 _MOST_NODES, _DEEPEST = 1 << 30, 200
 
 
 def check_expansion(tree: Any, nbytes: int, where: str) -> None:
-    """Refuse a tree that is small as a pickle, of `nbytes`, and endless for whoever walks through it.
+    """Refuse a tree that is small as a pickle of `nbytes`, but endless for whoever walks through it.
 
-    A pickle names an object once and may refer to it often: fifty lists of two references each have 2**50 leaves.
+    A pickle makes an object once and may refer to it often: fifty lists of two references each have 2**50 leaves.
 
     Raises:
         UnsafePickleError: it contains itself, or is deeper than any state of a checkpoint.

@@ -1,4 +1,4 @@
-"""What stands for classes that a pickle names and this package does not load: it keeps what is said, does nothing."""
+"""Stand-ins for classes that a pickle names but this package does not load: they keep what is said and do nothing."""
 
 from __future__ import annotations
 
@@ -21,37 +21,37 @@ _SYSTEM_MODULES = {"__builtin__", "posix", "nt", "os2", "commands", "__main__"}
 
 
 class Sealed(type):
-    """Classes that a pickle knows by name, and whose attributes it may not set: they outlive it."""
+    """The metaclass of what a pickle finds by name: it outlives the pickle, which may not set its attributes."""
 
     def __setattr__(cls, name: str, value: object) -> None:
         raise AttributeError(f"a pickle sets {name} of {cls.__name__}")
 
 
 class Stateless(metaclass=Sealed):
-    """An object that a pickle may refer to but not fill."""
+    """An object that a pickle may refer to, but whose state it may not set."""
 
     def __setstate__(self, state: object) -> None:
         raise TypeError(f"a pickle sets the state of a {type(self).__name__}")
 
 
 class Record(metaclass=Sealed):
-    """An object known by its attributes only; stands for every class of torch's checkpoint metadata."""
+    """An object known only by its attributes; it stands for every class of torch's checkpoint metadata."""
 
     def __init__(self, *arguments: object) -> None:
-        """Members of an enum arrive here, with their value."""
+        """Members of an enum are made this way, from their value."""
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        # Kept as it is, not copied: a large checkpoint has hundreds of thousands.
+        # Kept as it is, not copied: a large checkpoint has hundreds of thousands of records.
         self.__dict__ = state
 
     def __repr__(self) -> str:
-        # Not what it holds, which may refer to itself, or to one thing a billion times.
+        # Not its contents, which may refer to itself, or to one thing a billion times.
         return f"<{type(self).__name__}>"
 
 
 class TensorProperties(Record):
-    """`torch.distributed.checkpoint.metadata.TensorProperties`: its state is a tuple that begins with the dtype."""
+    """`torch.distributed.checkpoint.metadata.TensorProperties`, whose state is a tuple that begins with the dtype."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         if tuple in map(type, state):  # as `plain_pickle` counts on
@@ -60,7 +60,7 @@ class TensorProperties(Record):
 
 
 class Unread(Record):
-    """A part of the ranks' plans, which stand in the metadata beside what they led to: nobody reads them."""
+    """A part of the ranks' plans, which the metadata keep beside what came of them, and which nobody reads."""
 
     def __setstate__(self, state: object) -> None:
         """Forget it."""
@@ -81,7 +81,7 @@ def record_class(name: str) -> type[Record]:
 
 
 class Placeholder(metaclass=Sealed):
-    """An object of a class that is not loaded: keeps what the pickle said of it, does nothing.
+    """An instance of a class that is not loaded: it keeps what the pickle said about it, and does nothing.
 
     `pickling.dumps` writes it back as it was read.
     """
@@ -92,7 +92,7 @@ class Placeholder(metaclass=Sealed):
     _origin: Origin
 
     def __new__(cls, *arguments: object, **keywords: object) -> Placeholder:
-        """Keep the constructor's arguments; enum members arrive this way, with their value."""
+        """Keep the constructor's arguments; members of an enum are made this way, from their value."""
         self = super().__new__(cls)
         self.arguments = arguments
         self._origin = Origin()
@@ -108,18 +108,18 @@ class Placeholder(metaclass=Sealed):
         self._origin.state = (state,)
 
     def append(self, item: object) -> None:
-        """A pickled subclass of list."""
+        """For pickled subclasses of list."""
         self._origin.items.append(item)
 
     def extend(self, items: list[object]) -> None:
-        """A pickled subclass of list."""
+        """For pickled subclasses of list."""
         self._origin.items.extend(items)
 
     def __setitem__(self, key: object, value: object) -> None:
         self._origin.entries.append((key, value))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled again, by whoever saves what was read here, it is still a placeholder, never what it stands for."""
+        """Saved again by whoever read it here, it remains a placeholder, and never becomes what it stands for."""
         return _again, (self.pickled_module, self.pickled_name, vars(self))
 
     def __repr__(self) -> str:

@@ -1,6 +1,6 @@
-"""Trees of pickled state as JSON and back, without loss: what `safe_pickle` reads, people and other tools can read too.
+"""Trees of pickled state as JSON and back, without loss: people and other tools can read what `safe_pickle` reads.
 
-Plain values stand as they are. Everything else is an object with one key that begins with `$`.
+Plain values stay as they are. Everything else is an object whose only key begins with `$`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def encode(tree: Any) -> Any:
     """The tree as JSON's own types.
 
     Raises:
-        TypeError: something in it is of a type that no checkpoint holds.
+        TypeError: it contains a type that no checkpoint holds.
     """
     if tree is None or isinstance(tree, (bool, int, str)) and type(tree) in (bool, int, str):
         return tree
@@ -123,7 +123,7 @@ def _untensor(content: Any) -> torch.Tensor:
 
 
 def _dtype(name: str) -> torch.dtype:
-    # Of torch's other types, some have no elements of their own: a quantised tensor made of bytes ends the process.
+    # Others of torch's types have no plain elements: to make a quantised tensor from bytes crashes the process.
     if type(name) is not str or name not in _DTYPES:
         raise TypeError(f"{shown(name)} is no dtype of plain elements")
     return _DTYPES[name]

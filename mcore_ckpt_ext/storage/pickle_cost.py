@@ -1,13 +1,13 @@
 """What loading a pickle would cost, from its opcodes, before it is loaded.
 
-A pickle names an object once and may refer to it often, so that its size says nothing of the work of loading it:
+A pickle makes an object once and may refer to it often, so its size says nothing about the work of loading it:
 
-- a tuple of two references to a tuple of two references and so on has 2**40 leaves in 400 bytes, and to use it as the
-  key of a dict, the unpickler visits them all, for Python's tuples do not remember their hash;
+- a tuple of two references to a tuple of two references, and so on, has 2**40 leaves in 400 bytes. Where it is the key
+  of a dict, the unpickler visits them all, because Python's tuples do not remember their hash;
 - numbers and tuples can be chosen to have one hash, and a dict compares each such key with all others;
-- six bytes call `bytearray` for another copy of what was pickled once;
-- five bytes name a memo index for which the unpickler makes room of 64 GiB, 16 bytes for each number up to it, whether
-  or not anything comes before. A pickler numbers what it wrote: no honest index exceeds the pickle's own length.
+- six bytes call `bytearray`, for another copy of what was pickled once;
+- five bytes name a memo index for which the unpickler allocates 64 GiB, 16 bytes for each number up to it. A pickler
+  counts what it has written, so no honest index exceeds the pickle's own length.
 
 `weigh` takes the unpickler's steps on sizes of objects instead of the objects, and spends what hashing and calls would
 cost. It is several times slower than loading, so large indexes go a shorter way (`plain_pickle`). Opcodes:
@@ -20,10 +20,10 @@ from typing import Any
 
 from mcore_ckpt_ext.storage.budget import Budget
 
-# What stands on the unpickler's stack: the size of something without parts, the parts of a tuple or of what a call
-# made, or the parts of what can grow.
+# What is on the unpickler's stack: the size of something without parts, the parts of a tuple or of what a call made,
+# or the parts of something that can grow.
 _Cell = Any
-# Opcodes by the length of their argument, and of what precedes it to say how long it is.
+# Opcodes by the length of their argument, or of the number before it that says how long it is.
 _FIXED = dict.fromkeys(b"N\x88\x89)", 0) | {ord("K"): 1, ord("M"): 2, ord("J"): 4, ord("G"): 8}
 _COUNTED = {
     ord("\x8c"): 1, ord("X"): 4, 0x8D: 8, ord("U"): 1, ord("T"): 4, ord("C"): 1, ord("B"): 4, 0x8E: 8, 0x96: 8,
@@ -39,7 +39,7 @@ _HASHED, _CALLED = "the keys of dicts", "the arguments of calls"
 
 
 class _Scale:
-    """The unpickler's stack and memo, of sizes."""
+    """The unpickler's stack and memo, with sizes in place of objects."""
 
     def __init__(self, data: bytes, budget: Budget) -> None:
         self._data, self._budget = data, budget
@@ -49,7 +49,7 @@ class _Scale:
         self._keys = 0
 
     def run(self) -> int:
-        """Take all steps; where the pickle ends."""
+        """Take all steps; return where the pickle ends."""
         data, position = self._data, 0
         while True:
             code = data[position]
@@ -80,7 +80,7 @@ class _Scale:
                 position = self._structure(code, position)
 
     def _structure(self, code: int, position: int) -> int:
-        """One step that uses the stack or the memo; where the next one is."""
+        """Take one step that uses the stack or the memo; return where the next one is."""
         data, stack = self._data, self._stack
         match chr(code):
             case "h":
@@ -178,7 +178,7 @@ class _Scale:
         return self._stack[-count:]
 
     def _marked(self) -> list[_Cell]:
-        """What has been put down since the last mark, and back to what lay before it."""
+        """Take everything since the last mark, and return to what lay before it."""
         parts, self._stack = self._stack, self._below.pop()
         return parts
 
@@ -204,7 +204,7 @@ class _Scale:
                 self._budget.spend(self._keys, "keys that may have one hash")
 
     def _call(self, count: int) -> None:
-        """Arguments or state are copied, and walked through in depth by `dict`, `set` and `str`."""
+        """Arguments or state are copied; `dict`, `set` and `str` visit all that is in them."""
         self._walk(self._top(count)[1:], _CALLED)
 
     def _walk(self, cells: list[_Cell], purpose: str) -> None:
@@ -230,7 +230,7 @@ class _Scale:
 
 
 def weigh(data: bytes, budget: Budget) -> int:
-    """Spend what it costs to load a pickle; where it ends.
+    """Spend what it costs to load a pickle; return where it ends.
 
     Raises:
         OverBudgetError: it costs more than its size allows.

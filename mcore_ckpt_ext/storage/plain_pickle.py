@@ -1,15 +1,15 @@
 """Plain pickles, as the indexes of checkpoints are: recognized by a regular expression, and cheap to load.
 
-What makes a pickle expensive is a tuple that refers to a tuple that refers to a tuple, and so on, once somebody hashes
-it, and a call whose arguments are large (`pickle_cost`). In a plain pickle there is neither:
+A pickle is expensive where it hashes a tuple that refers to a tuple that refers to a tuple, and so on, and where it
+calls something with large arguments (`pickle_cost`). A plain pickle does neither:
 
 - tuples of a few numbers and texts are small, however often the pickle refers to them;
 - a tuple that becomes an object's state at once may hold anything: that object looks at it first;
-- any other tuple is shown to the unpickler's owner, who sees to it that it is short and holds no other;
-- a call has a small tuple as its arguments, or its owner makes it, of what merely keeps them.
+- any other tuple is shown to the unpickler's owner, which checks that it is short and holds no other tuple;
+- the arguments of a call are a small tuple, or else the owner makes the call, and only of what merely keeps them.
 
-For the last two, which the opcodes alone do not show, the pickle is rewritten: they become persistent references, of
-which a plain pickle has none of its own.
+The opcodes alone do not show the last two. So the pickle is rewritten: they become persistent references, of which a
+plain pickle has none of its own.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Unpickling that executes nothing a checkpoint brings along.
 
-A short list of classes and functions is real. Every other class becomes an inert placeholder, so that a
-checkpoint can be read without Megatron at hand. What no checkpoint needs, a function of the standard library
-say, is refused by name.
+A short list of classes and functions is real. Every other class becomes an inert placeholder, so that a checkpoint can
+be read where Megatron is not installed. What no checkpoint needs, such as a function of the standard library, is
+refused by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES, StorageRefere
 
 
 class _Function(Stateless):
-    """A function that a pickle knows by name: of a plain one it could set the defaults."""
+    """A function that a pickle finds by name; of a plain Python function, it could set the defaults."""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
@@ -38,10 +38,10 @@ class _Function(Stateless):
 
 
 class _Namespace(metaclass=Sealed):
-    """`argparse.Namespace`, which is written in Python: a pickle makes genuine ones and never holds the class."""
+    """Stands for the class `argparse.Namespace`: a pickle gets genuine instances of it, but never the class itself."""
 
     def __new__(cls, **content: object) -> argparse.Namespace:  # type: ignore[misc]
-        """Make a genuine one."""
+        """Make a genuine instance."""
         return argparse.Namespace(**content)
 
 
@@ -63,7 +63,7 @@ def _with_attributes(build: object, _: object, arguments: tuple[Any, ...], *__: 
 
 @_Function
 def _inert_getattr(owner: object, name: str) -> object:
-    """Enums of Python 3.11 are pickled as `getattr(class, name)`; only placeholders have anything to get."""
+    """How Python 3.11 pickles a member of an enum: `getattr(class, name)`. Only placeholders have attributes to get."""
     if isinstance(owner, type) and issubclass(owner, Placeholder):
         member = owner(name)
         origin_of(member).member = name
@@ -72,7 +72,7 @@ def _inert_getattr(owner: object, name: str) -> object:
 
 
 def _raw_bytes(kind: type) -> _Function:
-    """`bytes` and `bytearray` of given content; of a number they would make so many zeros."""
+    """`bytes` or `bytearray`, of given content only: called with a number, they would make that many zeros."""
 
     def build(*arguments: Any) -> Any:
         if arguments and not isinstance(arguments[0], (bytes, bytearray, str, list)):
@@ -83,7 +83,7 @@ def _raw_bytes(kind: type) -> _Function:
 
 
 def bytes_of_text(text: object, codec: object = "utf-8") -> bytes:
-    """`_codecs.encode`, which is how protocol 2 writes bytes.
+    """`_codecs.encode`, by which protocol 2 writes bytes.
 
     Raises:
         TypeError: it is asked for something else.
@@ -94,7 +94,7 @@ def bytes_of_text(text: object, codec: object = "utf-8") -> bytes:
 
 
 def _layout_name(name: object) -> str:
-    """`torch.serialization._get_layout`, whose result nobody looks at."""
+    """`torch.serialization._get_layout`, whose result nobody uses."""
     if type(name) is not str:
         raise TypeError(f"a layout named {shown(name)}")
     return name
@@ -133,7 +133,7 @@ _REAL: dict[tuple[str, str], object] = {
 }  # fmt: skip
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_REPEATED = 1 << 10  # bytes of a pickle that may come again: of a tensor
+_REPEATED = 1 << 10  # bytes: a pickle that is no longer than this, such as a tensor's, may come again
 _FEW = 64  # entries that may be looked at or copied for each byte of a pickle
 
 
@@ -238,8 +238,8 @@ def safe_loads(data: bytes, where: str) -> Any:
 
 @lru_cache(maxsize=1024)
 def _is_bounded(data: bytes) -> bool:
-    """Whether a pickle passes `weigh`, which need not be asked again: tensors of one shape are pickled alike."""
-    with suppress(Exception):  # whoever asks weighs it again, and tells
+    """Whether a pickle passes `weigh`; remembered, because tensors of one shape have equal pickles."""
+    with suppress(Exception):  # the caller weighs it again, and reports what is wrong
         weigh(data, Budget(len(data), ""))
         return True
     return False

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import parsed
 
 WRITER = "mcore_ckpt_ext"
-"""In the header of every file that this package writes, so that one may be known for its own."""
+"""In the header of every file that this package writes, so that it can be recognized."""
 _METADATA = "__metadata__"
 _HEADER_LIMIT = 100_000_000  # as the library
 _DTYPES = {
@@ -68,7 +68,7 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
     after the other, in any order, and fill the file: every byte has one meaning.
 
     Raises:
-        UnreadableCheckpointError: it is no safetensors file, shorter than it says, or its arrays do not fill it.
+        UnreadableCheckpointError: it is not a safetensors file, is shorter than it says, or its arrays do not fill it.
     """
     size = reader.size(file)
     header, begin = _header(reader, file)
@@ -101,10 +101,10 @@ def _check_filled(arrays: Sequence[RawArray], begin: int, size: int) -> None:
 
 
 def writer_of(reader: FolderReader, file: str) -> str | None:
-    """What a file says of who wrote it.
+    """Who wrote a file, according to its header.
 
     Raises:
-        UnreadableCheckpointError: it is no safetensors file.
+        UnreadableCheckpointError: it is not a safetensors file.
     """
     try:
         found = _header(reader, file)[0].get(_METADATA, {}).get("writer")

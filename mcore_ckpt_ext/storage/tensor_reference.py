@@ -1,4 +1,4 @@
-"""Pickled tensors as references: what a pickle says of them, without their data."""
+"""Pickled tensors as references: what a pickle says about them, without their data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STORAGE_NAMES = {
 
 
 class StorageReference(Stateless):
-    """What a pickled tensor says of its storage: `key` names the archive's record, `numel` counts `dtype` elements."""
+    """What a pickled tensor says about its storage: the archive's record `key` holds `numel` elements of `dtype`."""
 
     def __init__(self, dtype: torch.dtype, key: str, numel: int) -> None:
         self.dtype, self.key, self.numel = dtype, key, numel
@@ -29,14 +29,14 @@ class TensorReference(Stateless):
     def __init__(
         self, storage: StorageReference, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *more: object
     ) -> None:
-        """Keep the description; of `more`, as `torch._utils._rebuild_tensor_v2` takes it, the third may be marks.
+        """Keep the description; `more` are the further arguments of `torch._utils._rebuild_tensor_v2`.
 
         Raises:
-            TypeError, ValueError: there is no such tensor, or its elements mean something else than they say.
+            TypeError, ValueError: there can be no such tensor, or marks give its elements another meaning.
         """
-        marks = more[2] if len(more) > 2 else None
+        marks = more[2] if len(more) > 2 else None  # `metadata` of that function
         if isinstance(marks, dict) and any(marks.values()):
-            raise ValueError("a tensor that is marked as negative or conjugated, which torch would make it on reading")
+            raise ValueError("a tensor marked as negated or conjugated: torch would compute its elements on reading")
         self.storage, self.offset, self.shape, self.stride = storage, offset, tuple(shape), tuple(stride)
         if not isinstance(storage, StorageReference):
             raise TypeError(f"a tensor without a storage: {shown(storage)}")

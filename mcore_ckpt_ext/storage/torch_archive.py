@@ -26,10 +26,10 @@ _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _CHECKSUM_BLOCK = 1 << 22
 _END = 4096
 _SHORT = 64
-_STEPS_TO_KEEP = 16  # a byte that is kept costs more than one that is looked at
+_STEPS_TO_KEEP = 16  # keeping a byte costs more than looking at it
 _BYTE_ORDER = "byteorder"
 WRITER_MEMBER = ".data/writer"
-"""Beside `.data/serialization_id`, which torch keeps there: readers look at neither."""
+"""It lies beside torch's `.data/serialization_id`; readers look at neither."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class TorchArchive:
         return torch.frombuffer(bytearray(data), dtype=place.dtype).reshape(place.shape)
 
     def writer(self) -> str | None:
-        """Who says to have written it (`draft_archive`)."""
+        """Who claims to have written it (`draft_archive`)."""
         if WRITER_MEMBER not in self._members:
             return None
         start, info = self._record(WRITER_MEMBER)

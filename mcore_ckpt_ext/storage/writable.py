@@ -1,8 +1,8 @@
 """What may stand in a pickle that this package writes: a closed list of names, each in the one form that it needs.
 
-Whoever loads a written file runs what its pickle names. So nothing of the source decides what is named: classes and
-functions stand on this list, their arguments have the types and sizes that they have in honest checkpoints, and all
-else is refused here, or left out by those who ask first (`first_unwritable`).
+Whoever loads a written file runs what its pickle names, so the source has no say in what is named: classes and
+functions are on this list, their arguments have the types and sizes that they have in honest checkpoints, and
+everything else is refused here, or left out by callers that ask first (`first_unwritable`).
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def is_own(placeholder: Placeholder) -> bool:
 
 
 def first_unwritable(tree: Any, unread_tensors: bool = False) -> str | None:
-    """What of a tree may not be written, in words; None where all may.
+    """The first thing in a tree that may not be written, in words; None where all of it may.
 
     Args:
         tree: what a checkpoint holds.
-        unread_tensors: tensors without their elements are no reason.
+        unread_tensors: allow tensors whose elements have not been read.
     """
     seen: dict[int, Any] = {}
     waiting = [tree]
@@ -104,7 +104,7 @@ def first_unwritable(tree: Any, unread_tensors: bool = False) -> str | None:
 
 
 def _parts(node: Any) -> list[Any] | None:
-    """What a node consists of; None where it may not be written."""
+    """The parts of a node; None where it may not be written."""
     kind = type(node)
     if kind in (dict, collections.OrderedDict):
         return [*node.keys(), *node.values()]
@@ -183,7 +183,7 @@ def _item_size(dtype: object) -> int:
 
 
 class _OutputUnpickler(SafeUnpickler):
-    """Reads what is about to be written, and knows no name but those on the list."""
+    """Reads what is about to be written, and knows only the names on the list."""
 
     def find_class(self, module: str, name: str) -> Any:
         checked_name(module, name)
@@ -191,7 +191,7 @@ class _OutputUnpickler(SafeUnpickler):
 
 
 def check_output(data: bytes) -> Any:
-    """Read a pickle that is about to be written as an input is read, by the stricter list; returns what it holds.
+    """Read a pickle that is about to be written as if it were an input, by the stricter list; returns what it holds.
 
     Raises:
         TypeError: it names something else.
@@ -200,7 +200,7 @@ def check_output(data: bytes) -> Any:
 
 
 def hides_a_pickle(data: bytes) -> bool:
-    """Whether bytes that their owner will unpickle hold anything but what may be written; empty ones hold nothing.
+    """Whether bytes that their owner will unpickle hold anything that may not be written; empty bytes hold nothing.
 
     Transformer Engine unpickles the bytes of its extra states (module/base.py, `set_extra_state`, 1.x to 2.x).
     """
@@ -208,7 +208,7 @@ def hides_a_pickle(data: bytes) -> bool:
         pickled = _pickle_in(data)
         if not pickled:
             return False
-        # What follows a pickle may be another, which torch's oldest format goes on to load.
+        # Another pickle may follow, which torch's oldest format would load as well.
         if weigh(pickled, Budget(len(pickled), "an extra state")) != len(pickled):
             return True
         return first_unwritable(check_output(pickled), unread_tensors=True) is not None
@@ -217,7 +217,7 @@ def hides_a_pickle(data: bytes) -> bool:
 
 
 def _pickle_in(data: bytes) -> bytes:
-    """The pickle in bytes: themselves, or of a torch archive that every reader of zips takes for the same.
+    """The pickle in bytes: the bytes themselves, or that of a torch archive that all zip readers agree on.
 
     Raises:
         ValueError, zipfile.BadZipFile: the archive is ambiguous.
