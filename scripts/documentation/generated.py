@@ -71,7 +71,9 @@ def settings() -> str:
 
     rows = []
     for setting in SETTINGS:
-        default = {True: "on", False: "off"}.get(setting.default, f"`{setting.default}`")  # type: ignore[call-overload]
+        is_number = isinstance(setting.default, float)
+        shown = f"`{setting.default:g}`" if is_number else f"`{setting.default}`"
+        default = {True: "on", False: "off"}.get(setting.default, shown)
         flag = f"`{setting.flag}`" if setting.argument else ""
         rows.append((f"[`{setting.name}`](#{setting.name.lower()})", setting.meaning, default, flag))
     return _table(("variable", "value and meaning", "not set", "argument of the job that means the same"), rows)
