@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from megatron_on_cpu.groups import leave_groups
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.hooks.announce import Said
@@ -61,13 +62,6 @@ def run(job: dict[str, Any]) -> None:
         for path, text in job["newest"].items():
             Path(path).write_text(text)
     torch.distributed.barrier()
-
-
-def leave_groups() -> None:
-    """End the job's process groups, which Megatron only forgets: each keeps threads that look for work."""
-    groups = torch.distributed.distributed_c10d._world.pg_map
-    for group in [group for group in groups if group is not torch.distributed.group.WORLD]:
-        torch.distributed.destroy_process_group(group)
 
 
 def train() -> None:

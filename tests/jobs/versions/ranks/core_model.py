@@ -23,6 +23,7 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron_on_cpu import dump_optimizer
+from megatron_on_cpu.groups import leave_groups
 
 # With 48 positions the tied embedding begins at no multiple of three: see `SOURCES` in jobs.py.
 HIDDEN, HEADS, LAYERS, VOCABULARY, POSITIONS, EXPERTS = 32, 4, 4, 128, 48, 4
@@ -68,6 +69,7 @@ class Job:
 def start(layout: Layout) -> None:
     """Divide the ranks anew."""
     parallel_state.destroy_model_parallel()
+    leave_groups()
     virtual = layout.virtual if layout.virtual > 1 else None
     parallel_state.initialize_model_parallel(
         layout.tensor, layout.pipeline, virtual,
