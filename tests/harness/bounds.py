@@ -1,0 +1,40 @@
+"""Reading under limits: a file of a few hundred bytes must not hold up whoever runs the tests."""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+from collections.abc import Callable
+from pathlib import Path
+
+from mcore_ckpt_ext.errors import CheckpointError
+
+SECONDS, BYTES = 20, 3 << 30
+
+
+def in_bounds(read: Callable[[], object]) -> str:
+    """What a refusal says, of a read in a child of this process under limits; empty where there is none."""
+    parent, child = multiprocessing.get_context("fork").Pipe()
+
+    def limited() -> None:
+        space = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (space, space))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        try:
+            read()
+        except CheckpointError as error:
+            child.send(f"{type(error).__name__}: {error}")
+        else:
+            child.send("")
+
+    process = multiprocessing.get_context("fork").Process(target=limited)
+    process.start()
+    child.close()
+    try:
+        found: str = parent.recv()
+    except EOFError:
+        found = "nothing: the child ended"
+    process.join()
+    assert process.exitcode == 0, f"{process.exitcode}, {found}"
+    return found
