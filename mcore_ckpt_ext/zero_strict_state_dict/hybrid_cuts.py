@@ -1,0 +1,134 @@
+"""What a stage of a HybridParallelPlugin has: whole, joined from the ranks that share it, and cut for them again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.zero_strict_state_dict import padding, tensor_parallel
+from mcore_ckpt_ext.zero_strict_state_dict.optimizer import MASTER
+
+PADDING = "_padding"
+"""What the padding rows of a state are called: ``exp_avg_padding``. Asynchronous files allow no dot there."""
+
+State = dict[str, Any]
+
+
+def entries(module: nn.Module, share_ties: bool) -> Iterator[tuple[str, Any]]:
+    """Parameters under all their names, persistent buffers, extra state; all ranks of a stage iterate.
+
+    Args:
+        module: this stage's.
+        share_ties: names of one parameter come with one tensor; else each with its own, as safetensors need it.
+    """
+    seen: dict[nn.Parameter, torch.Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if share_ties and parameter in seen:
+            yield name, seen[parameter]
+            continue
+        room = tensor_parallel.room_for(parameter, parameter.dtype, parameter.device)
+        value = tensor_parallel.whole(parameter, parameter.detach().contiguous(), room)
+        # A file keeps all of a storage, and safetensors know none with two names.
+        is_part = value.numel() * value.element_size() < value.untyped_storage().nbytes()
+        value = value.clone() if parameter in seen or is_part else value
+        yield name, value
+        seen[parameter] = value if share_ties else parameter
+    yield from ((name, buffer.detach()) for name, buffer in persistent_buffers(module))
+    for prefix, owner in module.named_modules():
+        if type(owner).get_extra_state is not nn.Module.get_extra_state:
+            yield f"{prefix}._extra_state".removeprefix("."), owner.get_extra_state()
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The buffers that a state dict has, by name."""
+    for prefix, owner in module.named_modules():
+        for name, buffer in owner.named_buffers(recurse=False):
+            if name not in owner._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".removeprefix("."), buffer
+
+
+def joined(
+    name: str, value: torch.Tensor, parameter: Any, zero_group: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The whole of one state of a parameter, and the rows of its padding.
+
+    Args:
+        name: of the state.
+        value: this rank's part.
+        parameter: the one that computes.
+        zero_group: the ranks that share this slice of it, flat, in equal parts; None without ZeRO.
+    """
+    from colossalai.utils import get_current_device
+
+    value = value.to(get_current_device())
+    if zero_group is not None:
+        parts = [torch.empty_like(value) for _ in range(dist.get_world_size(zero_group))]
+        dist.all_gather(parts, value, group=zero_group)
+        value = torch.cat(parts)[: parameter.numel()].view(parameter.shape)
+    if value.shape != parameter.shape:
+        refuse_shape(name, value.shape, parameter.shape)
+    room = tensor_parallel.room_for(parameter, value.dtype, value.device)
+    return tensor_parallel.whole(parameter, value, room), tensor_parallel.padding_of(parameter, room, value)
+
+
+def refuse_shape(name: str, found: torch.Size, expected: torch.Size) -> None:
+    """Raises: ModelMismatchError, where a state is not of its parameter's shape."""
+    if found != expected:
+        raise ModelMismatchError(
+            "an optimizer state has another shape than its parameter",
+            found=tuple(found),
+            expected=tuple(expected),
+            where=name,
+            helps="optimizers with factored state can be saved without hybrid_parallel in install(plugins=...)",
+        )
+
+
+def working(optimizer: Any, stepped: torch.Tensor) -> Any:
+    """The parameter that computes, of what the optimizer steps."""
+    of_master = optimizer.get_master_to_working_map()
+    return stepped if of_master is None else of_master[id(stepped)]
+
+
+def local_state(checkpoint_io: Any, optimizer: Any, stepped: torch.Tensor, state: State) -> State:
+    """This rank's part of one parameter's state; of the master, the rows of padding also go into the weight."""
+    parameter = working(optimizer, stepped)
+    local: State = {}
+    rows = padding.fitting(parameter, MASTER, state.get(f"{MASTER}{PADDING}"))
+    if rows is not None:
+        _write_padding(parameter, rows)
+    for name, value in state.items():
+        if name.endswith(PADDING):
+            continue
+        if not isinstance(value, torch.Tensor) or name == "step":
+            local[name] = value
+            continue
+        rows = padding.fitting(parameter, name, state.get(f"{name}{PADDING}"))
+        cut = tensor_parallel.slice_of(parameter, value, rows)
+        if checkpoint_io.use_zero:
+            cut = _part(cut, checkpoint_io.global_dp_size, checkpoint_io.dp_rank)
+        # As ColossalAI: moments are kept in the dtype of what is stepped.
+        local[name] = torch.empty(cut.shape, dtype=stepped.dtype, device=stepped.device).copy_(cut)
+    return local
+
+
+def _part(value: torch.Tensor, size: int, rank: int) -> torch.Tensor:
+    """This rank's part under ZeRO: flat, filled up with zeros, in equal parts (0.5.0,
+    zero/low_level/low_level_optim.py: ``_create_master_param_current_rank``).
+    """
+    flat = value.reshape(-1)
+    flat = nn.functional.pad(flat, [0, -len(flat) % size])
+    return flat.view(size, -1)[rank]
+
+
+def _write_padding(parameter: Any, rows: torch.Tensor) -> None:
+    """Into the weight, the rows of padding, which are in no model's file."""
+    whole = torch.zeros(tensor_parallel.whole_shape(parameter), dtype=parameter.dtype)
+    given = tensor_parallel.slice_of(parameter, whole, rows).to(parameter.device)
+    is_padding = tensor_parallel.is_padding(parameter)
+    if is_padding is not None:
+        parameter.data.copy_(torch.where(is_padding.to(given.device), given, parameter.data))

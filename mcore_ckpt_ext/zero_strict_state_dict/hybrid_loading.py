@@ -1,0 +1,141 @@
+"""Loads a whole state under HybridParallelPlugin, after all ranks have found that it fits."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
+from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
+from mcore_ckpt_ext.zero_strict_state_dict.content import Digests, digests, refuse_different, summary
+from mcore_ckpt_ext.zero_strict_state_dict.hybrid_cuts import PADDING, State, persistent_buffers, refuse_shape, working
+from mcore_ckpt_ext.zero_strict_state_dict.loading import StateDictMismatchError
+from mcore_ckpt_ext.zero_strict_state_dict.ranks import Ranks
+
+OPTIMIZER_UNTOUCHED = "the optimizer is untouched"
+_MODEL_UNTOUCHED = "the model is untouched"
+_SHOWN = 4
+
+
+def load_optimizer(
+    checkpoint_io: Any, ranks: Ranks, optimizer: Any, groups: list[dict[str, Any]], states: Mapping[Any, State]
+) -> None:
+    """Take an optimizer's whole state, of any layout, after all ranks have found that it is one and fits."""
+    live = optimizer.optim.param_groups
+    ids = optimizer.param_info["param2id"]
+    id_map = {ids[id(working(optimizer, stepped))]: stepped for group in live for stepped in group["params"]}
+    by_id = {int(key): state for key, state in states.items()}
+    found: Digests = {}
+
+    def look() -> str:
+        if len(groups) != len(live):
+            raise ModelMismatchError(
+                "the optimizer state has other param groups", found=str(len(groups)), expected=str(len(live))
+            )
+        known = {key for group in optimizer.param_info["param_groups"] for key in group["params"]}
+        if unknown := sorted(set(by_id) - known):
+            raise ModelMismatchError(
+                "the optimizer state is about other parameters",
+                found=f"state of parameter {unknown[0]}",
+                expected=f"{len(known)} parameters",
+            )
+        for key, stepped in id_map.items():
+            shape = tensor_parallel.whole_shape(working(optimizer, stepped))
+            for name, value in by_id.get(key, {}).items():
+                if isinstance(value, torch.Tensor) and name != "step" and not name.endswith(PADDING):
+                    refuse_shape(f"{name} of parameter {key}", value.shape, shape)
+        found.update(digests({"param_groups": groups, "state": by_id}))
+        return summary(found)
+
+    summaries: Mapping[int, str | None] = ranks.same_call("load_optimizer", {}, look, OPTIMIZER_UNTOUCHED)
+    refuse_different(ranks, summaries, found, OPTIMIZER_UNTOUCHED)
+    for group, saved in zip(live, groups, strict=True):
+        params = group["params"]
+        group.clear()
+        group.update(copy.deepcopy(saved), params=params)
+    for stepped in id_map.values():
+        optimizer.optim.state.pop(stepped, None)
+    checkpoint_io.load_states_into_optimizer(optimizer, by_id, id_map)
+    from colossalai.checkpoint_io.utils import sharded_optimizer_loading_epilogue
+
+    sharded_optimizer_loading_epilogue(optimizer.optim)
+
+
+def load_model(ranks: Ranks, model: Any, entries: dict[str, Any], strict: bool) -> None:
+    """Take a whole state dict, after all ranks have found that it fits the stages together.
+
+    Raises:
+        StateDictMismatchError: on all ranks; nothing is written.
+    """
+    module = model.unwrap()
+    model._force_wait_all_gather()
+    aliases = _aliases(ranks, model)
+    offered = dict(entries)
+    for names in aliases:
+        given = next((name for name in names if name in entries), None)
+        offered.update((name, entries[given]) for name in names if given is not None and name not in entries)
+    found: Digests = {}
+
+    def look() -> tuple[str, set[str]]:
+        expected = _expected(module)
+        if strict and (missing := [name for name in expected if name not in offered]):
+            shown = ", ".join(f'"{name}"' for name in missing[:_SHOWN])
+            raise ModelMismatchError(f"Missing key(s) in state_dict: {shown}", found=f"{len(missing)} of them")
+        for name, shape in expected.items():
+            if name in offered and offered[name].shape != shape:
+                raise ModelMismatchError(
+                    f"size mismatch for {name}", found=tuple(offered[name].shape), expected=tuple(shape)
+                )
+        found.update(digests(entries, own={name for name, _ in persistent_buffers(module)}))
+        return summary(found), set(expected)
+
+    try:
+        looked = ranks.same_call("load_model", {"strict": strict}, look, _MODEL_UNTOUCHED)
+        refuse_different(ranks, {rank: one for rank, (one, _) in looked.items()}, found, _MODEL_UNTOUCHED)
+    except ResumeRefusedError as error:
+        raise StateDictMismatchError(str(error)) from error
+    known = set().union(*(names for _, names in looked.values()), *aliases)
+    unexpected = sorted(name for name in entries if name not in known and not name.endswith("_extra_state"))
+    if strict and unexpected:
+        shown = ", ".join(f'"{name}"' for name in unexpected[:_SHOWN])
+        raise StateDictMismatchError(
+            f"Unexpected key(s) in state_dict: {shown}", found=f"{len(unexpected)} of them",
+            helps="strict=False loads the rest",
+        )  # fmt: skip
+    paddings = [(p, p.detach().clone(), tensor_parallel.is_padding(p)) for p in _padded(module)]
+    module.load_state_dict({name: _own(value) for name, value in offered.items()}, strict=False)
+    for parameter, before, is_padding in paddings:
+        # ColossalAI would make them zero; a model's file says nothing about them.
+        parameter.data.copy_(torch.where(is_padding.to(before.device), before, parameter.data))  # type: ignore[union-attr]
+    model.update_master_params()
+
+
+def _own(value: Any) -> Any:
+    """A view: ColossalAI pads what it is given in place (0.5.0, tensor/padded_tensor/api.py: ``to_padded_tensor``)."""
+    return value.view_as(value) if isinstance(value, torch.Tensor) else value
+
+
+def _padded(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if tensor_parallel.padding_shape(parameter) is not None]
+
+
+def _expected(module: nn.Module) -> dict[str, torch.Size]:
+    """The names that this stage's module has, and the whole shapes."""
+    named = module.named_parameters(remove_duplicate=False)
+    shapes = {name: tensor_parallel.whole_shape(parameter) for name, parameter in named}
+    return shapes | {name: buffer.shape for name, buffer in persistent_buffers(module)}
+
+
+def _aliases(ranks: Ranks, model: Any) -> list[set[str]]:
+    """Sets of names that mean one parameter: on one stage, and of different stages (``shared_params``)."""
+    names: dict[nn.Parameter, set[str]] = {}
+    for name, parameter in model.unwrap().named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, set()).add(name)
+    stage = model.stage_manager.stage if model.stage_manager is not None else None
+    across = [names.get(shared[stage], set()) if stage in shared else set() for shared in model.shared_params]
+    groups = [set().union(*of_all) for of_all in zip(*ranks.gather(across).values(), strict=True)]
+    return [*groups, *(some for some in names.values() if len(some) > 1 and not any(some & group for group in groups))]
