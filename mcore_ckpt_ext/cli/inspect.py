@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.cli.output import as_json, heading, line, message, table
+from mcore_ckpt_ext.cli.output import BAD, Painted, as_json, heading, line, message, table
 from mcore_ckpt_ext.cli.page import inspection_page
 from mcore_ckpt_ext.errors import readable
 from mcore_ckpt_ext.offline.inspection import Inspection, StoredFile, inspect
@@ -92,9 +92,9 @@ def _show_files(found: Inspection) -> None:
         line(f"  no file from {len(found.silent_ranks):,} ranks ({shown}{more}): {found.why_silent}")
 
 
-def _file_row(file: StoredFile) -> tuple[str, ...]:
+def _file_row(file: StoredFile) -> tuple[object, ...]:
     who = "" if file.rank is None else f"rank {file.rank}, writer {file.writer}"
-    size = "MISSING" if file.bytes_on_disk is None else readable(file.bytes_on_disk)
+    size: object = Painted("MISSING", BAD) if file.bytes_on_disk is None else readable(file.bytes_on_disk)
     more = len(file.tensors) - _TENSORS_SHOWN
     tensors = ", ".join(file.tensors[:_TENSORS_SHOWN]) + (f" and {more} more" if more > 0 else "")
     place = f"{who} ({file.place})" if who else file.place
