@@ -15,11 +15,9 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.storage.budget import MOST_ELEMENTS, Budget, OverBudgetError, check_keys, elements_of
 from mcore_ckpt_ext.storage.dcp_index import read_index
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.inert import Placeholder, Record
 from mcore_ckpt_ext.storage.json_tree import decode
-from mcore_ckpt_ext.storage.pickle_cost import weigh
 from mcore_ckpt_ext.storage.plain_pickle import plain_form
-from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler, _NotPlainError, _PlainUnpickler, safe_loads
+from mcore_ckpt_ext.storage.safe_pickle import _NotPlainError, _PlainUnpickler, safe_loads
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from tests.harness.bounds import in_bounds
 from tests.harness.checkpoints import fixture_named
@@ -193,30 +191,6 @@ def test_elements_are_counted_of_shapes_that_can_be() -> None:
     for shape in ((MOST_ELEMENTS,), (True,), (1 << 55, 1 << 55), (1,) * 65):
         with pytest.raises(ValueError, match="an array"):
             elements_of(shape)
-
-
-@pytest.mark.parametrize("name", ["p01", "p05", "p06", "p07", "p10", "p41", "p43", "p45", "p47", "p48", "p50"])
-def test_a_real_index_is_plain_and_cheap(name: str) -> None:
-    """The short way and the long one agree about it, and the short one is taken."""
-    data = (fixture_named(name).iteration / ".metadata").read_bytes()
-    plain = plain_form(data)
-    assert plain is not None
-    assert described(_PlainUnpickler(plain, "here").load()) == described(SafeUnpickler(data, "here").load())
-    assert weigh(data, Budget(len(data), "here")) == len(data)
-
-
-def described(tree: object) -> object:
-    """What an index says, in a form that can be compared."""
-    match tree:
-        case Record():
-            return type(tree).__name__, described(vars(tree))
-        case Placeholder():
-            return tree.pickled_module, tree.pickled_name, described(vars(tree)["arguments"])
-        case dict():
-            return [(described(key), described(value)) for key, value in tree.items()]
-        case list() | tuple():
-            return [type(tree).__name__, *map(described, tree)]
-    return repr(tree)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import pickletools
+import random
 import struct
 import zipfile
 from collections.abc import Callable
@@ -23,6 +24,17 @@ class Choices(Protocol):
 
     def between(self, low: int, high: int) -> int:
         """An integer in `[low, high]`."""
+
+
+class ByChance:
+    """Decisions as they come."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def between(self, low: int, high: int) -> int:
+        """See `Choices`."""
+        return self._random.randint(low, high)
 
 
 Editor = Callable[[Choices], bytes]

@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import os
 import pickle
-import random
 import resource
 import struct
 import subprocess
@@ -240,18 +239,8 @@ def test_a_bounded_campaign_finds_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
 
 
-class ByChance:
-    """Decisions as they come."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def between(self, low: int, high: int) -> int:
-        return self._random.randint(low, high)
-
-
 @pytest.mark.parametrize("name", campaign.SHARES)
 def test_a_few_inputs_by_chance_find_nothing(name: str, tmp_path: Path) -> None:
     target = targets.target(name, tmp_path)
     for seed in range(10):
-        target.run(ByChance(seed))
+        target.run(edits.ByChance(seed))
