@@ -163,6 +163,14 @@ def half(values: torch.Tensor) -> torch.Tensor:
     return (values / scale).half().float() * scale
 
 
+def test_masters_in_half_precision_that_were_resumed_under_another_layout() -> None:
+    """Every shard has a scale of its own, at which the number is rounded once more."""
+    for seed in range(4):
+        master = masters(2048, 512, seed)
+        again = torch.cat([half(part) for part in half(master).chunk(3)])
+        assert WITHIN_HALF_PRECISION.first_mismatch(again, master.bfloat16()) is None
+
+
 def test_masters_in_half_precision() -> None:
     master = masters()
     weight = master.bfloat16()

@@ -11,7 +11,8 @@ transformer_engine/common/multi_tensor/adam.cu, 2.1 to 2.20). For such jobs both
 Masters that a job keeps in fp16 (`--main-params-dtype fp16`) are not those that its weights were cast from: the kernel
 rounds one fp32 number to both, and the fp16 one is scaled by the largest of its tensor (`_apply_scale`,
 transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20). There the proof is nearness: each master lies within
-half a step of bf16 and half a step of fp16 of its weight. That shows a misplaced parameter, not every flipped bit.
+half a step of bf16 and a step of fp16 of its weight, for it is rounded once more where it is resumed under another
+layout, whose shards have other scales. That shows a misplaced parameter, not every flipped bit.
 
 Weights that a job keeps in fp8 or fp4 (`--fp8-param-gather`, `--fp4-param-gather`) are quantised from fp32 masters
 (`quantize_param_shard`, megatron/core/fp8_utils.py, core_v0.12.1 to 0.19.2; `quantize_nvfp4_param_shard`, fp4_utils.py,
@@ -145,7 +146,7 @@ def first_far(master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
     # Below the smallest normal number fp16 has steps of 2**-24, times a scale of the largest number / 65504; where
     # only a part of the tensor is at hand, its largest number may be smaller: 2**-30 leaves room for that.
     floor = float(near.abs().max()) * 2**-30 if near.numel() else 0.0
-    half_steps = torch.finfo(weight.dtype).eps / 2 + torch.finfo(torch.float16).eps / 2
+    half_steps = torch.finfo(weight.dtype).eps / 2 + torch.finfo(torch.float16).eps
     different = ~((numbers - near).abs() <= near.abs() * half_steps * (1 + half_steps) + floor)
     return _mismatch(master, weight, different) if bool(different.any()) else None
 

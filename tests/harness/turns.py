@@ -14,7 +14,7 @@ from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import FOLDER_VARIABLE
 from megatron_on_cpu.record_losses import FILE_VARIABLE
 
-from tests.harness.checkouts import checkout_job
+from tests.harness.checkouts import checkout_job, version
 from tests.harness.jobs import RANK_SCRIPTS, SAVED, TIME_LIMIT, Job, described, finished
 from tests.harness.layouts import Layout
 
@@ -59,10 +59,14 @@ class Turn:
 
 
 class Results(dict[str, launch.RunResult]):
-    """How each job ended, by the name of its folder."""
+    """How each job ended, by the name of its folder.
 
-    def __init__(self, turns: Sequence[Turn]) -> None:
+    `megatron`: the version that ran, major and minor.
+    """
+
+    def __init__(self, turns: Sequence[Turn], megatron: str) -> None:
         super().__init__()
+        self.megatron = megatron
         self._turns = {turn.folder.name: turn for turn in turns}
 
     def folder(self, name: str) -> Path:
@@ -98,7 +102,7 @@ def run_in_turn(
         log_file=folder / "log",
     )
     assert result.returncode == 0, result.output[-6000:]
-    results = Results(turns)
+    results = Results(turns, str(version()) if of_checkout else "0.19")
     results.update({turn.folder.name: _of(turn.folder.name, ranks, result) for turn in turns})
     return results
 

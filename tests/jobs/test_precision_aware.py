@@ -86,9 +86,14 @@ def test_stock_takes_remainders_for_masters(results: Results) -> None:
 
 
 def test_under_the_same_layout_stock_resumes_what_it_wrote(remainders: Job, results: Results) -> None:
-    resumed = results.job("stock's own")
-    assert resumed.losses == {number: loss for number, loss in remainders.losses.items() if number > SAVED}
-    assert not any("optimizer resumed" in line for line in resumed.said)
+    assert_exactly_goes_on(remainders, "stock's own", results)
+
+
+def assert_exactly_goes_on(saved: Job, name: str, results: Results) -> None:
+    """By stock, where it can: up to 0.16 it cannot load what it wrote."""
+    resumed = results.job(name)
+    assert resumed.losses == {number: loss for number, loss in saved.losses.items() if number > SAVED}
+    assert any("optimizer resumed" in line for line in resumed.said) == (results.megatron == "0.16")
 
 
 @pytest.mark.parametrize(
@@ -137,9 +142,7 @@ def test_masters_of_half_precision_are_proven_to_be_near(results: Results, tmp_p
     found = assemble(results.job("half, TP2").at_load)  # other shards have other scales
     for name, values in truth.items():
         torch.testing.assert_close(found[name], values, rtol=2**-7, atol=float(values.abs().max()) * 2**-24)
-    own = results.job("half, same layout")
-    assert own.losses == {number: loss for number, loss in saved.losses.items() if number > SAVED}
-    assert not any("optimizer resumed" in line for line in own.said)
+    assert_exactly_goes_on(saved, "half, same layout", results)
     verification = verify(saved.run)
     assert verification.sound
     assert any("within fp16 rounding of their weights" in check.extent for check in verification.checks)

@@ -83,6 +83,8 @@ def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_torch_dist_in_stock_megatron(fixture: str, resumed: Results) -> None:
     if "muon" in TORCH_DIST[fixture][1].get("optimizer", ()):
         pytest.importorskip("emerging_optimizers", reason="the extra `test` installs it")
+        if resumed.megatron == "0.16":
+            pytest.skip("the Muon of 0.16 does not run with emerging-optimizers 0.3.0")
     job = resumed.job(fixture)
     assert job.said == []
     assert list(job.losses) == [SAVED + 1]
