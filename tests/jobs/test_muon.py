@@ -3,7 +3,7 @@
 Stock reshards the first two by itself as long as there are the same parameter groups on both sides, and refuses or
 fails with the third: under another layout, and where one kind becomes another. Muon's update depends on tensor
 parallelism, so losses after such a change are near those of the uninterrupted run, with stock's resharding, too.
-All jobs are one launch.
+All jobs are one launch. With MEGATRON_LM_PATH, a checkout runs them as well.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_on_cpu.dump_optimizer import assemble, parameter_settings, trainin
 from mcore_ckpt_ext import Legacy, TorchDist, convert, open_checkpoint
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.targets import Target
+from tests.harness.checkouts import EITHER, version
 from tests.harness.checkpoints import assert_converted, everything_in, fixture_named
 from tests.harness.jobs import LAST, RANK_SCRIPTS, SAVED, Job, differing
 from tests.harness.layouts import Layout, experts_over
@@ -39,9 +40,11 @@ BESIDE = "layer_wise + dp_reshardable"
 NEAR = 1e-3
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+@pytest.fixture(scope="module", params=EITHER)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
     """Jobs that save, trained further, so that what comes after the checkpoint is known; and who resumes."""
+    if request.param and version() == "0.16":
+        pytest.skip("the Muon of 0.16 does not run with emerging-optimizers 0.3.0")
     folder = tmp_path_factory.mktemp("muon")
     adam, stocks = fixture_named("p41").run, fixture_named("p44").run
     split, experts, lion, beside = (folder / name / "checkpoints" for name in ("split", "experts", "lion", "with Lion"))
@@ -65,7 +68,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
         Turn(folder / "from Lion to Adam", LAYOUT, more=LLAMA, optimizer=LAYER_WISE, load=beside, environment=SPLIT),
         Turn(folder / "from Adam to SOAP", LAYOUT, optimizer=("--optimizer", "soap"), load=adam),
     ]  # fmt: skip
-    return run_in_turn(folder, turns, plugins=[RANK_SCRIPTS / "model_by_function.py"])
+    plugins = [] if request.param else [RANK_SCRIPTS / "model_by_function.py"]  # as a checkout's own script does
+    return run_in_turn(folder, turns, plugins, of_checkout=request.param)
 
 
 KINDS = {
@@ -74,6 +78,11 @@ KINDS = {
     "lion": {"exp_avg", "exp_avg_sq"},
     "with Lion": {"exp_avg", "momentum_buffer"},
 }
+
+
+def check_has(name: str, results: Results) -> None:
+    if "Lion" in name and results.megatron != "0.19":
+        pytest.skip("the development head gives Adam what Muon does not step")
 
 
 @pytest.mark.parametrize(
@@ -88,13 +97,15 @@ KINDS = {
     ],
 )
 def test_under_another_layout_and_as_another_kind(saved: str, resumed: str, stored: str, results: Results) -> None:
+    check_has(saved, results)
     assert results.job(resumed).summary["format"] == stored
     assert_resumed(results.job(saved), results.job(resumed), KINDS[saved])
 
 
 def test_what_stock_reshards_is_left_to_it(results: Results) -> None:
+    """The development head has Adam's part elsewhere, so that it is no longer stock's."""
     resumed = results.job("stock's")
-    assert resumed.said == []
+    assert (resumed.said == []) == (results.megatron == "0.19")
     assert differing(fixture_named("p44").truth, assemble(resumed.at_load)) == []
 
 
@@ -104,6 +115,7 @@ def test_lion_becomes_layer_wise(results: Results) -> None:
 
 @pytest.mark.parametrize(("name", "described"), [("lion", "Lion and Adam"), ("with Lion", "Muon and Lion")])
 def test_lion_is_converted_and_back(name: str, described: str, results: Results, tmp_path: Path) -> None:
+    check_has(name, results)
     saved = results.job(name)
     assert inspect(saved.run).optimizer == described
     assert_converted(saved.run, assemble(saved.at_save), tmp_path)
@@ -144,6 +156,7 @@ def test_versions_that_share_the_optimizer_out_differently(
 def test_another_kind_of_optimizer_is_refused_on_all_ranks(
     name: str, stored: str, wanted: str, results: Results
 ) -> None:
+    check_has(name, results)
     result = results[name]
     assert result.returncode != 0
     assert "the checkpoint was written by an optimizer of another kind than the running one" in result.output
