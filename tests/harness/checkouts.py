@@ -33,6 +33,11 @@ def only_for(*versions: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(found not in versions, reason=reason)
 
 
+def optimizers_of_checkout() -> str:
+    """The source that chooses a job's optimizers."""
+    return (Path(os.environ[VARIABLE]) / "megatron" / "core" / "optimizer" / "__init__.py").read_text()
+
+
 def checkout_job() -> dict[str, Any]:
     """How the checkout's own script is run: arguments of `run_job` and of what calls it."""
     checkout = Path(os.environ[VARIABLE])

@@ -61,12 +61,15 @@ class Turn:
 class Results(dict[str, launch.RunResult]):
     """How each job ended, by the name of its folder.
 
-    `megatron`: the version that ran, major and minor.
+    Attributes:
+        of_checkout: whether a checkout ran.
+        megatron: the version that ran, major and minor.
     """
 
-    def __init__(self, turns: Sequence[Turn], megatron: str) -> None:
+    def __init__(self, turns: Sequence[Turn], of_checkout: bool) -> None:
         super().__init__()
-        self.megatron = megatron
+        self.of_checkout = of_checkout
+        self.megatron = version() if of_checkout else "0.19"
         self._turns = {turn.folder.name: turn for turn in turns}
 
     def folder(self, name: str) -> Path:
@@ -102,7 +105,7 @@ def run_in_turn(
         log_file=folder / "log",
     )
     assert result.returncode == 0, result.output[-6000:]
-    results = Results(turns, str(version()) if of_checkout else "0.19")
+    results = Results(turns, of_checkout)
     results.update({turn.folder.name: _of(turn.folder.name, ranks, result) for turn in turns})
     return results
 
