@@ -9,7 +9,8 @@ parameters do, have the same digest by chance once in 2**64 times, two that diff
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Iterator
+from functools import lru_cache, reduce
 
 import torch
 
@@ -32,36 +33,37 @@ def running_digest(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     each = _WORD // values.dtype.itemsize
     numel, missing = bits.numel(), -start % each
     head, tail = min(missing, numel), (numel - min(missing, numel)) % each
-    total = torch.full((), _COUNTED, dtype=torch.int64, device=bits.device) * numel  # int64 wraps around
-    total += _sum(_padded(bits[:head], start % each, each), start // each)
     whole = bits[head : numel - tail]
-    if whole.storage_offset() % each:
-        whole = whole.clone()
-    total += _sum(whole.view(torch.int64), (start + head) // each)
-    return total + _sum(_padded(bits[numel - tail :], 0, each), (start + numel - tail) // each)
+    # A model has many small parameters, whose shards mostly begin and end with a word: what is not there costs nothing.
+    parts: list[torch.Tensor] = []
+    if head:
+        parts += _products(_padded(bits[:head], start % each, each), start // each)
+    if whole.numel():
+        words = whole.clone() if whole.storage_offset() % each else whole
+        parts += _products(words.view(torch.int64), (start + head) // each)
+    if tail:
+        parts += _products(_padded(bits[numel - tail :], 0, each), (start + numel - tail) // each)
+    counted = _wrapped(_COUNTED * numel)
+    if not parts:
+        return torch.full((), counted, dtype=torch.int64, device=bits.device)
+    return reduce(torch.add, parts) + counted  # int64 wraps around
 
 
 def _padded(bits: torch.Tensor, before: int, each: int) -> torch.Tensor:
-    """Fewer than eight bytes as a number, the first of them after so many elements; nothing where there are none."""
-    if not bits.numel():
-        return bits.new_empty(0, dtype=torch.int64)
+    """Fewer than eight bytes as a number, the first of them after so many elements."""
     room = bits.new_zeros(each)
     room[before : before + bits.numel()] = bits
     return room.view(torch.int64)
 
 
-def _sum(words: torch.Tensor, start: int) -> torch.Tensor:
-    """Of words from place `start` on, each times its multiplier."""
+def _products(words: torch.Tensor, start: int) -> Iterator[torch.Tensor]:
+    """For each block of words from place `start` on, their sum, each times its multiplier."""
     multipliers = _multipliers(str(words.device))
-    blocks = range(start // _BLOCK, -(-(start + words.numel()) // _BLOCK))
-    scales = _scrambled(torch.arange(blocks.start, blocks.stop)).tolist()
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for block, scale in zip(blocks, scales, strict=True):
+    for block in range(start // _BLOCK, -(-(start + words.numel()) // _BLOCK)):
         first, last = max(start, block * _BLOCK), min(start + words.numel(), (block + 1) * _BLOCK)
         own, beside = words[first - start : last - start], multipliers[first - block * _BLOCK : last - block * _BLOCK]
         # A product that is kept nowhere is several times as fast; torch has it for whole numbers on processors only.
-        total += (torch.dot(own, beside) if own.device.type == "cpu" else (own * beside).sum()) * scale
-    return total
+        yield (torch.dot(own, beside) if own.device.type == "cpu" else (own * beside).sum()) * _scale(block)
 
 
 def added(*parts: int) -> int:
@@ -89,9 +91,20 @@ def _multipliers(device: str) -> torch.Tensor:
     return _scrambled(torch.arange(_BLOCK, device=device))
 
 
+@lru_cache(maxsize=1 << 16)
+def _scale(block: int) -> int:
+    """The multiplier of all words of a block."""
+    return int(_scrambled(torch.tensor(block)))
+
+
 def _scrambled(numbers: torch.Tensor) -> torch.Tensor:
     """Odd numbers without a pattern, made of int64 as splitmix64 does; its shifts are of signed numbers here."""
     mixed = (numbers.long() + 1) * -7046029254386353131
     mixed = (mixed ^ (mixed >> 30)) * -4658895280553007687
     mixed = (mixed ^ (mixed >> 27)) * -7723592293110705685
     return (mixed ^ (mixed >> 31)) | 1
+
+
+def _wrapped(number: int) -> int:
+    """A number as int64 has it."""
+    return (number + _MODULUS // 2) % _MODULUS - _MODULUS // 2
