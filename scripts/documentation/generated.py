@@ -106,9 +106,10 @@ def errors() -> str:
 def messages() -> Iterator[Message]:
     """What every place in the package says that makes one of its errors."""
     classes = _error_classes()
+    shared = _constants(ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8")))
     for path in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        constants = _constants(tree) | _constants(ast.parse((PACKAGE / "errors.py").read_text(encoding="utf-8")))
+        constants = shared | _constants(tree)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes and node.args:
                 says = _text(node.args[0], constants)
