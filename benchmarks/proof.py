@@ -67,8 +67,11 @@ def main() -> None:
             shares.append(statistics.mean(rank["proof"] / rank["load"] for rank in ranks))
             busy.append(sum(rank["proof processor"] for rank in ranks) / sum(rank["load processor"] for rank in ranks))
         median = statistics.median(loads)
-        print(f"loaded by {who}: {median:.1f} s, of it the proof {100 * statistics.median(shares):.2f} % "
-              f"(goal {100 * GOAL:.0f} %); of the processors' time {100 * statistics.median(busy):.2f} %", flush=True)
+        print(
+            f"loaded by {who}: {median:.1f} s, of it the proof {100 * statistics.median(shares):.2f} % "
+            f"(goal {100 * GOAL:.0f} %); of the processors' time {100 * statistics.median(busy):.2f} %",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

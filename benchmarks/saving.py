@@ -84,10 +84,14 @@ def main() -> None:
                 first.append(sum(measured["own"][0].values()))
     stock, ours = statistics.median(stalls[False]), statistics.median(stalls[True])
     part = statistics.median(sum(parts.values()) for parts in own)
-    print(f"stall of a save, median of {len(stalls[False])}: unplugged {stock:.3f} s, plugged {ours:.3f} s: "
-          f"{ours / stock:.3f} x")
-    print(f"in this package's own functions: {part * 1e3:.2f} ms a save, {100 * part / stock:.2f} % of the stall; "
-          f"the first save {statistics.median(first) * 1e3:.1f} ms")
+    print(
+        f"stall of a save, median of {len(stalls[False])}: unplugged {stock:.3f} s, plugged {ours:.3f} s: "
+        f"{ours / stock:.3f} x"
+    )
+    print(
+        f"in this package's own functions: {part * 1e3:.2f} ms a save, {100 * part / stock:.2f} % of the stall; "
+        f"the first save {statistics.median(first) * 1e3:.1f} ms"
+    )
     for name in sorted({name for parts in own for name in parts}):
         seconds = statistics.median(parts.get(name, 0.0) for parts in own)
         print(f"  {name}: {seconds * 1e3:.2f} ms, {100 * seconds / stock:.2f} %")
@@ -95,9 +99,11 @@ def main() -> None:
         return
     steps = job(options.folder, options, "slowed", True, SLOWED)["steps"]
     under_way, usual = statistics.median(steps["under way"]), statistics.median(steps["usual"])
-    print(f"writers slowed by {SLOWED:.0f} s: a step {under_way * 1e3:.1f} ms under way of a save "
-          f"({len(steps['under way'])} steps), {usual * 1e3:.1f} ms otherwise ({len(steps['usual'])}): "
-          f"{under_way / usual:.2f} x")
+    print(
+        f"writers slowed by {SLOWED:.0f} s: a step {under_way * 1e3:.1f} ms under way of a save "
+        f"({len(steps['under way'])} steps), {usual * 1e3:.1f} ms otherwise ({len(steps['usual'])}): "
+        f"{under_way / usual:.2f} x"
+    )
 
 
 if __name__ == "__main__":

@@ -234,9 +234,7 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().view(torch.uint8).numpy())
 
 
-def read_slice(
-    source: Source, transfer: Transfer, kind: str, wanted: Slice, accept_lost: bool = False
-) -> torch.Tensor:
+def read_slice(source: Source, transfer: Transfer, kind: str, wanted: Slice, accept_lost: bool = False) -> torch.Tensor:
     """Read a slice of model space into a new 1-D tensor of the tensor's dtype; what is derived is computed.
 
     Args:

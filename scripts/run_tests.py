@@ -24,6 +24,7 @@ from environment import REPOSITORY, SetupError, prepared, prepared_beside
 
 CHECKS = (
     ("ruff", ["-m", "ruff", "check", "."]),
+    ("ruff format", ["-m", "ruff", "format", "--check", "."]),
     ("mypy", ["-m", "mypy"]),
     ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as lint; lint()"]),
     ("documentation", ["-m", "mkdocs", "build", "--strict", "--quiet"]),

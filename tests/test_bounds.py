@@ -54,7 +54,8 @@ LARGE = b"\x8b" + struct.pack("<I", MEBIBYTE) + b"\x7f" * MEBIBYTE
 
 
 @pytest.mark.parametrize(
-    "data", [b"\x80\x04}" + DEEP + b"Ns.", b"\x80\x04(" + DEEP + b"\x91.", b"\x80\x04" + LARGE + b"\x94h\x00\x86."],
+    "data",
+    [b"\x80\x04}" + DEEP + b"Ns.", b"\x80\x04(" + DEEP + b"\x91.", b"\x80\x04" + LARGE + b"\x94h\x00\x86."],
     ids=["a key", "in a set", "a whole number"],
 )
 def test_what_would_crash_or_stall_whoever_uses_it_is_refused(data: bytes) -> None:

@@ -166,9 +166,7 @@ class TestOfACheckpoint:
         """Modules of the user's own may be registered in any order."""
         checkpoint = open_checkpoint(recorded.run)
         checkpoint.common["args"].spec = ["my.spec", "layers"]
-        assert torch.equal(
-            checkpoint.tensor("fp32_param", NAME).read(), recorded.truth[f"fp32_param.{NAME}"]
-        )
+        assert torch.equal(checkpoint.tensor("fp32_param", NAME).read(), recorded.truth[f"fp32_param.{NAME}"])
         (recorded.iteration / FILE_NAME).unlink()
         checkpoint = open_checkpoint(recorded.run)
         checkpoint.common["args"].spec = ["my.spec", "layers"]

@@ -64,7 +64,7 @@ def test_all_copies_of_a_weight_are_equal(prefix: str, norm_copies: int, embeddi
         for copies in checkpoint.weights.copies("weight", name):
             read = [
                 read_slice(_Alone(checkpoint, name, copy), checkpoint.transfer, "weight", copy.slice)
-                    for (copy,) in copies
+                for (copy,) in copies
             ]
             assert all(torch.equal(read[0], other) for other in read[1:]), name
     assert [len(copies) for copies in checkpoint.weights.copies("weight", NORM)] == [norm_copies]

@@ -56,9 +56,7 @@ def edit_index(
         if dtype is not None and chosen(name):
             entry.properties.dtype = dtype
     metadata.state_dict_metadata = described
-    metadata.storage_data = {
-        replace(index, fqn=key(index.fqn)): info for index, info in metadata.storage_data.items()
-    }
+    metadata.storage_data = {replace(index, fqn=key(index.fqn)): info for index, info in metadata.storage_data.items()}
     path.write_bytes(pickle.dumps(metadata))
 
 

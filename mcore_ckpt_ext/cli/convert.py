@@ -44,9 +44,11 @@ _OPTIONS = (
     _option("tensor_model_parallel_size", type=parse_count, metavar="N", help="tensor-parallel ranks of the reader"),
     _option("pipeline_model_parallel_size", type=parse_count, metavar="N", help="pipeline ranks of the reader"),
     _option(
-        "virtual_pipeline_model_parallel_size", type=parse_count, metavar="N",
+        "virtual_pipeline_model_parallel_size",
+        type=parse_count,
+        metavar="N",
         help="model chunks per pipeline rank of the reader",
-    ),  # fmt: skip
+    ),
     _option("expert_model_parallel_size", type=parse_count, metavar="N", help="expert-parallel ranks of the reader"),
     _option("transformer_impl", choices=LAYER_SPECS, help="layer spec of the reader; only for a Hugging Face source"),
     _option("vocab_size", type=parse_count, metavar="N", help="the tokenizer's size: legacy pads to it, hf cuts to it"),

@@ -33,10 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _show(found: Verification) -> None:
     line(found.path)
     failed = {finding.check for finding in found.findings if finding.severity == "error"}
-    table(
-        (check.name, _state(check.name in failed, check.done), check.extent)
-        for check in found.checks
-    )
+    table((check.name, _state(check.name in failed, check.done), check.extent) for check in found.checks)
     if found.findings:
         heading("findings")
         for finding in found.findings:

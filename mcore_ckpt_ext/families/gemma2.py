@@ -43,7 +43,7 @@ def _scale(config: Config) -> dict[str, Any]:
 
 
 def _scalar(arguments: ModelArguments) -> dict[str, Any]:
-    scale = arguments.softmax_scale or arguments.kv_channels ** -0.5
+    scale = arguments.softmax_scale or arguments.kv_channels**-0.5
     scalar = round(scale**-2, 6)
     return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
 

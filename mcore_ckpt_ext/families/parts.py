@@ -30,9 +30,7 @@ QUERY_KEY_NORMS = (
     Rule(f"{_THEIRS}.self_attn.q_norm.weight", f"{_OURS}.self_attention.q_layernorm.weight"),
     Rule(f"{_THEIRS}.self_attn.k_norm.weight", f"{_OURS}.self_attention.k_layernorm.weight"),
 )
-ATTENTION_NORM = Rule(
-    f"{_THEIRS}.input_layernorm.weight", f"{_OURS}.self_attention.linear_qkv.layer_norm_weight"
-)
+ATTENTION_NORM = Rule(f"{_THEIRS}.input_layernorm.weight", f"{_OURS}.self_attention.linear_qkv.layer_norm_weight")
 LATENT_ATTENTION_NORM = Rule(f"{_THEIRS}.input_layernorm.weight", f"{_OURS}.input_layernorm.weight")
 MLP_NORM = (
     Rule(f"{_THEIRS}.post_attention_layernorm.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight", where=dense),

@@ -332,4 +332,3 @@ def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[s
         part = Slice.whole(tuple(parts))
         yield name, StoredSlice(part, extent, first)
         first += part.numel
-

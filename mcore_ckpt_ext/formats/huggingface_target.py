@@ -123,9 +123,7 @@ class HuggingFaceTarget:
         if beside.get("model_type") == family.model_type:
             explained = {key for setting in family.settings for key in setting.keys}
             config |= {
-                key: value
-                for key, value in beside.items()
-                if key not in explained | _OF_THE_FILE and key not in config
+                key: value for key, value in beside.items() if key not in explained | _OF_THE_FILE and key not in config
             }
         return config
 
@@ -227,4 +225,3 @@ def _pickled(name: str, shard: Sequence[_Tensor]) -> tuple[OutputFile, list[Reco
             Record(name, archived.offset, tensor.declared.dtype, archived.numel, tensor.content, archived.checksums)
         )
     return OutputFile(name, archive.length, archive.literals), records
-

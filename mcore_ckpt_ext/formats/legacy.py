@@ -147,8 +147,7 @@ class LegacyCheckpoint(Checkpoint):
         order = [(rank, stage) for stage in range(self.layout.virtual_pipeline) for rank in sorted(stages)]
         counts = [stages[rank][stage] if stage < len(stages[rank]) else 0 for rank, stage in order]
         spans = {
-            place: range(end - count, end)
-            for place, count, end in zip(order, counts, accumulate(counts), strict=True)
+            place: range(end - count, end) for place, count, end in zip(order, counts, accumulate(counts), strict=True)
         }
         return [[spans[rank, stage] for stage in range(self.layout.virtual_pipeline)] for rank in sorted(stages)]
 

@@ -63,9 +63,7 @@ class PortableState:
         return cls(common, extra_states, random_states, tuple(notes))
 
 
-def portable_arguments(
-    arguments: argparse.Namespace, version: tuple[int, int]
-) -> tuple[argparse.Namespace, list[str]]:
+def portable_arguments(arguments: argparse.Namespace, version: tuple[int, int]) -> tuple[argparse.Namespace, list[str]]:
     """The arguments that every version can unpickle, and a note for each of the others.
 
     Members of Megatron's own enums are left out without a note. No loader reads these from a checkpoint; with

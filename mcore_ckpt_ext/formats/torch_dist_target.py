@@ -126,9 +126,7 @@ class TorchDistTarget:
             return True
         return self._version >= MIXED_SINCE and self._checkpoint.optimizer.is_distributed(name)
 
-    def _arrays_of(
-        self, kind: str, names: Sequence[str], prefix: str, distributed: bool = False
-    ) -> Iterator[Array]:
+    def _arrays_of(self, kind: str, names: Sequence[str], prefix: str, distributed: bool = False) -> Iterator[Array]:
         """The arrays of one kind: tensors with the same key, stacked; `distributed`: of a DistributedOptimizer."""
         stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}
         for name in names:

@@ -22,7 +22,6 @@ Function = Callable[..., Any]
 State = Literal["waiting for import", "patched", "not patched"]
 
 
-
 class Seam(NamedTuple):
     """One function of a framework that this package wraps.
 

@@ -65,9 +65,7 @@ class LocalModels:
         self._parts = split_parameters(self.weights)
         # Split parameters go by their first part; these are the others.
         self._first_of = {name: first for first, names in self._parts.items() for name in names[1:]}
-        self._expert_of = {
-            name: expert for name in self.weights if (expert := parse(name).expert) is not None
-        }
+        self._expert_of = {name: expert for name in self.weights if (expert := parse(name).expert) is not None}
 
     def without(self, names: Collection[str]) -> LocalModels:
         """The same ranks, as if they did not hold some parameters."""

@@ -32,9 +32,7 @@ def _norm(module: str) -> tuple[str, ...]:
 _QKV, _PROJ, _FC1, _FC2 = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
 _QK_NORMS = _both("self_attention.q_layernorm", "self_attention.k_layernorm")
 _EXPERTS = ("experts",)
-_SHARED = _both("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2") + (
-    "mlp.shared_experts.gate_weight",
-)
+_SHARED = _both("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2") + ("mlp.shared_experts.gate_weight",)
 
 # Parameters of one decoder layer in registration order, by their sharded-key suffix. "experts" stands for all
 # parameters of all experts. The local spec stores its separate norms under the fused keys of the other one.
@@ -127,9 +125,7 @@ def known_orders(arguments: JobArguments) -> list[ParameterOrder]:
     return [*local, *engine] if arguments.transformer_impl == "local" else [*engine, *local]
 
 
-def registration_order(
-    names: Iterable[str], order: ParameterOrder, tied_copy: bool = False
-) -> list[str] | None:
+def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: bool = False) -> list[str] | None:
     """All parameters of one model chunk in registration order.
 
     Args:

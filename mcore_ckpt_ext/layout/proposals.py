@@ -102,9 +102,7 @@ def packed_buffers(
     return packed
 
 
-def _packed(
-    models: LocalModels, order: ParameterOrder, rule: PackingRule, group: OptimizerGroup
-) -> Packing | None:
+def _packed(models: LocalModels, order: ParameterOrder, rule: PackingRule, group: OptimizerGroup) -> Packing | None:
     buffers = packed_buffers(models, order, rule, group.rank, group.stages)
     if buffers is None:
         return None
@@ -186,5 +184,3 @@ def _bucket_size(models: LocalModels, rank: ModelRank, stage: int) -> int | None
     if arguments.ddp_bucket_size:
         return arguments.ddp_bucket_size
     return max(40_000_000, 1_000_000 * models.layout.data * models.layout.context)
-
-

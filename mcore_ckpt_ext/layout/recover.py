@@ -66,9 +66,7 @@ def recover(
     return RecoveredPacking("discovery by content", found, discovered=True, disbelieved=disbelieved)
 
 
-def _tried(
-    group: OptimizerGroup, proposal: Proposal, read: Bytes, proof: Proof
-) -> tuple[Packing | None, str | None]:
+def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes, proof: Proof) -> tuple[Packing | None, str | None]:
     """A proposed packing, and what keeps it from being the group's: sizes, chunk borders, samples of the content."""
     packing = proposal.packing_of(group)
     problem = "it does not know every parameter" if packing is None else misfit(packing, group)

@@ -144,9 +144,7 @@ def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool) -> str
     return renamed.own(grouped_experts)
 
 
-def _parsed(
-    name: str, experts: Sequence[re.Pattern[str]], renaming: Iterable[tuple[str, str]]
-) -> ParameterName:
+def _parsed(name: str, experts: Sequence[re.Pattern[str]], renaming: Iterable[tuple[str, str]]) -> ParameterName:
     block, layer, rest = None, None, name
     if match := _LAYER.match(name):
         block, layer, rest = match[1], int(match[2]), _renamed(match[3], renaming)

@@ -134,14 +134,10 @@ class ContentCheck:
     def _different(
         self, kind: str, tensor: LogicalTensor, wanted: Slice, one: Sequence[StoredSlice], other: Sequence[StoredSlice]
     ) -> int:
-        first, second = (
-            read_slice(OneCopy(tensor, copy), self._transfer, kind, wanted) for copy in (one, other)
-        )
+        first, second = (read_slice(OneCopy(tensor, copy), self._transfer, kind, wanted) for copy in (one, other))
         return int((bits_of(first) != bits_of(second)).sum())
 
-    def _check_shifted(
-        self, optimizer: OptimizerState, name: str, held: dict[str, LogicalTensor]
-    ) -> Iterator[Finding]:
+    def _check_shifted(self, optimizer: OptimizerState, name: str, held: dict[str, LogicalTensor]) -> Iterator[Finding]:
         """Compare the slot of a parameter, as Megatron wrote it, with where its elements really stand."""
         shapes = {kind: tensor.shape for kind, tensor in held.items() if kind != WEIGHT}
         wrong = {

@@ -280,8 +280,6 @@ class _Filler:
         return replace(weight, shape=master.shape)
 
 
-
-
 def _differing_copies(checkpoint: Checkpoint) -> list[str]:
     """A note where copies of the word embeddings differ that CPU offload may leave so."""
     if not checkpoint.optimizer_format or not checkpoint.arguments.optimizer_cpu_offload:

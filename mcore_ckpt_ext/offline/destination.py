@@ -63,9 +63,7 @@ class Destination:
             raise self._refused("the destination is no checkpoint, so it is not replaced", _some(found))
         strange = [name for name, ordinary in found.items() if not (ordinary and known.fullmatch(name))]
         if strange:
-            raise self._refused(
-                "the destination holds more than a checkpoint, which would be lost", _some(strange)
-            )
+            raise self._refused("the destination holds more than a checkpoint, which would be lost", _some(strange))
 
     def _check_iterations(self, path: Path) -> None:
         folders = [entry.name for entry in path.iterdir() if iteration_number(entry) is not None]

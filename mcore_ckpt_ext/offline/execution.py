@@ -108,9 +108,7 @@ class RemoteOutput:
             self._upload.put(Path(staging) / file.name, file.name)
 
 
-def _records(
-    files: Sequence[OutputFile], records: dict[str, list[tuple[int, Record]]]
-) -> list[tuple[int, Record]]:
+def _records(files: Sequence[OutputFile], records: dict[str, list[tuple[int, Record]]]) -> list[tuple[int, Record]]:
     return [numbered for file in files for numbered in records.get(file.name, [])]
 
 

@@ -84,9 +84,7 @@ def writer_of(checkpoint: Checkpoint) -> Writer:
     bounds = list(_bounds(checkpoint))
     first = max((low for _, low, _ in bounds if low), default=OLDEST)
     last = min((high for _, _, high in bounds if high), default=NEWEST)
-    evidence = tuple(
-        Evidence(what, str(low or ""), str(high or "")) for what, low, high in bounds
-    )
+    evidence = tuple(Evidence(what, str(low or ""), str(high or "")) for what, low, high in bounds)
     if first > last:
         return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
     return Writer(_span([version for version in KNOWN if first <= version <= last]), evidence, first)

@@ -246,9 +246,7 @@ class FlatBuffers(OptimizerState):
         return OptimizerGroup(child, index, rank, stages, buckets, self._state.joined, alignment)
 
 
-def flat_optimizer(
-    holder: Holder, state: FlatState, rules: Sequence[PackingRule], models: LocalModels
-) -> FlatBuffers:
+def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule], models: LocalModels) -> FlatBuffers:
     """The optimizer state in flat arrays, of the parameters of `models`.
 
     Args:

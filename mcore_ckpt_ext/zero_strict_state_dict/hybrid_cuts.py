@@ -52,9 +52,7 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{prefix}.{name}".removeprefix("."), buffer
 
 
-def joined(
-    name: str, value: torch.Tensor, parameter: Any, zero_group: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+def joined(name: str, value: torch.Tensor, parameter: Any, zero_group: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The whole of one state of a parameter, and the rows of its padding.
 
     Args:

@@ -209,9 +209,7 @@ def parameter_values(
     for parameter in zero.outside:
         room = None
         if tensor_parallel.is_sharded(parameter):
-            room = fate.attempt(
-                partial(tensor_parallel.room_for, parameter, parameter.dtype, parameter.device)
-            )
+            room = fate.attempt(partial(tensor_parallel.room_for, parameter, parameter.dtype, parameter.device))
             fate.meet()
         if not (everywhere or zero.is_first):
             yield parameter, None

@@ -140,9 +140,7 @@ def _buffers(found: Any) -> list[tuple[str, int, list[Stretch]]]:
         begin, stretches = groups.get(buffer.group, (0, []))
         stretches += [Stretch(name, begin + first, begin + last) for name, first, last in buffer.parameters]
         groups[buffer.group] = (begin + buffer.numel, stretches)
-    return [
-        (f"{_rank(name)}: {numel:,} elements", numel, stretches) for name, (numel, stretches) in groups.items()
-    ]
+    return [(f"{_rank(name)}: {numel:,} elements", numel, stretches) for name, (numel, stretches) in groups.items()]
 
 
 def _rank(group: str) -> str:

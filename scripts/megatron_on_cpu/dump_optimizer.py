@@ -178,9 +178,7 @@ def _layer_in_model(name: str, module: Any) -> str:
     return f"decoder.layers.{module.layer_number - 1}"
 
 
-def name_in_model(
-    local_name: str, layers: dict[str, tuple[str, dict[str, str]]], config: Any, *, tied: bool
-) -> str:
+def name_in_model(local_name: str, layers: dict[str, tuple[str, dict[str, str]]], config: Any, *, tied: bool) -> str:
     """Translate a parameter's name in its chunk to the one that does not depend on the layout or on the layer spec."""
     if tied and local_name == "output_layer.weight":
         return "embedding.word_embeddings.weight"

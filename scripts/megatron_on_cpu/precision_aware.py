@@ -65,9 +65,7 @@ class PrecisionAwareAdam(FusedAdam):
         super().__init__(params, *positional, **options)
         self.master_weights = master_weights
         self.use_decoupled_grad = use_decoupled_grad
-        self.store_param_remainders = (
-            store_param_remainders and master_weights and master_weight_dtype == torch.float32
-        )
+        self.store_param_remainders = store_param_remainders and master_weights and master_weight_dtype == torch.float32
         self.dtypes = {"exp_avg": exp_avg_dtype, "exp_avg_sq": exp_avg_sq_dtype, MASTER: master_weight_dtype}
         self.scales: dict[tuple[torch.Tensor, str], torch.Tensor] = {}
 

@@ -41,9 +41,7 @@ def test_a_terminal_shows_styles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("variable", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_who_wants_none_gets_none(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
+def test_who_wants_none_gets_none(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     terminal = on_terminal(monkeypatch)
     monkeypatch.setenv(variable, value)
     line(Painted("bad", BAD))

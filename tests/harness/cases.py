@@ -48,9 +48,7 @@ Outcomes = dict[str, list[dict[str, Any]]]
 """For each case, by name, what every rank reports of it."""
 
 
-def load_all(
-    folder: Path, layout: Layout, cases: Sequence[Case], *, more: Sequence[str] = ()
-) -> Outcomes:
+def load_all(folder: Path, layout: Layout, cases: Sequence[Case], *, more: Sequence[str] = ()) -> Outcomes:
     """Build the model once and load each case into it, in one launch."""
     folder.mkdir(parents=True, exist_ok=True)
     order, report = folder / "order.json", folder / "report"

@@ -192,9 +192,7 @@ def recorded_buckets(
             if p["bucket"] == bucket["id"]
         )
         dtypes = f"({buffer['param_dtype']}, {buffer['grad_dtype']})"
-        yield RecordedBucket(
-            number, dtypes, bucket["id"], bucket["numel"], bucket["numel_unpadded"], parameters
-        )
+        yield RecordedBucket(number, dtypes, bucket["id"], bucket["numel"], bucket["numel_unpadded"], parameters)
 
 
 if __name__ == "__main__":

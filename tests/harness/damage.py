@@ -60,5 +60,3 @@ def wrong_masters(fixture: Fixture) -> set[str]:
             stored = read_slice(written, checkpoint.transfer, kind, whole)
             wrong |= set() if torch.equal(stored, expected.reshape(-1)) else {name}
     return wrong
-
-

@@ -60,9 +60,7 @@ def test_even_an_exit_in_a_hook_does_not_end_the_program(python):
 
 
 def test_what_the_autoload_imports(python):
-    finished = python(
-        "import sys, mcore_ckpt_ext_autoload; mcore_ckpt_ext_autoload.register(); print(*sys.modules)"
-    )
+    finished = python("import sys, mcore_ckpt_ext_autoload; mcore_ckpt_ext_autoload.register(); print(*sys.modules)")
     loaded = set(finished.stdout.split())
     ours = {name for name in loaded if name.startswith("mcore_ckpt_ext")}
     assert ours == {"mcore_ckpt_ext", "mcore_ckpt_ext_autoload"} | {

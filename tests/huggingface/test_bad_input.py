@@ -264,9 +264,10 @@ def test_layers_that_predict_further_tokens_are_listed(
     edit(tmp_path / "run" / INDEX, lambda index: index["weight_map"].update(names))
     assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 0
     assert "has no place for it: mtp.layers.0.eh_proj.weight" in capsys.readouterr().out
-    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == load_file(
-        models["deepseek_v3"] / "model.safetensors"
-    ).keys()
+    assert (
+        load_file(tmp_path / "hf" / "model.safetensors").keys()
+        == load_file(models["deepseek_v3"] / "model.safetensors").keys()
+    )
 
 
 def test_what_verify_says(models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:

@@ -142,9 +142,7 @@ def test_masters_are_proven_on_the_way(tmp_path: Path) -> None:
     )
     assert report.proven_elements == sum(tensor.numel() for tensor in tensors(tmp_path / "masters").values())
     with pytest.raises(UnsupportedCheckpointError, match="no fp32 masters"):
-        mcore_ckpt_ext.convert(
-            tmp_path / "masters", tmp_path / "again", mcore_ckpt_ext.HuggingFace(kind="fp32_param")
-        )
+        mcore_ckpt_ext.convert(tmp_path / "masters", tmp_path / "again", mcore_ckpt_ext.HuggingFace(kind="fp32_param"))
 
 
 def test_the_tokenizer_comes_along(models: dict[str, Path], run: Path, tmp_path: Path) -> None:

@@ -92,9 +92,7 @@ def test_the_loss_is_the_same(name: str, losses: dict[str, tuple[float, float]])
     assert by_transformers == pytest.approx(by_megatron, rel=1e-5)
 
 
-def test_the_loss_is_of_the_trained_model(
-    models: dict[str, Path], losses: dict[str, tuple[float, float]]
-) -> None:
+def test_the_loss_is_of_the_trained_model(models: dict[str, Path], losses: dict[str, tuple[float, float]]) -> None:
     batch = torch.randint(0, TOKENS["llama"], (4, 32), generator=torch.Generator().manual_seed(3))
     before = _loss_by_transformers(models["llama"], batch)
     assert losses["llama"][1] != pytest.approx(before, rel=1e-3)

@@ -31,9 +31,7 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def test_a_job_finds_megatron_as_it_was_imported(
-    script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_finds_megatron_as_it_was_imported(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not as the job before it left it."""
     first = launch.run(2, script, ["one"], timeout=200, environment={"TEST_OWN": "mine"})
     monkeypatch.chdir(tmp_path)

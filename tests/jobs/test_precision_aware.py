@@ -96,9 +96,7 @@ def assert_exactly_goes_on(saved: Job, name: str, results: Results) -> None:
     assert any("optimizer resumed" in line for line in resumed.said) == (results.megatron == "0.16")
 
 
-@pytest.mark.parametrize(
-    "name", ["remainders, TP2", "whole masters, TP1 x PP1", "off, TP2 x PP2", "off, same layout"]
-)
+@pytest.mark.parametrize("name", ["remainders, TP2", "whole masters, TP1 x PP1", "off, TP2 x PP2", "off, same layout"])
 def test_remainders_under_another_layout_and_as_masters(remainders: Job, results: Results, name: str) -> None:
     resumed = results.job(name)
     assert_same_masters_and_moments(remainders, resumed)

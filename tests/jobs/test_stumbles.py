@@ -36,12 +36,8 @@ LAYOUT = Layout(1, 2, 4)
 def test_the_plugin_resumes_under_the_same_layout(
     precision: Sequence[str], environment: dict[str, str], stock_says: str, tmp_path: Path
 ) -> None:
-    saved = train_and_save(
-        tmp_path / "saved", LAYOUT, precision=precision, environment=environment, until=SAVED + 1
-    )
-    stock = run_job(
-        tmp_path / "stock", LAYOUT, load=saved.run, precision=precision, environment={**environment, **OFF}
-    )
+    saved = train_and_save(tmp_path / "saved", LAYOUT, precision=precision, environment=environment, until=SAVED + 1)
+    stock = run_job(tmp_path / "stock", LAYOUT, load=saved.run, precision=precision, environment={**environment, **OFF})
     assert stock.returncode != 0
     assert stock_says in stock.output
     resumed = resume(tmp_path / "resumed", LAYOUT, saved.run, precision=precision, environment=environment)

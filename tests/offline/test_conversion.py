@@ -155,9 +155,10 @@ def test_torch_reads_what_was_written(tmp_path: Path) -> None:
     for path in (tmp_path / "out").rglob("distrib_optim.pt"):
         state = torch.load(path, weights_only=True)
         assert state["buckets_coalesced"] is True
-        assert state[0][torch.bfloat16, torch.float32]["param"].numel() == state[0][torch.bfloat16, torch.float32][
-            "numel_unpadded"
-        ]
+        assert (
+            state[0][torch.bfloat16, torch.float32]["param"].numel()
+            == state[0][torch.bfloat16, torch.float32]["numel_unpadded"]
+        )
 
 
 class TestRefusals:
@@ -243,9 +244,7 @@ class TestRefusals:
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.parametrize("target", [mcore_ckpt_ext.TorchDist, mcore_ckpt_ext.Legacy, mcore_ckpt_ext.Canonical])
-    def test_a_layer_spec_for_a_source_that_has_one(
-        self, target: Callable[..., Target], tmp_path: Path
-    ) -> None:
+    def test_a_layer_spec_for_a_source_that_has_one(self, target: Callable[..., Target], tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="only for a Hugging Face source.*--transformer-impl local"):
             mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", target(transformer_impl="local"))
         assert not list(tmp_path.iterdir())

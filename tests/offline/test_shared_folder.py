@@ -50,9 +50,7 @@ def test_the_unfinished_folder_is_nobody_elses(shared: Path) -> None:
 
 
 @pytest.mark.parametrize(("umask", "folder", "file"), [(0o022, 0o755, 0o644), (0o077, 0o700, 0o600), (0, 0o777, 0o666)])
-def test_what_is_published_has_the_rights_of_every_other_file(
-    umask: int, folder: int, file: int, shared: Path
-) -> None:
+def test_what_is_published_has_the_rights_of_every_other_file(umask: int, folder: int, file: int, shared: Path) -> None:
     """The unfinished folder is shut whatever the umask says, and leaves no trace of that."""
     before = os.umask(umask)
     try:
@@ -170,9 +168,7 @@ def test_a_journal_is_believed_only_with_its_bytes(tmp_path: Path) -> None:
         assert (out / path.name).read_bytes() == path.read_bytes()
 
 
-def test_tensors_of_zeros_with_a_journal_that_vouches_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_of_zeros_with_a_journal_that_vouches_for_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Somebody makes the unfinished folder before its user does: whole, consistent in itself, and all zero."""
     run, out = fixture_named("p02").run, tmp_path / "out"
 

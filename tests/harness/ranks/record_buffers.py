@@ -1,5 +1,4 @@
-"""Plugin: after a save, each first data-parallel rank writes down what its live gradient buffers say.
-"""
+"""Plugin: after a save, each first data-parallel rank writes down what its live gradient buffers say."""
 
 from __future__ import annotations
 
