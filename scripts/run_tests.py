@@ -30,8 +30,10 @@ CHECKS = (
     ("documentation", ["-m", "mkdocs", "build", "--strict", "--quiet"]),
 )
 JOBS, COLOSSALAI = "tests/jobs", "tests/colossalai"
-# Few tests keep two cores busy: two processes, and whichever is free takes the next file. The last files are short.
-IN_TURN = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+# Few tests keep two cores busy: a process a core, at least two, and whichever is free takes the next file; the last are
+# short. More than four would each start a Megatron of their own for few files.
+PROCESSES = min(max(2, len(os.sched_getaffinity(0))), 4)
+IN_TURN = ("-n", str(PROCESSES), "--dist", "loadfile", "--no-loadscope-reorder")
 
 
 def main() -> int:
