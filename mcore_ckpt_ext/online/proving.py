@@ -112,13 +112,13 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
         return None  # fp32 training: they are one
     # A GPU is waited for once per block, so its blocks are large; a processor rounds what its cache holds.
     is_near = master.device.type == weight.device.type == "cpu"
-    size, last = _CACHED if is_near else _BLOCK, master.numel() - 1
-    for begin in range(0, master.numel(), size):
-        number, part = begin // size, slice(begin, begin + size)
-        if is_near and number % every and last >= part.stop:
+    size, numel = _CACHED if is_near else _BLOCK, master.numel()
+    for begin in range(0, numel, size):
+        number, part = begin // size, slice(begin, min(begin + size, numel))
+        if is_near and number % every and part.stop < numel:
             continue
-        own = weight[part].to(master.device)
-        if room.rounds_to(master[part], own):
+        own = weight[part] if is_near else weight[part].to(master.device)
+        if room.rounds_to(master[part], own, part.stop - begin):
             continue
         mismatch = proof.first_mismatch(master[part], own)
         if mismatch is not None:
@@ -131,20 +131,21 @@ class _Room:
     """Memory to round into, kept from block to block: allocating it each time costs as much as the rounding."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+        self._kept: dict[tuple[torch.dtype, torch.device], tuple[int, torch.Tensor]] = {}
 
-    def rounds_to(self, master: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Whether masters round to weights of the same length and device, bit for bit."""
+    def rounds_to(self, master: torch.Tensor, weight: torch.Tensor, numel: int) -> bool:
+        """Whether as many masters round to as many weights on the same device, bit for bit."""
         key = weight.dtype, weight.device
-        if key not in self._kept or self._kept[key].numel() < weight.numel():
-            self._kept[key] = torch.empty_like(weight)
-        rounded = self._kept[key][: weight.numel()].copy_(master)
-        words = _widest(weight)
+        size, kept = self._kept.get(key, (0, weight))
+        if size < numel:
+            size, kept = self._kept[key] = numel, torch.empty_like(weight)
+        rounded = (kept if size == numel else kept[:numel]).copy_(master)
+        words = _widest(weight, numel)
         return torch.equal(rounded.view(words), weight.view(words))
 
 
-def _widest(values: torch.Tensor) -> torch.dtype:
+def _widest(values: torch.Tensor, numel: int) -> torch.dtype:
     """The widest whole numbers that values can be seen as: the fewer, the faster they are compared."""
     each = 8 // values.dtype.itemsize
-    aligned = values.is_contiguous() and not (values.numel() % each or values.storage_offset() % each)
+    aligned = values.is_contiguous() and not (numel % each or values.storage_offset() % each)
     return torch.int64 if aligned else BITS[values.dtype.itemsize]
