@@ -95,6 +95,9 @@ def _rank(
     rank: int, world_size: int, store: Path, end: Any, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # torch's own threads do not survive a fork. The thread that first needs them makes them anew, and where two
+    # do at once, as with gloo's, one of them fails ("Invalid thread pool!").
+    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), GLOO_SOCKET_IFNAME="lo")
     try:
         # A file instead of a port: worlds of several test runs cannot meet.

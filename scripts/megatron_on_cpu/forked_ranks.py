@@ -187,6 +187,9 @@ class Ranks:
             die_with_parent()
             for stream in (1, 2):
                 os.dup2(write_end, stream)
+            # torch's own threads do not survive a fork. The thread that first needs them makes them anew, and where two
+            # do at once, as with gloo's, one of them fails ("Invalid thread pool!").
+            torch.set_num_threads(1)
             os._exit(_exit_code_of(body))
         os.close(write_end)
         os.set_blocking(read_end, False)
