@@ -38,6 +38,8 @@ _BYTES_FOR_WORKERS = 1 << 20
 # What lies between two rows is read along while that costs less than a call, and no page that is not touched anyway.
 _READ_ALONG_BYTES = 512
 _OPEN_ARCHIVES = 32
+# As `Runs.rows` gives it: source, target, length, count, source stride, target stride.
+Run = tuple[int, int, int, int, int, int]
 # By target index; a mapping may leave out targets that the plan does not serve.
 Destinations = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
 
@@ -92,17 +94,22 @@ class Transfer:
     def blocks(self, copy: Copy, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """Read the elements of one copy block by block, packed, each at most `block_bytes` large."""
         payload = self.locate(copy.extent)
-        limit = max(1, block_bytes // payload.dtype.itemsize)
-        for source, target, length, count, source_stride, target_stride in copy.runs.rows():
-            near = _are_near(length, count, source_stride, payload.dtype.itemsize)
-            at_once = max(1, limit // (source_stride if near else length))
-            for row in range(0, count, at_once):
-                rows = min(at_once, count - row)
-                for column in range(0, length, limit):
-                    width = min(limit, length - column)
-                    first = source + row * source_stride + column
-                    elements = self._read_rows(payload, first, width, rows, source_stride, copy.extent)
-                    yield Block(elements, target + row * target_stride + column, width, rows, target_stride)
+        for run in copy.runs.rows():
+            yield from self._blocks_of(payload, run, copy.extent, block_bytes)
+
+    def _blocks_of(self, payload: Payload, run: Run, extent: Extent, block_bytes: int) -> Iterator[Block]:
+        source, target, length, count, source_stride, target_stride = run
+        size = payload.dtype.itemsize
+        limit = max(1, block_bytes // size)
+        near = not isinstance(extent, Transposed) and _are_near(length, count, source_stride, size)
+        at_once = max(1, limit // (source_stride if near else length))
+        for row in range(0, count, at_once):
+            rows = min(at_once, count - row)
+            for column in range(0, length, limit):
+                width = min(limit, length - column)
+                first = source + row * source_stride + column
+                elements = self._read_rows(payload, first, width, rows, source_stride, extent)
+                yield Block(elements, target + row * target_stride + column, width, rows, target_stride)
 
     def locate(self, extent: Extent) -> Payload:
         """Where the elements of a stored array lie.
@@ -182,13 +189,10 @@ class Transfer:
 
     def _read_in_place(self, payload: Payload, copy: Copy, destination: torch.Tensor) -> None:
         memory, size = _bytes_of(destination), payload.dtype.itemsize
-        for source, target, length, count, source_stride, target_stride in copy.runs.rows():
+        for run in copy.runs.rows():
+            source, target, length, count, source_stride, target_stride = run
             if _are_near(length, count, source_stride, size):
-                at_once = max(1, BLOCK_BYTES // (source_stride * size))
-                for row in range(0, count, at_once):
-                    rows = min(at_once, count - row)
-                    elements = self._read_rows(payload, source + row * source_stride, length, rows, source_stride)
-                    block = Block(elements, target + row * target_stride, length, rows, target_stride)
+                for block in self._blocks_of(payload, run, copy.extent, BLOCK_BYTES):
                     block.rows_of(destination).copy_(block.rows())
                 continue
             for row in range(count):
@@ -202,8 +206,10 @@ class Transfer:
         if isinstance(extent, Transposed):
             return self._read_transposed(payload, first, length, count, stride, extent.columns)
         size = payload.dtype.itemsize
-        if _are_near(length, count, stride, size):
-            together = torch.empty((count - 1) * stride + length, dtype=payload.dtype, device="cpu")
+        span = (count - 1) * stride + length
+        # Of a transposed matrix, more rows come at once than a block has room for what lies between them.
+        if _are_near(length, count, stride, size) and span * size <= BLOCK_BYTES:
+            together = torch.empty(span, dtype=payload.dtype, device="cpu")
             self._reader.read_into(payload.file, payload.offset + first * size, _bytes_of(together))
             return together.as_strided((count, length), (stride, 1)).reshape(-1)
         elements = torch.empty(count * length, dtype=payload.dtype, device="cpu")

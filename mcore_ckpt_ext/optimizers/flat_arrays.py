@@ -101,8 +101,9 @@ def cut(placement: Placement, array: FlatArray) -> list[StoredSlice]:
     begin, end = placement.start, placement.stop
     for piece in array.touching(begin, end):
         low, high = max(begin, piece.start), min(end, piece.stop)
-        part = Slice(placement.regions, low - begin, high - begin)
-        parts.append(StoredSlice(part, piece.extent, piece.first + low - piece.start))
+        if low < high:  # a piece without elements touches, and holds nothing
+            part = Slice(placement.regions, low - begin, high - begin)
+            parts.append(StoredSlice(part, piece.extent, piece.first + low - piece.start))
     return parts
 
 

@@ -137,7 +137,8 @@ def overlap(shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> 
         low, high = _span(shape, source)
         if low < last and first < high:
             touching.append((index, source, low, high))
-    if all(high - low == piece.stop - piece.start for _, piece, low, high in [(-1, target, first, last), *touching]):
+    spans = [(target, first, last), *((source, low, high) for _, source, low, high in touching)]
+    if all(high - low == piece.stop - piece.start for piece, low, high in spans):
         return _overlap_of_intervals(target, first, last, touching)
     starts, positions, lengths = _sorted_runs(contiguous_runs(shape, target))
     served: list[tuple[int, Runs]] = []

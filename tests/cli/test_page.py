@@ -80,6 +80,15 @@ def test_searching_and_choosing_another_buffer(browser: str, tmp_path: Path, ins
     assert f"{inspected.buffers[0].numel:,} elements" not in dom
 
 
+def assert_it_stays_text(browser: str, path: Path, page: str, times: int) -> None:
+    """The hostile name is shown at least so often, and nothing of it does anything."""
+    path.write_text(page)
+    dom = shown(browser, path)
+    assert "<title>owned</title>" not in dom
+    assert "<img" not in dom
+    assert dom.count("&lt;img src=x") >= times, "the name is shown, as text"
+
+
 def test_names_of_strangers_stay_names(browser: str, tmp_path: Path, inspected: Inspection) -> None:
     tensor = StoredTensor("weight", HOSTILE, (1,), "float32")
     file = replace(inspected.files[0], file=HOSTILE, tensors=[HOSTILE])
@@ -88,12 +97,7 @@ def test_names_of_strangers_stay_names(browser: str, tmp_path: Path, inspected: 
         inspected, path=HOSTILE, tensors=(tensor,), files=(file,), buffers=(buffer,), model={HOSTILE: HOSTILE},
         bytes_by_kind={HOSTILE: 1}, why_silent=HOSTILE, silent_ranks=(1,),
     )  # fmt: skip
-    path = tmp_path / "page.html"
-    path.write_text(inspection_page(hostile))
-    dom = shown(browser, path)
-    assert "<title>owned</title>" not in dom
-    assert "<img" not in dom
-    assert dom.count("&lt;img src=x") >= 6, "the name is shown, as text"
+    assert_it_stays_text(browser, tmp_path / "page.html", inspection_page(hostile), times=6)
 
 
 def test_nothing_is_loaded_from_elsewhere(inspected: Inspection) -> None:
@@ -169,9 +173,4 @@ def test_names_of_strangers_stay_names_in_a_comparison(browser: str, tmp_path: P
     kind = KindComparison("weight", 1, 1, (HOSTILE,), (HOSTILE,), (tensor,))
     unread = Unread(HOSTILE, HOSTILE, 1)
     found = Comparison(2, HOSTILE, HOSTILE, False, (kind,), (Fact(HOSTILE, HOSTILE, "b"),), (unread,), (unread,))
-    path = tmp_path / "page.html"
-    path.write_text(comparison_page(found))
-    dom = shown(browser, path)
-    assert "<title>owned</title>" not in dom
-    assert "<img" not in dom
-    assert dom.count("&lt;img src=x") >= 8, "the name is shown, as text"
+    assert_it_stays_text(browser, tmp_path / "page.html", comparison_page(found), times=8)
