@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -12,11 +13,13 @@ from mcore_ckpt_ext.cli.processes import the_team
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.errors import UsageError, readable
+from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, Report, convert
 from mcore_ckpt_ext.offline.team import Team
 from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, TARGETS, Target
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 
+_NUMBER = re.compile(r"\b\d+\b")
 _FIELDS = {name: {field.name for field in fields(target)} for name, target in TARGETS.items()}
 
 
@@ -99,9 +102,8 @@ def run(arguments: argparse.Namespace) -> int:
         if team.rank == 0:
             for text in _planned(report) if arguments.dry_run else _done(report):
                 line(text)
-            for item in report.unread:
-                what = "carried as it is" if item.carried else "left out"
-                line(f"{what}: {item.key}, {readable(item.nbytes)}: {item.why or 'nothing here knows it'}")
+            for text in _not_read(report.unread):
+                line(text)
             for note in report.notes:
                 line(Painted(f"note: {note}", REMARKABLE))
     return 0
@@ -163,6 +165,17 @@ def _converted(arguments: argparse.Namespace, target: Target, team: Team) -> Rep
 def _planned(report: Report) -> Iterator[str]:
     yield f"would write {report.destination}: {report.files} files, {readable(report.bytes_written)}"
     yield f"would read {readable(report.bytes_read)} of tensors, through {readable(report.peak_memory)} of memory"
+
+
+def _not_read(unread: Iterable[Unread]) -> Iterator[str]:
+    """A line for each key, and one for all that differ in their numbers alone: a large model has thousands."""
+    alike: dict[tuple[bool, str, str], list[Unread]] = {}
+    for item in unread:
+        alike.setdefault((item.carried, item.why, _NUMBER.sub("#", item.key)), []).append(item)
+    for (carried, why, _), items in alike.items():
+        keys = items[0].key if len(items) == 1 else f"{items[0].key}, and {len(items) - 1:,} more with other numbers"
+        size = readable(sum(item.nbytes for item in items))
+        yield f"{'carried as it is' if carried else 'left out'}: {keys}, {size}: {why or 'nothing here knows it'}"
 
 
 def _done(report: Report) -> Iterator[str]:

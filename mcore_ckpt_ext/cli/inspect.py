@@ -49,8 +49,9 @@ def _show(found: Inspection) -> None:
             ("sidecar", _sidecar(found)),
         ]
     )
-    heading("how the version is known")
-    table([(item.what, _bounds(item.first, item.last)) for item in found.writer.evidence])
+    if found.writer.evidence:
+        heading("how the version is known")
+        table([(item.what, _bounds(item.first, item.last)) for item in found.writer.evidence])
     heading("model")
     table([(name, _number(value)) for name, value in found.model.items()])
     if found.training:

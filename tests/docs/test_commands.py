@@ -16,6 +16,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from tests.docs.commands import EXEMPT, NOT_COMMANDS, Command, Fence, fences_of, matches, sandbox_of
 from tests.harness.checkpoints import fixture_named
+from tests.harness.colossalai_folders import colossalai_checkpoint
 
 REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -75,13 +76,17 @@ class Sandbox:
         return (done.stderr + done.stdout).splitlines()
 
 
+def _laid_out(kind: str, folder: Path) -> Path:
+    return colossalai_checkpoint(folder, weights="model") if kind == "colossalai" else fixture_named(kind).run
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_what_a_page_says_happens(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     fences = [fence for fence in fences_of(page) if fence.is_run]
     for name, number in sandbox_of(page).items():
-        shutil.copytree(fixture_named(number).run, tmp_path / name)
+        shutil.copytree(_laid_out(number, tmp_path / "from"), tmp_path / name)
     monkeypatch.chdir(tmp_path)
     sandbox = Sandbox(tmp_path, capfd)
     for fence in fences:

@@ -1,56 +1,25 @@
-"""ColossalAI's sharded folders, laid out here by torch as its Booster does; its own are in tests/colossalai."""
+"""ColossalAI's sharded folders, laid out by torch as its Booster does; its own are in tests/colossalai."""
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from mcore_ckpt_ext import HuggingFace, TorchDist, convert, inspect, open_checkpoint
+from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.offline.verification import verify
+from tests.harness.colossalai_folders import MOMENTS_AND_MASTERS, colossalai_checkpoint
 from tests.harness.damage import flip
 from tests.harness.huggingface import make, tensors
-
-KINDS = ("exp_avg", "exp_avg_sq", "fp32_param")
-
-
-def _indexed(folder: Path, base: str, entries: dict[Any, Any], metadata: dict[str, Any]) -> None:
-    """Two shards and their index, as checkpoint_io/index_file.py of 0.5.0 writes it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    keys = list(entries)
-    places: dict[str, str] = {}
-    for number, some in enumerate((keys[::2], keys[1::2]), 1):
-        file = f"{base}-{number:05d}.bin"
-        torch.save({key: entries[key] for key in some}, folder / file)
-        places.update((str(key), file) for key in some)
-    (folder / f"{base}.bin.index.json").write_text(json.dumps({"metadata": metadata, "weight_map": places}))
-
-
-def _lay_out(root: Path, weights: str = "modeling", optimizer: str = "optimizer") -> Path:
-    """A checkpoint of GPT-2, and an optimizer's state of each of its parameters."""
-    model = make("gpt2", root / "source")
-    checkpoint = root / "saved"
-    _indexed(checkpoint / weights, "pytorch_model", dict(model.state_dict()), {"total_size": 1})
-    for name in ("config.json", "generation_config.json"):
-        (checkpoint / weights / name).write_bytes((root / "source" / name).read_bytes())
-    parameters = list(model.parameters())
-    states = {
-        number: {"step": 3, **{kind: torch.full_like(parameter.data, number) for kind in KINDS}}
-        for number, parameter in enumerate(parameters)
-    }
-    groups = "pytorch_optim_group.bin"
-    _indexed(checkpoint / optimizer, "pytorch_optim", states, {"param_groups": groups, "total_size": 1})
-    torch.save([{"lr": 0.5, "params": list(range(len(parameters)))}], checkpoint / optimizer / groups)
-    return checkpoint
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return _lay_out(tmp_path_factory.mktemp("colossalai"))
+    return colossalai_checkpoint(tmp_path_factory.mktemp("colossalai"))
 
 
 def test_every_key_is_named_and_every_weight_carried(saved: Path, tmp_path: Path) -> None:
@@ -66,7 +35,9 @@ def test_every_key_is_named_and_every_weight_carried(saved: Path, tmp_path: Path
     report = convert(saved, tmp_path / "hf", HuggingFace())
     parameters = len(list((make("gpt2", tmp_path / "again")).parameters()))
     keys = {item.key for item in report.unread}
-    assert {f"{kind} of parameter {number}" for kind in (*KINDS, "step") for number in range(parameters)} < keys
+    assert {
+        f"{kind} of parameter {number}" for kind in (*MOMENTS_AND_MASTERS, "step") for number in range(parameters)
+    } < keys
     assert "optimizer/pytorch_optim_group.bin" in keys
     ours, theirs = tensors(tmp_path / "hf"), tensors(saved.parent / "source")
     assert ours.keys() == theirs.keys()
@@ -84,8 +55,20 @@ def test_an_optimizer_that_the_target_cannot_hold_ends_the_conversion_unless_it_
     assert open_checkpoint(tmp_path / "out").optimizer_format is None
 
 
+def test_a_terminal_gets_a_line_for_keys_that_differ_in_numbers(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A large model has thousands of them; each is in the report, and counted here."""
+    report = convert(saved, tmp_path / "report", TorchDist(), drop=["optimizer"])
+    assert main(["convert", str(saved), str(tmp_path / "out"), "--to", "torch_dist", "--drop", "optimizer"]) == 0
+    lines = [text for text in capsys.readouterr().out.splitlines() if text.startswith("left out: ")]
+    assert len(lines) == len(MOMENTS_AND_MASTERS) + len(("step", "groups"))
+    counted = sum(int(match[1]) + 1 if (match := re.search(r", and (\d+) more", text)) else 1 for text in lines)
+    assert counted == len(report.unread)
+
+
 def test_both_in_one_folder(tmp_path: Path) -> None:
-    one = _lay_out(tmp_path, weights=".", optimizer=".")
+    one = colossalai_checkpoint(tmp_path, weights=".", optimizer=".")
     assert inspect(one).format == "colossalai"
     assert verify(one).sound
     # Weights alone are known by how their shards are named.
@@ -97,7 +80,7 @@ def test_both_in_one_folder(tmp_path: Path) -> None:
 
 
 def test_damage_is_found(tmp_path: Path) -> None:
-    saved = _lay_out(tmp_path)
+    saved = colossalai_checkpoint(tmp_path)
     assert verify(saved).sound
     shard = saved / "optimizer" / "pytorch_optim-00001.bin"
     content = shard.read_bytes()
