@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,32 @@ def test_keys_of_one_hash_are_refused() -> None:
     pairs = [[number, None] for number in alike(40_000)]
     for described in ({"$dict": pairs}, {"$set": alike(40_000)}, {"$ordered": pairs}):
         assert "40,000 keys that have one hash" in in_bounds(lambda described=described: decode(described))
+
+
+def of_one_hash(count: int) -> Iterator[bytes]:
+    """Tuples of -1 and -2, which have one hash, in all orders."""
+    for number in range(1 << count):
+        yield b"(%bt" % b"".join(b"J%b" % struct.pack("<i", -1 - (number >> bit & 1)) for bit in range(count))
+
+
+THING, SIZE = (b"\x8c\x05torch\x8c%b%b\x93\x94" % (bytes([len(name)]), name) for name in (b"Thing", b"Size"))
+PROPERTIES = b"\x8c\x1ctorch.distributed.checkpoint\x8c\x10TensorProperties\x93\x94"
+LOOKS_PLAIN = {
+    "tuples": b"}(" + b"".join(b"%bN" % key for key in of_one_hash(14)) + b"u",
+    "sizes": SIZE + b"}(" + b"".join(b"h\x00%b\x85RN" % key for key in of_one_hash(14)) + b"ue",
+    "states": PROPERTIES + b"".join(b"h\x00)\x81%b\x94b" % key for key in of_one_hash(14))
+    + b"}(" + b"".join(b"j%bN" % struct.pack("<I", 1 + number) for number in range(1 << 14)) + b"ue",
+    "states of states": THING + b")\x94" + b"".join(b"h\x00)\x81(h%ch%ct\x94b" % (n, n) for n in range(1, LEVELS))
+    + b"}h%cNs" % LEVELS + b"e",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("attack", LOOKS_PLAIN)
+def test_what_looks_plain_and_is_not_is_refused(attack: str) -> None:
+    body = LOOKS_PLAIN[attack]
+    data = b"\x80\x04" + (b"](" + body if body.endswith(b"e") else body) + b"."
+    assert plain_form(data) is not None
+    assert in_bounds(lambda: safe_loads(data, "here")).startswith(("OverBudgetError", "UnsafePickleError"))
 
 
 def test_an_index_whose_offsets_have_one_hash_is_refused() -> None:

@@ -50,12 +50,16 @@ class Record(metaclass=Sealed):
         return f"<{type(self).__name__}>"
 
 
+_MOST_PROPERTIES = 8
+_NO_PROPERTIES = {tuple, int, float}  # of which a stranger can choose the hash
+
+
 class TensorProperties(Record):
     """`torch.distributed.checkpoint.metadata.TensorProperties`, whose state is a tuple that begins with the dtype."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        if tuple in map(type, state):  # as `plain_pickle` counts on
-            raise TypeError("properties of a tensor with a tuple among them")
+        if len(state) > _MOST_PROPERTIES or not _NO_PROPERTIES.isdisjoint(map(type, state)):  # see `plain_pickle`
+            raise TypeError("properties of a tensor with something else among them")
         self.dtype = state[0]
 
 

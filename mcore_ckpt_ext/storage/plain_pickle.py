@@ -1,11 +1,13 @@
 """Plain pickles, as the indexes of checkpoints are: recognized by a regular expression, and cheap to load.
 
-A pickle is expensive where it hashes a tuple that refers to a tuple that refers to a tuple, and so on, and where it
-calls something with large arguments (`pickle_cost`). A plain pickle does neither:
+A pickle is expensive where it hashes a tuple that refers to a tuple that refers to a tuple, and so on, where many
+tuples have one hash, and where it calls something with large arguments (`pickle_cost`). A plain pickle does none of it:
 
-- tuples of a few numbers and texts are small, however often the pickle refers to them;
+- tuples of five or fewer texts and numbers below 2**31 are small, however often the pickle refers to them. Nobody
+  foresees a text's hash, and there are too few such numbers: to find a thousand tuples of one hash takes 2**42 trials;
 - a tuple that becomes an object's state at once may hold anything: that object looks at it first;
-- any other tuple is shown to the unpickler's owner, which checks that it is short and holds no other tuple;
+- any other tuple is shown to the unpickler's owner, which checks that it is short, holds no other tuple, and has a
+  hash of its own;
 - the arguments of a call are a small tuple, or else the owner makes the call, and only of what merely keeps them.
 
 The opcodes alone do not show the last two. So the pickle is rewritten: they become persistent references, of which a
@@ -18,7 +20,7 @@ import re
 import sys
 from functools import cache
 
-_MOST_ATOMS = 16
+_MOST_ATOMS = 5
 _PROTOCOL, _FRAME, _LONG_TEXT, _STOP = b"\x80", b"\x95", b"X", b"."
 _FRAME_BYTES = 9
 # What asks the owner: of a tuple alone for that tuple, of a pair of a class and a tuple for what that makes.
@@ -31,8 +33,9 @@ def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes], re.Pattern[bytes]
     text = b"\x8c(?:%b)" % b"|".join(b"%b.{%d}" % (re.escape(bytes([length])), length) for length in range(256))
     whole = b"|".join(b"%b.{%d}" % (bytes([length]), length) for length in range(9))
     number = b"(?:K.|M..|J.{4})"
-    atom = b"(?:K.|M..|J.{4}|[N\x88\x89]|\x8a(?:%b))" % whole
-    mark = rb"\((?![KMJN\x88-\x8a])"  # that no tuple of atoms follows
+    atom = b"(?:K.|M..|J.{4}|[N\x88\x89])"
+    large = b"\x8a(?:%b)" % whole
+    mark = rb"\((?![KMJN\x88\x89])"  # that no tuple of atoms follows
     # What a tuple may be of, and what follows it: a tuple of that tuple, a call with it.
     rest = b"\x94?(?:\x85\x94?)?R?"
     third = b"%b(?:[\x85-\x87]%b)?" % (atom, rest)
@@ -45,12 +48,12 @@ def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes], re.Pattern[bytes]
     size = b"\x94\x85\x94R\x94"
     sizes = b"%b(?:\x85%b|%b(?:\x86%b|%b\x87%b))" % (number, size, number, size, number, size)
     follows = b"(?:%b|%b|%b)?" % (made, sizes, atoms)
-    others = rb"[}\]\x93\x94ubeas]+|\)\x81?|%b|t\x94?b|G.{8}|\x80." % mark
+    others = rb"[}\]\x93\x94ubeas]+|\)\x81?|%b|t\x94?b|%b|G.{8}|\x80." % (mark, large)
     unit = b"|".join((rb"j.{4}%b|h.%b" % (follows, follows), others, atoms, marked, texts))
     # Nothing is ever tried in another way, which Python 3.11 can be told; it is faster, too.
     runs = b"(?:%b){1,100}%b" % (unit, b"+" if sys.version_info >= (3, 11) else b"")
     # No repetition within the repetition: it would be tried in every way.
-    steps = rb"(?:[()}\]\x81\x93\x94ubeast\x85-\x87R]|h.|j.{4}|%b|%b|G.{8}|\x80.)*" % (atom, text)
+    steps = rb"(?:[()}\]\x81\x93\x94ubeast\x85-\x87R]|h.|j.{4}|%b|%b|%b|G.{8}|\x80.)*" % (atom, large, text)
     return re.compile(runs, re.DOTALL), re.compile(steps, re.DOTALL), re.compile(b"([t\x85-\x87])(\x94?)(R?)")
 
 

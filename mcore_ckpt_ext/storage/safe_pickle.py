@@ -173,10 +173,13 @@ class _NotPlainError(Exception):
 
 
 class _LittleState(Placeholder):
-    """A placeholder that copies only a small state: the pickle may have one large state for a thousand of them."""
+    """A placeholder that copies only a small state: the pickle may have one large state for a thousand of them.
+
+    It takes no tuple, which could be of tuples, and the key of a dict next.
+    """
 
     def __setstate__(self, state: object) -> None:
-        if isinstance(state, dict) and len(state) > _FEW:
+        if type(state) is not dict or len(state) > _FEW:
             raise _NotPlainError
         super().__setstate__(state)
 
@@ -188,6 +191,10 @@ def _with_little_state(kind: type[Placeholder]) -> type[Placeholder]:
 
 class _PlainUnpickler(SafeUnpickler):
     """Makes what keeps its arguments, sizes and dtypes only, which `plain_pickle` counts on."""
+
+    def __init__(self, data: bytes, where: str) -> None:
+        super().__init__(data, where)
+        self._by_hash: dict[int, list[tuple[Any, ...]]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         """What stands for a global."""
@@ -202,12 +209,24 @@ class _PlainUnpickler(SafeUnpickler):
         """A tuple that was to be looked at, or what a call makes."""
         *called, arguments = reference
         if not called:
-            if len(arguments) > _FEW or tuple in map(type, arguments):
+            if len(arguments) > _FEW or tuple in map(type, arguments) or self._is_one_of_many(arguments):
                 raise _NotPlainError
             return arguments
         if isinstance(called[0], type) and issubclass(called[0], (Placeholder, Record)):
             return called[0](*arguments)
+        if called[0] is tuple and len(arguments) == 1 and type(arguments[0]) is tuple:
+            return arguments[0]
         raise _NotPlainError
+
+    def _is_one_of_many(self, values: tuple[Any, ...]) -> bool:
+        """Whether a few tuples had this one's hash: a dict of such keys would compare each with all others."""
+        try:
+            alike = self._by_hash.setdefault(hash(values), [])
+        except TypeError:  # no dict has it for a key
+            return False
+        if values not in alike:
+            alike.append(values)
+        return len(alike) > _FEW
 
 
 def safe_loads(data: bytes, where: str) -> Any:
