@@ -216,6 +216,10 @@ class JobArguments:
     beta_fast: float | None = _number()
     beta_slow: float | None = _number()
     original_max_position_embeddings: int | None = _whole(_MOST_ELEMENTS)
+    yarn_original_max_position_embeddings: int | None = _whole(_MOST_ELEMENTS)
+    yarn_beta_fast: float | None = _number()
+    yarn_beta_slow: float | None = _number()
+    yarn_correction_range_round_to_int: bool | None = _flag()
 
     # Attention.
     add_qkv_bias: bool | None = _flag()
@@ -242,6 +246,8 @@ class JobArguments:
     quick_geglu: bool | None = _flag()
     openai_gelu: bool | None = _flag()
     gated_linear_unit: bool | None = _flag()
+    glu_linear_offset: float | None = _number()
+    activation_func_clamp_value: float | None = _number()
     bias_gelu_fusion: bool | None = _flag()
 
     # Experts.

@@ -5,10 +5,12 @@ Sizes are given as Megatron names them. What is left out (None) is taken from th
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from mcore_ckpt_ext.errors import UsageError, shortened
 from mcore_ckpt_ext.versions import NEWEST, Version, parse_version
@@ -114,6 +116,7 @@ class HuggingFace:
         kind: what is exported: `weight`, or `fp32_param` for the optimizer's masters.
         max_shard_size: the most bytes of tensors that a file holds, unless it is one tensor.
         pickled: `pytorch_model.bin` instead of safetensors.
+        arguments: `NAME=VALUE` of the job's arguments as its model was computed, where the checkpoint cannot tell.
 
     Example:
         >>> convert("run", "hf", HuggingFace(dtype="float16")).notes[0]
@@ -130,6 +133,24 @@ class HuggingFace:
     kind: Literal["weight", "fp32_param"] = "weight"
     max_shard_size: int = SHARD_BYTES
     pickled: bool = False
+    arguments: Sequence[str] = ()
+
+    def stated_arguments(self) -> dict[str, Any]:
+        """The arguments that the user states, by name; a value that is no JSON is a text.
+
+        Raises:
+            UsageError: one of them is not of the form `NAME=VALUE`.
+        """
+        found: dict[str, Any] = {}
+        for text in self.arguments:
+            name, given, value = text.partition("=")
+            if not given or not name.isidentifier():
+                raise UsageError("an argument has no name, or no value", found=shortened(text), expected="NAME=VALUE")
+            try:
+                found[name] = json.loads(value)
+            except (ValueError, RecursionError):
+                found[name] = value
+        return found
 
     def __post_init__(self) -> None:
         """Check what can be checked without a source.
@@ -137,6 +158,7 @@ class HuggingFace:
         Raises:
             UsageError: a value makes no sense.
         """
+        self.stated_arguments()
         _check_sizes(vocab_size=self.vocab_size, max_shard_size=self.max_shard_size)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kind", self.kind, EXPORTED_KINDS)

@@ -59,6 +59,13 @@ _OPTIONS = (
     _option("dtype", choices=DTYPES, help="dtype of all floating-point tensors (default: as stored)"),
     _option("kind", "--from", choices=EXPORTED_KINDS, help="what is exported (default: weight)"),
     _option("max_shard_size", type=parse_file_size, metavar="SIZE", help="most bytes in a file (default: 5GB)"),
+    _option(
+        "arguments",
+        "--argument",
+        action="append",
+        metavar="NAME=VALUE",
+        help="an argument of the job as its model was computed, where the checkpoint cannot tell; repeat it",
+    ),
     _option("pickled", "--bin", action="store_true", help="write pytorch_model.bin instead of safetensors"),
 )
 

@@ -61,6 +61,10 @@ class ModelArguments:
     beta_fast: float = 32
     beta_slow: float = 1
     original_max_position_embeddings: int = 4096
+    yarn_original_max_position_embeddings: int = 4096
+    yarn_beta_fast: float = 32.0
+    yarn_beta_slow: float = 1.0
+    yarn_correction_range_round_to_int: bool = True
 
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
@@ -84,6 +88,8 @@ class ModelArguments:
     quick_geglu: bool = False
     openai_gelu: bool = False
     gated_linear_unit: bool = False
+    glu_linear_offset: float = 0.0
+    activation_func_clamp_value: float | None = None
     bias_gelu_fusion: bool = True
 
     num_experts: int | None = None
@@ -108,6 +114,10 @@ class ModelArguments:
             UnsupportedCheckpointError: nothing here looks at it, and the job does not state it either.
         """
         return getattr(self, name) if name in _NAMES else self.job.value(name)
+
+    def stated_value(self, name: str, unknown: Any = None) -> Any:
+        """Like `value`, for an argument that many jobs do not have: then `unknown`."""
+        return getattr(self, name) if name in _NAMES else self.job.stated.get(name, unknown)
 
     def known(self, name: str) -> Any:
         """Like `value`, for an argument that must be known.

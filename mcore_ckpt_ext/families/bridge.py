@@ -17,8 +17,8 @@ from mcore_ckpt_ext.families.family import Family
 _SAME = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
     "vocab_size", "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear",
-    "add_qkv_bias", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent", "attention_dropout",
-    "hidden_dropout", "init_method_std", "window_size", "window_attn_skip_freq",
+    "add_qkv_bias", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved",
+    "attention_dropout", "hidden_dropout", "init_method_std", "window_size", "window_attn_skip_freq",
 )  # fmt: skip
 _EXPERTS = (
     "moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_router_pre_softmax", "moe_router_score_function",
@@ -26,9 +26,19 @@ _EXPERTS = (
     "moe_router_topk_scaling_factor", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
     "moe_aux_loss_coeff", "moe_grouped_gemm",
 )  # fmt: skip
+# Outside latent attention they are called `yarn_...` there.
+_YARN = {
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor", "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
+    **{name: name for name in (
+        "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow",
+        "yarn_correction_range_round_to_int",
+    )},
+}  # fmt: skip
 _LATENT = (
-    "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim", "rope_type",
-    "rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "original_max_position_embeddings",
+    "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+    "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow",
+    "original_max_position_embeddings",
 )  # fmt: skip
 
 
@@ -48,6 +58,8 @@ def _model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
     if arguments.multi_latent_attention:
         provider, names = "mla_provider.MLAModelProvider", [*names, *_LATENT]
     model = {name: arguments.value(name) for name in names}
+    if arguments.position_embedding_type == "yarn":
+        model |= {name: arguments.value(ours) for name, ours in _YARN.items()}
     model |= {
         "_target_": f"megatron.bridge.models.{family.bridge_provider or provider}",
         "_call_": True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import (
     Both,
     Config,
@@ -15,7 +16,6 @@ from mcore_ckpt_ext.families.settings import (
     Setting,
     Size,
     checked_size,
-    misfits,
     unrepresentable,
 )
 
@@ -43,8 +43,11 @@ def query_groups(key: str = "num_key_value_heads") -> Setting:
     return Both((key,), lambda arguments: {key: arguments.num_query_groups}, to_arguments)
 
 
-def head_size(always: bool = False) -> Setting:
-    """`head_dim`; written `always`, or only where it does not follow from the other sizes."""
+def head_size(always: bool = False, default: int | None = None) -> Setting:
+    """`head_dim`; written `always`, or only where it does not follow from the other sizes.
+
+    `default` is what Hugging Face's class takes where the key is missing; None: what follows.
+    """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         implied = arguments.kv_channels * arguments.num_attention_heads == arguments.hidden_size
@@ -52,62 +55,9 @@ def head_size(always: bool = False) -> Setting:
 
     def to_arguments(config: Config) -> dict[str, Any]:
         implied = config["hidden_size"] // config["num_attention_heads"]
-        return {"kv_channels": checked_size("head_dim", config.get("head_dim") or implied)}
+        return {"kv_channels": checked_size("head_dim", config.get("head_dim", default) or implied)}
 
     return Both(("head_dim",), to_config, to_arguments)
-
-
-def rope_parameters(config: Config, theta: float = 10000.0) -> dict[str, Any]:
-    """RoPE as `config.json` says it: with `rope_theta` and `rope_type`.
-
-    Until transformers 4 in `rope_theta` and `rope_scaling` (there `type` before 4.43), since 5 in `rope_parameters`.
-    """
-    found = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    found.setdefault("rope_theta", config.get("rope_theta", theta))
-    found.setdefault("rope_type", found.pop("type", "default"))
-    return found
-
-
-def rope(theta: float = 10000.0) -> Setting:
-    """Rotary positions: plain, interpolated (`linear`), or scaled as in Llama 3.
-
-    The constants of `llama3` are fixed in Megatron (models/common/embeddings/rotary_pos_embedding.py,
-    `_apply_scaling`, core_v0.9.0 to 0.19.2). `theta` is the default of Hugging Face's class.
-    """
-    fixed = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-
-    def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        scaling: dict[str, Any] | None = None
-        if arguments.use_rope_scaling:
-            scaling = {"rope_type": "llama3", "factor": float(arguments.rope_scaling_factor), **fixed}
-        elif arguments.rotary_seq_len_interpolation_factor:
-            factor = float(arguments.rotary_seq_len_interpolation_factor)
-            scaling = {"rope_type": "linear", "factor": factor}
-        return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling}
-
-    def to_arguments(config: Config) -> dict[str, Any]:
-        found = rope_parameters(config, theta)
-        base = found["rope_theta"]
-        arguments = {
-            "position_embedding_type": "rope", "rotary_base": int(base) if base == int(base) else base,
-            "use_rope_scaling": False, "rotary_percent": found.get("partial_rotary_factor", 1.0),
-        }  # fmt: skip
-        kind = found["rope_type"]
-        if kind == "llama3":
-            for key, value in fixed.items():
-                if found.get(key) != value:
-                    raise unrepresentable(f"rope_scaling {key}", found.get(key), f"{value}")
-            arguments |= {"use_rope_scaling": True, "rope_scaling_factor": float(found["factor"])}
-        elif kind == "linear" and found["factor"] == int(found["factor"]):
-            arguments |= {"rotary_seq_len_interpolation_factor": int(found["factor"])}
-        elif kind != "default":
-            raise unrepresentable("rope_scaling", found, "default, linear by a whole factor, or llama3")
-        return arguments
-
-    return Both(
-        ("rope_parameters", "rope_theta", "rope_scaling"), to_config, to_arguments,
-        lambda arguments: misfits({"position_embedding_type": "rope", "rotary_percent": 1.0}, arguments),
-    )  # fmt: skip
 
 
 def window(size: int | None) -> dict[str, Any]:
@@ -123,17 +73,6 @@ def window_of(arguments: ModelArguments) -> int | None:
     return int(arguments.window_size[0]) + 1 if arguments.window_size else None
 
 
-# What no family here has, and what would change its mathematics if a job had it.
-PLAIN = Needs(
-    {
-        "attention_output_gate": False, "qk_l2_norm": False, "rotary_interleaved": False, "no_rope_freq": None,
-        "softmax_type": "vanilla", "apply_residual_connection_post_layernorm": False, "squared_relu": False,
-        "quick_geglu": False, "scaled_embeddings": False, "gated_linear_unit": False, "softmax_scale": None,
-    }
-)  # fmt: skip
-NO_WINDOW = Needs({"window_size": None, "window_attn_skip_freq": None})
-DENSE = Needs({"num_experts": None})
-QUERY_KEY_VALUE = Needs({"multi_latent_attention": False})
 RMS_NORM = Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False})
 SIZES: tuple[Setting, ...] = (
     Size("num_hidden_layers", "num_layers", counted=True),
@@ -151,17 +90,20 @@ TRAINING: tuple[Setting, ...] = (
 SILU = Fixed("hidden_act", "silu", {"swiglu": True})
 
 
-def llama_like(theta: float = 10000.0, epsilon: float = 1e-6, *, head_dim: bool = False) -> tuple[Setting, ...]:
+def llama_like(
+    theta: float = 10000.0, epsilon: float = 1e-6, *, head_dim: bool = False, head_dim_default: int | None = None
+) -> tuple[Setting, ...]:
     """What the families after Llama have in common.
 
     Args:
         theta: the default of `rope_theta` in Hugging Face's class.
         epsilon: that of `rms_norm_eps`.
         head_dim: their `config.json` says the size of a head even where it follows from the others.
+        head_dim_default: the default of that size, if it does not follow.
     """
     return (
-        *SIZES, query_groups(), head_size(always=head_dim), rope(theta), tied(by_default=False), *TRAINING, SILU,
-        RMS_NORM, PLAIN, QUERY_KEY_VALUE, Same("rms_norm_eps", "layernorm_epsilon", epsilon),
+        *SIZES, query_groups(), head_size(head_dim, head_dim_default), rope(theta), tied(by_default=False), *TRAINING,
+        SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", epsilon),
     )  # fmt: skip
 
 
@@ -172,4 +114,21 @@ def sliding_window(absent: int | None) -> Setting:
         (key,),
         lambda arguments: {key: window_of(arguments)},
         lambda config: window(config.get(key, absent)),
+        expressed=("window_size",),
     )
+
+
+def full_attention(*more: str) -> Setting:
+    """No window in any layer, whatever keys beside it say how large it would be: `layer_types`, and `more` switches."""
+    switches = ("use_sliding_window", *more)
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        for key in switches:
+            if config.get(key):
+                raise unrepresentable(key, config[key], "False")
+        kinds = config.get("layer_types") or []
+        if windowed := [kind for kind in kinds if kind != "full_attention"]:
+            raise unrepresentable("layer_types", windowed[0], "full_attention in every layer")
+        return {}
+
+    return Both((*switches, "layer_types"), lambda arguments: {"use_sliding_window": False}, to_arguments)

@@ -6,17 +6,28 @@ from typing import Any
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
-from mcore_ckpt_ext.families.common_settings import NO_WINDOW, RMS_NORM, SILU, SIZES, TRAINING, rope_parameters, tied
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, tied
 from mcore_ckpt_ext.families.family import Rule
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Setting, Size, unrepresentable
+from mcore_ckpt_ext.families.rope import KEYS, base_of, concentration, mscales, rope_parameters, yarn_lengths
+from mcore_ckpt_ext.families.settings import (
+    Both,
+    Config,
+    Fixed,
+    Needs,
+    Same,
+    Setting,
+    Size,
+    misfits,
+    unrepresentable,
+)
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
-# YaRN: Hugging Face's key, Megatron's argument, and what a missing key means (modeling_rope_utils.py).
-_YARN = (
-    ("factor", "rotary_scaling_factor", 1.0), ("mscale", "mscale", 1.0), ("mscale_all_dim", "mscale_all_dim", 0.0),
-    ("beta_fast", "beta_fast", 32), ("beta_slow", "beta_slow", 1),
-    ("original_max_position_embeddings", "original_max_position_embeddings", 4096),
-)  # fmt: skip
+# YaRN: Hugging Face's key, and Megatron's argument.
+_YARN = {
+    "factor": "rotary_scaling_factor", "mscale": "mscale", "mscale_all_dim": "mscale_all_dim",
+    "beta_fast": "beta_fast", "beta_slow": "beta_slow",
+    "original_max_position_embeddings": "original_max_position_embeddings",
+}  # fmt: skip
 
 
 def compressed_queries(arguments: ModelArguments, layer: int) -> bool:
@@ -49,19 +60,38 @@ def _rope() -> Setting:
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         scaling = None
         if arguments.rope_type != "rope":
-            scaling = {"rope_type": "yarn", **{key: arguments.value(ours) for key, ours, _ in _YARN}}
+            scaling = {"rope_type": "yarn", **{key: arguments.value(ours) for key, ours in _YARN.items()}}
+            if not (scaling["mscale"] and scaling["mscale_all_dim"]):  # transformers looks at both, or at neither
+                mscale, all_dim = scaling.pop("mscale"), scaling["mscale_all_dim"]
+                scaling["attention_factor"] = concentration(float(scaling["factor"]), mscale, all_dim)
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         found = rope_parameters(config)
-        arguments: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": int(found["rope_theta"])}
+        arguments: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base_of(found)}
         if found["rope_type"] == "default":
             return arguments | {"rope_type": "rope"}
-        if found["rope_type"] != "yarn":
-            raise unrepresentable("rope_scaling", found, "default or yarn")
-        return arguments | {"rope_type": "yarn"} | {ours: found.get(key, absent) for key, ours, absent in _YARN}
+        if found["rope_type"] != "yarn" or not found.get("truncate", True):
+            raise unrepresentable("rope_scaling", found, "default, or yarn that truncates")
+        factor, original = yarn_lengths(found, config)
+        mscale, all_dim = mscales(found, factor, latent=True)
+        return arguments | {
+            "rope_type": "yarn", "rotary_scaling_factor": factor, "original_max_position_embeddings": original,
+            "mscale": mscale, "mscale_all_dim": all_dim,
+            "beta_fast": found.get("beta_fast") or 32, "beta_slow": found.get("beta_slow") or 1,
+        }  # fmt: skip
 
-    return Both(("rope_parameters", "rope_theta", "rope_scaling"), to_config, to_arguments)
+    def why_not(arguments: ModelArguments) -> list[str]:
+        # Megatron's latent attention rotates by `rope_type`, whatever the kind of positions is; `rope` is not scaled.
+        return misfits({"rotary_percent": 1.0}, arguments) if arguments.rope_type == "rope" else []
+
+    return Both(
+        KEYS,
+        to_config,
+        to_arguments,
+        why_not,
+        expressed=(*_YARN.values(), "rope_type", "rotary_base", "rotary_percent", "position_embedding_type"),
+    )
 
 
 def scaled_gates(missing: float) -> Setting:
@@ -70,16 +100,19 @@ def scaled_gates(missing: float) -> Setting:
         ("routed_scaling_factor",),
         lambda arguments: {"routed_scaling_factor": float(arguments.moe_router_topk_scaling_factor or 1.0)},
         lambda config: {"moe_router_topk_scaling_factor": config.get("routed_scaling_factor", missing)},
+        expressed=("moe_router_topk_scaling_factor",),
     )
 
 
-def _layers() -> Setting:
+def dense_first(absent: int) -> Setting:
+    """Layers without experts before those with them; `absent`: how many where the key is missing."""
+
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         pattern = [has_experts(arguments, layer) for layer in range(arguments.num_layers)]
         return {"first_k_dense_replace": pattern.index(True) if any(pattern) else len(pattern), "moe_layer_freq": 1}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        first, step = config.get("first_k_dense_replace", 0), config.get("moe_layer_freq", 1)
+        first, step = config.get("first_k_dense_replace", absent), config.get("moe_layer_freq", 1)
         layers = range(config["num_hidden_layers"])
         pattern = [int(layer >= first and layer % step == 0) for layer in layers]
         return {"moe_layer_freq": 1 if all(pattern) else pattern}
@@ -88,7 +121,8 @@ def _layers() -> Setting:
         pattern = [has_experts(arguments, layer) for layer in range(arguments.num_layers)]
         return [] if any(pattern) and pattern == sorted(pattern) else ["no experts from some layer on"]
 
-    return Both(("first_k_dense_replace", "moe_layer_freq"), to_config, to_arguments, why_not)
+    keys = ("first_k_dense_replace", "moe_layer_freq")
+    return Both(keys, to_config, to_arguments, why_not, expressed=("moe_layer_freq",))
 
 
 def _shared() -> Setting:
@@ -105,11 +139,12 @@ def _shared() -> Setting:
         size = arguments.moe_shared_expert_intermediate_size
         return [] if size and size % arguments.moe_ffn_hidden_size == 0 else ["no whole number of shared experts"]
 
-    return Both(("n_shared_experts",), to_config, to_arguments, why_not)
+    expressed = ("moe_shared_expert_intermediate_size",)
+    return Both(("n_shared_experts",), to_config, to_arguments, why_not, expressed)
 
 
 SETTINGS: tuple[Setting, ...] = (
-    *SIZES, tied(by_default=False), *TRAINING, SILU, RMS_NORM, NO_WINDOW, _rope(), _layers(), _shared(),
+    *SIZES, tied(by_default=False), *TRAINING, SILU, RMS_NORM, _rope(), _shared(),
     Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
     Both(
         ("num_key_value_heads",),
@@ -122,15 +157,12 @@ SETTINGS: tuple[Setting, ...] = (
         ("q_lora_rank",),
         lambda arguments: {"q_lora_rank": arguments.q_lora_rank},
         lambda config: {"q_lora_rank": config.get("q_lora_rank", 1536)},
+        expressed=("q_lora_rank",),
     ),
     Size("kv_lora_rank", "kv_lora_rank", 512), Size("qk_nope_head_dim", "qk_head_dim", 128),
     Size("qk_rope_head_dim", "qk_pos_emb_head_dim", 64), Size("v_head_dim", "v_head_dim", 128),
     Size("n_routed_experts", "num_experts", counted=True), Size("num_experts_per_tok", "moe_router_topk"),
     Size("moe_intermediate_size", "moe_ffn_hidden_size"),
     Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-    Needs({
-        "multi_latent_attention": True, "qk_layernorm": True, "moe_shared_expert_gate": False,
-        "attention_output_gate": False, "rotary_interleaved": False, "no_rope_freq": None, "softmax_type": "vanilla",
-        "apply_residual_connection_post_layernorm": False, "squared_relu": False, "quick_geglu": False,
-    }),
+    Needs({"multi_latent_attention": True, "qk_layernorm": True}),
 )  # fmt: skip

@@ -8,9 +8,11 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS, scaled_gates
+from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS, dense_first, scaled_gates
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, unrepresentable
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Same, unrepresentable
+
+_GROUPED = ("moe_router_num_groups", "moe_router_group_topk")
 
 
 def _groups(arguments: ModelArguments) -> dict[str, Any]:
@@ -39,12 +41,13 @@ class DeepSeekV2(Family):
     also_read = parts.STACKED_EXPERTS
     settings = (
         *SETTINGS,
-        Both(("topk_method", "n_group", "topk_group"), _groups, _limits),
+        dense_first(0),
+        Both(("topk_method", "n_group", "topk_group"), _groups, _limits, expressed=_GROUPED),
         scaled_gates(1.0),
         Same("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
         Fixed("norm_topk_prob", False, {"moe_router_pre_softmax": True}),
         Fixed("mlp_bias", False, {}),
-        Needs({"moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False}),
+        Fixed("scoring_func", "softmax", {"moe_router_score_function": "softmax"}),
     )
 
     @override

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened
 from mcore_ckpt_ext.families.arguments import (
     ModelArguments,
     complete,
@@ -20,10 +20,14 @@ from mcore_ckpt_ext.families.arguments import (
     parameter_shape,
     spec_name,
 )
+from mcore_ckpt_ext.families.config_keys import OF_THE_FILE, WITHOUT_EFFECT
+from mcore_ckpt_ext.families.forward_pass import SIZES, unexpressed
 from mcore_ckpt_ext.families.rows import WHOLE, Rows
 from mcore_ckpt_ext.families.settings import Config, Setting
 from mcore_ckpt_ext.families.values import check_plain
 from mcore_ckpt_ext.model_space.slices import Region
+
+_SHOWN, _MOST_SHOWN = 40, 6
 
 Condition = Callable[[ModelArguments, int], bool]
 """Says, for a job's arguments and a decoder layer (0 outside the layers), whether a rule holds there."""
@@ -94,6 +98,7 @@ class Family:
         settings: for everything that both configurations say.
         left_out: patterns of Hugging Face tensors that have no place in Megatron; they are reported, not converted.
         megatron_left_out: patterns of Megatron's tensors that have no place in a Hugging Face folder.
+        without_effect: keys of `config.json`, beside those of every family, that say nothing about what it computes.
         optional_prefix: a beginning that names in folders in the wild may lack.
         bridge_provider: the family's own class in Megatron-Bridge, below `megatron.bridge.models`, if it needs one.
     """
@@ -105,6 +110,7 @@ class Family:
     also_read: ClassVar[Sequence[Rule]] = ()
     left_out: ClassVar[Sequence[str]] = (r"\.rotary_emb\.inv_freq$",)
     megatron_left_out: ClassVar[Sequence[str]] = (r"^mtp\.", r"\.local_tokens_per_expert$")
+    without_effect: ClassVar[Sequence[str]] = ()
     optional_prefix: ClassVar[str] = ""
     bridge_provider: ClassVar[str] = ""
 
@@ -124,8 +130,9 @@ class Family:
         """A job's arguments for a `config.json`.
 
         Raises:
-            UnsupportedCheckpointError: a key is missing, or says what Megatron cannot do.
+            UnsupportedCheckpointError: a key is missing, is not known, or says what Megatron cannot do.
         """
+        self._check_keys(config)
         found: dict[str, Any] = {}
         try:
             for setting in self.settings:
@@ -137,9 +144,28 @@ class Family:
                 "config.json lacks a key, or one has a value that it cannot have", found=str(error), where="config.json"
             ) from error
 
+    def _check_keys(self, config: Config) -> None:
+        explained = {key for setting in self.settings for key in setting.keys}
+        known = explained.union(WITHOUT_EFFECT, self.without_effect)
+        # A key without a value asks for nothing.
+        if strange := sorted(key for key, value in config.items() if key not in known and value is not None):
+            shown = ", ".join(f"{key}: {shortened(repr(config[key]), _SHOWN)}" for key in strange[:_MOST_SHOWN])
+            raise UnsupportedCheckpointError(
+                f"config.json has keys that are not known of {self.name}, and that may change what the model computes",
+                found=shown, where="config.json",
+                helps="remove those that do not; a family of your own can map the others: --family path.py:Name",
+            )  # fmt: skip
+
+    def kept(self, config: Config) -> dict[str, Any]:
+        """What of a `config.json` another one takes over: the keys without effect, but for those of the file itself."""
+        kept = WITHOUT_EFFECT.union(self.without_effect) - OF_THE_FILE
+        return {key: value for key, value in config.items() if key in kept}
+
     def misfits(self, arguments: ModelArguments) -> list[str]:
         """Why a job with these arguments does not train this family; empty where it does."""
-        return [reason for setting in self.settings for reason in setting.misfits(arguments)]
+        expressed = SIZES.union(*(setting.expresses for setting in self.settings))
+        found = [reason for setting in self.settings for reason in setting.misfits(arguments)]
+        return found + unexpressed(expressed, arguments)
 
     def rather_another(self, arguments: ModelArguments) -> list[str]:
         """Why a model that fits should bear another family's name, unless the user says otherwise."""

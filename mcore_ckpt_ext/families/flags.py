@@ -14,7 +14,8 @@ from mcore_ckpt_ext.families.arguments import ModelArguments
 _VALUES: dict[str, Any] = {
     "num_layers": None, "hidden_size": None, "ffn_hidden_size": None, "num_attention_heads": None, "kv_channels": None,
     "max_position_embeddings": None, "position_embedding_type": "learned_absolute",
-    "rotary_base": 10000, "rope_scaling_factor": 8.0, "rotary_seq_len_interpolation_factor": None,
+    "rotary_base": 10000, "rotary_percent": 1.0, "rope_scaling_factor": 8.0,
+    "rotary_seq_len_interpolation_factor": None,
     "normalization": "LayerNorm", "layernorm_epsilon": None, "init_method_std": 0.02, "attention_dropout": 0.1,
     "hidden_dropout": 0.1, "window_size": None, "window_attn_skip_freq": None,
 }  # fmt: skip
@@ -27,12 +28,21 @@ _LATENT: dict[str, Any] = {
     "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
     "rope_type": None, "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
 }  # fmt: skip
+_YARN: dict[str, Any] = {
+    "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "yarn_original_max_position_embeddings": None,
+    "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
+}  # fmt: skip
 _SWITCHES = (
-    "swiglu", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights", "use_rope_scaling",
-    "multi_latent_attention", "layernorm_zero_centered_gamma", "moe_router_pre_softmax",
+    "swiglu", "rotary_interleaved", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights",
+    "use_rope_scaling", "multi_latent_attention", "layernorm_zero_centered_gamma", "moe_router_pre_softmax",
     "moe_router_enable_expert_bias", "moe_shared_expert_gate", "moe_grouped_gemm",
 )  # fmt: skip
 _OFF = {"add_bias_linear": "--disable-bias-linear"}
+# What no flag says, or none that `gpt_builder` passes on to the model (pretrain_gpt.py of 0.12, gpt_builders.py of 0.16
+# to the development head), and the value that a job has instead; all of it can be said to Megatron-Bridge.
+_UNSAID: dict[str, Any] = {"rotary_seq_len_interpolation_factor": None}
+_UNSAID_LLAMA_3: dict[str, Any] = {"rope_scaling_factor": 8.0}
+_UNSAID_LATENT: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 _NAMES = {"layernorm_epsilon": "--norm-epsilon", "layernorm_zero_centered_gamma": "--apply-layernorm-1p"}
 
 
@@ -44,6 +54,8 @@ def training_flags(arguments: ModelArguments) -> list[str]:
     if arguments.multi_latent_attention:
         values |= _LATENT
         del values["kv_channels"]
+    elif arguments.position_embedding_type == "yarn":
+        values |= _YARN
     words: list[str] = []
     for name, default in values.items():
         value = arguments.value(name)
@@ -53,9 +65,30 @@ def training_flags(arguments: ModelArguments) -> list[str]:
         words += ["--group-query-attention", "--num-query-groups", str(arguments.num_query_groups)]
     words += [_flag(name) for name in _SWITCHES if arguments.value(name)]
     words += [flag for name, flag in _OFF.items() if not arguments.value(name)]
+    if arguments.position_embedding_type == "yarn" and not arguments.yarn_correction_range_round_to_int:
+        words.append("--no-yarn-correction-range-round-to-int")
     if not (arguments.swiglu or arguments.bias_gelu_fusion):
         words.append("--no-bias-gelu-fusion")
     return words
+
+
+def unsaid(arguments: ModelArguments) -> dict[str, Any]:
+    """What of the model no flag of `pretrain_gpt.py` says: such a job computes another one."""
+    values = dict(_UNSAID)
+    if arguments.use_rope_scaling:
+        values |= _UNSAID_LLAMA_3
+    if arguments.multi_latent_attention and arguments.rope_type != "rope":
+        values |= _UNSAID_LATENT
+    found = {name: arguments.value(name) for name, default in values.items() if arguments.value(name) != default}
+    if arguments.rotary_base != int(arguments.rotary_base):  # `--rotary-base` takes whole numbers
+        found["rotary_base"] = arguments.rotary_base
+    return found
+
+
+def ignored(arguments: ModelArguments) -> dict[str, Any]:
+    """What a job of `pretrain_gpt.py` was told in flags that it does not pass on: its model does not have it."""
+    values = {**_UNSAID, **(_UNSAID_LLAMA_3 if arguments.use_rope_scaling else {})}
+    return {name: arguments.value(name) for name, default in values.items() if arguments.value(name) != default}
 
 
 def _flag(name: str) -> str:

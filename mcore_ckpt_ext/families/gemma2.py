@@ -9,18 +9,16 @@ from typing_extensions import override
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import (
-    DENSE,
-    QUERY_KEY_VALUE,
     SIZES,
     TRAINING,
     head_size,
     query_groups,
-    rope,
     window,
     window_of,
 )
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, unrepresentable
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets, unrepresentable
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -67,21 +65,25 @@ class Gemma2(Family):
         Rule("model.norm.weight", "decoder.final_layernorm.weight"),
     )  # fmt: skip
     settings = (
-        *SIZES, query_groups(), head_size(always=True), rope(), *TRAINING, DENSE, QUERY_KEY_VALUE,
+        *SIZES, query_groups(), head_size(always=True, default=256), rope(), *TRAINING,
         Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
         # The norms multiply by one more than their weight.
-        Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "qk_layernorm": False}),
+        Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True}),
         Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         Fixed("hidden_activation", "gelu_pytorch_tanh", {"gated_linear_unit": True, "swiglu": False}),
+        Sets({"bias_gelu_fusion": True}),
         Both(("sliding_window", "layer_types"), lambda arguments: {"sliding_window": window_of(arguments)}, _windows,
-             _why_not),
-        Both(("query_pre_attn_scalar",), _scalar, _scale),
+             _why_not, expressed=("window_size", "window_attn_skip_freq")),
+        Both(("query_pre_attn_scalar",), _scalar, _scale, expressed=("softmax_scale",)),
         Both(("attn_logit_softcapping",), lambda arguments: {"attn_logit_softcapping": arguments.attention_softcap},
-             lambda config: {"attention_softcap": config.get("attn_logit_softcapping", 50.0)}),
+             lambda config: {"attention_softcap": config.get("attn_logit_softcapping", 50.0)},
+             expressed=("attention_softcap",)),
         Both(("final_logit_softcapping",),
              lambda arguments: {"final_logit_softcapping": arguments.final_logit_softcap},
-             lambda config: {"final_logit_softcap": config.get("final_logit_softcapping", 30.0)}),
+             lambda config: {"final_logit_softcap": config.get("final_logit_softcapping", 30.0)},
+             expressed=("final_logit_softcap",)),
+        Fixed("use_bidirectional_attention", None, {}),
         Needs({"scaled_embeddings": True}),
     )  # fmt: skip
 

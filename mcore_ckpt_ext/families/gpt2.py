@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.common_settings import DENSE, NO_WINDOW, PLAIN, QUERY_KEY_VALUE
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, joined, transposed
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Size, unrepresentable
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets, Size, unrepresentable
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
@@ -21,14 +20,18 @@ def _why_not(arguments: ModelArguments) -> list[str]:
     return ["grouped queries, or heads of a size of their own"] if grouped else []
 
 
+def _inner(arguments: ModelArguments) -> dict[str, Any]:
+    size = arguments.ffn_hidden_size
+    return {"n_inner": None if size == 4 * arguments.hidden_size else size}
+
+
 def _inner_size(config: Config) -> dict[str, Any]:
     return {"ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"]}
 
 
 def _activation(arguments: ModelArguments) -> dict[str, Any]:
     # With the fusion, Megatron approximates by tanh (fusions/fused_bias_gelu.py); without, it does not (mlp.py).
-    approximated = arguments.bias_gelu_fusion or arguments.openai_gelu
-    return {"activation_function": "gelu_new" if approximated else "gelu"}
+    return {"activation_function": "gelu_new" if arguments.bias_gelu_fusion else "gelu"}
 
 
 def _fusion(config: Config) -> dict[str, Any]:
@@ -44,6 +47,10 @@ class GPT2(Family):
     model_type = "gpt2"
     architecture = "GPT2LMHeadModel"
     optional_prefix = "transformer."
+    without_effect = (
+        "n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout", "summary_proj_to_labels",
+        "summary_type", "summary_use_proj",
+    )  # fmt: skip
     left_out = (r"\.attn\.(bias|masked_bias)$",)
     rules = (
         Rule("transformer.wte.weight", "embedding.word_embeddings.weight"),
@@ -71,14 +78,14 @@ class GPT2(Family):
         Same("layer_norm_epsilon", "layernorm_epsilon", 1e-5), Same("initializer_range", "init_method_std", 0.02),
         Same("attn_pdrop", "attention_dropout", 0.1), Same("resid_pdrop", "hidden_dropout", 0.1),
         Both(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments.hidden_dropout}, lambda config: {}),
-        Both(("n_inner",), lambda arguments: {"n_inner": arguments.ffn_hidden_size}, _inner_size, _why_not),
-        Both(("activation_function",), _activation, _fusion),
+        Both(("n_inner",), _inner, _inner_size, _why_not),
+        Both(("activation_function",), _activation, _fusion, expressed=("bias_gelu_fusion",)),
         Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
         Fixed("scale_attn_weights", True, {}), Fixed("scale_attn_by_inverse_layer_idx", False, {}),
         Fixed("add_cross_attention", False, {}),
+        Sets({"add_qkv_bias": True}),
         Needs({
-            "normalization": "LayerNorm", "layernorm_zero_centered_gamma": False, "add_bias_linear": True,
-            "position_embedding_type": "learned_absolute", "qk_layernorm": False, "swiglu": False,
+            "normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute",
+            "swiglu": False,
         }),
-        PLAIN, DENSE, QUERY_KEY_VALUE, NO_WINDOW,
     )  # fmt: skip

@@ -6,9 +6,9 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.common_settings import DENSE, llama_like, sliding_window
+from mcore_ckpt_ext.families.common_settings import llama_like, sliding_window
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Needs
+from mcore_ckpt_ext.families.settings import Needs, Without
 
 
 class Mistral(Family):
@@ -18,10 +18,8 @@ class Mistral(Family):
     architecture = "MistralForCausalLM"
     rules = parts.DECODER
     settings = (
-        *llama_like(head_dim=True), DENSE, sliding_window(4096),
-        Needs({
-            "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "window_attn_skip_freq": None,
-        }),
+        *llama_like(head_dim=True), sliding_window(4096), Without("attention_bias", "mlp_bias"),
+        Needs({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
 
     @override

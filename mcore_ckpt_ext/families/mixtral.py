@@ -33,16 +33,14 @@ class Mixtral(Family):
     model_type = "mixtral"
     architecture = "MixtralForCausalLM"
     rules = (*parts.DECODER, *parts.experts("block_sparse_moe", gate="w1", up="w3", down="w2"))
+    without_effect = ("router_jitter_noise",)
     also_read = (_ROUTER, *parts.STACKED_EXPERTS)
     settings = (
         *llama_like(1000000.0, 1e-5),
-        Both(("num_local_experts", "intermediate_size"), _sizes, _experts, _why_not),
+        Both(("num_local_experts", "intermediate_size"), _sizes, _experts, _why_not,
+             expressed=("num_experts", "moe_layer_freq", "moe_ffn_hidden_size")),
         Same("num_experts_per_tok", "moe_router_topk", 2),
         Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
         sliding_window(None),
-        Needs({
-            "add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "moe_router_pre_softmax": False,
-            "moe_shared_expert_intermediate_size": None,
-        }),
-        parts.SOFTMAX_ROUTING,
+        Needs({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families.family import Rule, dense, untied, with_experts
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
-from mcore_ckpt_ext.families.settings import Needs
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -78,9 +77,3 @@ def shared_experts(module: str) -> tuple[Rule, ...]:
         Rule(f"{theirs}.up_proj.weight", f"{ours}.linear_fc1.weight", UP, with_experts),
         Rule(f"{theirs}.down_proj.weight", f"{ours}.linear_fc2.weight", where=with_experts),
     )
-
-
-SOFTMAX_ROUTING = Needs({
-    "moe_router_score_function": "softmax", "moe_router_enable_expert_bias": False, "moe_router_num_groups": None,
-    "moe_router_topk_scaling_factor": None,
-})  # fmt: skip

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import DENSE, NO_WINDOW, llama_like
+from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Fixed, Needs
+from mcore_ckpt_ext.families.settings import Needs
 
 
 class Qwen2(Family):
@@ -13,8 +13,10 @@ class Qwen2(Family):
 
     model_type = "qwen2"
     architecture = "Qwen2ForCausalLM"
+    without_effect = ("sliding_window", "max_window_layers")
     rules = (*parts.DECODER, *parts.attention("bias"))
     settings = (
-        *llama_like(), DENSE, NO_WINDOW, Fixed("use_sliding_window", False, {}),
-        Needs({"add_bias_linear": False, "add_qkv_bias": True, "qk_layernorm": False}),
-    )  # fmt: skip
+        *llama_like(),
+        full_attention("use_mrope"),
+        Needs({"add_bias_linear": False, "add_qkv_bias": True}),
+    )

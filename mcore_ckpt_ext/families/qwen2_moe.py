@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import NO_WINDOW, llama_like
+from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
 from mcore_ckpt_ext.families.qwen_experts import expert_settings
 from mcore_ckpt_ext.families.settings import Fixed, Needs, Size
@@ -19,14 +19,15 @@ class Qwen2MoE(Family):
 
     model_type = "qwen2_moe"
     architecture = "Qwen2MoeForCausalLM"
+    without_effect = ("sliding_window", "max_window_layers")
     rules = (
         *parts.DECODER, *parts.attention("bias"), *parts.experts(), *parts.shared_experts("shared_expert"),
         _SHARED_GATE,
     )  # fmt: skip
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *llama_like(), *expert_settings(60, 4, 1408), NO_WINDOW, Fixed("use_sliding_window", False, {}),
+        *llama_like(), *expert_settings(60, 4, 1408), full_attention(),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 5632),
         Fixed("qkv_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
-        Needs({"qk_layernorm": False, "moe_shared_expert_gate": True}),
+        Needs({"moe_shared_expert_gate": True}),
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import DENSE, NO_WINDOW, llama_like
+from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Fixed, Needs
 
@@ -13,9 +13,11 @@ class Qwen3(Family):
 
     model_type = "qwen3"
     architecture = "Qwen3ForCausalLM"
+    without_effect = ("sliding_window", "max_window_layers")
     rules = (*parts.DECODER, *parts.QUERY_KEY_NORMS)
     settings = (
-        *llama_like(head_dim=True), DENSE, NO_WINDOW, Needs({"qk_layernorm": True}),
+        *llama_like(head_dim=True, head_dim_default=128),
+        full_attention(),
+        Needs({"qk_layernorm": True}),
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Fixed("use_sliding_window", False, {}),
-    )  # fmt: skip
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import NO_WINDOW, llama_like
+from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.qwen_experts import expert_settings
 from mcore_ckpt_ext.families.settings import Fixed, Needs
@@ -14,10 +14,10 @@ class Qwen3MoE(Family):
 
     model_type = "qwen3_moe"
     architecture = "Qwen3MoeForCausalLM"
+    without_effect = ("sliding_window", "max_window_layers")
     rules = (*parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts())
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *llama_like(head_dim=True), *expert_settings(128, 8, 768), NO_WINDOW, Fixed("use_sliding_window", False, {}),
+        *llama_like(head_dim=True), *expert_settings(128, 8, 768), full_attention(), Needs({"qk_layernorm": True}),
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Needs({"qk_layernorm": True, "moe_shared_expert_intermediate_size": None}),
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
-from mcore_ckpt_ext.families.parts import SOFTMAX_ROUTING
 from mcore_ckpt_ext.families.settings import Both, Config, Same, Setting, Size, checked_size
 
 
@@ -29,7 +28,9 @@ def expert_layers() -> Setting:
     def why_not(arguments: ModelArguments) -> list[str]:
         return [] if arguments.num_experts else ["no experts"]
 
-    return Both(("decoder_sparse_step", "mlp_only_layers"), to_config, to_arguments, why_not)
+    return Both(
+        ("decoder_sparse_step", "mlp_only_layers"), to_config, to_arguments, why_not, expressed=("moe_layer_freq",)
+    )
 
 
 def expert_count(default: int) -> Setting:
@@ -38,6 +39,7 @@ def expert_count(default: int) -> Setting:
         ("num_experts", "num_local_experts"),
         lambda arguments: {"num_experts": arguments.num_experts},
         lambda config: {"num_experts": checked_size("num_experts", _count(config, default))},
+        expressed=("num_experts",),
     )
 
 
@@ -51,6 +53,7 @@ def normalised_choice(by_default: bool = False) -> Setting:
         ("norm_topk_prob",),
         lambda arguments: {"norm_topk_prob": not arguments.moe_router_pre_softmax},
         lambda config: {"moe_router_pre_softmax": not config.get("norm_topk_prob", by_default)},
+        expressed=("moe_router_pre_softmax",),
     )
 
 
@@ -63,7 +66,7 @@ def expert_settings(count: int, chosen: int, width: int) -> tuple[Setting, ...]:
         width: the width of an expert.
     """
     return (
-        expert_count(count), expert_layers(), normalised_choice(), SOFTMAX_ROUTING,
+        expert_count(count), expert_layers(), normalised_choice(),
         Size("num_experts_per_tok", "moe_router_topk", chosen),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", width),
         Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,11 @@ class Setting:
     @property
     def keys(self) -> Sequence[str]:
         """The keys of `config.json` that it explains."""
+        return ()
+
+    @property
+    def expresses(self) -> Collection[str]:
+        """The arguments that it speaks of: a value that a model of the family cannot have is told by `misfits`."""
         return ()
 
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
@@ -53,6 +58,11 @@ class Same(Setting):
     @override
     def keys(self) -> Sequence[str]:
         return (self.key,)
+
+    @property
+    @override
+    def expresses(self) -> Collection[str]:
+        return (self.argument,)
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
@@ -99,6 +109,11 @@ class Fixed(Setting):
     def keys(self) -> Sequence[str]:
         return (self.key,)
 
+    @property
+    @override
+    def expresses(self) -> Collection[str]:
+        return self.needed.keys()
+
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
         return {self.key: self.value}
@@ -115,11 +130,35 @@ class Fixed(Setting):
         return misfits(self.needed, arguments)
 
 
+class Without(Setting):
+    """Keys that have to be false, or missing: what they ask for, no model of the family has here. Never written."""
+
+    def __init__(self, *keys: str) -> None:
+        self._keys = keys
+
+    @property
+    @override
+    def keys(self) -> Sequence[str]:
+        return self._keys
+
+    @override
+    def arguments(self, config: Config) -> dict[str, Any]:
+        for key in self._keys:
+            if config.get(key):
+                raise unrepresentable(key, config[key], "False")
+        return {}
+
+
 @dataclass(frozen=True)
 class Sets(Setting):
     """Arguments that the family's models are trained with, but that do not tell it apart from others."""
 
     values: Mapping[str, Any]
+
+    @property
+    @override
+    def expresses(self) -> Collection[str]:
+        return self.values.keys()
 
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
@@ -137,17 +176,26 @@ class Needs(Sets):
 
 @dataclass(frozen=True)
 class Both(Setting):
-    """Anything else: the keys, two functions, and optionally a third that says why arguments do not fit."""
+    """Anything else: the keys, two functions, and optionally a third that says why arguments do not fit.
+
+    `expressed`: the arguments that the functions look at, but for sizes.
+    """
 
     explained: Sequence[str]
     to_config: Callable[[ModelArguments], dict[str, Any]]
     to_arguments: Callable[[Config], dict[str, Any]]
     why_not: Callable[[ModelArguments], list[str]] = lambda arguments: []
+    expressed: Sequence[str] = ()
 
     @property
     @override
     def keys(self) -> Sequence[str]:
         return self.explained
+
+    @property
+    @override
+    def expresses(self) -> Collection[str]:
+        return self.expressed
 
     @override
     def config(self, arguments: ModelArguments) -> dict[str, Any]:

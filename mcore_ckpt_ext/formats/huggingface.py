@@ -18,7 +18,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, parameter_shapes
-from mcore_ckpt_ext.families.flags import training_flags
+from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import (
@@ -42,13 +42,10 @@ _SHOWN = 6
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _BLOCK = 1 << 24
 _ENTRY_BYTES, _STEPS_A_REGION = 60, 16  # of a tensor in a file's header, at least; to make a region of one
+# `_resolve_mla_qk_layernorm` (core/transformer/mla_qk_norm_config.py), in 0.19.0 to 0.19.2 and not before; the
+# development head of 22 August 2026 has it no more.
+_NORM_IN_QUERY = (0, 19)
 _PADDING = 128  # `--make-vocab-size-divisible-by`
-# Keys of `config.json` that say nothing about the model's mathematics.
-_HARMLESS = {
-    "architectures", "model_type", "torch_dtype", "dtype", "transformers_version", "use_cache", "bos_token_id",
-    "eos_token_id", "pad_token_id", "pretraining_tp", "_name_or_path", "output_attentions", "output_hidden_states",
-    "task_specific_params", "auto_map", "return_dict", "output_router_logits", "unk_token_id", "sep_token_id",
-}  # fmt: skip
 
 
 class HuggingFaceCheckpoint(Checkpoint):
@@ -83,7 +80,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         self.config = read_config(folder / below)
         self.family = family or family_of_config(self.config, str(folder / below / CONFIG))
         self._model = replace(self.family.arguments(self.config), transformer_impl=transformer_impl)
-        stored = read_tensors(self.reader, below)
+        stored, unread = read_tensors(self.reader, below)
+        self._stale = [f"not read, because the folder also holds safetensors: {', '.join(unread)}"] if unread else []
         self.left_out: list[str] = []
         self._weights = _Weights(self._matched(stored))
 
@@ -201,16 +199,29 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def notices(self) -> list[str]:
         """What a user should know about this model."""
-        explained = {key for setting in self.family.settings for key in setting.keys}
-        others = sorted(self.config.keys() - explained - _HARMLESS)
         found = self.family.notices(self._model)
         if self.left_out:
             more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
             found.append(f"left out, because Megatron has no place for it: {', '.join(self.left_out[:_SHOWN])}{more}")
-        found.append(f"train it with: {shlex.join(self.training_flags())}")
-        if others:
-            found.append(f"keys of config.json that are only kept beside the weights: {', '.join(others)}")
-        return found
+        flags = shlex.join(self.training_flags())
+        if lacking := unsaid(self._model):
+            said = ", ".join(f"{name} = {value}" for name, value in lacking.items())
+            found.append(
+                f"pretrain_gpt.py cannot train this model as it is: {said}, but no flag of it says so, or none that it "
+                f"passes on. Megatron-Bridge reads run_config.yaml. The other flags are: {flags}"
+            )
+        else:
+            found.append(f"train it with: {flags}")
+        if self._model.position_embedding_type == "yarn":
+            found.append("--position-embedding-type yarn is of Megatron 0.19 and later")
+        return found + self._stale
+
+    def unbuildable(self, version: tuple[int, int]) -> str | None:
+        """Why a version of Megatron has no such model; None where it has."""
+        model = self._model
+        if model.multi_latent_attention and not model.q_lora_rank and version == _NORM_IN_QUERY:
+            return "0.19 fuses a norm into linear_q_proj, which a model without compressed queries does not have"
+        return None
 
     def training_flags(self) -> list[str]:
         """The words of the command line of `pretrain_gpt.py` that describe this model."""

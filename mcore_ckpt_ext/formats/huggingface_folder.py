@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,17 +26,27 @@ GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_FOLDER = "tokenizer"
 """Of an iteration folder, as Megatron itself keeps it (`save_tokenizer_assets`, checkpointing.py, commit 6c344290)."""
 
-# Weights in one file, or an index of the files; safetensors first, as transformers looks for them.
+# Weights in one file, or an index of the files, in the order in which transformers looks for them
+# (`_get_resolved_checkpoint_files`, modeling_utils.py, 4.36 to 5.23).
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_IN_ORDER = (_SINGLE[0], INDICES[0], _SINGLE[1], INDICES[1])
+# How `torch.save` began its files before 1.6 (`MAGIC_NUMBER`, torch/serialization.py).
+_BEFORE_ZIP = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 _ADAPTER = "adapter_config.json"
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tekken.json",
-    "chat_template.jinja", "chat_template.json",
+    "merges.txt", "vocab.txt", "tokenizer.model", "tokenizer.model.v3", "tokenizer.model.v7", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "chat_template.jinja", "chat_template.json",
+    "processor_config.json", "preprocessor_config.json",
 )  # fmt: skip
 COMPANIONS = (CONFIG, GENERATION_CONFIG, *_TOKENIZER)
 """The small files that belong to a model, by name."""
+# A tokenizer's own code, which nothing here runs, and its further templates.
+_FURTHER = ("tokenization_*.py", "*.tiktoken", "additional_chat_templates/*.jinja")
+_FURTHER_PATTERN = r"tokenization_\w+\.py|[\w.-]+\.tiktoken|additional_chat_templates/[\w.-]+\.jinja"
+COMPANION_PATTERN = "|".join([*map(re.escape, COMPANIONS), _FURTHER_PATTERN])
+"""The names of the small files that a folder may have, as a regular expression."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +88,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def read_tensors(reader: FolderReader, below: str = "") -> dict[str, StoredTensor]:
-    """All tensors of the folder.
+def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, StoredTensor], list[str]]:
+    """All tensors of the folder, and the files that would also describe weights, but are not looked at.
 
     Args:
         reader: of the checkpoint's folder.
@@ -88,15 +99,15 @@ def read_tensors(reader: FolderReader, below: str = "") -> dict[str, StoredTenso
         UnreadableCheckpointError: a file is missing or damaged, or the index names what is not there.
     """
     folder = reader.folder / below
-    for single in _SINGLE:
-        if (folder / single).exists():
-            return dict(_tensors_of(reader, _joined(below, single)))
-    for index in INDICES:
-        if (folder / index).exists():
-            return _tensors_of_index(reader, below, folder / index)
-    raise UnreadableCheckpointError(
-        "the folder holds no weights", expected=" or ".join((*_SINGLE, *INDICES)), where=str(folder)
-    )
+    found = [name for name in _IN_ORDER if (folder / name).exists()]
+    if not found:
+        raise UnreadableCheckpointError(
+            "the folder holds no weights", expected=" or ".join((*_SINGLE, *INDICES)), where=str(folder)
+        )
+    first, *others = found
+    if first in INDICES:
+        return _tensors_of_index(reader, below, folder / first), others
+    return dict(_tensors_of(reader, _joined(below, first))), others
 
 
 def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str, StoredTensor]:
@@ -134,6 +145,12 @@ def _tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTe
         for name, shape, extent in read_header(reader, file):
             yield name, StoredTensor(shape, extent)
         return
+    if reader.read(file, 0, min(reader.size(file), len(_BEFORE_ZIP))) == _BEFORE_ZIP:
+        raise UnsupportedCheckpointError(
+            "a file of weights is of the kind that torch wrote before 1.6", found="a pickle and not an archive",
+            where=str(reader.folder / file),
+            helps="load it with torch and save it anew: torch.save(torch.load(PATH, weights_only=True), PATH)",
+        )  # fmt: skip
     content = TorchArchive(reader, file).load()
     if not isinstance(content, dict):
         raise UnreadableCheckpointError("a file of weights holds no state dict", where=str(reader.folder / file))
@@ -166,10 +183,19 @@ def companions(folder: Path, below: str = "") -> dict[str, bytes]:
         below: the folder in it that they lie in.
     """
     found: dict[str, bytes] = {}
-    for name in COMPANIONS:
+    for name in _companion_names(folder, below):
         with contextlib.suppress(OSError):
             found[name] = read_file(folder, _joined(below, name))
     return found
+
+
+def _companion_names(folder: Path, below: str) -> list[str]:
+    """The small files to look for: the known ones, and those that a folder of this machine has by a pattern."""
+    if is_remote(folder):
+        return list(COMPANIONS)
+    there = folder / below
+    further = (path.relative_to(there).as_posix() for pattern in _FURTHER for path in there.glob(pattern))
+    return [*COMPANIONS, *sorted(name for name in further if re.fullmatch(COMPANION_PATTERN, name))]
 
 
 def _joined(below: str, name: str) -> str:
@@ -179,7 +205,7 @@ def _joined(below: str, name: str) -> str:
 def refused_companions(folder: Path, below: str = "") -> dict[str, str]:
     """Those that are there but are not copied, with the reason."""
     found: dict[str, str] = {}
-    for name in COMPANIONS:
+    for name in _companion_names(folder, below):
         if is_remote(folder) or not os.path.lexists(folder / below / name):
             continue
         if reason := _why_unreadable(folder, _joined(below, name)):

@@ -7,7 +7,7 @@ but saves them one by one, too (`save_original_format`, transformers/core_model_
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
@@ -16,8 +16,11 @@ from typing import Any, cast
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
-from mcore_ckpt_ext.families.arguments import complete
+from mcore_ckpt_ext.families.arguments import ModelArguments, complete
+from mcore_ckpt_ext.families.config_keys import TOKENS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
+from mcore_ckpt_ext.families.flags import ignored
+from mcore_ckpt_ext.families.forward_pass import told
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
@@ -31,9 +34,8 @@ from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, json_file, lay_out_file
 from mcore_ckpt_ext.targets import HuggingFace
 
-# Keys that belong to the file that a folder's `config.json` was made from, not to the model.
-_OF_THE_FILE = {"torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map", "quantization_config"}
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+# An argument of Megatron's own parser, which other descriptions of a job do not have.
+_OF_PRETRAIN_GPT = "use_checkpoint_args"
 _SHOWN = 6
 
 
@@ -58,9 +60,12 @@ class HuggingFaceTarget:
         """Raises: UnsupportedCheckpointError, when it is of no known family, or a size is not known."""
         self._checkpoint = checkpoint
         self._options = options
+        self._tokenizer = tokenizer
         self._companions = {**checkpoint.companions(), **tokenizer}
         names = checkpoint.weights.names()
-        model = complete(checkpoint.arguments)
+        stated = options.stated_arguments()
+        model = complete(checkpoint.arguments.changed(**stated) if stated else checkpoint.arguments)
+        self._check_ignored(model, stated)
         arguments = replace(model, vocab_size=self._vocabulary())
         once = json_of(self._companions, CONFIG).get("model_type")
         self.fit: Fit = family_of_megatron(arguments, names, family, once)
@@ -74,6 +79,19 @@ class HuggingFaceTarget:
             )  # fmt: skip
         self._tensors = self.fit.family.tensors(self.fit.arguments)
         self._check_shapes()
+
+    def _check_ignored(self, model: ModelArguments, stated: Collection[str]) -> None:
+        """Refuse arguments that the job may have been told in vain; a model to begin with has not been trained yet."""
+        found = {name: value for name, value in ignored(model).items() if name not in stated}
+        if found and not self._checkpoint.released and self._checkpoint.arguments.is_known(_OF_PRETRAIN_GPT):
+            default = {"rope_scaling_factor": "8", "rotary_seq_len_interpolation_factor": "null"}
+            raise UnsupportedCheckpointError(
+                "the job was given flags that pretrain_gpt.py does not pass on to its model, and some other loops do",
+                found=", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items()),
+                where=str(self._checkpoint.folder),
+                helps="say what the model was computed with; if by pretrain_gpt.py: "
+                + " ".join(f"--argument {name}={default[name]}" for name in found),
+            )
 
     def output(self) -> Output:
         """All files, and where each tensor goes."""
@@ -100,14 +118,17 @@ class HuggingFaceTarget:
         for tensor in tensors:
             sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
         config = self._config()
-        missing = [key for key in _TOKENS[:2] if key not in config]
+        missing = [key for key in TOKENS[:2] if key not in config]
         # The classes' own defaults belong to the released models, and are wrong for any other vocabulary.
         config |= {**dict.fromkeys(missing), "torch_dtype": max(sizes, key=lambda dtype: sizes[dtype])}
         return Output([*files, *self._small_files(config)], records, tuple(self._notes(missing)))
 
     def _small_files(self, config: Mapping[str, Any]) -> list[OutputFile]:
-        tokens = {key: config[key] for key in _TOKENS if config.get(key) is not None}
+        tokens = {key: config[key] for key in TOKENS if config.get(key) is not None}
         generation = json_of(self._companions, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
+        if GENERATION_CONFIG not in self._tokenizer:  # else the tokenizer's own is copied
+            said = json_of(self._tokenizer, CONFIG)
+            generation |= {key: said[key] for key in TOKENS if said.get(key) is not None}
         files = [
             OutputFile(name, len(content), ((0, content),))
             for name, content in self._companions.items()
@@ -120,12 +141,10 @@ class HuggingFaceTarget:
         family = self.fit.family
         config = family.config(self.fit.arguments)
         beside = json_of(self._companions, CONFIG)
-        if beside.get("model_type") == family.model_type:
-            explained = {key for setting in family.settings for key in setting.keys}
-            config |= {
-                key: value for key, value in beside.items() if key not in explained | _OF_THE_FILE and key not in config
-            }
-        return config
+        same = beside.get("model_type") == family.model_type
+        # A tokenizer may come from a model of another family: then only its tokens are this model's, too.
+        kept = family.kept(beside) if same else {key: beside[key] for key in TOKENS if key in beside}
+        return {**kept, **config}
 
     def _vocabulary(self) -> int:
         source = self._checkpoint
@@ -157,6 +176,7 @@ class HuggingFaceTarget:
         family = self.fit.family
         yield f"the model is a {family.name}"
         yield from family.notices(self.fit.arguments)
+        yield from told(self.fit.arguments)
         shapes = parameter_shapes(self._tensors)
         if self._checkpoint.vocabulary_contradiction:
             yield self._checkpoint.vocabulary_contradiction

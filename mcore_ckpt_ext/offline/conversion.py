@@ -25,6 +25,7 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.account import settle
 from mcore_ckpt_ext.offline.destination import checked_destination
 from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
+from mcore_ckpt_ext.offline.half import check_fits
 from mcore_ckpt_ext.offline.laying_out import LaidOut, lay_out, open_source
 from mcore_ckpt_ext.offline.reading import Remembering
 from mcore_ckpt_ext.offline.team import Alone, Team
@@ -219,6 +220,11 @@ class _Filler:
         for placed, room in rooms:
             if placed.turned_rows:
                 self._read_turned(placed, room)
+            if record.dtype == "float16":
+                check_fits(placed, room, self._read_turned if placed.turned_rows else self._read_placed)
+
+    def _read_placed(self, placed: Placed, room: torch.Tensor) -> None:
+        self._read([(placed.wanted, room)])
 
     def _read(self, parts: Sequence[tuple[WantedSlice, torch.Tensor]]) -> None:
         """Read slices; what is stored is copied, what is derived computed."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError, DestinationError
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
-from mcore_ckpt_ext.formats.huggingface_folder import COMPANIONS, CONFIG, written_by_us
+from mcore_ckpt_ext.formats.huggingface_folder import COMPANION_PATTERN, CONFIG, written_by_us
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.torch_dist import sharded_backend
 from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote
@@ -27,7 +27,8 @@ _OF_RUNS = (re.escape(TRACKER_FILE), r"latest_wandb_artifact_path\.txt", r"progr
 # And in an iteration, with what Megatron-Bridge and this tool keep there.
 _OF_ITERATIONS = (
     r"\.metadata|metadata\.json|common\.pt|__\d+_\d+\.distcp",
-    r"mcore_ckpt_ext\.json|integrity\.json|run_config\.yaml|train_state\.pt|tokenizer/[^/]+",
+    r"mcore_ckpt_ext\.json|integrity\.json|run_config\.yaml|train_state\.pt",
+    rf"tokenizer/({COMPANION_PATTERN}|[^/]+)",
     r"mp_rank_[\d_]+/(model_optim_rng|model_rng|distrib_optim|optim|layer_wise_optimizer_\d+)\.pt",
     r"[^/]+/(\.zarray|\d+(\.\d+)*|shard_\d[\d._]*\.pt)",
 )
@@ -167,7 +168,7 @@ def _known(folder: Path) -> list[str]:
             sharded_backend(folder / names[0])
         return [*_OF_RUNS, *(f"{re.escape(names[0])}/({pattern})" for pattern in _OF_ITERATIONS)]
     if (folder / CONFIG).is_file() and written_by_us(folder):
-        return [_OF_HUGGING_FACE, *(re.escape(name) for name in COMPANIONS)]
+        return [_OF_HUGGING_FACE, COMPANION_PATTERN]
     return []
 
 

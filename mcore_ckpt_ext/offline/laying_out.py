@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UsageError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.canonical import canonical_output
@@ -31,7 +31,15 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.output import Output, OutputFile
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.storage.runs import RELEASE, TRACKER_FILE, iteration_name
-from mcore_ckpt_ext.targets import Canonical, HuggingFace, Legacy, Target, TorchDist, version_number
+from mcore_ckpt_ext.targets import (
+    Canonical,
+    HuggingFace,
+    Legacy,
+    Target,
+    TorchDist,
+    installed_version,
+    version_number,
+)
 
 RUN_CONFIG = "run_config.yaml"
 """The file by which Megatron-Bridge knows its checkpoints."""
@@ -103,6 +111,7 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
     if isinstance(target, Canonical):
         return LaidOut(_noting(canonical_output(checkpoint), notices), "", kinds)
     output = _torch_dist(checkpoint, target) if isinstance(target, TorchDist) else _legacy(checkpoint, target)
+    output = _noting(output, [], _version_notes(target))
     folder = RELEASE if checkpoint.released else iteration_name(checkpoint.iteration)
     return LaidOut(_below(_with_companions(_noting(output, notices), checkpoint), folder), folder, kinds)
 
@@ -127,7 +136,22 @@ def _check_vocabulary(checkpoint: Checkpoint, asked: int | None) -> None:
         )  # fmt: skip
 
 
+def _check_buildable(checkpoint: Checkpoint, target: TorchDist | Legacy) -> None:
+    """Refuse a model of Hugging Face's that the version that will read it cannot build.
+
+    Raises:
+        UnsupportedCheckpointError: it cannot.
+    """
+    version = version_number(target.megatron_version)
+    if isinstance(checkpoint, HuggingFaceCheckpoint) and (why := checkpoint.unbuildable(version)):
+        raise UnsupportedCheckpointError(
+            "that version of Megatron builds no such model", found=why, where=str(checkpoint.folder),
+            helps="write for an earlier one: --megatron-version 0.18.0",
+        )  # fmt: skip
+
+
 def _torch_dist(checkpoint: Checkpoint, target: TorchDist) -> Output:
+    _check_buildable(checkpoint, target)
     expert = target.expert_model_parallel_size
     experts_apart = checkpoint.experts_apart if expert is None else expert > 1
     output = TorchDistTarget(checkpoint, version_number(target.megatron_version), experts_apart).output()
@@ -138,6 +162,7 @@ def _torch_dist(checkpoint: Checkpoint, target: TorchDist) -> Output:
 
 
 def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
+    _check_buildable(checkpoint, target)
     arguments = reader_arguments(checkpoint, target)
     return LegacyTarget(checkpoint, arguments, version_number(target.megatron_version)).output()
 
@@ -172,8 +197,15 @@ def _tokenizer(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
     return found
 
 
-def _noting(output: Output, notes: Sequence[str]) -> Output:
-    return replace(output, notes=(*output.notes, *notes))
+def _noting(output: Output, notes: Sequence[str], before: Sequence[str] = ()) -> Output:
+    return replace(output, notes=(*before, *output.notes, *notes))
+
+
+def _version_notes(target: TorchDist | Legacy) -> list[str]:
+    """For which version the files are, where the user has named none: earlier ones may not read them."""
+    if target.megatron_version is not None:
+        return []
+    return [f"written for Megatron {installed_version()}; for another: --megatron-version V"]
 
 
 def _with_companions(output: Output, checkpoint: Checkpoint) -> Output:

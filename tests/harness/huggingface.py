@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
+from mcore_ckpt_ext.targets import TorchDist
+
 logging.set_verbosity_error()
 logging.disable_progress_bar()
 
@@ -51,6 +53,11 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "llama_linear": _configured(
         "LlamaConfig", **_SIZES, rope_parameters={"rope_theta": 10000.0, "rope_type": "linear", "factor": 2.0}
     ),
+    "qwen2_yarn": _configured(
+        "Qwen2Config", **_SIZES,
+        rope_parameters={"rope_theta": 1000000.0, "rope_type": "yarn", "factor": 4.0,
+                         "original_max_position_embeddings": 32},
+    ),
     "mistral": _configured("MistralConfig", **_SIZES, sliding_window=16),
     "qwen2": _configured("Qwen2Config", **_SIZES, tie_word_embeddings=True),
     "qwen3": _configured("Qwen3Config", **_SIZES, head_dim=16),
@@ -72,8 +79,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2": _configured("Gemma2Config", **_SIZES, head_dim=8, sliding_window=16, query_pre_attn_scalar=24),
 }  # fmt: skip
 
-# Megatron Core's GPTModel has no Gemma 2, and the local layer spec no latent attention without compressed queries.
-BUILT_BY_MEGATRON = [name for name in CONFIGS if name not in ("gemma2", "deepseek_v2_lite")]
+# Megatron Core's GPTModel has no Gemma 2, 0.19 no latent attention without compressed queries, and pretrain_gpt.py no
+# linear scaling of positions.
+BUILT_BY_MEGATRON = [name for name in CONFIGS if name not in ("gemma2", "deepseek_v2_lite", "llama_linear")]
+_VERSIONS = {"deepseek_v2_lite": "0.18.0"}
 
 
 def make(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
@@ -99,6 +108,11 @@ def make_all(root: Path) -> dict[str, Path]:
     for name in CONFIGS:
         make(name, root / name)
     return {name: root / name for name in CONFIGS}
+
+
+def torch_dist(name: str, transformer_impl: Any = None) -> TorchDist:
+    """What a model is written as, for the newest Megatron that has it."""
+    return TorchDist(transformer_impl=transformer_impl, megatron_version=_VERSIONS.get(name))
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import mcore_ckpt_ext
 from mcore_ckpt_ext.families.recognition import FAMILIES
 from mcore_ckpt_ext.offline.comparison import compare
-from tests.harness.huggingface import BUILT_BY_MEGATRON, CONFIGS, assert_same_tensors, tensors
+from mcore_ckpt_ext.targets import LAYER_SPECS, LayerSpec
+from tests.harness.huggingface import BUILT_BY_MEGATRON, CONFIGS, assert_same_tensors, tensors, torch_dist
 
 # What Megatron has no place for, or what belongs to the file and not to the model.
 NOT_THE_MODEL = {"transformers_version", "_name_or_path"}
@@ -22,7 +23,7 @@ LOST = {"deepseek_v3": {"num_nextn_predict_layers"}}
 # Of two ways to say the same the other one is written; released DeepSeek models say more than transformers knows.
 _RELEASED = {"aux_loss_alpha", "moe_layer_freq", "topk_method", "scoring_func"}
 SAID_OTHERWISE = {
-    "gpt2": {"n_inner"}, "deepseek_v2": _RELEASED, "deepseek_v2_lite": _RELEASED, "deepseek_v3": _RELEASED,
+    "deepseek_v2": _RELEASED, "deepseek_v2_lite": _RELEASED, "deepseek_v3": _RELEASED,
 }  # fmt: skip
 
 
@@ -36,10 +37,10 @@ def test_every_family_has_a_model() -> None:
     assert {family.model_type for family in FAMILIES} == {make().model_type for make in CONFIGS.values()}
 
 
-@pytest.mark.parametrize("spec", ["transformer_engine", "local"])
+@pytest.mark.parametrize("spec", LAYER_SPECS)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_there_and_back(name: str, spec: str, models: dict[str, Path], tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist(transformer_impl=spec))
+def test_there_and_back(name: str, spec: LayerSpec, models: dict[str, Path], tmp_path: Path) -> None:
+    mcore_ckpt_ext.convert(models[name], tmp_path / "run", torch_dist(name, spec))
     assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "release"
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     assert_same_tensors(models[name], tmp_path / "back")
@@ -55,7 +56,7 @@ def test_there_and_back(name: str, spec: str, models: dict[str, Path], tmp_path:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_transformers_loads_it_and_answers_the_same(name: str, models: dict[str, Path], tmp_path: Path) -> None:
-    mcore_ckpt_ext.convert(models[name], tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    mcore_ckpt_ext.convert(models[name], tmp_path / "run", torch_dist(name))
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "back", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info

@@ -282,7 +282,8 @@ def test_the_family_that_contributing_shows(models: dict[str, Path], tmp_path: P
     last = next(index for index in range(first, len(lines)) if lines[index].startswith("- "))
     (tmp_path / "parrot.py").write_text(textwrap.dedent("\n".join(lines[first:last])))
     config = json.loads((models["qwen2"] / "config.json").read_text())
-    del config["rms_norm_eps"]
+    for key in ("rms_norm_eps", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"):
+        config.pop(key, None)
     config |= {"model_type": "parrot", "architectures": ["ParrotForCausalLM"], "parrot_eps": 3e-4}
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))

@@ -17,6 +17,7 @@ from megatron_on_cpu import launch
 from transformers import AutoModelForCausalLM
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.families.forward_pass import classified
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import LOCAL, HuggingFaceCheckpoint
 from tests.harness.huggingface import BUILT_BY_MEGATRON, MISTAKES, VOCABULARY
@@ -55,11 +56,8 @@ def _truth(folder: Path) -> Truth:
 
 
 @pytest.fixture(scope="module")
-def answers(
-    models: dict[str, Path], truths: dict[str, Truth], tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[str, str], torch.Tensor]:
+def answers(models: dict[str, Path], truths: dict[str, Truth], root: Path) -> dict[tuple[str, str], torch.Tensor]:
     """Megatron's logits of transformers' tokens, by model and layout."""
-    root = tmp_path_factory.mktemp("witness")
     cases = []
     for name in BUILT_BY_MEGATRON:
         mcore_ckpt_ext.convert(models[name], root / name, mcore_ckpt_ext.TorchDist(transformer_impl=LOCAL))
@@ -77,6 +75,11 @@ def answers(
     result = launch.run(2, WITNESS, [str(root / "cases.json")], timeout=TIME_LIMIT, log_file=root / "log")
     assert result.returncode == 0, result.output[-6000:]
     return {(case["name"], case["layout"]): torch.load(case["answer"]) for case in cases}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("witness")
 
 
 def _case(models: dict[str, Path], root: Path, model: str, name: str, layout: str) -> dict[str, Any]:
@@ -121,3 +124,10 @@ def test_a_deliberate_mistake_is_seen(
 ) -> None:
     assert difference(answers[mistake, "TP1"], truths["llama"]) > 1000 * TOLERANCE
     assert not decodes_alike(answers[mistake, "TP1"], truths["llama"])
+
+
+def test_every_argument_of_the_parser_is_classified(answers: dict[tuple[str, str], torch.Tensor], root: Path) -> None:
+    """The installed Megatron's own parser: what a new release adds has to be read, and given a class."""
+    names = set(json.loads((root / "arguments.json").read_text())) - {"help"}
+    assert len(names) > 400
+    assert sorted(names - classified(names)) == []

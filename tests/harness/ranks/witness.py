@@ -6,6 +6,7 @@ Arguments: a JSON file with the cases, each with `run`, `flags`, `tensor`, `expe
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region, model_parallel_cuda_manual_seed
 from megatron.training.argument_utils import gpt_config_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training.arguments import add_megatron_arguments, parse_and_validate_args
 from megatron.training.checkpointing import load_checkpoint
 from megatron.training.global_vars import destroy_global_vars
 from megatron.training.models.gpt import GPTModelBuilder
@@ -27,6 +28,8 @@ from megatron_on_cpu import toy_jobs
 def main() -> None:
     cases = json.loads(Path(sys.argv[1]).read_text())
     torch.distributed.init_process_group("gloo")
+    known = add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    Path(sys.argv[1]).with_name("arguments.json").write_text(json.dumps([action.dest for action in known._actions]))
     for case in cases:
         answer = logits(case)
         if torch.distributed.get_rank() == 0:
@@ -74,6 +77,8 @@ def build(case: dict[str, Any]) -> Any:
     )
     model_parallel_cuda_manual_seed(1234)
     config = gpt_config_from_args(args)
+    # As `gpt_builder` of pretrain_gpt.py has it, which is not in the PyPI package: it does not pass this flag on.
+    config.seq_len_interpolation_factor = None
     return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
 
 

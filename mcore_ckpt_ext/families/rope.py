@@ -1,0 +1,183 @@
+"""Rotary positions, as `config.json` and Megatron's arguments say them.
+
+Sources: transformers/modeling_rope_utils.py (5.23); megatron/core/models/common/embeddings/rotary_pos_embedding.py and
+yarn_rotary_pos_embedding.py (core_v0.12.1 to 0.19.2). Non-latent attention knows YaRN since 0.19
+(`--position-embedding-type yarn`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from math import log
+from typing import Any
+
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.settings import Both, Config, Setting, misfits, unrepresentable
+
+KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
+_LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# Keys that each kind of scaling may have, beside the ones that all have.
+_ALWAYS = {"rope_theta", "rope_type", "partial_rotary_factor"}
+_OF_KIND = {
+    "default": {"factor"},
+    "linear": {"factor"},
+    "llama3": {"factor", *_LLAMA_3},
+    "yarn": {
+        "factor", "original_max_position_embeddings", "attention_factor", "mscale", "mscale_all_dim", "beta_fast",
+        "beta_slow", "truncate",
+    },
+}  # fmt: skip
+
+
+def rope_parameters(config: Config, theta: float = 10000.0) -> dict[str, Any]:
+    """RoPE as `config.json` says it, with `rope_theta` and `rope_type`; keys without a value are left out.
+
+    Until transformers 4 in `rope_theta` and `rope_scaling` (there `type` before 4.43), since 5 in `rope_parameters`.
+
+    Raises:
+        UnsupportedCheckpointError: a kind of scaling, or a key of it, that Megatron has no arguments for.
+    """
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    found = {key: value for key, value in given.items() if value is not None}
+    old = found.pop("type", "default")
+    found = {"rope_theta": config.get("rope_theta", theta), "rope_type": old, **found}
+    if "partial_rotary_factor" in config:
+        found.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    kind = found["rope_type"]
+    if kind not in _OF_KIND:
+        raise unrepresentable("rope_scaling", given, ", ".join(_OF_KIND))
+    if strange := sorted(found.keys() - _ALWAYS - _OF_KIND[kind]):
+        raise unrepresentable(f"rope_scaling of type {kind}", ", ".join(strange), ", ".join(sorted(_OF_KIND[kind])))
+    return found
+
+
+def base_of(found: Mapping[str, Any]) -> float:
+    """The base, as a whole number where it is one: `--rotary-base` takes no other."""
+    base = found["rope_theta"]
+    return int(base) if base == int(base) else base
+
+
+def rope(theta: float = 10000.0, *, partial: float = 1.0, interleaved: bool = False) -> Setting:
+    """Rotary positions: plain, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
+
+    Args:
+        theta: the default of `rope_theta` in Hugging Face's class.
+        partial: the part of a head that is rotated, by default; 1.0: the family rotates all of it.
+        interleaved: neighbours are rotated together, not halves.
+    """
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        scaling: dict[str, Any] | None = None
+        if arguments.position_embedding_type == "yarn":
+            scaling = _yarn_to_config(arguments)
+        elif arguments.use_rope_scaling:
+            scaling = {"rope_type": "llama3", "factor": float(arguments.rope_scaling_factor), **_LLAMA_3}
+        elif arguments.rotary_seq_len_interpolation_factor:
+            scaling = {"rope_type": "linear", "factor": float(arguments.rotary_seq_len_interpolation_factor)}
+        part = {} if partial == 1.0 else {"partial_rotary_factor": arguments.rotary_percent}
+        return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling, **part}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        found = rope_parameters(config, theta)
+        kind, part = found["rope_type"], found.get("partial_rotary_factor", partial)
+        arguments = {
+            "position_embedding_type": "rope", "rotary_base": base_of(found), "use_rope_scaling": False,
+            "rotary_percent": part, "rotary_interleaved": interleaved,
+        }  # fmt: skip
+        if part != 1.0 and (partial == 1.0 or kind != "default"):
+            raise unrepresentable("partial_rotary_factor", part, "1.0")
+        if kind == "llama3":
+            for key, value in _LLAMA_3.items():
+                if found.get(key) != value:
+                    raise unrepresentable(f"rope_scaling {key}", found.get(key), f"{value}")
+            arguments |= {"use_rope_scaling": True, "rope_scaling_factor": float(found["factor"])}
+        elif kind == "linear":
+            if found["factor"] != int(found["factor"]):
+                raise unrepresentable("rope_scaling factor", found["factor"], "a whole number, where it is linear")
+            arguments |= {"rotary_seq_len_interpolation_factor": int(found["factor"])}
+        elif kind == "yarn":
+            arguments |= {"position_embedding_type": "yarn", **_yarn_to_arguments(found, config)}
+        return arguments
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        needed = {"rotary_interleaved": interleaved, **({"rotary_percent": 1.0} if partial == 1.0 else {})}
+        kind = arguments.position_embedding_type
+        return misfits(needed, arguments) + ([] if kind in ("rope", "yarn") else [f"position_embedding_type is {kind}"])
+
+    return Both(
+        (*KEYS, "partial_rotary_factor"), to_config, to_arguments, why_not,
+        expressed=(
+            "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling",
+            "rope_scaling_factor", "rotary_seq_len_interpolation_factor", *_YARN.values(), *_MSCALES,
+        ),
+    )  # fmt: skip
+
+
+# YaRN: Hugging Face's key and Megatron's argument outside latent attention.
+_YARN = {
+    "factor": "rotary_scaling_factor", "original_max_position_embeddings": "yarn_original_max_position_embeddings",
+    "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow", "truncate": "yarn_correction_range_round_to_int",
+}  # fmt: skip
+_MSCALES = ("mscale", "mscale_all_dim")
+_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+
+
+def _yarn_to_config(arguments: ModelArguments) -> dict[str, Any]:
+    said = {key: arguments.value(name) for key, name in _YARN.items()}
+    for key, usual in (*_BETAS.items(), ("truncate", True)):
+        if said[key] == usual:
+            del said[key]
+    mscale, all_dim = arguments.mscale, arguments.mscale_all_dim
+    if mscale and all_dim:
+        said |= {"mscale": mscale, "mscale_all_dim": all_dim}
+    elif (mscale, all_dim) != (1.0, 0.0):
+        said["attention_factor"] = concentration(float(said["factor"]), mscale, all_dim)
+    return {"rope_type": "yarn", **said}
+
+
+def _yarn_to_arguments(found: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    factor, original = yarn_lengths(found, config)
+    mscale, all_dim = mscales(found, factor)
+    return {
+        "rotary_scaling_factor": factor, "yarn_original_max_position_embeddings": original,
+        **{_YARN[key]: float(found.get(key) or absent) for key, absent in _BETAS.items()},
+        "yarn_correction_range_round_to_int": bool(found.get("truncate", True)),
+        "mscale": mscale, "mscale_all_dim": all_dim,
+    }  # fmt: skip
+
+
+def yarn_lengths(found: Mapping[str, Any], config: Config) -> tuple[float, int]:
+    """The factor of YaRN, and the number of positions that it multiplies: each follows from the other if need be."""
+    positions = config["max_position_embeddings"]
+    original = int(found.get("original_max_position_embeddings", positions))
+    return float(found.get("factor", positions / original)), original
+
+
+def concentration(factor: float, mscale: float, mscale_all_dim: float) -> float:
+    """By what Megatron multiplies cosine and sine (`_yarn_get_concentration_factor`)."""
+    return _scale(factor, mscale) / _scale(factor, mscale_all_dim)
+
+
+def _scale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * log(factor) + 1.0
+
+
+def mscales(found: Mapping[str, Any], factor: float, *, latent: bool = False) -> tuple[float, float]:
+    """Megatron's `mscale` and `mscale_all_dim` for what Hugging Face multiplies cosine and sine by.
+
+    That is `attention_factor`, or follows from both, or, where one of them is missing, from the factor alone. With
+    `latent` attention, `mscale_all_dim` also scales the logits, as it stands.
+
+    Raises:
+        UnsupportedCheckpointError: no arguments give it.
+    """
+    mscale, all_dim, wanted = found.get("mscale"), found.get("mscale_all_dim"), found.get("attention_factor")
+    if wanted is None and mscale and all_dim:
+        return mscale, all_dim
+    kept = float(all_dim or 0.0) if latent else 0.0
+    wanted = _scale(factor, 1.0) if wanted is None else float(wanted)
+    if wanted == concentration(factor, 1.0, kept):
+        return 1.0, kept
+    if factor <= 1:
+        raise unrepresentable("rope_scaling attention_factor", wanted, "1.0 where the factor is 1 or less")
+    return (wanted * _scale(factor, kept) - 1.0) / (0.1 * log(factor)), kept

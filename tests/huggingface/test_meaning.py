@@ -1,0 +1,352 @@
+"""What arguments and configurations mean: each changes nothing, is expressed, or is refused; none is passed over."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
+from mcore_ckpt_ext.families.arguments import ModelArguments, complete
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.flags import training_flags, unsaid
+from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, ONLY_WITH, SIZES, TOLD
+from mcore_ckpt_ext.families.recognition import FAMILIES, family_named
+from mcore_ckpt_ext.families.without_effect import without_effect
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
+from tests.harness.huggingface import CONFIGS, VOCABULARY, make
+
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def family_of(name: str) -> Family:
+    return next(family for family in FAMILIES if family.model_type == CONFIGS[name]().model_type)
+
+
+def configuration(name: str, **changes: Any) -> dict[str, Any]:
+    return {**CONFIGS[name]().to_dict(), **changes}
+
+
+def arguments_of(name: str, **changes: Any) -> ModelArguments:
+    """The arguments of a job that trains the model, but for some changes."""
+    arguments = family_of(name).arguments(configuration(name))
+    return complete(JobArguments.of({**arguments.stated(), **changes}))
+
+
+def test_every_argument_has_one_class() -> None:
+    dependent = [name for names in ONLY_WITH.values() for name in names]
+    classes = [*SIZES, *ALIASES, *NEUTRAL, *TOLD, *set(dependent)]
+    assert len(classes) == len(set(classes))
+    assert not without_effect(classes)
+    assert {name for name, _ in ONLY_WITH} <= {*classes}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_no_family_passes_over_an_argument(name: str) -> None:
+    """Whatever counts and is not at its neutral value is expressed: nothing is silent but what a setting speaks of."""
+    family, arguments = family_of(name), arguments_of(name)
+    assert family.misfits(arguments) == []
+    expressed = SIZES.union(*(setting.expresses for setting in family.settings))
+    for argument, neutral in NEUTRAL.items():
+        if argument not in expressed:
+            other = "other" if neutral is None or isinstance(neutral, str) else not neutral
+            with_it = complete(JobArguments.of({**arguments.stated(), argument: _valued(argument, other)}))
+            assert any(reason.startswith(f"{argument} is ") for reason in family.misfits(with_it)), argument
+
+
+def _valued(argument: str, other: Any) -> Any:
+    """A value of the argument's own kind that is not neutral."""
+    kinds: dict[str, Any] = {
+        "window_size": (3, 0), "window_attn_skip_freq": 2, "no_rope_freq": 2, "num_experts": 4, "softmax_scale": 0.5,
+        "attention_softcap": 30.0, "final_logit_softcap": 30.0, "activation_func_clamp_value": 7.0,
+        "glu_linear_offset": 1.0,
+    }  # fmt: skip
+    return kinds.get(argument, other)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "told"),
+    [
+        ("llama", {"use_mup": True, "mup_width_mult": 2.0}, "use_mup"),
+        ("llama", {"activation_func_clamp_value": 7.0}, "activation_func_clamp_value"),
+        ("llama", {"glu_linear_offset": 1.0}, "glu_linear_offset"),
+        ("qwen3_moe", {"moe_mlp_glu_interleave_size": 32}, "moe_mlp_glu_interleave_size"),
+        ("qwen3_moe", {"moe_router_load_balancing_type": ["sinkhorn"]}, "moe_router_load_balancing_type"),
+        ("qwen3_moe", {"moe_apply_probs_on_input": True}, "moe_apply_probs_on_input"),
+        ("qwen3_moe", {"moe_router_score_function": "sigmoid"}, "moe_router_score_function"),
+        ("gpt2", {"softmax_type": "learnable"}, "softmax_type"),
+        ("mixtral", {"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor"),
+        ("deepseek_v3", {"moe_latent_size": 8}, "moe_latent_size"),
+    ],
+)
+def test_what_a_family_has_no_key_for_is_refused(name: str, changes: dict[str, Any], told: str) -> None:
+    reasons = family_of(name).misfits(arguments_of(name, **changes))
+    assert [reason for reason in reasons if reason.startswith(f"{told} is ")], reasons
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        # Without experts, or where scores are sigmoids, they have no effect.
+        ("llama", {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True}),
+        ("deepseek_v3", {"moe_router_pre_softmax": True}),
+        ("qwen3_moe", {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_router_dtype": "fp32"}),
+        ("llama", {"mup_base_hidden_size": 8, "mamba_state_dim": 64, "fp8": "hybrid", "hidden_dropout": 0.5}),
+    ],
+)
+def test_what_has_no_effect_is_not(name: str, changes: dict[str, Any]) -> None:
+    assert family_of(name).misfits(arguments_of(name, **changes)) == []
+
+
+def test_a_single_expert_is_not_normalised() -> None:
+    """Megatron divides by the sum of several weights alone (`topk_routing_with_score_function`)."""
+    family = family_of("deepseek_v3")
+    assert family.config(arguments_of("deepseek_v3"))["norm_topk_prob"] is True
+    assert family.config(arguments_of("deepseek_v3", moe_router_topk=1))["norm_topk_prob"] is False
+    with pytest.raises(UnsupportedCheckpointError, match="norm_topk_prob"):
+        family.arguments(configuration("deepseek_v3", num_experts_per_tok=1))
+
+
+def test_a_key_that_is_not_known_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
+    family = family_of("llama")
+    with pytest.raises(UnsupportedCheckpointError, match="query_multiplier: 3"):
+        family.arguments(configuration("llama", query_multiplier=3))
+    family.arguments(configuration("llama", query_multiplier=None, unsloth_version="2026.1", temperature=0.6))
+    with pytest.raises(UnsupportedCheckpointError, match="wavelength"):
+        family.arguments(configuration("llama", rope_parameters={**YARN, "wavelength": 1}))
+    for key in ("use_sliding_window", "use_mrope"):
+        with pytest.raises(UnsupportedCheckpointError, match=key):
+            family_of("qwen2").arguments(configuration("qwen2", **{key: True}))
+    with pytest.raises(UnsupportedCheckpointError, match="layer_types"):
+        kinds = ["sliding_attention", "full_attention"]
+        family_of("qwen3").arguments(configuration("qwen3", layer_types=kinds))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_missing_key_means_what_it_means_to_transformers(name: str) -> None:
+    """Each key of the configuration in turn is left out; what is read is what the class of transformers has then."""
+    family, whole = family_of(name), configuration(name)
+    for key in set(whole) - {"model_type", "rope_parameters", "num_hidden_layers"}:
+        less = {other: value for other, value in whole.items() if other != key}
+        by_class = AutoConfig.for_model(**less).to_dict()
+        try:
+            expected = family.arguments({**less, key: by_class.get(key)})
+        except UnsupportedCheckpointError:
+            continue
+        try:
+            found = family.arguments(less)
+        except UnsupportedCheckpointError:
+            continue
+        assert found == expected, (key, by_class.get(key))
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {}, {"beta_fast": 4, "beta_slow": 2}, {"mscale": 0.707, "mscale_all_dim": 0.5}, {"mscale": 0.707},
+        {"mscale_all_dim": 0.707}, {"attention_factor": 1.25}, {"truncate": False},
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_yarn_comes_back_as_the_same_positions(name: str, scaling: dict[str, Any]) -> None:
+    """Inverse frequencies, factor of cosine and sine, and scale of the logits, by transformers from both."""
+    family = family_of(name)
+    config = configuration(name, rope_parameters={**YARN, **scaling})
+    if name == "deepseek_v3" and "truncate" in scaling:
+        with pytest.raises(UnsupportedCheckpointError, match="truncates"):
+            family.arguments(config)
+        return
+    back = {**config, **family.config(family.arguments(config))}
+    del back["rope_parameters"]
+    found, expected = (_positions(one) for one in (back, config))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=0)
+
+
+def _positions(config: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+    rotary, attention = model.model.rotary_emb, model.model.layers[0].self_attn
+    return rotary.inv_freq, torch.tensor(rotary.attention_scaling), torch.tensor(attention.scaling)
+
+
+def test_what_no_flag_says_is_told(tmp_path: Path) -> None:
+    """pretrain_gpt.py would compute other positions: its flags are not called those to train with."""
+    cases: dict[str, tuple[str, dict[str, Any]]] = {
+        "rotary_seq_len_interpolation_factor = 2": ("llama_linear", {}),
+        "rope_scaling_factor = 32.0": ("llama3_tied", {"factor": 32.0}),
+        "beta_fast = 1": ("deepseek_v3", {"beta_fast": 1}),
+        "original_max_position_embeddings = 64": ("deepseek_v3", {"original_max_position_embeddings": 64}),
+        "rotary_base = 10000.5": ("deepseek_v3", {"rope_theta": 10000.5}),
+    }
+    for told, (name, changes) in cases.items():
+        folder = tmp_path / told.partition(" ")[0]
+        make(name, folder)
+        config = json.loads((folder / "config.json").read_text())
+        config["rope_parameters"] |= changes
+        (folder / "config.json").write_text(json.dumps(config))
+        checkpoint = open_checkpoint(folder)
+        assert isinstance(checkpoint, HuggingFaceCheckpoint)
+        notices = " ".join(checkpoint.notices())
+        assert f"pretrain_gpt.py cannot train this model as it is: {told}" in notices
+        assert "train it with:" not in notices
+    assert not unsaid(arguments_of("deepseek_v3"))
+
+
+def test_the_flags_of_yarn() -> None:
+    arguments = family_of("llama").arguments(configuration("llama", rope_parameters=YARN))
+    flags = " ".join(training_flags(arguments))
+    assert "--position-embedding-type yarn --" in flags
+    assert "--rotary-scaling-factor 4.0 " in flags
+    assert "--yarn-original-max-position-embeddings 64" in flags
+
+
+@pytest.fixture
+def job(models: dict[str, Path], tmp_path: Path) -> Path:
+    """A Llama whose arguments, in JSON, can be changed, as a job of pretrain_gpt.py states them."""
+    mcore_ckpt_ext.convert(models["llama"], tmp_path / "job", mcore_ckpt_ext.Canonical())
+    return tmp_path / "job"
+
+
+def state(job: Path, **arguments: Any) -> None:
+    """Add arguments to those of the job."""
+    text = (job / "common.json").read_text()
+    assert text.count('"swiglu": true') == 1
+    added = "".join(f'"{name}": {json.dumps(value)}, ' for name, value in arguments.items())
+    for name in arguments:
+        text = text.replace(f'"{name}":', f'"{name}_before":')
+    (job / "common.json").write_text(text.replace('"swiglu": true', added + '"swiglu": true'))
+
+
+def test_flags_that_the_job_may_have_ignored(job: Path, tmp_path: Path) -> None:
+    state(job, use_checkpoint_args=False, rotary_seq_len_interpolation_factor=2)
+    with pytest.raises(UnsupportedCheckpointError, match="--argument rotary_seq_len_interpolation_factor=null"):
+        mcore_ckpt_ext.convert(job, tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
+    for value, kind in (("null", "default"), ("2", "linear")):
+        stated = [f"rotary_seq_len_interpolation_factor={value}"]
+        mcore_ckpt_ext.convert(job, tmp_path / kind, mcore_ckpt_ext.HuggingFace(arguments=stated))
+        config = AutoConfig.from_pretrained(tmp_path / kind)
+        assert config.rope_parameters["rope_type"] == kind
+    with pytest.raises(UsageError, match="NAME=VALUE"):
+        mcore_ckpt_ext.HuggingFace(arguments=["swiglu"])
+
+
+def test_llama_3_2_that_the_job_may_have_computed_as_3_1(tmp_path: Path) -> None:
+    make("llama3_tied", tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["rope_parameters"]["factor"] = 32.0
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "job", mcore_ckpt_ext.Canonical())
+    mcore_ckpt_ext.convert(tmp_path / "job", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert AutoConfig.from_pretrained(tmp_path / "back").rope_parameters["factor"] == 32.0
+    state(tmp_path / "job", use_checkpoint_args=False)
+    with pytest.raises(UnsupportedCheckpointError, match="--rope-scaling-factor 32"):
+        mcore_ckpt_ext.convert(tmp_path / "job", tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
+
+
+def test_tokens_that_the_job_dropped_are_told(job: Path, tmp_path: Path) -> None:
+    state(job, moe_expert_capacity_factor=1.5)
+    report = mcore_ckpt_ext.convert(job, tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
+    assert any(note.startswith("--moe-expert-capacity-factor 1.5: the job drops tokens") for note in report.notes)
+
+
+def test_a_value_that_float16_does_not_hold(models: dict[str, Path], tmp_path: Path) -> None:
+    for name, tensor in (("llama", "model.norm.weight"), ("gpt2", "transformer.h.0.mlp.c_fc.weight")):
+        shutil.copytree(models[name], tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        tensors = load_file(file)
+        tensors[tensor].view(-1)[3] = 1e6
+        save_file(tensors, file)
+        run = tmp_path / f"{name}-run"
+        mcore_ckpt_ext.convert(tmp_path / name, run, mcore_ckpt_ext.TorchDist())
+        with pytest.raises(UnsupportedCheckpointError, match=r"does not fit into float16.*found: 1e\+06"):
+            mcore_ckpt_ext.convert(run, tmp_path / "half", mcore_ckpt_ext.HuggingFace(dtype="float16"))
+        tensors[tensor].view(-1)[3] = float("inf")  # what was infinite stays so
+        save_file(tensors, file)
+        mcore_ckpt_ext.convert(tmp_path / name, run, mcore_ckpt_ext.TorchDist(), force=True)
+        mcore_ckpt_ext.convert(run, tmp_path / f"{name}-half", mcore_ckpt_ext.HuggingFace(dtype="float16"))
+
+
+def test_safetensors_are_read_and_not_a_pickle_beside_them(models: dict[str, Path], tmp_path: Path) -> None:
+    """As transformers does: several safetensors come before a single pytorch_model.bin, which may be old."""
+    model = AutoModelForCausalLM.from_pretrained(models["llama"])
+    model.save_pretrained(tmp_path / "model", max_shard_size="30KB")
+    torch.save({"model.norm.weight": torch.zeros(32)}, tmp_path / "model" / "pytorch_model.bin")
+    report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    assert "not read, because the folder also holds safetensors: pytorch_model.bin" in report.notes
+    found = open_checkpoint(tmp_path / "run").tensor("weight", "decoder.final_layernorm.weight")
+    assert torch.equal(found.read(), model.model.norm.weight)
+
+
+def test_a_pickle_of_before_torch_1_6(models: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(models["llama"], tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(
+        load_file(models["llama"] / "model.safetensors"), tmp_path / "model" / "pytorch_model.bin",
+        _use_new_zipfile_serialization=False,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedCheckpointError, match=r"torch wrote before 1\.6"):
+        open_checkpoint(tmp_path / "model")
+
+
+def test_the_small_files_of_tokenizers(models: dict[str, Path], tmp_path: Path) -> None:
+    """Of a tokenizer of another model: its files and its tokens, but nothing of that model's shape."""
+    tokenizer = tmp_path / "tokenizer"
+    names = [
+        "tiktoken.model", "tokenization_kimi.py", "tokenizer.model.v3", "additional_chat_templates/tools.jinja",
+        "qwen.tiktoken",
+    ]  # fmt: skip
+    for name in names:
+        (tokenizer / name).parent.mkdir(parents=True, exist_ok=True)
+        (tokenizer / name).write_text(name)
+    (tokenizer / "modeling_kimi.py").write_text("")
+    config = {"model_type": "qwen3", "bos_token_id": 7, "eos_token_id": [8, 9], "layer_types": ["full_attention"] * 9}
+    (tokenizer / "config.json").write_text(json.dumps(config))
+    options = {"tokenizer": tokenizer, "vocab_size": VOCABULARY}
+    for name in ("qwen3", "llama"):
+        run = tmp_path / f"{name}-run"
+        mcore_ckpt_ext.convert(models[name], run, mcore_ckpt_ext.TorchDist())
+        report = mcore_ckpt_ext.convert(run, tmp_path / name, mcore_ckpt_ext.HuggingFace(**options))  # type: ignore[arg-type]
+        for companion in names:
+            assert (tmp_path / name / companion).read_text() == companion
+        assert not (tmp_path / name / "modeling_kimi.py").exists()
+        assert not any("bos_token_id" in note for note in report.notes)
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert (found.config.bos_token_id, found.config.eos_token_id) == (7, [8, 9])
+        assert found.generation_config.eos_token_id == [8, 9]
+        assert len(getattr(found.config, "layer_types", ["", ""])) == 2
+    mcore_ckpt_ext.convert(tmp_path / "llama", tmp_path / "llama-run", mcore_ckpt_ext.TorchDist(), force=True)
+    mcore_ckpt_ext.convert(tmp_path / "llama-run", tmp_path / "llama", mcore_ckpt_ext.HuggingFace(), force=True)
+    assert (tmp_path / "llama" / names[3]).exists()
+
+
+def test_the_version_that_will_read_it_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+    told = mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist()).notes[0]
+    assert told.startswith("written for Megatron 0.")
+    report = mcore_ckpt_ext.convert(
+        models["llama"], tmp_path / "named", mcore_ckpt_ext.Legacy(megatron_version="0.16.1")
+    )
+    assert not any("written for" in note for note in report.notes)
+
+
+def test_queries_that_are_not_compressed(models: dict[str, Path], tmp_path: Path) -> None:
+    """DeepSeek-V2-Lite and Moonlight: 0.19 has no such model."""
+    with pytest.raises(UnsupportedCheckpointError, match=r"--megatron-version 0\.18\.0"):
+        mcore_ckpt_ext.convert(
+            models["deepseek_v2_lite"], tmp_path / "run", mcore_ckpt_ext.TorchDist(megatron_version="0.19.2")
+        )
+
+
+def test_the_width_of_gpt2_is_said_as_it_was(models: dict[str, Path], tmp_path: Path) -> None:
+    family = family_named("gpt2")
+    assert family.config(arguments_of("gpt2"))["n_inner"] is None
+    assert family.config(arguments_of("gpt2", ffn_hidden_size=96))["n_inner"] == 96
