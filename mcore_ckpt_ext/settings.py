@@ -13,6 +13,8 @@ Value = TypeVar("Value")
 # What a save that fails does to the training; also the values of `--ckpt-ext-on-save-failure`.
 STOP, CONTINUE = "stop", "continue"
 WARN = "warn"
+# Who reads tensors; also the values of `--ckpt-ext-load`.
+AUTO, STOCK, FAST = "auto", "stock", "fast"
 
 
 class Setting(Generic[Value]):
@@ -99,8 +101,16 @@ FALLBACK = Setting(
     {"0": False, "1": True}.__getitem__,
     argument="ckpt_ext_fallback",
 )
+LOAD = Setting(
+    "MCORE_CKPT_EXT_LOAD",
+    "fast: this package reads all tensors of torch_dist checkpoints, stock: none that Megatron can, auto: those of "
+    "another layout",
+    AUTO,
+    {word: word for word in (AUTO, STOCK, FAST)}.__getitem__,
+    argument="ckpt_ext_load",
+)
 WRITER_PATIENCE = Setting(
     "MCORE_CKPT_EXT_WRITER_PATIENCE", "seconds after which a silent writer is given up", 300.0, float
 )
-SETTINGS = (SWITCH, VERIFY_ALL, ACCEPT_LOST, PROOF, ON_SAVE_FAILURE, FALLBACK, WRITER_PATIENCE)
+SETTINGS = (SWITCH, VERIFY_ALL, ACCEPT_LOST, PROOF, ON_SAVE_FAILURE, FALLBACK, LOAD, WRITER_PATIENCE)
 """All of them, in the order in which a user meets them; the documentation's table is made of this."""

@@ -8,26 +8,19 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import groupby, product
 
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.extents import ArchivedRecord, Extent, PlainExtent, RawArray, Transposed
-from mcore_ckpt_ext.planning.plan import (
-    Copy,
-    Derivation,
-    Plan,
-    Source,
-    WantedSlice,
-    derivation_of,
-    make_plan,
-)
+from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, WantedSlice, derivation_of, make_plan
 from mcore_ckpt_ext.storage.files import FolderReader, cut_short
+from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
 from mcore_ckpt_ext.storage.tensor_reference import StorageReference, TensorReference
 from mcore_ckpt_ext.storage.torch_archive import Payload, TorchArchive
 
@@ -35,8 +28,14 @@ BLOCK_BYTES = 16 << 20
 DEFAULT_WORKERS = 4
 # Below, starting threads costs more than reading.
 _BYTES_FOR_WORKERS = 1 << 20
-# What lies between two rows is read along while that costs less than a call, and no page that is not touched anyway.
-_READ_ALONG_BYTES = 512
+# What lies between two rows is read along where it is less than a page: then no page is touched that is not anyway, and
+# copying it costs less than a call.
+_READ_ALONG_BYTES = 4095
+# Rows as long as this are worth a call each; shorter ones pass through a cache of the processor.
+_LONG_ROW_BYTES = 1 << 14
+_ALONG_BYTES = 1 << 19
+# Rows that follow each other in the file go to their places in memory by one call, unless they are as short as this.
+_SHORT_ROW_BYTES = 1024
 _OPEN_ARCHIVES = 32
 # As `Runs.rows` gives it: source, target, length, count, source stride, target stride.
 Run = tuple[int, int, int, int, int, int]
@@ -73,6 +72,8 @@ class Transfer:
         self._payloads: dict[tuple[str, int, str], Payload] = {}
         self._archives: OrderedDict[tuple[str, int], TorchArchive] = OrderedDict()
         self._lock = threading.Lock()
+        self._scratch = threading.local()
+        self._stages = Stages()
 
     def execute(self, plan: Plan, destinations: Destinations) -> None:
         """Fill the destinations, 1-D contiguous tensors by target index, according to the plan.
@@ -180,25 +181,75 @@ class Transfer:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)
-            straight = destination.device.type == "cpu" and destination.dtype == payload.dtype
-            if straight and not isinstance(copy.extent, Transposed):
-                self._read_in_place(payload, copy, destination)
-                continue
+            if destination.dtype == payload.dtype and not isinstance(copy.extent, Transposed):
+                if destination.device.type == "cpu":
+                    self._read_in_place(payload, copy.runs.rows(), destination)
+                    continue
+                if destination.device.type == "cuda":
+                    self._read_staged(payload, copy.runs.rows(), destination)
+                    continue
             for block in self.blocks(copy):
                 block.rows_of(destination).copy_(block.rows())
+        self._stages.wait()
 
-    def _read_in_place(self, payload: Payload, copy: Copy, destination: torch.Tensor) -> None:
+    def _read_staged(self, payload: Payload, runs: Iterable[Run], destination: torch.Tensor) -> None:
+        """Read elements to a device, through memory that it copies from while more is read."""
+        size = payload.dtype.itemsize
+        limit = STAGE_BYTES // size
+        for source, target, length, count, source_stride, target_stride in runs:
+            at_once = max(1, limit // length)
+            for row, column in product(range(0, count, at_once), range(0, length, limit)):
+                rows, width = min(at_once, count - row), min(limit, length - column)
+                packed = source + row * source_stride + column, 0, width, rows, source_stride, width
+
+                def fill(block: torch.Tensor, run: Run = packed) -> None:
+                    self._read_in_place(payload, [run], block.view(payload.dtype))
+
+                start = destination.storage_offset() + target + row * target_stride + column
+                places = destination.as_strided((rows, width), (target_stride, 1), start)
+                self._stages.send(rows * width * size, fill, places)
+
+    def _read_in_place(self, payload: Payload, runs: Iterable[Run], destination: torch.Tensor) -> None:
         memory, size = _bytes_of(destination), payload.dtype.itemsize
-        for run in copy.runs.rows():
-            source, target, length, count, source_stride, target_stride = run
-            if _are_near(length, count, source_stride, size):
-                for block in self._blocks_of(payload, run, copy.extent, BLOCK_BYTES):
-                    block.rows_of(destination).copy_(block.rows())
-                continue
-            for row in range(count):
-                begin = (target + row * target_stride) * size
-                offset = payload.offset + (source + row * source_stride) * size
-                self._reader.read_into(payload.file, offset, memory[begin : begin + length * size])
+        for source, target, length, count, source_stride, target_stride in runs:
+            offset, begin, row_bytes = payload.offset + source * size, target * size, length * size
+            skip, step = source_stride * size, target_stride * size
+            if count == 1:
+                self._reader.read_into(payload.file, offset, memory[begin : begin + row_bytes])
+            elif skip == row_bytes and row_bytes > _SHORT_ROW_BYTES and step > 0:
+                places = range(begin, begin + count * step, step)
+                self._reader.scatter(payload.file, offset, [memory[place : place + row_bytes] for place in places])
+            elif row_bytes < _LONG_ROW_BYTES and _are_near(length, count, source_stride, size):
+                run = target, length, count, source_stride, target_stride
+                self._read_along(payload.file, offset, destination, run)
+            else:
+                for row in range(count):
+                    place = begin + row * step
+                    self._reader.read_into(payload.file, offset + row * skip, memory[place : place + row_bytes])
+
+    def _read_along(
+        self, file: str, offset: int, destination: torch.Tensor, run: tuple[int, int, int, int, int]
+    ) -> None:
+        """Read rows with what lies between them, and copy them to their places."""
+        target, length, count, source_stride, target_stride = run
+        size = destination.element_size()
+        at_once = max(1, _ALONG_BYTES // (source_stride * size))
+        scratch = self._scratch_of(at_once * source_stride * size).view(destination.dtype)
+        memory = _bytes_of(scratch)
+        for row in range(0, count, at_once):
+            rows = min(at_once, count - row)
+            span = (rows - 1) * source_stride + length
+            self._reader.read_into(file, offset + row * source_stride * size, memory[: span * size])
+            start = destination.storage_offset() + target + row * target_stride
+            places = destination.as_strided((rows, length), (target_stride, 1), start)
+            places.copy_(scratch.as_strided((rows, length), (source_stride, 1)))
+
+    def _scratch_of(self, nbytes: int) -> torch.Tensor:
+        """Memory of this thread that was touched before, so that the system need not find and clear any."""
+        found: torch.Tensor | None = getattr(self._scratch, "memory", None)
+        if found is None or len(found) < nbytes:
+            found = self._scratch.memory = torch.empty(max(nbytes, _ALONG_BYTES), dtype=torch.uint8, device="cpu")
+        return found[:nbytes]
 
     def _read_rows(
         self, payload: Payload, first: int, length: int, count: int, stride: int, extent: Extent | None = None

@@ -37,12 +37,14 @@ class Look:
         optimizer_format: the names of its optimizer's encodings, as far as they were needed.
         stock_loads: Megatron itself loads the optimizer, correctly.
         is_fed: the weights must be fed to it (see `legacy_feed`).
+        is_moved: the parallel layout is another one.
     """
 
     folder: Path
     optimizer_format: str | None
     stock_loads: bool
     is_fed: bool = False
+    is_moved: bool = False
 
     @property
     def may_be_shifted(self) -> bool:
@@ -95,7 +97,8 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
     # expert-parallel rank (`ChainedOptimizer.load_state_dict`, megatron/core/optimizer/optimizer.py, 0.7.0 to 0.19.2).
     others = children > 0 and children != len(getattr(optimizer, "chained_optimizers", [None]))
     stumbles = is_switched or others or stock_stumbles(chain, optimizer_format == DP_RESHARDABLE, version)
-    return Look(folder, optimizer_format, stock_can_load(optimizer_format, is_moved, version) and not stumbles)
+    stock_loads = stock_can_load(optimizer_format, is_moved, version) and not stumbles
+    return Look(folder, optimizer_format, stock_loads, is_moved=is_moved)
 
 
 def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any]) -> None:
@@ -148,9 +151,9 @@ def _look_at_whole_parameters(
         stored = open_checkpoint(folder).optimizer_format if label else NOT_DISTRIBUTED
     is_switched = is_switched or any(one.distributed for one in encodings_named(stored)) != bool(chain.distributed)
     if is_switched or not _same_groups(common, chain):
-        return Look(folder, stored, stock_loads=False)
+        return Look(folder, stored, stock_loads=False, is_moved=is_moved)
     stumbles = stock_stumbles(chain, DP_RESHARDABLE in _names(stored), version)
-    return Look(folder, stored, stock_can_load(stored, is_moved, version) and not stumbles)
+    return Look(folder, stored, stock_can_load(stored, is_moved, version) and not stumbles, is_moved=is_moved)
 
 
 def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:

@@ -15,6 +15,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.fast_load import reading_fast
 from mcore_ckpt_ext.hooks.first_look import first_look, megatron_version, refuse_another_kind
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
 from mcore_ckpt_ext.hooks.proof import Witness, prove_loaded, repair_shifted
@@ -25,7 +26,7 @@ from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.param_groups import override_bounds
 from mcore_ckpt_ext.optimizer_reshard import prepare
-from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
+from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, STOCK, VERIFY_ALL
 
 Function = Callable[..., Any]
 
@@ -60,6 +61,8 @@ def wrap_load_checkpoint(original: Function) -> Function:
         stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         scope = _scope(original)
         arguments = scope["get_args"]()
+        if LOAD.chosen(arguments) == FAST:
+            stock = functools.partial(_reading_fast, stock)
         chunks, directory = scope["unwrap_model"](ddp_model), getattr(arguments, given["load_arg"])
         if not _resumes_optimizer(scope, optimizer):
             if optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
@@ -71,7 +74,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
         if look is None:
             return load_weights_alone(scope, directory, chunks, stock), None
         if look.stock_loads:
-            result = stock()
+            result = _reading_fast(stock) if LOAD.chosen(arguments) == AUTO and look.is_moved else stock()
             if look.may_be_shifted:
                 repair_shifted(look.folder, chunks, optimizer, arguments)
             return result, None
@@ -86,7 +89,8 @@ def wrap_load_checkpoint(original: Function) -> Function:
         fresh = prepared.random_state_grid != _random_state_grid(arguments)
         feed = fed(scope, look.folder, chunks) if look.is_fed else nullcontext()
         without_optimizer = rebound(vars(arguments), no_load_optim=True, no_load_rng=fresh or arguments.no_load_rng)
-        with without_optimizer, feed:
+        fed_or_stock = look.is_fed or LOAD.chosen(arguments) == STOCK
+        with without_optimizer, feed, nullcontext() if fed_or_stock else reading_fast(prepared.checkpoint):
             result = original(ddp_model, None, None, *positional, **keywords)
         summary = prepared.prove().fill()
         if opt_param_scheduler is not None:
@@ -97,6 +101,11 @@ def wrap_load_checkpoint(original: Function) -> Function:
         return result, prepared.checkpoint.proof
 
     return load_checkpoint
+
+
+def _reading_fast(stock: Callable[[], Any]) -> Any:
+    with reading_fast():
+        return stock()
 
 
 def _scope(original: Function) -> MutableMapping[str, Any]:

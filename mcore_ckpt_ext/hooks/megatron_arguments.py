@@ -25,7 +25,7 @@ from importlib import import_module
 from typing import ParamSpec, TypeVar
 
 from mcore_ckpt_ext.hooks.announce import announce
-from mcore_ckpt_ext.settings import CONTINUE, FALLBACK, ON_SAVE_FAILURE, STOP
+from mcore_ckpt_ext.settings import AUTO, CONTINUE, FALLBACK, FAST, LOAD, ON_SAVE_FAILURE, STOCK, STOP
 from mcore_ckpt_ext.versions import Version, parse_version
 
 P = ParamSpec("P")
@@ -84,6 +84,12 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
             action="store_true",
             help="Resume from the newest whole checkpoint where the newest one is incomplete or damaged "
             f"(also {FALLBACK.name}=1).",
+        )
+        group.add_argument(
+            LOAD.flag,
+            choices=[AUTO, STOCK, FAST],
+            help="Who reads the tensors of a torch_dist checkpoint: this package (fast), Megatron wherever it can "
+            f"(stock), this package under another layout (auto; default: {LOAD.name}, or {LOAD.default}).",
         )
         return parser
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy
@@ -49,6 +49,10 @@ class Runs:
     def __len__(self) -> int:
         """Number of strided entries."""
         return len(self.source)
+
+    def moved(self, source: int, target: int) -> Runs:
+        """The same, so many elements further on in the source and in the target."""
+        return replace(self, source=self.source + source, target=self.target + target) if source or target else self
 
     def rows(self) -> list[tuple[int, int, int, int, int, int]]:
         """The entries as plain integers: (source, target, length, count, source stride, target stride)."""
@@ -153,6 +157,31 @@ def overlap(shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> 
             starts, positions, lengths = _subtract(starts, positions, lengths, common[0], common[3])
     missing = [(int(a), int(a + n)) for a, n in zip(starts, lengths, strict=True)]
     return Overlap(served, missing, [int(position) for position in positions])
+
+
+class Overlaps:
+    """Overlaps, remembered: parameters of one shape, cut alike, differ in nothing but where their elements lie.
+
+    The three kinds of a parameter do, and so do the layers of a model.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Overlap] = {}
+
+    def of(self, shape: tuple[int, ...], target: Piece, sources: Sequence[Piece]) -> Overlap:
+        """As `overlap` answers."""
+        key = (shape, _geometry(target), *map(_geometry, sources))
+        known = self._known.get(key)
+        if known is None:
+            at_zero = [replace(source, base=0) for source in sources]
+            known = self._known[key] = overlap(shape, replace(target, base=0), at_zero)
+        base = target.base
+        runs = [(index, runs.moved(sources[index].base, base)) for index, runs in known.runs]
+        return Overlap(runs, known.missing, [base + position for position in known.missing_at])
+
+
+def _geometry(piece: Piece) -> tuple[object, ...]:
+    return piece.region.offsets, piece.region.sizes, piece.start, piece.stop
 
 
 def _span(shape: tuple[int, ...], piece: Piece) -> tuple[int, int]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
-from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.extents import Extent
-from mcore_ckpt_ext.planning.overlap import Piece, Runs, overlap
+from mcore_ckpt_ext.planning.overlap import Overlaps, Piece, Runs
 
 ITEM_SIZE: Mapping[str, int] = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
@@ -80,6 +80,14 @@ class Deriving(Protocol):
 
     def derivation(self, kind: str, name: str) -> Derivation | None:
         """How a tensor is derived; None where it is stored. What `stored` answers is then what it is made from."""
+
+
+@runtime_checkable
+class Selecting(Protocol):
+    """A source that finds by itself which of its slices may hold elements of a region; an array may have thousands."""
+
+    def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
+        """At least the slices that do, in the order of `stored`."""
 
 
 class StoredOnce:
@@ -181,6 +189,7 @@ def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool =
     """
     copies: list[Copy] = []
     fills: list[Fill] = []
+    overlaps = Overlaps()
     for index, want in enumerate(wanted):
         for region, start, stop, begin in want.slice.pieces():
             target = Piece(region, start, stop, begin)
@@ -191,24 +200,28 @@ def make_plan(wanted: Sequence[WantedSlice], source: Source, accept_lost: bool =
                     where=f"{want.kind} {region.name}",
                     helps="this is a bug in this package: please report it",
                 )
-            _plan_piece(index, want, target, tensor, source, accept_lost, copies, fills)
+            _plan_piece(index, want, target, tensor, source, accept_lost, overlaps, copies, fills)
     copies.sort(key=lambda copy: (copy.extent.file, copy.extent.offset))
     return Plan(wanted, copies, fills)
 
 
 def _plan_piece(
     index: int, want: WantedSlice, target: Piece, tensor: LogicalTensor, source: Source, accept_lost: bool,
-    copies: list[Copy], fills: list[Fill],
+    overlaps: Overlaps, copies: list[Copy], fills: list[Fill],
 ) -> None:  # fmt: skip
     name = target.region.name
     extents: list[Extent] = []
     pieces: list[Piece] = []
-    for stored in source.stored(want.kind, name):
+    if isinstance(source, Selecting):
+        slices = source.stored_in(want.kind, target.region)
+    else:
+        slices = source.stored(want.kind, name)
+    for stored in slices:
         for region, start, stop, begin in stored.slice.pieces():
             if region.name == name:
                 extents.append(stored.extent)
                 pieces.append(Piece(region, start, stop, stored.first + begin))
-    found = overlap(want.tensors[name].shape, target, pieces)
+    found = overlaps.of(want.tensors[name].shape, target, pieces)
     copies.extend(Copy(extents[at], index, runs) for at, runs in found.runs)
     held = _numel(tensor.shape)
     for (low, high), at in zip(found.missing, found.missing_at, strict=True):

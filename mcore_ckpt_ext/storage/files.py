@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
@@ -19,6 +19,8 @@ from mcore_ckpt_ext.storage.checked_files import open_file
 
 # A zarr array has a file for each chunk, and a process may by default open 1024 files.
 _OPEN_FILES = 256
+# What one call of preadv(2) takes: IOV_MAX of Linux.
+_MOST_BUFFERS = 1024
 
 
 class _Descriptor:
@@ -96,6 +98,30 @@ class FolderReader:
             done += count
         with self._lock:
             self.bytes_read += done
+
+    def scatter(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        """Fill several buffers, one after the other, with what follows `offset`; errors as in `read_into`."""
+        for first in range(0, len(buffers), _MOST_BUFFERS):
+            some = buffers[first : first + _MOST_BUFFERS]
+            wanted = sum(map(len, some))
+            descriptor = self._descriptor(file)
+            try:
+                count = os.preadv(descriptor.number, some, offset)
+            except (OSError, OverflowError):
+                count = 0  # what is wrong shows again below
+            with self._lock:
+                self.bytes_read += count
+            if count < wanted:
+                self._fill_rest(file, offset, some, count)
+            offset += wanted
+
+    def _fill_rest(self, file: str, offset: int, buffers: Sequence[memoryview], done: int) -> None:
+        """Fill buffers of which the first `done` bytes are there."""
+        for buffer in buffers:
+            have = min(done, len(buffer))
+            if have < len(buffer):
+                self.read_into(file, offset + have, buffer[have:])
+            offset, done = offset + len(buffer), done - have
 
     def read(self, file: str, offset: int, count: int) -> bytes:
         """Read `count` bytes; errors as in `read_into`."""

@@ -9,6 +9,7 @@ import secrets
 import threading
 import zlib
 from collections import OrderedDict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -63,6 +64,12 @@ class RemoteFolderReader(FolderReader):
                 buffer[low - offset : high - offset] = block[low - begin : high - begin]
         with self._guard:
             self.bytes_read += len(buffer)
+
+    @override
+    def scatter(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        for buffer in buffers:
+            self.read_into(file, offset, buffer)
+            offset += len(buffer)
 
     def close(self) -> None:
         """Forget the kept blocks."""

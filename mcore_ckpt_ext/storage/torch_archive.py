@@ -1,7 +1,8 @@
 """Torch archives (what `torch.save` writes), alone in a file or embedded in a `.distcp`.
 
 An archive is an uncompressed zip: `data.pkl` describes the object, each storage is a record `data/<key>`. The
-central directory is read by the standard library; a tensor's elements are then plain bytes of the outer file.
+central directory is read here where it is plain, else by the standard library; a tensor's elements are then plain
+bytes of the outer file.
 """
 
 from __future__ import annotations
@@ -9,23 +10,27 @@ from __future__ import annotations
 import struct
 import zipfile
 import zlib
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import IO, Any, cast
 
 import torch
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, shortened
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.expansion import check_expansion
 from mcore_ckpt_ext.storage.files import FolderReader, Window, cut_short
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
+from mcore_ckpt_ext.storage.zip_directory import Member, plain_directory
 
 # Local file header of a zip member (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
 _CHECKSUM_BLOCK = 1 << 22
 _END = 4096
 _SHORT = 64
+_TENSOR, _SMALL = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n", 512
 _STEPS_TO_KEEP = 16  # keeping a byte costs more than looking at it
 _BYTE_ORDER = "byteorder"
 WRITER_MEMBER = ".data/writer"
@@ -65,16 +70,21 @@ class TorchArchive:
         if offset < 0 or self._length < 0 or offset + self._length > size:
             raise cut_short(self.where, size, offset + self._length)
         self._ends = self._read_ends()
-        window = cast("IO[bytes]", Window(self._read, self._length))
         try:
-            with zipfile.ZipFile(window) as archive:
-                self._members = _unambiguous(archive.infolist())
+            self._members = _unambiguous(plain_directory(self._ends[-1][1], self._length) or self._by_zipfile())
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, struct.error) as error:
             raise UnreadableCheckpointError(
                 "a record of the checkpoint is no torch archive: damaged, or its metadata belongs to other files",
                 found=str(error),
                 where=self.where,
             ) from error
+
+    def _by_zipfile(self) -> list[Member]:
+        with zipfile.ZipFile(cast("IO[bytes]", Window(self._read, self._length))) as archive:
+            return [
+                Member(info.filename, info.header_offset, info.file_size, info.CRC, info.compress_type)
+                for info in archive.infolist()
+            ]
 
     def _read_ends(self) -> tuple[tuple[int, bytes], ...]:
         """What lies at both ends, and where: a small object is described at the front, the directory is at the back."""
@@ -103,6 +113,8 @@ class TorchArchive:
         data = self._read(start, info.file_size)
         if zlib.crc32(data) != info.CRC:
             raise self._damaged("data.pkl")
+        if data.startswith(_TENSOR) and len(data) <= _SMALL and (tensor := _tensor_of(data)) is not None:
+            return tensor
         loaded = safe_loads(data, self.where)
         check_expansion(loaded, len(data), self.where)
         return loaded
@@ -208,7 +220,7 @@ class TorchArchive:
             helps="use another iteration, or another copy of this one",
         )
 
-    def _record(self, name: str) -> tuple[int, zipfile.ZipInfo]:
+    def _record(self, name: str) -> tuple[int, Member]:
         """Position in the archive and directory entry of a record; the local header tells how long itself is."""
         info = self._members.get(name)
         if info is None or info.compress_type != zipfile.ZIP_STORED:
@@ -223,7 +235,17 @@ class TorchArchive:
         return start, info
 
 
-def _unambiguous(members: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+@lru_cache(maxsize=4096)
+def _tensor_of(data: bytes) -> TensorReference | None:
+    """What a small pickle of nothing but a tensor makes: remembered, for tensors of one shape have equal pickles."""
+    with suppress(CheckpointError):  # the caller loads it again, and says where it is
+        tensor = safe_loads(data, "")
+        if isinstance(tensor, TensorReference):
+            return tensor
+    return None
+
+
+def _unambiguous(members: list[Member]) -> dict[str, Member]:
     """The records by name, without the archive's own top folder.
 
     Raises:
@@ -236,7 +258,7 @@ def _unambiguous(members: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
     return found
 
 
-def _top(member: zipfile.ZipInfo) -> str:
+def _top(member: Member) -> str:
     return member.filename.partition("/")[0]
 
 

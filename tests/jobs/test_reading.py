@@ -34,12 +34,15 @@ def outcomes(folder: Path, large: Path) -> Outcomes:
     return load_all(folder / "job", Layout(4, 1, 4), [Case("large", large)], more=LARGE)
 
 
-def test_a_rank_reads_exactly_its_own_shards_and_some_metadata(outcomes: Outcomes, large: Path) -> None:
+def test_a_rank_reads_its_own_shards_and_what_lies_in_the_same_pages(outcomes: Outcomes, large: Path) -> None:
+    """Five twelfths of the parameters are cut in columns: short pieces, each a quarter of a row."""
     metadata = (large / "iter_0000004" / ".metadata").stat().st_size
     for rank in outcomes["large"]:
-        own = STATE * rank["elements"]
-        assert rank["planned_bytes"] == own
-        assert own < rank["read_bytes"] < 1.05 * own + metadata
+        optimizer = STATE * rank["elements"]
+        assert rank["planned_bytes"] == optimizer
+        own = optimizer + rank["fast"]
+        assert rank["fast"] == 2 * rank["elements"]
+        assert own < rank["read_bytes"] < (7 + 4 * 5) / 12 * own + metadata
 
 
 def test_rows_that_become_zeros_are_not_read(gpt: Job, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.optimizer_reshard import Prepared, Proven
 
 hook: Any = importlib.import_module("mcore_ckpt_ext.hooks.megatron")
+fast_load: Any = importlib.import_module("mcore_ckpt_ext.hooks.fast_load")
 proof: Any = importlib.import_module("mcore_ckpt_ext.hooks.proof")
 resuming: Any = importlib.import_module("mcore_ckpt_ext.hooks.resuming")
 checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
@@ -38,6 +39,7 @@ class Witness:
         self.stock_calls: list[tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]] = []
         self.lines: list[str] = []
         self.resumes: list[Prepared] = []
+        self.fast: list[int] = []
         self.memory: dict[str, int] = {}
 
     def install(self) -> None:
@@ -46,7 +48,8 @@ class Witness:
         checkpointing.load_checkpoint = self._listening(checkpointing.load_checkpoint)
         training.load_checkpoint = checkpointing.load_checkpoint
         mcore_ckpt_ext.install()
-        hook.announce = proof.announce = resuming.announce = self.lines.append
+        hook.announce = proof.announce = resuming.announce = fast_load.announce = self.lines.append
+        fast_load.ShardedLoad.read = self._counted(fast_load.ShardedLoad.read)
         for owner, phase in ((hook, "prepare"), (Prepared, "prove"), (Proven, "fill")):
             setattr(owner, phase, self._measured(phase, getattr(owner, phase)))
 
@@ -57,6 +60,14 @@ class Witness:
             return original(*positional, **keywords)
 
         return load_checkpoint
+
+    def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(load: Any) -> Any:
+            self.fast.append(load.bytes_read)
+            return original(load)
+
+        return read
 
     def _measured(self, phase: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
@@ -75,7 +86,7 @@ class Witness:
 
     def forget(self) -> None:
         """Start anew, for the next load."""
-        for heard in (self.stock_calls, self.lines, self.resumes, self.memory):
+        for heard in (self.stock_calls, self.lines, self.resumes, self.memory, self.fast):
             heard.clear()
 
 
@@ -113,6 +124,7 @@ def load(case: dict[str, Any], live: Live, witness: Witness) -> dict[str, Any]:
         "lines": witness.lines.copy(),
         "passed_through": [_same_objects(given, call) and call[2] == as_called for call in witness.stock_calls],
         "resumes": len(witness.resumes),
+        "fast": sum(witness.fast),
         "elements": live.elements(),
         "memory": witness.memory.copy(),
         **(_counters(witness.resumes[0]) if witness.resumes and error is None else {}),

@@ -1,0 +1,169 @@
+"""Whole loads of a genuine job, stock's and this package's, against the bound: the same bytes by plain `preadv`.
+
+    python benchmarks/loading.py FOLDER [--runs 5] [--layers 24 --hidden 1024] [--ranks 8] [--ways fast moved ...]
+
+Genuine Megatron 0.19.2 on CPU ranks saves TP1 x PP4 once (by default 4 GB; with `--twin` another time as
+`fully_reshardable`, which takes several times the memory). Then jobs run in turn, each of which loads once:
+
+    stock      Megatron's own load, unchanged layout, without this package
+    fast       `--ckpt-ext-load fast`, unchanged layout
+    moved      TP2 x PP2: this package alone can (`auto`)
+    twin       TP2 x PP2 from the `fully_reshardable` twin: Megatron's only way
+
+and between them the bound of each: as many processes read as many bytes of the same files into fresh memory. Seconds
+are from barrier to barrier around `load_checkpoint`; processor seconds are those of all ranks, by gigabyte that the
+processes asked for; memory is the peak of a rank beyond what it held before and what it holds after the load, whichever
+is more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import multiprocessing
+import os
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[1]
+sys.path.insert(0, str(REPOSITORY / "scripts"))
+
+from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set above
+
+PLUGIN = Path(__file__).with_name("loading_rank.py")
+BLOCK = 16 << 20
+FULLY_RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
+
+
+@dataclass
+class Way:
+    """A way of loading: the folder it loads, how its ranks are spread, what it is told, and what came of it."""
+
+    folder: str
+    tensor: int
+    pipeline: int
+    environment: dict[str, str]
+    runs: list[list[dict[str, float]]] = field(default_factory=list)
+    bounds: list[tuple[float, float]] = field(default_factory=list)
+
+
+WAYS = {
+    "stock": Way("saved", 1, 4, {"MCORE_CKPT_EXT": "0"}),
+    "fast": Way("saved", 1, 4, {"MCORE_CKPT_EXT_LOAD": "fast"}),
+    "moved": Way("saved", 2, 2, {"MCORE_CKPT_EXT_LOAD": "auto"}),
+    "twin": Way("twin", 2, 2, {"MCORE_CKPT_EXT": "0"}),
+}
+
+
+def job(options: argparse.Namespace, way: Way, name: str, *, saves: list[str] | None = None) -> list[dict[str, float]]:
+    """Run one job; what each of its ranks measured."""
+    run_folder, report = options.folder / way.folder, options.folder / "reports" / name
+    report.mkdir(parents=True, exist_ok=True)
+    size = ["--num-layers", str(options.layers), "--hidden-size", str(options.hidden)]
+    arguments = toy_jobs.tiny_gpt(
+        way.tensor, way.pipeline, iterations=2, save=None if saves is None else run_folder, save_interval=1,
+        load=run_folder if saves is None else None, more=[*size, "--exit-interval", "1", *(saves or [])],
+    )  # fmt: skip
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts")])
+    environment = {**way.environment, "LOADING_REPORT": str(report), "PYTHONPATH": paths}
+    plugins = [PLUGIN] if saves is None else []
+    result = launch.run(
+        options.ranks, launch.TRAIN_GPT, arguments, timeout=900, environment=environment, plugin_files=plugins
+    )
+    found = [json.loads(path.read_text()) for path in sorted(report.glob("*.json"))]
+    if result.returncode or (saves is None and len(found) != options.ranks):
+        raise SystemExit(result.output[-4000:])
+    return found
+
+
+def bound(folder: Path, asked: list[float]) -> tuple[float, float]:
+    """Seconds, and processor seconds, of as many processes that read as many bytes and do nothing else."""
+    barrier = multiprocessing.Barrier(len(asked) + 1)
+    queue: multiprocessing.Queue[float] = multiprocessing.Queue()
+    files = sorted(path for path in folder.rglob("*.distcp"))
+    starts = [sum(asked[:rank]) for rank in range(len(asked))]
+    readers = [
+        multiprocessing.Process(target=read_plainly, args=(files, int(start), int(count), barrier, queue))
+        for start, count in zip(starts, asked, strict=True)
+    ]
+    for reader in readers:
+        reader.start()
+    barrier.wait()
+    begun = time.perf_counter()
+    barrier.wait()
+    seconds = time.perf_counter() - begun
+    busy = sum(queue.get() for _ in readers)
+    for reader in readers:
+        reader.join()
+    return seconds, busy
+
+
+def read_plainly(
+    files: list[Path], start: int, count: int, barrier: Barrier, queue: multiprocessing.Queue[float]
+) -> None:
+    """Read `count` bytes from byte `start` of the files, one after the other and again, into fresh memory."""
+    sizes = [file.stat().st_size for file in files]
+    descriptors = [os.open(file, os.O_RDONLY) for file in files]
+    start %= sum(sizes)
+    number = 0
+    while start >= sizes[number]:
+        start, number = start - sizes[number], number + 1
+    barrier.wait()
+    busy = time.process_time()
+    memory = memoryview(bytearray(0)) if not count else memoryview(mmap.mmap(-1, count))
+    done = 0
+    while done < count:
+        wanted = min(BLOCK, count - done, sizes[number] - start)
+        done += os.preadv(descriptors[number], [memory[done : done + wanted]], start)
+        start += wanted
+        if start >= sizes[number]:
+            start, number = 0, (number + 1) % len(files)
+    busy = time.process_time() - busy
+    barrier.wait()
+    queue.put(busy)
+
+
+def main() -> None:
+    """Save, load in turn, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=["stock", "fast", "moved"])
+    options = parser.parse_args()
+    ways = {name: WAYS[name] for name in options.ways}
+    for name in {way.folder for way in ways.values()}:
+        if not (options.folder / name).exists():
+            more = FULLY_RESHARDABLE if name == "twin" else []
+            job(options, Way(name, 1, 4, {"MCORE_CKPT_EXT": "0"}), f"saving {name}", saves=more)
+        size = sum(path.stat().st_size for path in (options.folder / name).rglob("*") if path.is_file())
+        print(f"{name}: {size / 1e9:.2f} GB", flush=True)
+    for number in range(options.runs):
+        for name, way in ways.items():
+            ranks = job(options, way, f"{name}-{number}")
+            way.runs.append(ranks)
+            way.bounds.append(bound(options.folder / way.folder, [rank["asked"] for rank in ranks]))
+    print("| way | seconds | bound | x bound | processor s/GB | bound | GB asked | peak MiB |")
+    for name, way in ways.items():
+        seconds = statistics.median(run[0]["seconds"] for run in way.runs)
+        least = statistics.median(seconds for seconds, _ in way.bounds)
+        asked = statistics.median(sum(rank["asked"] for rank in run) for run in way.runs) / 1e9
+        busy = statistics.median(sum(rank["processor"] for rank in run) for run in way.runs) / asked
+        least_busy = statistics.median(busy for _, busy in way.bounds) / asked
+        peak = max(rank["peak"] - max(rank["before"], rank["after"]) for run in way.runs for rank in run)
+        print(
+            f"| {name} | {seconds:.2f} | {least:.2f} | {seconds / least:.2f} | {busy:.2f} | {least_busy:.2f} "
+            f"| {asked:.2f} | {peak >> 20} |"
+        )
+    print(f"load of the machine: {os.getloadavg()[0]:.1f}")
+
+
+if __name__ == "__main__":
+    main()

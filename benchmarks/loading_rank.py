@@ -1,0 +1,58 @@
+"""Plugin of `loading.py`: measures the job's load on each rank, from barrier to barrier, and ends the job after it."""
+
+from __future__ import annotations
+
+import cProfile
+import functools
+import importlib
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+training: Any = importlib.import_module("megatron.training.training")
+load_checkpoint = training.load_checkpoint
+
+
+def status(name: str) -> int:
+    """Bytes, of what Linux says about this process's memory."""
+    found = re.search(rf"^{name}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    return 1024 * int(found[1]) if found else 0
+
+
+def bytes_asked() -> int:
+    """Bytes that this process has read so far, from files and elsewhere."""
+    found = re.search(r"^rchar: (\d+)$", Path("/proc/self/io").read_text(), re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+@functools.wraps(load_checkpoint)
+def measured(*positional: Any, **keywords: Any) -> None:
+    """Load, report, end."""
+    profile = cProfile.Profile() if os.environ.get("LOADING_PROFILE") else None
+    torch.distributed.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # Linux starts the peak anew
+    before, asked, begun, busy = status("VmRSS"), bytes_asked(), time.perf_counter(), time.process_time()
+    if profile:
+        profile.enable()
+    load_checkpoint(*positional, **keywords)
+    if profile:
+        profile.disable()
+    processor, asked = time.process_time() - busy, bytes_asked() - asked
+    torch.distributed.barrier()
+    seconds = time.perf_counter() - begun
+    found = {"seconds": seconds, "processor": processor, "asked": asked}
+    memory = {"before": before, "peak": status("VmHWM"), "after": status("VmRSS")}
+    report = Path(os.environ["LOADING_REPORT"]) / f"{os.environ['RANK']}"
+    report.with_suffix(".json").write_text(json.dumps(found | memory))
+    if profile:
+        profile.dump_stats(report.with_suffix(".profile"))
+    torch.distributed.barrier()
+    os._exit(0)
+
+
+training.load_checkpoint = measured

@@ -1,0 +1,66 @@
+"""The arrays of an index as they are stored: each under its own key, with its stacked axes and all."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
+from mcore_ckpt_ext.storage.dcp_index import StoredArray, StoredChunk
+
+
+class StoredArrays(StoredOnce):
+    """A plan's source for whoever asks in Megatron's own terms, by sharded key; kinds are not told apart."""
+
+    def __init__(self, arrays: Mapping[str, StoredArray]) -> None:
+        self._arrays = arrays
+        self._chunks: dict[str, _Chunks] = {}
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The array as the checkpoint knows it; None where it has none of that key."""
+        array = self._arrays.get(name)
+        return None if array is None else LogicalTensor(name, array.shape, array.dtype)
+
+    @override
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        return [_slice(name, chunk) for chunk in self._arrays[name].chunks]
+
+    def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
+        """The chunks that hold elements of a region."""
+        found = self._chunks.get(region.name)
+        if found is None:
+            found = self._chunks[region.name] = _Chunks(self._arrays[region.name].chunks)
+        return [_slice(region.name, chunk) for chunk in found.touching(region)]
+
+
+class _Chunks:
+    """The chunks of an array, sorted by where they begin on the first axis."""
+
+    def __init__(self, chunks: Sequence[StoredChunk]) -> None:
+        self._by_place = {(chunk.offsets, chunk.sizes): chunk for chunk in chunks}
+        self._sorted = sorted(chunks, key=lambda chunk: chunk.offsets)
+        self._begins = [chunk.offsets[:1] for chunk in self._sorted]
+        self._longest = max((chunk.sizes[0] for chunk in chunks if chunk.sizes), default=0)
+
+    def touching(self, region: Region) -> Sequence[StoredChunk]:
+        if same := self._by_place.get((region.offsets, region.sizes)):
+            return [same]
+        if not region.sizes:
+            return self._sorted
+        begin, size = region.offsets[0], region.sizes[0]
+        first = bisect_left(self._begins, (begin - self._longest + 1,))
+        last = bisect_right(self._begins, (begin + size - 1,))
+        return [chunk for chunk in self._sorted[first:last] if _touch(chunk, region)]
+
+
+def _touch(chunk: StoredChunk, region: Region) -> bool:
+    axes = zip(chunk.offsets, chunk.sizes, region.offsets, region.sizes, strict=True)
+    return all(a < b + size and b < a + length for a, length, b, size in axes)
+
+
+def _slice(name: str, chunk: StoredChunk) -> StoredSlice:
+    return StoredSlice(Slice.whole((Region(name, chunk.offsets, chunk.sizes),)), chunk.extent, 0)

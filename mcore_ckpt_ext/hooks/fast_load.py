@@ -1,0 +1,158 @@
+"""Megatron's loader of `torch_dist` within a scope: its tensors are read by this package (`--ckpt-ext-load fast`).
+
+`dist_checkpointing.load` ends in `TorchDistLoadShardedStrategy.load` (strategies/torch.py, core_v0.12.1 to 0.19.2, and
+the development head): what it is handed names every tensor's array, place and memory. What comes before, checks of
+access and strictness, and after, merges, factories and `load_state_dict`, stays Megatron's, as do the small pickled
+objects: only the bytes of tensors take another way. All ranks call it as often, since until 0.16 it is a collective.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.online.agreement import agreed, agreed_here
+from mcore_ckpt_ext.online.sharded_load import ShardedLoad, stumbling_block
+from mcore_ckpt_ext.settings import LOAD
+
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
+_MAPPING = "megatron.core.dist_checkpointing.mapping"
+
+
+@contextmanager
+def reading_fast(opened: Checkpoint | None = None) -> Iterator[None]:
+    """Within this scope, this package reads the tensors that Megatron's loader is asked for.
+
+    What it does not know, on any rank, is left to Megatron's own loader as a whole, before anything is written.
+
+    Args:
+        opened: the checkpoint, where it is open already.
+
+    Raises:
+        ResumeRefusedError: on every rank, where some rank's part is damaged.
+    """
+    strategy: Any = import_module(_STRATEGIES).TorchDistLoadShardedStrategy
+    original = strategy.load
+
+    @functools.wraps(original)
+    def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *more: Any, **keywords: Any) -> Any:
+        def stock(asked: Any) -> Any:
+            return original(self, asked, checkpoint_dir, *more, **keywords)
+
+        return _load(sharded_state_dict, Path(str(checkpoint_dir)), opened, stock)
+
+    strategy.load = load
+    try:
+        yield
+    finally:
+        strategy.load = original
+
+
+def _load(asked: Any, folder: Path, opened: Checkpoint | None, stock: Callable[[Any], Any]) -> Any:
+    """What `stock` would answer, tensors read by this package; or its answer.
+
+    Args:
+        asked: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
+        folder: the iteration folder.
+        opened: its checkpoint, where it is open already.
+        stock: Megatron's own loader.
+    """
+    leaves = _Leaves.of(asked)
+    planned: list[ShardedLoad] = []
+
+    def plan() -> tuple[str | None, bool]:
+        checkpoint, reason = _opened(folder, opened)
+        reason = reason or leaves.unknown
+        if checkpoint is not None and reason is None:
+            reason = stumbling_block(leaves.tensors, checkpoint)
+            if reason is None:
+                planned.append(ShardedLoad(leaves.tensors, checkpoint))
+        return reason, bool(leaves.objects)
+
+    plans = agreed("planning the load", plan, "nothing is written yet")
+    for rank, (reason, _) in enumerate(plans):
+        if reason is not None:
+            announce(f"{LOAD.flag}: Megatron's own loader reads this checkpoint (rank {rank}: {reason})")
+            return stock(asked)
+
+    def read() -> dict[int, Any]:
+        # The small ones first: if one of them is damaged, nothing has been written.
+        some = any(has_objects for _, has_objects in plans)
+        objects = stock({str(number): entry for number, entry in enumerate(leaves.objects)}) if some else {}
+        found = {id(entry): objects[str(number)] for number, entry in enumerate(leaves.objects)}
+        return found | dict(zip(map(id, leaves.tensors), planned[0].read(), strict=True))
+
+    values = agreed_here("reading the model", read, "it is partly written: do not train on, start again")
+    return _answer(asked, values)
+
+
+def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:
+    """The checkpoint in a folder, or why this package does not read it."""
+    if not folder.is_dir():
+        return None, f"{folder} is no folder of this machine"
+    if opened is None or opened.folder.resolve() != folder.resolve():
+        try:
+            opened = open_checkpoint(folder)
+        except UnsupportedCheckpointError as error:
+            return None, str(error)
+    if type(opened) is not TorchDistCheckpoint:
+        return None, f"a checkpoint in {opened.format}"
+    return opened, None
+
+
+@dataclass(frozen=True)
+class _Leaves:
+    """What a sharded state dict asks for.
+
+    Attributes:
+        tensors: its ShardedTensors.
+        objects: its ShardedObjects.
+        unknown: why it is not one that is known; None where it is.
+    """
+
+    tensors: list[Any]
+    objects: list[Any]
+    unknown: str | None
+
+    @classmethod
+    def of(cls, tree: Any) -> _Leaves:
+        mapping: Any = import_module(_MAPPING)
+        leaves = list(_leaves(tree))
+        tensors = [leaf for leaf in leaves if type(leaf) is mapping.ShardedTensor]
+        objects = [leaf for leaf in leaves if type(leaf) is mapping.ShardedObject]
+        others = [leaf for leaf in leaves if type(leaf) not in (mapping.ShardedTensor, mapping.ShardedObject)]
+        return cls(tensors, objects, f"it asks for a {type(others[0]).__name__}" if others else None)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _leaves(value)
+    else:
+        yield tree
+
+
+def _answer(tree: Any, values: Mapping[int, Any]) -> Any:
+    """The tree with what its leaves asked for; like Megatron's, without dicts that ask for nothing."""
+    if isinstance(tree, dict):
+        answers = {key: _answer(value, values) for key, value in tree.items()}
+        return {key: answer for key, answer in answers.items() if not _is_empty(tree[key])}
+    if isinstance(tree, list):
+        return [_answer(value, values) for value in tree]
+    return values[id(tree)]
+
+
+def _is_empty(tree: Any) -> bool:
+    return isinstance(tree, (dict, list)) and not any(True for _ in _leaves(tree))

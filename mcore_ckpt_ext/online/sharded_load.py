@@ -1,0 +1,136 @@
+"""What Megatron's loader of `torch_dist` is asked for, planned and read by this package, straight into its place.
+
+Each tensor says itself which part of which array it is to hold (`ShardedTensor`,
+megatron/core/dist_checkpointing/mapping.py, core_v0.7.0 to 0.19.2). Nothing is imported: the caller hands over the
+objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.formats.stored_arrays import StoredArrays
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice, make_plan
+from mcore_ckpt_ext.storage.dcp_index import StoredArray
+
+_KIND = "array"
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def stumbling_block(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> str | None:
+    """Why Megatron's own loader had better read these tensors; None where this package knows all that they ask for."""
+    arrays = checkpoint.index.arrays
+    for key in dict.fromkeys(entry.key for entry in asked):
+        if key not in arrays:
+            return f"{key} is not in the checkpoint"
+        if key in checkpoint.index.natural_shapes:
+            return f"{key} is stored in another shape"
+        if _overlap(arrays[key]):
+            return f"the chunks of {key} overlap"
+    found = ((entry.key, what) for entry in asked for what in _peculiarities(entry, arrays[entry.key]))
+    return next((f"{key} is {what}" for key, what in found), None)
+
+
+def _peculiarities(entry: Any, array: StoredArray) -> Iterator[str]:
+    data = entry.data
+    dtype = str(entry.dtype).removeprefix("torch.")
+    if entry.flattened_range is not None:
+        yield "asked for in flattened parts"
+    elif not _fits(tuple(entry.global_shape), array.shape, bool(entry.allow_shape_mismatch)):
+        yield f"of shape {tuple(entry.global_shape)}, in the checkpoint of {array.shape}"
+    elif not _lies_within(entry):
+        yield "asked for beyond its end"
+    elif dtype not in ITEM_SIZE:
+        yield f"of {dtype}"
+    elif data is not None and (type(data) not in _PLAIN or data.layout is not torch.strided):
+        yield f"no plain tensor, but a {type(data).__name__}"
+    elif data is not None and data.device.type not in ("cpu", "cuda"):
+        yield f"on the device {data.device}"
+    elif data is not None and (data.dtype, tuple(data.shape)) != (entry.dtype, tuple(entry.local_shape)):
+        yield f"{data.dtype} of shape {tuple(data.shape)}, and says otherwise"
+
+
+def _overlap(array: StoredArray) -> bool:
+    """Whether more elements are stored than there are: then it matters which of them are taken."""
+    numel = 1
+    for size in array.shape:
+        numel *= size
+    return sum(chunk.extent.numel for chunk in array.chunks) > numel
+
+
+def _fits(wanted: tuple[int, ...], stored: tuple[int, ...], may_pad: bool) -> bool:
+    return wanted == stored or (may_pad and len(wanted) == len(stored) > 0 and wanted[1:] == stored[1:])
+
+
+def _lies_within(entry: Any) -> bool:
+    places = zip(entry.global_offset, _sizes(entry), entry.global_shape, strict=True)
+    return all(0 <= offset <= offset + size <= length for offset, size, length in places)
+
+
+def _sizes(entry: Any) -> tuple[int, ...]:
+    return (*(1,) * entry.prepend_axis_num, *entry.local_shape)
+
+
+class ShardedLoad:
+    """A planned load; nothing is touched before `read`."""
+
+    def __init__(self, asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> None:
+        """Plan, and look at every record.
+
+        Args:
+            asked: ShardedTensors without a stumbling block.
+            checkpoint: what holds them.
+
+        Raises:
+            ModelMismatchError: an array has a hole.
+            UnreadableCheckpointError: a record is not what the index describes.
+        """
+        self._asked = asked
+        self._transfer = checkpoint.transfer
+        self._plan = make_plan([_wanted(entry) for entry in asked], StoredArrays(checkpoint.index.arrays))
+        for copy in self._plan.copies:
+            self._transfer.locate(copy.extent)
+
+    @property
+    def bytes_read(self) -> int:
+        """Payload bytes."""
+        return self._plan.bytes_read
+
+    def read(self) -> list[torch.Tensor]:
+        """Fill the tensors.
+
+        Returns:
+            Them, in the order in which they were asked for, without their gradients.
+
+        Raises:
+            UnreadableCheckpointError: a file is damaged; some elements may have been written.
+        """
+        tensors = [_tensor(entry) for entry in self._asked]
+        places = [tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous() for tensor in tensors]
+        with torch.no_grad():
+            self._transfer.execute(self._plan, [place.view(-1) for place in places])
+            for tensor, place in zip(tensors, places, strict=True):
+                if place is not tensor:
+                    tensor.copy_(place)
+        return tensors
+
+
+def _wanted(entry: Any) -> WantedSlice:
+    region = Region(entry.key, tuple(entry.global_offset), _sizes(entry))
+    dtype = str(entry.dtype).removeprefix("torch.")
+    tensor = LogicalTensor(entry.key, tuple(entry.global_shape), dtype)
+    return WantedSlice(_KIND, Slice.whole((region,)), {entry.key: tensor}, bool(entry.allow_shape_mismatch))
+
+
+def _tensor(entry: Any) -> torch.Tensor:
+    """The memory to fill: a tensor that is not there yet is made on the processor, as Megatron does."""
+    if entry.data is None:
+        entry.init_data("cpu")
+    tensor: torch.Tensor = entry.data.detach()
+    return tensor

@@ -1,0 +1,76 @@
+"""Memory through which bytes go to a device: while one block travels, the next is read.
+
+A copy from memory that the system may move waits for a copy of its own inside the driver; one from pinned memory does
+not (`cudaMemcpyAsync`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+STAGE_BYTES = 16 << 20
+_BLOCKS = 2
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _sent(device: torch.device) -> Callable[[], None]:
+    """What waits until everything that this thread has sent to the device so far is there."""
+    with torch.cuda.device(device):
+        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+    wait: Callable[[], None] = event.synchronize
+    return wait
+
+
+class Stages:
+    """Blocks in turn, for each thread its own.
+
+    Args:
+        make: makes memory of some bytes.
+        sent: see `_sent`.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[int], torch.Tensor] = _pinned,
+        sent: Callable[[torch.device], Callable[[], None]] = _sent,
+    ) -> None:
+        self._make, self._sent = make, sent
+        self._own = threading.local()
+
+    def send(self, nbytes: int, fill: Callable[[torch.Tensor], None], places: torch.Tensor) -> None:
+        """Fill a block with at most STAGE_BYTES, and begin to copy it to the device.
+
+        Args:
+            nbytes: how many bytes.
+            fill: fills a block of that many.
+            places: where they belong, on the device; the block holds elements of the same dtype.
+        """
+        blocks: list[torch.Tensor] = self._own.__dict__.setdefault("blocks", [])
+        waits: list[Callable[[], None]] = self._own.__dict__.setdefault("waits", [])
+        number = self._own.__dict__.get("number", 0)
+        self._own.number = (number + 1) % _BLOCKS
+        if len(blocks) <= number:
+            blocks.append(self._make(STAGE_BYTES))
+            waits.append(_nothing)
+        waits[number]()
+        block = blocks[number][:nbytes]
+        fill(block)
+        places.copy_(block.view(places.dtype).view(places.shape), non_blocking=True)
+        waits[number] = self._sent(places.device)
+
+    def wait(self) -> None:
+        """Wait until everything that this thread has sent is there."""
+        for wait in self._own.__dict__.get("waits", ()):
+            wait()
+
+
+def _nothing() -> None:
+    """Nothing has been sent yet."""

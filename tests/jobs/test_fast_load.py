@@ -1,0 +1,112 @@
+"""`--ckpt-ext-load fast`: what Megatron 0.19.2 loads by itself, read by this package, is the same in every bit.
+
+The layout is the one that was saved, but for the data-parallel ranks; `test_formats` resumes under others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from megatron_on_cpu.dump_optimizer import assemble
+
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from tests.harness.cases import Case, Outcomes, load_all
+from tests.harness.checkpoints import fixture_named
+from tests.harness.damage import flip
+from tests.harness.jobs import copy_of, differing
+from tests.harness.layouts import Layout
+
+LAYOUT = Layout(1, 4, 4)
+# dp_reshardable of 0.16 and 0.19, fully_reshardable, dp_zero_gather_scatter of 0.8.
+FIXTURES = ["p01", "p10", "p04", "p06"]
+FAST, STOCK = {"MCORE_CKPT_EXT_LOAD": "fast"}, {"MCORE_CKPT_EXT_LOAD": "stock"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fast")
+
+
+@pytest.fixture(scope="module")
+def outcomes(folder: Path) -> Outcomes:
+    cases = []
+    for name in FIXTURES:
+        run = fixture_named(name).run
+        cases += [Case(f"{name} stock", run, environment=STOCK)]
+        cases += [Case(f"{name} fast", run, environment=FAST, dump=folder / name)]
+    p10 = fixture_named("p10").run
+    cases += [
+        Case("nobody asked", p10),
+        Case("weights alone", p10, {"no_load_optim": True}, FAST),
+        Case("asked by argument", p10, {"ckpt_ext_load": "fast"}, STOCK),
+        Case("another shape", p10, environment=FAST, model={"ffn_hidden_size": 64}),
+        Case("damaged", damaged(folder / "damaged"), environment=FAST),
+    ]
+    return load_all(folder / "job", LAYOUT, cases)
+
+
+def damaged(run: Path) -> Path:
+    """A copy with a flipped bit in the description of one tensor."""
+    copy = copy_of(fixture_named("p10").run, run)
+    checkpoint = open_checkpoint(copy)
+    weights = checkpoint.stored("weight", "decoder.layers.3.mlp.linear_fc1.weight")
+    flip(checkpoint.folder / weights[0].extent.file, weights[0].extent.offset + 70)
+    return copy
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_the_state_is_that_of_the_job_that_wrote(name: str, outcomes: Outcomes, folder: Path) -> None:
+    assert [rank["error"] for rank in outcomes[f"{name} fast"]] == [None] * LAYOUT.ranks
+    assert differing(fixture_named(name).truth, assemble(folder / name)) == []
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_groups_and_state_are_what_stock_leaves(name: str, outcomes: Outcomes) -> None:
+    for fast, stock in zip(outcomes[f"{name} fast"], outcomes[f"{name} stock"], strict=True):
+        assert (fast["after"], fast["iteration"]) == (stock["after"], stock["iteration"])
+        assert fast["after"] != fast["before"]
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_this_package_read_the_tensors_and_said_nothing(name: str, outcomes: Outcomes) -> None:
+    for fast, stock in zip(outcomes[f"{name} fast"], outcomes[f"{name} stock"], strict=True):
+        assert (stock["fast"], stock["lines"], stock["resumes"]) == (0, [], 0)
+        assert (fast["lines"], fast["resumes"]) == ([], 0)
+        assert fast["fast"] > 0
+
+
+def test_megatron_itself_gets_its_own_arguments(outcomes: Outcomes) -> None:
+    assert all(rank["passed_through"] == [True] for rank in outcomes["p10 fast"])
+
+
+def test_without_being_asked_nothing_changes_under_the_same_layout(outcomes: Outcomes) -> None:
+    for rank, stock in zip(outcomes["nobody asked"], outcomes["p10 stock"], strict=True):
+        assert (rank["error"], rank["fast"], rank["after"]) == (None, 0, stock["after"])
+
+
+def test_weights_without_the_optimizer(outcomes: Outcomes) -> None:
+    for rank, all_of_it in zip(outcomes["weights alone"], outcomes["p10 fast"], strict=True):
+        assert (rank["error"], rank["iteration"]) == (None, 4)
+        assert 0 < rank["fast"] < all_of_it["fast"]
+
+
+def test_the_argument_counts_more_than_the_variable(outcomes: Outcomes) -> None:
+    assert all(rank["error"] is None and rank["fast"] > 0 for rank in outcomes["asked by argument"])
+
+
+def test_what_is_not_known_is_left_to_megatron_on_every_rank(outcomes: Outcomes) -> None:
+    """A smaller model: Megatron refuses, in its own words, after one line of ours."""
+    for rank in outcomes["another shape"]:
+        assert rank["fast"] == 0
+        (line,) = rank["lines"]
+        assert "Megatron's own loader reads this checkpoint (rank 0: decoder.layers.mlp.linear_fc1" in line
+        assert "Global shape mismatch" in rank["error"]
+
+
+def test_damage_stops_every_rank_before_anything_is_written(outcomes: Outcomes) -> None:
+    for rank in outcomes["damaged"]:
+        assert rank["error"].startswith("ResumeRefusedError: mcore_ckpt_ext refused while planning the load")
+        assert "nothing is written yet" in rank["error"]
+        assert "data.pkl" in rank["error"]
+        assert rank["after"] == rank["before"]
