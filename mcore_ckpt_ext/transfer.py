@@ -11,16 +11,27 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import groupby, product
 
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.planning.extents import ArchivedRecord, Extent, PlainExtent, RawArray, Transposed
-from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, WantedSlice, derivation_of, make_plan
+from mcore_ckpt_ext.planning.extents import ArchivedRecord, Extent, PlainExtent, RawArray, Scaled, Transposed
+from mcore_ckpt_ext.planning.plan import (
+    ITEM_SIZE,
+    Copy,
+    Derivation,
+    Plan,
+    Source,
+    WantedSlice,
+    derivation_of,
+    make_plan,
+)
 from mcore_ckpt_ext.storage.files import FolderReader, cut_short
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
+from mcore_ckpt_ext.storage.scaled import decode
 from mcore_ckpt_ext.storage.tensor_reference import StorageReference, TensorReference
 from mcore_ckpt_ext.storage.torch_archive import Payload, TorchArchive
 
@@ -100,9 +111,9 @@ class Transfer:
 
     def _blocks_of(self, payload: Payload, run: Run, extent: Extent, block_bytes: int) -> Iterator[Block]:
         source, target, length, count, source_stride, target_stride = run
-        size = payload.dtype.itemsize
+        size = ITEM_SIZE[extent.dtype] if isinstance(extent, Scaled) else payload.dtype.itemsize
         limit = max(1, block_bytes // size)
-        near = not isinstance(extent, Transposed) and _are_near(length, count, source_stride, size)
+        near = not isinstance(extent, (Transposed, Scaled)) and _are_near(length, count, source_stride, size)
         at_once = max(1, limit // (source_stride if near else length))
         for row in range(0, count, at_once):
             rows = min(at_once, count - row)
@@ -118,6 +129,8 @@ class Transfer:
         Raises:
             UnreadableCheckpointError: what is stored there is not the array that the metadata describes.
         """
+        if isinstance(extent, Scaled):
+            return self.locate(extent.codes)
         stored = extent.matrix if isinstance(extent, Transposed) else extent
         place = (stored.file, stored.offset, stored.record if isinstance(stored, ArchivedRecord) else "")
         with self._lock:
@@ -181,7 +194,7 @@ class Transfer:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)
-            if destination.dtype == payload.dtype and not isinstance(copy.extent, Transposed):
+            if destination.dtype == payload.dtype and not isinstance(copy.extent, (Transposed, Scaled)):
                 if destination.device.type == "cpu":
                     self._read_in_place(payload, copy.runs.rows(), destination)
                     continue
@@ -254,6 +267,9 @@ class Transfer:
     def _read_rows(
         self, payload: Payload, first: int, length: int, count: int, stride: int, extent: Extent | None = None
     ) -> torch.Tensor:
+        if isinstance(extent, Scaled):
+            codes, scales = (partial(self._read_one, self.locate(part)) for part in (extent.codes, extent.scales))
+            return torch.cat([decode(extent, first + row * stride, length, codes, scales) for row in range(count)])
         if isinstance(extent, Transposed):
             return self._read_transposed(payload, first, length, count, stride, extent.columns)
         size = payload.dtype.itemsize
@@ -269,6 +285,9 @@ class Transfer:
             offset = payload.offset + (first + row * stride) * size
             self._reader.read_into(payload.file, offset, memory[row * length * size : (row + 1) * length * size])
         return elements
+
+    def _read_one(self, payload: Payload, first: int, length: int) -> torch.Tensor:
+        return self._read_rows(payload, first, length, 1, length)
 
     def _read_transposed(
         self, payload: Payload, first: int, length: int, count: int, stride: int, columns: int

@@ -17,7 +17,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
-from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, parameter_shapes
+from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.formats.base import Checkpoint
@@ -27,13 +27,12 @@ from mcore_ckpt_ext.formats.huggingface_folder import (
     read_config,
     read_tensors,
 )  # fmt: skip
+from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
+from mcore_ckpt_ext.formats.quantised import dequantised
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
-from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.extents import Extent, RawArray, Transposed
-from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
+from mcore_ckpt_ext.planning.extents import RawArray, Scaled
 from mcore_ckpt_ext.storage.budget import Budget
 
 NAME = "hf"
@@ -82,8 +81,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._model = replace(self.family.arguments(self.config), transformer_impl=transformer_impl)
         stored, unread = read_tensors(self.reader, below)
         self._stale = [f"not read, because the folder also holds safetensors: {', '.join(unread)}"] if unread else []
+        stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
         self.left_out: list[str] = []
-        self._weights = _Weights(self._matched(stored))
+        self._weights = ModelSpaceWeights(self._matched(stored))
 
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
         """Match every tensor that the configuration asks for with one that is there; none may remain."""
@@ -102,7 +102,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._check_tied(stored)
         expected = {tensor.name: tensor for tensor in self.family.tensors(self._model, stored)}
         ignored = self.family.without_place(stored.keys(), self._model, self.config) - expected.keys()
-        self.left_out = sorted(ignored)
+        self.left_out = sorted([*ignored, *self._of_activations])
         missing = [name for name in expected if name not in stored]
         surplus = [name for name in stored if name not in expected and name not in ignored]
         wrong = [
@@ -127,6 +127,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
         if self._model.untie_embeddings_and_output_weights or copy is None or embedding is None:
             return
+        if isinstance(copy.extent, Scaled) or isinstance(embedding.extent, Scaled):
+            raise UnsupportedCheckpointError(
+                "config.json says that the output layer is the embedding, but one of them is quantised",
+                where="lm_head.weight", helps='set "tie_word_embeddings": false in config.json',
+            )  # fmt: skip
         if copy.shape != embedding.shape or not self._same_bytes(copy, embedding):
             raise UnreadableCheckpointError(
                 "config.json says that the output layer is the embedding, but the two differ", where="lm_head.weight",
@@ -233,7 +238,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     @property
     @override
-    def weights(self) -> _Weights:
+    def weights(self) -> ModelSpaceWeights:
         return self._weights
 
     @property
@@ -280,66 +285,9 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     @override
     def archives(self) -> Iterator[tuple[str, int, int]]:
-        files = {stored.extent.file for _, stored in self._weights.matched if not isinstance(stored.extent, RawArray)}
+        files = {
+            stored.extent.file
+            for _, stored in self._weights.matched
+            if not isinstance(stored.extent, (RawArray, Scaled))
+        }
         return ((file, 0, self.reader.size(file)) for file in sorted(files))
-
-
-class _Weights(StoredOnce):
-    """The arrays, in model space."""
-
-    kinds: tuple[str, ...] = ()
-
-    def __init__(self, matched: Sequence[tuple[HuggingFaceTensor, StoredTensor]]) -> None:
-        self.matched = matched
-        shapes = parameter_shapes([tensor for tensor, _ in matched])
-        self._slices: dict[str, list[StoredSlice]] = {name: [] for name in shapes}
-        for tensor, stored in matched:
-            for name, stored_slice in _slices(tensor, stored):
-                self._slices[name].append(stored_slice)
-        self._tensors = {name: LogicalTensor(name, shape, self._dtype(name)) for name, shape in shapes.items()}
-
-    def _dtype(self, name: str) -> str:
-        found = sorted({stored.extent.dtype for stored in self._slices[name]})
-        if len(found) > 1:
-            raise UnsupportedCheckpointError(
-                "tensors that Megatron joins into one parameter have different dtypes", found=" and ".join(found),
-                where=name,
-            )  # fmt: skip
-        return found[0]
-
-    @property
-    def dtypes(self) -> list[str]:
-        """All dtypes, the one with the most elements first."""
-        elements: dict[str, int] = {}
-        for tensor in self._tensors.values():
-            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + prod(tensor.shape)
-        return sorted(elements, key=lambda dtype: -elements[dtype])
-
-    def names(self) -> list[str]:
-        """All names."""
-        return list(self._tensors)
-
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
-        return self._tensors.get(name) if kind == WEIGHT else None
-
-    @override
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        return self._slices.get(name, []) if kind == WEIGHT else []
-
-
-def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[str, StoredSlice]]:
-    """The slices that a tensor holds of each parameter, whose regions lie one after the other in it."""
-    extent: Extent = stored.extent
-    if tensor.transposed:
-        if stored.first or extent.numel != prod(tensor.shape):
-            raise UnsupportedCheckpointError("a matrix shares its storage with others", where=tensor.name)
-        extent = Transposed(stored.extent, tensor.shape[1])
-    regions: dict[str, list[Region]] = {}
-    for region in tensor.regions:
-        regions.setdefault(region.name, []).append(region)
-    first = stored.first
-    for name, parts in regions.items():
-        part = Slice.whole(tuple(parts))
-        yield name, StoredSlice(part, extent, first)
-        first += part.numel

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.planning.extents import PlainExtent
+from mcore_ckpt_ext.planning.extents import PlainExtent, Scaled
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -54,7 +54,7 @@ class StoredTensor:
     """A tensor of the folder: its shape in elements, the array that holds it, and the first of its elements there."""
 
     shape: tuple[int, ...]
-    extent: PlainExtent
+    extent: PlainExtent | Scaled
     first: int = 0
 
 
@@ -71,21 +71,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
     Raises:
         UnreadableCheckpointError: it is missing or damaged.
-        UnsupportedCheckpointError: the folder holds an adapter, or quantised weights.
+        UnsupportedCheckpointError: the folder holds an adapter.
     """
     if (folder / _ADAPTER).exists():
         raise UnsupportedCheckpointError(
             "this folder holds an adapter (LoRA), not a model", found=_ADAPTER, where=str(folder),
             helps="merge it into its base model first: PeftModel.merge_and_unload(), then save_pretrained",
         )  # fmt: skip
-    config = read_json(folder / CONFIG)
-    if quantized := config.get("quantization_config"):
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else quantized
-        raise UnsupportedCheckpointError(
-            "the model is quantised, and its weights cannot be converted without changing them", found=method,
-            where=str(folder / CONFIG), helps="take the model as it was released in bf16, or dequantise it first",
-        )  # fmt: skip
-    return config
+    return read_json(folder / CONFIG)
 
 
 def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, StoredTensor], list[str]]:

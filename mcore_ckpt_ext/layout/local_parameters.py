@@ -38,7 +38,7 @@ _COLUMN_PARALLEL = {
 _ROW_PARALLEL = {"linear_proj", "linear_fc2"}
 _REPLICATED = {
     "input_layernorm", "pre_mlp_layernorm", "pre_cross_attn_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm",
-    "final_layernorm", "enorm", "hnorm", "router", "position_embeddings", "tokentype_embeddings",
+    "final_layernorm", "post_layernorm", "enorm", "hnorm", "router", "position_embeddings", "tokentype_embeddings",
 }  # fmt: skip
 # Parameters of fused norms (extensions/transformer_engine.py) and of the shared expert's gate (shared_experts.py).
 _REPLICATED_LEAVES = {"layer_norm_weight", "layer_norm_bias", "gate_weight"}
@@ -203,7 +203,7 @@ def _cut(
         return None
     if leaf in ("weight", "bias"):
         if is_first_linear(name):
-            return _Cut(0, 2 if arguments.swiglu or arguments.quick_geglu else 1)
+            return _Cut(0, 2 if arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit else 1)
         if module in _COLUMN_PARALLEL:
             return _Cut(0)
         if module in _ROW_PARALLEL:

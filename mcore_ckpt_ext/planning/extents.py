@@ -74,5 +74,48 @@ class Transposed:
         return self.matrix.numel
 
 
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A quantised matrix, whose elements are counted as those of the numbers that its codes stand for.
+
+    Attributes:
+        codes: one for each element, or, where `packed`, a byte for two of them, the lower half first.
+        scales: one for each block of the matrix, row by row, in float; or, where `packed`, exponents of two plus 127.
+        rows: of the matrix.
+        columns: of the matrix.
+        block: rows and columns of a block; those at the edges may be smaller.
+        dtype: of the numbers, by name.
+        packed: the codes are 4-bit floats (E2M1, as in OCP's MX formats).
+    """
+
+    codes: ArchivedTensor | ArchivedRecord | RawArray
+    scales: ArchivedTensor | ArchivedRecord | RawArray
+    rows: int
+    columns: int
+    block: tuple[int, int]
+    dtype: str
+    packed: bool = False
+
+    @property
+    def file(self) -> str:
+        """As the codes have it."""
+        return self.codes.file
+
+    @property
+    def offset(self) -> int:
+        """As the codes have it."""
+        return self.codes.offset
+
+    @property
+    def length(self) -> int:
+        """As the codes have it."""
+        return self.codes.length
+
+    @property
+    def numel(self) -> int:
+        """The number of elements, not of codes."""
+        return self.rows * self.columns
+
+
 PlainExtent = ArchivedTensor | ArchivedRecord | RawArray
-Extent = PlainExtent | Transposed
+Extent = PlainExtent | Transposed | Scaled

@@ -66,7 +66,7 @@ def test_transformers_loads_it_and_answers_the_same(name: str, models: dict[str,
         assert torch.equal(loaded(tokens).logits, original)
 
 
-@pytest.mark.parametrize("name", BUILT_BY_MEGATRON)
+@pytest.mark.parametrize("name", [*BUILT_BY_MEGATRON, "gemma2"])
 def test_through_the_legacy_files_of_two_tensor_ranks(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     experts = {"expert_model_parallel_size": 2} if any(sign in name for sign in ("moe", "mixtral", "seek")) else {}
     mcore_ckpt_ext.convert(

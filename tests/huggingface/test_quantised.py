@@ -1,0 +1,164 @@
+"""Folders with quantised weights: what is read is what transformers makes of them on a CPU, in every bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.planning.extents import RawArray, Scaled
+from mcore_ckpt_ext.storage.scaled import decode
+from tests.harness.huggingface import make, tensors, torch_dist
+
+FP8 = torch.float8_e4m3fn
+COMPRESSED = {
+    "quant_method": "compressed-tensors", "format": "float-quantized",
+    "config_groups": {
+        "group_0": {"weights": {"type": "float", "num_bits": 8, "strategy": "channel", "symmetric": True}},
+    },
+}  # fmt: skip
+
+
+def by_blocks(weight: torch.Tensor, height: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales of a matrix that consists of whole blocks."""
+    rows, columns = weight.shape
+    blocks = weight.float().view(rows // height, height, columns // width, width)
+    scales = blocks.abs().amax((1, 3)) / 448
+    return (blocks / scales[:, None, :, None]).to(FP8).view(rows, columns), scales
+
+
+def quantise(folder: Path, how: str) -> dict[str, torch.Tensor]:
+    """Quantise the projections of a model in place; the answer is what transformers makes of each tensor."""
+    file = folder / "model.safetensors"
+    stored: dict[str, torch.Tensor] = {}
+    expected: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(file).items():
+        if "_proj" not in name:
+            stored[name] = expected[name] = tensor
+            continue
+        rows, columns = tensor.shape
+        height, width = {"blocks": (8, 8), "channel": (1, columns), "tensor": (rows, columns)}[how]
+        codes, scales = by_blocks(tensor, height, width)
+        if how == "blocks":
+            stored[f"{name}_scale_inv"] = scales
+            expected[name] = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
+        else:
+            scales = (scales if how == "channel" else scales.view(1)).bfloat16()
+            stored |= {f"{name}_scale": scales, name.replace(".weight", ".input_scale"): torch.ones(1)}
+            expected[name] = codes.to(torch.bfloat16) * scales  # `_dequantize` of compressed_tensors
+        stored[name] = codes
+    save_file(stored, file)
+    config = json.loads((folder / "config.json").read_text())
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [8, 8]}
+    config["quantization_config"] = (
+        fp8 if how == "blocks" else json.loads(json.dumps(COMPRESSED).replace("channel", how))
+    )
+    (folder / "config.json").write_text(json.dumps(config))
+    return expected
+
+
+@pytest.mark.parametrize("how", ["blocks", "channel", "tensor"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+def test_fp8(name: str, how: str, tmp_path: Path) -> None:
+    make(name, tmp_path / "model", torch.bfloat16)
+    if name == "deepseek_v3" and how == "blocks":
+        pad_to_blocks(tmp_path / "model")
+    expected = quantise(tmp_path / "model", how)
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", torch_dist(name), memory_limit=1)
+    report = mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    found = tensors(tmp_path / "back")
+    assert found.keys() == expected.keys()
+    for label, tensor in expected.items():
+        assert torch.equal(found[label], tensor), label
+    assert "quantization_config" not in json.loads((tmp_path / "back" / "config.json").read_text())
+    assert report.bytes_written
+
+
+def pad_to_blocks(folder: Path) -> None:
+    """Give the one matrix whose rows are no multiple of the block's more of them: 16 + 4 become 16 + 8."""
+    config = json.loads((folder / "config.json").read_text())
+    assert config["qk_rope_head_dim"] == 4
+    config["qk_rope_head_dim"] = 8
+    (folder / "config.json").write_text(json.dumps(config))
+    stored = load_file(folder / "model.safetensors")
+    for name, tensor in stored.items():
+        if "kv_a_proj" in name or "q_b_proj" in name:
+            more = 4 if "kv_a" in name else 16
+            stored[name] = torch.cat([tensor, torch.randn(more, tensor.shape[1], dtype=tensor.dtype)])
+    save_file(stored, folder / "model.safetensors")
+
+
+def test_blocks_at_the_edge_and_any_range() -> None:
+    """576 rows are four blocks and a half, as DeepSeek's `kv_a_proj_with_mqa` has them; ranges begin anywhere."""
+    generator = torch.Generator().manual_seed(1)
+    rows, columns, block = 9, 10, (4, 4)
+    codes = torch.randn(rows, columns, generator=generator).to(FP8)
+    scales = torch.rand(3, 3, generator=generator)
+    whole = scales.repeat_interleave(4, 0)[:rows].repeat_interleave(4, 1)[:, :columns]
+    expected = (codes.float() * whole).bfloat16().view(-1)
+    nowhere = RawArray("", 0, 0, "float8_e4m3fn", 0)
+    extent = Scaled(nowhere, nowhere, rows, columns, block, "bfloat16")
+    for first in range(rows * columns):
+        for count in (1, 3, columns, 25, rows * columns):
+            stop = min(first + count, rows * columns)
+            found = decode(
+                extent, first, stop - first, lambda at, n: codes.view(-1)[at : at + n],
+                lambda at, n: scales.view(-1)[at : at + n],
+            )  # fmt: skip
+            assert torch.equal(found, expected[first:stop])
+
+
+def test_four_bit_floats_are_those_of_transformers() -> None:
+    generator = torch.Generator().manual_seed(2)
+    experts, rows, groups = 2, 3, 4
+    blocks = torch.randint(0, 256, (experts, rows, groups, 16), dtype=torch.uint8, generator=generator)
+    scales = torch.randint(100, 140, (experts, rows, groups), dtype=torch.uint8, generator=generator)
+    expected = convert_moe_packed_tensors(blocks, scales).transpose(1, 2).reshape(-1)
+    nowhere = RawArray("", 0, 0, "uint8", 0)
+    extent = Scaled(nowhere, nowhere, experts * rows, groups * 32, (1, 32), "bfloat16", packed=True)
+    for first, count in ((0, expected.numel()), (5, 200), (31, 2), (127, 130)):
+        found = decode(
+            extent, first, count, lambda at, n: blocks.view(-1)[at : at + n], lambda at, n: scales.view(-1)[at : at + n]
+        )
+        assert torch.equal(found, expected[first : first + count])
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "awq"}, "awq"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "fp8"),
+        (json.loads(json.dumps(COMPRESSED).replace("8", "4")), "compressed-tensors"),
+        (json.loads(json.dumps(COMPRESSED).replace("channel", "group")), "compressed-tensors"),
+    ],
+)  # fmt: skip
+def test_what_is_quantised_otherwise_is_refused(settings: dict[str, Any], told: str, tmp_path: Path) -> None:
+    make("llama", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    with pytest.raises(UnsupportedCheckpointError, match=f"found: {told}"):
+        open_checkpoint(tmp_path)
+
+
+def test_codes_without_scales(tmp_path: Path) -> None:
+    make("llama", tmp_path, torch.bfloat16)
+    quantise(tmp_path, "blocks")
+    stored = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"
+    scales = stored.pop(f"{name}_scale_inv")
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(UnreadableCheckpointError, match=f"have no scales; found: {name}"):
+        open_checkpoint(tmp_path)
+    save_file({**stored, f"{name}_scale_inv": scales[:-1]}, tmp_path / "model.safetensors")
+    with pytest.raises(UnreadableCheckpointError, match="do not fit them"):
+        open_checkpoint(tmp_path)
