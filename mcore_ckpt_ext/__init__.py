@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.hooks import install, status, uninstall
     from mcore_ckpt_ext.hooks.registry import SeamStatus
     from mcore_ckpt_ext.layout.parallel import ParallelLayout
+    from mcore_ckpt_ext.loops.facts import Facts
     from mcore_ckpt_ext.offline.comparison import (
         Comparison,
         Fact,
@@ -56,6 +57,7 @@ __all__ = [
     "DifferenceMap",
     "Evidence",
     "Fact",
+    "Facts",
     "Finding",
     "HuggingFace",
     "Inspection",
@@ -106,6 +108,7 @@ _HOMES = {
     "DifferenceMap": "mcore_ckpt_ext.offline.difference_map",
     "Evidence": "mcore_ckpt_ext.offline.versions",
     "Fact": "mcore_ckpt_ext.offline.comparison",
+    "Facts": "mcore_ckpt_ext.loops.facts",
     "Finding": "mcore_ckpt_ext.offline.findings",
     "HuggingFace": "mcore_ckpt_ext.targets",
     "Inspection": "mcore_ckpt_ext.offline.inspection",

@@ -6,86 +6,21 @@ their jobs by. Nothing else looks arguments up by name, but for tables of names 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import isfinite
 from types import MappingProxyType
 from typing import Any
 
+from mcore_ckpt_ext import argument_kinds as kinds
+from mcore_ckpt_ext.argument_kinds import MOST_LAYERS, is_whole
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.versions import Version
 
 # Many times what there has been. Arguments that say more are damaged, and what they count is walked one by one.
-MOST_LAYERS = 1 << 16
 MOST_EXPERTS = 1 << 16
 MOST_RANKS = 1 << 22
 _MOST_EXPERTS_IN_ALL = 1 << 20
 _MOST_ELEMENTS = 1 << 40
-
-
-@dataclass(frozen=True)
-class _Kind:
-    """What values an argument can have, in words and as a test."""
-
-    expected: str
-    accepts: Callable[[Any], bool]
-
-
-def _is_whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    return _is_whole(value) or (isinstance(value, float) and isfinite(value))
-
-
-def _is_frequency(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return 0 < len(value) <= MOST_LAYERS and all(isinstance(item, int) and 0 <= item <= 1 for item in value)
-    return _is_whole(value) and 0 < value <= MOST_LAYERS
-
-
-def _of(kind: _Kind) -> Any:
-    """A field that is not known until somebody states it."""
-    return field(default=None, metadata={"kind": kind})
-
-
-def _whole(most: int) -> Any:
-    return _of(_Kind(f"a whole number from 0 to {most:,}", lambda value: _is_whole(value) and 0 <= value <= most))
-
-
-def _flag() -> Any:
-    return _of(_Kind("True or False", lambda value: isinstance(value, bool)))
-
-
-def _text() -> Any:
-    return _of(_Kind("a text", lambda value: isinstance(value, str)))
-
-
-def _number() -> Any:
-    return _of(_Kind("a finite number", _is_finite))
-
-
-def _numbers() -> Any:
-    def accepts(value: Any) -> bool:
-        return all(map(_is_finite, value)) if isinstance(value, (list, tuple)) else _is_finite(value)
-
-    return _of(_Kind("a finite number, or several", accepts))
-
-
-def _frequency() -> Any:
-    return _of(_Kind("a whole number above 0, or a list of 0 and 1 with an item for each layer", _is_frequency))
-
-
-def _window() -> Any:
-    def accepts(value: Any) -> bool:
-        return isinstance(value, (list, tuple)) and len(value) == 2 and all(map(_is_whole, value))
-
-    return _of(_Kind("two whole numbers", accepts))
-
-
-def _anything() -> Any:
-    return _of(_Kind("anything", lambda value: True))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +36,8 @@ class JobArguments:
         stated: everything that the source says, by name, as it says it.
         source: what states it, for messages.
         version: the release of Megatron Core that wrote the source, where that is recorded.
+        tells_all: the source has every argument of its job, as Megatron's own `args` do: one that it does not state
+            did not exist in its version. Other descriptions leave out what they please.
 
     Raises:
         UnreadableCheckpointError: an argument has a value that no job can have.
@@ -109,163 +46,164 @@ class JobArguments:
     stated: Mapping[str, Any] = field(default_factory=dict, repr=False)
     source: str = "the arguments of the job"
     version: Version | None = None
+    tells_all: bool = True
 
     # The parallel layout.
-    tensor_model_parallel_size: int | None = _whole(MOST_RANKS)
-    pipeline_model_parallel_size: int | None = _whole(MOST_RANKS)
-    virtual_pipeline_model_parallel_size: int | None = _whole(MOST_LAYERS)
-    expert_model_parallel_size: int | None = _whole(MOST_RANKS)
-    expert_tensor_parallel_size: int | None = _whole(MOST_RANKS)
-    context_parallel_size: int | None = _whole(MOST_RANKS)
-    data_parallel_size: int | None = _whole(MOST_RANKS)
-    world_size: int | None = _whole(MOST_RANKS)
-    use_tp_pp_dp_mapping: bool | None = _flag()
+    tensor_model_parallel_size: int | None = kinds.whole(MOST_RANKS)
+    pipeline_model_parallel_size: int | None = kinds.whole(MOST_RANKS)
+    virtual_pipeline_model_parallel_size: int | None = kinds.whole(MOST_LAYERS)
+    expert_model_parallel_size: int | None = kinds.whole(MOST_RANKS)
+    expert_tensor_parallel_size: int | None = kinds.whole(MOST_RANKS)
+    context_parallel_size: int | None = kinds.whole(MOST_RANKS)
+    data_parallel_size: int | None = kinds.whole(MOST_RANKS)
+    world_size: int | None = kinds.whole(MOST_RANKS)
+    use_tp_pp_dp_mapping: bool | None = kinds.flag()
 
     # Which layers a pipeline stage has.
-    num_layers: int | None = _whole(MOST_LAYERS)
-    decoder_first_pipeline_num_layers: int | None = _whole(MOST_LAYERS)
-    decoder_last_pipeline_num_layers: int | None = _whole(MOST_LAYERS)
-    pipeline_model_parallel_layout: object = _anything()
-    account_for_embedding_in_pipeline_split: bool | None = _flag()
-    account_for_loss_in_pipeline_split: bool | None = _flag()
-    hybrid_layer_pattern: str | None = _text()
+    num_layers: int | None = kinds.whole(MOST_LAYERS)
+    decoder_first_pipeline_num_layers: int | None = kinds.whole(MOST_LAYERS)
+    decoder_last_pipeline_num_layers: int | None = kinds.whole(MOST_LAYERS)
+    pipeline_model_parallel_layout: object = kinds.anything()
+    account_for_embedding_in_pipeline_split: bool | None = kinds.flag()
+    account_for_loss_in_pipeline_split: bool | None = kinds.flag()
+    hybrid_layer_pattern: str | None = kinds.text()
 
     # The gradient buffers and the optimizer.
-    use_distributed_optimizer: bool | None = _flag()
-    use_precision_aware_optimizer: bool | None = _flag()
-    main_params_dtype: object = _anything()
-    optimizer_cpu_offload: bool | None = _flag()
-    num_distributed_optimizer_instances: int | None = _whole(MOST_RANKS)
-    overlap_grad_reduce: bool | None = _flag()
-    overlap_param_gather_with_optimizer_step: bool | None = _flag()
-    ddp_bucket_size: int | None = _whole(_MOST_ELEMENTS)
-    ddp_num_buckets: int | None = _whole(_MOST_ELEMENTS)
-    ddp_pad_buckets_for_high_nccl_busbw: bool | None = _flag()
-    accumulate_allreduce_grads_in_fp32: bool | None = _flag()
-    fp8_param_gather: bool | None = _flag()
-    fp4_param_gather: bool | None = _flag()
-    first_last_layers_bf16: bool | None = _flag()
-    num_layers_at_start_in_bf16: int | None = _whole(MOST_LAYERS)
-    num_layers_at_end_in_bf16: int | None = _whole(MOST_LAYERS)
+    use_distributed_optimizer: bool | None = kinds.flag()
+    use_precision_aware_optimizer: bool | None = kinds.flag()
+    main_params_dtype: object = kinds.anything()
+    optimizer_cpu_offload: bool | None = kinds.flag()
+    num_distributed_optimizer_instances: int | None = kinds.whole(MOST_RANKS)
+    overlap_grad_reduce: bool | None = kinds.flag()
+    overlap_param_gather_with_optimizer_step: bool | None = kinds.flag()
+    ddp_bucket_size: int | None = kinds.whole(_MOST_ELEMENTS)
+    ddp_num_buckets: int | None = kinds.whole(_MOST_ELEMENTS)
+    ddp_pad_buckets_for_high_nccl_busbw: bool | None = kinds.flag()
+    accumulate_allreduce_grads_in_fp32: bool | None = kinds.flag()
+    fp8_param_gather: bool | None = kinds.flag()
+    fp4_param_gather: bool | None = kinds.flag()
+    first_last_layers_bf16: bool | None = kinds.flag()
+    num_layers_at_start_in_bf16: int | None = kinds.whole(MOST_LAYERS)
+    num_layers_at_end_in_bf16: int | None = kinds.whole(MOST_LAYERS)
 
-    lr: float | None = _number()
-    min_lr: float | None = _number()
-    decoupled_lr: float | None = _number()
-    decoupled_min_lr: float | None = _number()
+    lr: float | None = kinds.number()
+    min_lr: float | None = kinds.number()
+    decoupled_lr: float | None = kinds.number()
+    decoupled_min_lr: float | None = kinds.number()
 
     # Saving, and what the run says of itself.
-    no_save_optim: bool | None = _flag()
-    ckpt_fully_parallel_save: bool | None = _flag()
-    dist_ckpt_strictness: str | None = _text()
-    seq_length: int | None = _whole(_MOST_ELEMENTS)
-    global_batch_size: int | None = _whole(_MOST_ELEMENTS)
-    rampup_batch_size: object = _anything()
-    consumed_train_samples: int | None = _whole(1 << 62)
-    consumed_valid_samples: int | None = _whole(1 << 62)
-    tokenizer_type: str | None = _text()
-    bf16: bool | None = _flag()
-    fp16: bool | None = _flag()
-    params_dtype: object = _anything()
+    no_save_optim: bool | None = kinds.flag()
+    ckpt_fully_parallel_save: bool | None = kinds.flag()
+    dist_ckpt_strictness: str | None = kinds.text()
+    seq_length: int | None = kinds.whole(_MOST_ELEMENTS)
+    global_batch_size: int | None = kinds.whole(_MOST_ELEMENTS)
+    rampup_batch_size: object = kinds.anything()
+    consumed_train_samples: int | None = kinds.whole(1 << 62)
+    consumed_valid_samples: int | None = kinds.whole(1 << 62)
+    tokenizer_type: str | None = kinds.text()
+    bf16: bool | None = kinds.flag()
+    fp16: bool | None = kinds.flag()
+    params_dtype: object = kinds.anything()
 
     # Sizes of the model.
-    hidden_size: int | None = _whole(_MOST_ELEMENTS)
-    ffn_hidden_size: int | None = _whole(_MOST_ELEMENTS)
-    num_attention_heads: int | None = _whole(MOST_EXPERTS)
-    group_query_attention: bool | None = _flag()
-    num_query_groups: int | None = _whole(MOST_EXPERTS)
-    kv_channels: int | None = _whole(_MOST_ELEMENTS)
-    max_position_embeddings: int | None = _whole(_MOST_ELEMENTS)
-    vocab_size: int | None = _whole(_MOST_ELEMENTS)
-    padded_vocab_size: int | None = _whole(_MOST_ELEMENTS)
-    make_vocab_size_divisible_by: int | None = _whole(_MOST_ELEMENTS)
-    mtp_num_layers: int | None = _whole(MOST_LAYERS)
+    hidden_size: int | None = kinds.whole(_MOST_ELEMENTS)
+    ffn_hidden_size: int | None = kinds.whole(_MOST_ELEMENTS)
+    num_attention_heads: int | None = kinds.whole(MOST_EXPERTS)
+    group_query_attention: bool | None = kinds.flag()
+    num_query_groups: int | None = kinds.whole(MOST_EXPERTS)
+    kv_channels: int | None = kinds.whole(_MOST_ELEMENTS)
+    max_position_embeddings: int | None = kinds.whole(_MOST_ELEMENTS)
+    vocab_size: int | None = kinds.whole(_MOST_ELEMENTS)
+    padded_vocab_size: int | None = kinds.whole(_MOST_ELEMENTS)
+    make_vocab_size_divisible_by: int | None = kinds.whole(_MOST_ELEMENTS)
+    mtp_num_layers: int | None = kinds.whole(MOST_LAYERS)
 
     # What it is built of.
-    transformer_impl: str | None = _text()
-    spec: object = _anything()
-    hetereogenous_dist_checkpoint: bool | None = _flag()
-    heterogeneous_layers_config_path: str | None = _text()
-    heterogeneous_layers_config_encoded_json: str | None = _text()
-    untie_embeddings_and_output_weights: bool | None = _flag()
-    normalization: str | None = _text()
-    layernorm_epsilon: float | None = _number()
-    norm_epsilon: float | None = _number()
-    layernorm_zero_centered_gamma: bool | None = _flag()
-    apply_layernorm_1p: bool | None = _flag()
-    apply_residual_connection_post_layernorm: bool | None = _flag()
-    add_bias_linear: bool | None = _flag()
-    init_method_std: float | None = _number()
-    hidden_dropout: float | None = _number()
-    scaled_embeddings: bool | None = _flag()
-    final_logit_softcap: float | None = _number()
+    transformer_impl: str | None = kinds.text()
+    spec: object = kinds.anything()
+    hetereogenous_dist_checkpoint: bool | None = kinds.flag()
+    heterogeneous_layers_config_path: str | None = kinds.text()
+    heterogeneous_layers_config_encoded_json: str | None = kinds.text()
+    untie_embeddings_and_output_weights: bool | None = kinds.flag()
+    normalization: str | None = kinds.text()
+    layernorm_epsilon: float | None = kinds.number()
+    norm_epsilon: float | None = kinds.number()
+    layernorm_zero_centered_gamma: bool | None = kinds.flag()
+    apply_layernorm_1p: bool | None = kinds.flag()
+    apply_residual_connection_post_layernorm: bool | None = kinds.flag()
+    add_bias_linear: bool | None = kinds.flag()
+    init_method_std: float | None = kinds.number()
+    hidden_dropout: float | None = kinds.number()
+    scaled_embeddings: bool | None = kinds.flag()
+    final_logit_softcap: float | None = kinds.number()
 
     # Positions.
-    position_embedding_type: str | None = _text()
-    use_rotary_position_embeddings: bool | None = _flag()
-    rotary_base: float | None = _number()
-    rotary_percent: float | None = _number()
-    rotary_interleaved: bool | None = _flag()
-    rotary_seq_len_interpolation_factor: float | None = _number()
-    use_rope_scaling: bool | None = _flag()
-    rope_scaling_factor: float | None = _number()
-    no_rope_freq: int | Sequence[int] | None = _frequency()
-    rope_type: str | None = _text()
-    rotary_scaling_factor: float | None = _number()
-    mscale: float | None = _number()
-    mscale_all_dim: float | None = _number()
-    beta_fast: float | None = _number()
-    beta_slow: float | None = _number()
-    original_max_position_embeddings: int | None = _whole(_MOST_ELEMENTS)
-    yarn_original_max_position_embeddings: int | None = _whole(_MOST_ELEMENTS)
-    yarn_beta_fast: float | None = _number()
-    yarn_beta_slow: float | None = _number()
-    yarn_correction_range_round_to_int: bool | None = _flag()
+    position_embedding_type: str | None = kinds.text()
+    use_rotary_position_embeddings: bool | None = kinds.flag()
+    rotary_base: float | None = kinds.number()
+    rotary_percent: float | None = kinds.number()
+    rotary_interleaved: bool | None = kinds.flag()
+    rotary_seq_len_interpolation_factor: float | None = kinds.number()
+    use_rope_scaling: bool | None = kinds.flag()
+    rope_scaling_factor: float | None = kinds.number()
+    no_rope_freq: int | Sequence[int] | None = kinds.frequency()
+    rope_type: str | None = kinds.text()
+    rotary_scaling_factor: float | None = kinds.number()
+    mscale: float | None = kinds.number()
+    mscale_all_dim: float | None = kinds.number()
+    beta_fast: float | None = kinds.number()
+    beta_slow: float | None = kinds.number()
+    original_max_position_embeddings: int | None = kinds.whole(_MOST_ELEMENTS)
+    yarn_original_max_position_embeddings: int | None = kinds.whole(_MOST_ELEMENTS)
+    yarn_beta_fast: float | None = kinds.number()
+    yarn_beta_slow: float | None = kinds.number()
+    yarn_correction_range_round_to_int: bool | None = kinds.flag()
 
     # Attention.
-    add_qkv_bias: bool | None = _flag()
-    qk_layernorm: bool | None = _flag()
-    qk_l2_norm: bool | None = _flag()
-    attention_output_gate: bool | None = _flag()
-    attention_dropout: float | None = _number()
-    attention_softcap: float | None = _number()
-    softmax_type: str | None = _text()
-    softmax_scale: float | None = _number()
-    window_size: Sequence[int] | None = _window()
-    window_attn_skip_freq: int | Sequence[int] | None = _frequency()
-    linear_attention_freq: int | Sequence[int] | None = _frequency()
-    multi_latent_attention: bool | None = _flag()
-    q_lora_rank: int | None = _whole(_MOST_ELEMENTS)
-    kv_lora_rank: int | None = _whole(_MOST_ELEMENTS)
-    qk_head_dim: int | None = _whole(_MOST_ELEMENTS)
-    qk_pos_emb_head_dim: int | None = _whole(_MOST_ELEMENTS)
-    v_head_dim: int | None = _whole(_MOST_ELEMENTS)
+    add_qkv_bias: bool | None = kinds.flag()
+    qk_layernorm: bool | None = kinds.flag()
+    qk_l2_norm: bool | None = kinds.flag()
+    attention_output_gate: bool | None = kinds.flag()
+    attention_dropout: float | None = kinds.number()
+    attention_softcap: float | None = kinds.number()
+    softmax_type: str | None = kinds.text()
+    softmax_scale: float | None = kinds.number()
+    window_size: Sequence[int] | None = kinds.window()
+    window_attn_skip_freq: int | Sequence[int] | None = kinds.frequency()
+    linear_attention_freq: int | Sequence[int] | None = kinds.frequency()
+    multi_latent_attention: bool | None = kinds.flag()
+    q_lora_rank: int | None = kinds.whole(_MOST_ELEMENTS)
+    kv_lora_rank: int | None = kinds.whole(_MOST_ELEMENTS)
+    qk_head_dim: int | None = kinds.whole(_MOST_ELEMENTS)
+    qk_pos_emb_head_dim: int | None = kinds.whole(_MOST_ELEMENTS)
+    v_head_dim: int | None = kinds.whole(_MOST_ELEMENTS)
 
     # The MLP.
-    swiglu: bool | None = _flag()
-    squared_relu: bool | None = _flag()
-    quick_geglu: bool | None = _flag()
-    openai_gelu: bool | None = _flag()
-    gated_linear_unit: bool | None = _flag()
-    glu_linear_offset: float | None = _number()
-    activation_func_clamp_value: float | None = _number()
-    bias_gelu_fusion: bool | None = _flag()
+    swiglu: bool | None = kinds.flag()
+    squared_relu: bool | None = kinds.flag()
+    quick_geglu: bool | None = kinds.flag()
+    openai_gelu: bool | None = kinds.flag()
+    gated_linear_unit: bool | None = kinds.flag()
+    glu_linear_offset: float | None = kinds.number()
+    activation_func_clamp_value: float | None = kinds.number()
+    bias_gelu_fusion: bool | None = kinds.flag()
 
     # Experts.
-    num_experts: int | None = _whole(MOST_EXPERTS)
-    moe_layer_freq: int | Sequence[int] | None = _frequency()
-    moe_ffn_hidden_size: int | None = _whole(_MOST_ELEMENTS)
-    moe_grouped_gemm: bool | None = _flag()
-    moe_use_legacy_grouped_gemm: bool | None = _flag()
-    moe_router_topk: int | None = _whole(MOST_EXPERTS)
-    moe_router_pre_softmax: bool | None = _flag()
-    moe_router_score_function: str | None = _text()
-    moe_router_enable_expert_bias: bool | None = _flag()
-    moe_router_num_groups: int | None = _whole(MOST_EXPERTS)
-    moe_router_group_topk: int | None = _whole(MOST_EXPERTS)
-    moe_router_topk_scaling_factor: float | None = _number()
-    moe_shared_expert_intermediate_size: int | None = _whole(_MOST_ELEMENTS)
-    moe_shared_expert_gate: bool | None = _flag()
-    moe_aux_loss_coeff: float | Sequence[float] | None = _numbers()
+    num_experts: int | None = kinds.whole(MOST_EXPERTS)
+    moe_layer_freq: int | Sequence[int] | None = kinds.frequency()
+    moe_ffn_hidden_size: int | None = kinds.whole(_MOST_ELEMENTS)
+    moe_grouped_gemm: bool | None = kinds.flag()
+    moe_use_legacy_grouped_gemm: bool | None = kinds.flag()
+    moe_router_topk: int | None = kinds.whole(MOST_EXPERTS)
+    moe_router_pre_softmax: bool | None = kinds.flag()
+    moe_router_score_function: str | None = kinds.text()
+    moe_router_enable_expert_bias: bool | None = kinds.flag()
+    moe_router_num_groups: int | None = kinds.whole(MOST_EXPERTS)
+    moe_router_group_topk: int | None = kinds.whole(MOST_EXPERTS)
+    moe_router_topk_scaling_factor: float | None = kinds.number()
+    moe_shared_expert_intermediate_size: int | None = kinds.whole(_MOST_ELEMENTS)
+    moe_shared_expert_gate: bool | None = kinds.flag()
+    moe_aux_loss_coeff: float | Sequence[float] | None = kinds.numbers()
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -280,7 +218,12 @@ class JobArguments:
 
     @classmethod
     def of(
-        cls, stated: Mapping[str, Any], *, source: str = "the arguments of the job", version: Version | None = None
+        cls,
+        stated: Mapping[str, Any],
+        *,
+        source: str = "the arguments of the job",
+        version: Version | None = None,
+        tells_all: bool = True,
     ) -> JobArguments:
         """From Megatron's parsed arguments, or anything else with its names; what has no field is kept in `stated`.
 
@@ -288,16 +231,21 @@ class JobArguments:
             stated: values by name.
             source: what states them.
             version: the release of Megatron Core that wrote the source, where that is recorded.
+            tells_all: the source has every argument of its job.
 
         Raises:
             UnreadableCheckpointError: an argument has a value that no job can have.
         """
         known = {name: stated[name] for name in FIELDS if name in stated}
-        return cls(stated=MappingProxyType(dict(stated)), source=source, version=version, **known)
+        return cls(stated=MappingProxyType(dict(stated)), source=source, version=version, tells_all=tells_all, **known)
 
     def is_known(self, name: str) -> bool:
         """Whether the source states an argument, be it None."""
         return name in self.stated
+
+    def lacks(self, name: str) -> bool:
+        """Whether the version of the job did not have an argument yet; not where a source merely keeps it to itself."""
+        return self.tells_all and name not in self.stated
 
     def value(self, name: str) -> Any:
         """An argument that a table names; None where it is not known.
@@ -318,7 +266,7 @@ class JobArguments:
             UnsupportedCheckpointError: the source does not state it.
         """
         value = self.value(name)
-        if not _is_whole(value):
+        if not is_whole(value):
             raise UnsupportedCheckpointError("an argument of the job is not known", expected=name, where=self.source)
         return int(value)
 
@@ -329,7 +277,9 @@ class JobArguments:
 
     def changed(self, **changes: Any) -> JobArguments:
         """The arguments of a job with these values in place of the present ones."""
-        return JobArguments.of({**self.stated, **changes}, source=self.source, version=self.version)
+        return JobArguments.of(
+            {**self.stated, **changes}, source=self.source, version=self.version, tells_all=self.tells_all
+        )
 
     def _refused(self, name: str, found: str, expected: str) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(
@@ -346,6 +296,6 @@ FIELDS = frozenset(one.name for one in fields(JobArguments) if "kind" in one.met
 
 def _shown(value: Any) -> str:
     """A value in a message, whatever it is: of a stranger's object no more than its type, of a number its size."""
-    if _is_whole(value) and value.bit_length() > 64:
+    if is_whole(value) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length():,} bits"
     return repr(value)[:80] if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"

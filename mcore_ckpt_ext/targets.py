@@ -18,9 +18,11 @@ from mcore_ckpt_ext.versions import NEWEST, Version, parse_version
 SHARD_BYTES = 5 * 10**9
 DTYPES = ("float32", "bfloat16", "float16")
 LAYER_SPECS = ("transformer_engine", "local")
+LOOPS = ("megatron", "bridge")
 EXPORTED_KINDS = ("weight", "fp32_param")
 
 LayerSpec: TypeAlias = Literal["transformer_engine", "local"]
+Loop: TypeAlias = Literal["megatron", "bridge"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class TorchDist:
         expert_model_parallel_size: of the job that will read it; only says whether experts have an optimizer of their
             own.
         transformer_impl: layer spec of the job that will read it, for a Hugging Face source: its names differ.
+        loop: the training loop that will read it: Megatron's own, or Megatron-Bridge, whose checkpoints have
+            `run_config.yaml` and `train_state.pt` instead of Megatron's arguments.
 
     Example:
         >>> convert("run", "torch_dist", TorchDist(megatron_version="0.13.1")).files
@@ -45,6 +49,7 @@ class TorchDist:
     megatron_version: str | None = None
     expert_model_parallel_size: int | None = None
     transformer_impl: LayerSpec | None = None
+    loop: Loop = "megatron"
 
     def __post_init__(self) -> None:
         """Check what can be checked without a source.
@@ -54,6 +59,7 @@ class TorchDist:
         """
         _check_sizes(expert_model_parallel_size=self.expert_model_parallel_size)
         _check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)
+        _check_choice("loop", self.loop, LOOPS)
         version_number(self.megatron_version)
 
 

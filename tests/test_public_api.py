@@ -21,8 +21,8 @@ PUBLIC = {
     "__version__",
     # what it does
     "compare", "convert", "inspect", "install", "open_checkpoint", "status", "uninstall", "verify",
-    # what a conversion can write
-    "Canonical", "HuggingFace", "Legacy", "TorchDist",
+    # what a conversion can write, and what a user knows of its source
+    "Canonical", "Facts", "HuggingFace", "Legacy", "TorchDist",
     # what the results are made of
     "BufferMap", "Check", "Checkpoint", "Comparison", "DifferenceMap", "Evidence", "Fact", "Finding", "Inspection",
     "KindComparison", "PaddingRows", "ParallelLayout", "Report", "Resumption", "SeamStatus", "Stage", "StoredFile",

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mcore_ckpt_ext.cli.facts import add_facts, facts_of
 from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message
 from mcore_ckpt_ext.cli.processes import the_team
 from mcore_ckpt_ext.cli.progress import Progress
@@ -16,7 +17,7 @@ from mcore_ckpt_ext.errors import UsageError, readable
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, Report, convert
 from mcore_ckpt_ext.offline.team import Team
-from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, TARGETS, Target
+from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, LOOPS, TARGETS, Target
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 
 _NUMBER = re.compile(r"\b\d+\b")
@@ -54,6 +55,7 @@ _OPTIONS = (
     ),
     _option("expert_model_parallel_size", type=parse_count, metavar="N", help="expert-parallel ranks of the reader"),
     _option("transformer_impl", choices=LAYER_SPECS, help="layer spec of the reader; only for a Hugging Face source"),
+    _option("loop", "--for", choices=LOOPS, help="the training loop that will read it (default: megatron)"),
     _option("vocab_size", type=parse_count, metavar="N", help="the tokenizer's size: legacy pads to it, hf cuts to it"),
     _option("tokenizer", metavar="PATH", help="folder of a tokenizer whose files are copied"),
     _option("dtype", choices=DTYPES, help="dtype of all floating-point tensors (default: as stored)"),
@@ -97,6 +99,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for option in _OPTIONS:
             if option.targets == targets:
                 group.add_argument(option.flag, dest=option.field, default=argparse.SUPPRESS, **option.how)
+    add_facts(parser, "source-")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -164,6 +167,7 @@ def _converted(arguments: argparse.Namespace, target: Target, team: Team) -> Rep
         dry_run=arguments.dry_run,
         accept_lost=arguments.accept_lost,
         drop=arguments.drop,
+        facts=facts_of(arguments),
         progress=Progress() if team.rank == 0 else lambda done, total: None,
         team=team,
     )

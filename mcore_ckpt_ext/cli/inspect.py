@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.cli.output import BAD, Painted, as_json, heading, line, message, table
+from mcore_ckpt_ext.cli.facts import add_facts, facts_of
+from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, as_json, heading, line, message, table
 from mcore_ckpt_ext.cli.page import inspection_page
 from mcore_ckpt_ext.errors import readable
 from mcore_ckpt_ext.offline.inspection import Inspection, StoredFile, inspect
@@ -22,11 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page")
+    add_facts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Inspect, and report it."""
-    found = inspect(arguments.path, buffers=arguments.html is not None or arguments.json)
+    found = inspect(arguments.path, buffers=arguments.html is not None or arguments.json, facts=facts_of(arguments))
     if arguments.html is not None:
         arguments.html.write_text(inspection_page(found), encoding="utf-8")
         message(f"wrote {arguments.html}")
@@ -37,18 +39,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _layout(found: Inspection) -> str:
+    """The layout, and who says so where Megatron's own arguments do not."""
+    ranks = f", {world:,} ranks" if (world := found.layout["world"]) is not None else ""
+    source = f", by {found.described_by} and the index" if found.described_by else ""
+    return f"{found.layout_text}{ranks}{source}"
+
+
 def _show(found: Inspection) -> None:
     line(found.path)
     table(
         [
             ("format", found.format),
             ("optimizer", ": ".join(filter(None, (found.optimizer_format, found.optimizer))) or "none"),
-            ("layout", f"{found.layout_text}, {found.layout['world']:,} ranks"),
+            ("layout", _layout(found)),
             ("iteration", found.iteration),
             ("written by", _writer(found.writer.version)),
             ("sidecar", _sidecar(found)),
         ]
     )
+    for problem in found.unbelieved:
+        line(Painted(f"note: {problem}", REMARKABLE))
     if found.writer.evidence:
         heading("how the version is known")
         table([(item.what, _bounds(item.first, item.last)) for item in found.writer.evidence])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from mcore_ckpt_ext.cli.facts import add_facts, facts_of
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, heading, line, table
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
@@ -18,11 +19,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="look at metadata only")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
+    add_facts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and report what was found."""
-    found = verify(arguments.path, quick=arguments.quick, workers=arguments.workers, progress=Progress())
+    found = verify(
+        arguments.path,
+        quick=arguments.quick,
+        workers=arguments.workers,
+        progress=Progress(),
+        facts=facts_of(arguments),
+    )
     if arguments.json:
         as_json(found)
     else:

@@ -45,14 +45,15 @@ _LATENT = (
 def run_config(family: Family, arguments: ModelArguments) -> str:
     """The file's text for a model that nobody has trained yet."""
     content = {
-        "model": _model(family, arguments),
+        "model": bridge_model(family, arguments),
         "checkpoint": {"save_rng": False, "save_optim": False, "fully_parallel_save": True},
     }
     # YAML 1.1, which PyYAML reads, takes 1e-06 for text and 1.0e-06 for a number.
     return re.sub(r"(?<=: )(-?\d+)e(?=[+-]\d)", r"\1.0e", json.dumps(content, indent=2)) + "\n"
 
 
-def _model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
+def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
+    """The section `model`: its class, and the fields of that; the layout is one rank's."""
     names = list(_SAME) + list(_EXPERTS if arguments.num_experts else ())
     provider = "gpt_provider.GPTModelProvider"
     if arguments.multi_latent_attention:

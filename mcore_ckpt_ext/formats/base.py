@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened, some
+from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.stacking import stacks_layers
@@ -32,7 +33,6 @@ from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.storage.runs import RELEASE
 from mcore_ckpt_ext.transfer import Transfer
-from mcore_ckpt_ext.versions import parse_version
 
 
 class Weights(Source, Protocol):
@@ -140,7 +140,7 @@ class Checkpoint(ABC):
     @property
     def args(self) -> dict[str, Any]:
         """Megatron's parsed arguments of the job that wrote the checkpoint, by name."""
-        return dict(vars(self.common["args"])) if "args" in self.common else {}
+        return dict(vars(self.common[ARGUMENTS])) if ARGUMENTS in self.common else {}
 
     @cached_property
     def arguments(self) -> JobArguments:
@@ -149,8 +149,7 @@ class Checkpoint(ABC):
         Raises:
             UnreadableCheckpointError: one has a value that it cannot have.
         """
-        recorded = parse_version(self.sidecar.megatron) if self.sidecar else None
-        return JobArguments.of(self.args, source=f"the arguments in {self.folder}", version=recorded)
+        return stated_by_megatron(self.args, self.folder, self.sidecar)
 
     @cached_property
     def layout(self) -> ParallelLayout:

@@ -17,6 +17,8 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.description import ARGUMENTS
+from mcore_ckpt_ext.formats.portable_state import known_arguments
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS, Unread, in_common_state, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import ShardedKey, name_at
@@ -227,6 +229,10 @@ def canonical_output(checkpoint: Checkpoint) -> Output:
     return Output(files, records)
 
 
+def _common(checkpoint: Checkpoint) -> dict[str, Any]:
+    return {key: value for key, value in checkpoint.common.items() if key != "optimizer"}
+
+
 def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     """Everything except the arrays."""
     state = checkpoint.optimizer if checkpoint.optimizer_format else None
@@ -248,5 +254,5 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
         "grad_scaler": encode(checkpoint.grad_scaler() if checkpoint.optimizer_format else None),
         "extra_states": encode(dict(checkpoint.extra_states())),
         "random_states": [[list(place), encode(state)] for place, state in checkpoint.random_states().items()],
-        "common": encode({key: value for key, value in checkpoint.common.items() if key != "optimizer"}),
+        "common": encode({**_common(checkpoint), ARGUMENTS: known_arguments(checkpoint.arguments)}),
     }

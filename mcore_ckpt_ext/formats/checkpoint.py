@@ -11,6 +11,7 @@ from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint, is_colossalai
+from mcore_ckpt_ext.formats.description import refuse_facts
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
@@ -21,6 +22,7 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.zarr import NAME as ZARR
 from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.storage.runs import iteration_folder, no_checkpoint
@@ -36,6 +38,7 @@ def open_checkpoint(
     witnesses: Sequence[ParameterOrder] = (),
     family: Family | None = None,
     transformer_impl: str = TRANSFORMER_ENGINE,
+    facts: Facts = NOTHING,
 ) -> Checkpoint:
     """Open a checkpoint; nothing but metadata is read.
 
@@ -45,8 +48,10 @@ def open_checkpoint(
         witnesses: parameter orders to try when the packing of the gradient buffers is recovered.
         family: the family of a Hugging Face folder whose `config.json` names no known one.
         transformer_impl: the layer spec whose names a Hugging Face folder is read under.
+        facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
 
     Raises:
+        UsageError: facts are given of a checkpoint that describes its job itself, or they contradict its index.
         UnreadableCheckpointError: there is no finished checkpoint.
         UnsupportedCheckpointError: this version does not read its kind.
 
@@ -62,14 +67,20 @@ def open_checkpoint(
     """
     with interpreting(path):
         folder = iteration_folder(as_path(path))
+        if facts != NOTHING and not _may_lack_arguments(folder):
+            refuse_facts(facts, folder)
         if is_colossalai(folder):
             return ColossalAICheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl)
         if is_huggingface(folder):
             return HuggingFaceCheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl)
-        return _open(folder, witnesses)
+        return _open(folder, witnesses, facts)
 
 
-def _open(folder: Path, witnesses: Sequence[ParameterOrder]) -> Checkpoint:
+def _may_lack_arguments(folder: Path) -> bool:
+    return not (is_colossalai(folder) or is_huggingface(folder) or is_canonical(folder) or is_legacy(folder))
+
+
+def _open(folder: Path, witnesses: Sequence[ParameterOrder], facts: Facts) -> Checkpoint:
     if is_canonical(folder):
         return CanonicalCheckpoint(folder, witnesses)
     if is_legacy(folder):
@@ -84,4 +95,4 @@ def _open(folder: Path, witnesses: Sequence[ParameterOrder]) -> Checkpoint:
             expected=" or ".join(_BACKENDS),
             where=str(folder),
         )
-    return _BACKENDS[backend](folder, witnesses)
+    return _BACKENDS[backend](folder, witnesses, facts)

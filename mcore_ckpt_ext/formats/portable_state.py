@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, printable
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.description import PARTIAL
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity
 from mcore_ckpt_ext.storage.archive_draft import draft_archive
 from mcore_ckpt_ext.storage.writable import first_unwritable, hides_a_pickle
@@ -61,6 +63,12 @@ class PortableState:
         random_states, about_random_states = _writable_random_states(checkpoint)
         notes += [*about_arguments, *about_extra_states, *about_random_states]
         return cls(common, extra_states, random_states, tuple(notes))
+
+
+def known_arguments(arguments: JobArguments) -> argparse.Namespace:
+    """The arguments of a job as a checkpoint holds them; marked where they are no more than what is known of it."""
+    marks = {} if arguments.tells_all else {PARTIAL: True}
+    return argparse.Namespace(**{**arguments.stated, **marks})
 
 
 def portable_arguments(arguments: argparse.Namespace, version: tuple[int, int]) -> tuple[argparse.Namespace, list[str]]:

@@ -13,9 +13,20 @@ from typing import Any
 
 from typing_extensions import override
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, remedy
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
+from mcore_ckpt_ext.formats.description import (
+    ARGUMENTS,
+    Description,
+    completed,
+    described,
+    refuse_facts,
+    stated_by_megatron,
+)
 from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
+from mcore_ckpt_ext.formats.shown import layout_shown, model_shown
 from mcore_ckpt_ext.formats.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.unread import (
     COMMON_KEYS,
@@ -29,6 +40,8 @@ from mcore_ckpt_ext.formats.unread import (
     tensors_in,
 )  # fmt: skip
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.loops.verl import STEP
 from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
 from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
 from mcore_ckpt_ext.optimizers.encoding import StoredKeys
@@ -60,9 +73,17 @@ class TorchDistCheckpoint(Checkpoint):
 
     format = NAME
 
-    def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
+    def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = (), facts: Facts = NOTHING) -> None:
+        """As there; `facts`: what the user states of the job, for a checkpoint without Megatron's arguments.
+
+        Raises:
+            UsageError: the checkpoint has them, or shows something else.
+        """
         super().__init__(folder, witnesses)
         self._index = self._read_index()
+        self._facts = facts
+        if facts != NOTHING and ARGUMENTS in self.common:
+            refuse_facts(facts, folder)
 
     def _read_index(self) -> DcpIndex:
         return read_index(self.folder)
@@ -92,6 +113,37 @@ class TorchDistCheckpoint(Checkpoint):
             found, where = type(common), str(self.folder)
             raise UnreadableCheckpointError("the common state is not a dict", found=found, where=where)
         return common
+
+    @cached_property
+    @override
+    def arguments(self) -> JobArguments:
+        if ARGUMENTS in self.common:
+            return stated_by_megatron(self.args, self.folder, self.sidecar)
+        return self.description.arguments
+
+    @cached_property
+    def description(self) -> Description:
+        """What is known of the job: by Megatron's arguments, else by what lies beside the checkpoint and by its index.
+
+        Raises:
+            UsageError: the user states something else than the index shows.
+        """
+        if ARGUMENTS in self.common:
+            return Description(self.arguments)
+        found = described(self.reader, self.sidecar, self._facts)
+        shown = layout_shown(self._index, self.random_state_grid(), found.arguments.stated)
+        shown_of_model = model_shown(self._index.arrays, self.weights.names())
+        return completed(found, {**shown_of_model, **shown}, self._facts, self.folder)
+
+    @property
+    @override
+    def iteration(self) -> int:
+        step = STEP.fullmatch(self.folder.parent.name) or STEP.fullmatch(self.folder.parent.parent.name)
+        return int(step[1]) if "iteration" not in self.common and step else super().iteration
+
+    @override
+    def notices(self) -> list[str]:
+        return [*self.description.problems, *super().notices()]
 
     @cached_property
     def stored_optimizer_format(self) -> str | None:
@@ -275,29 +327,6 @@ def _is_read(key: str) -> bool:
     """Whether an object that belongs to no optimizer is read."""
     name, _, _ = key.rpartition("/shard_")
     return key == COMMON_OBJECT or key.startswith(_RANDOM_STATE) or is_extra_state(name)
-
-
-def common_optimizers(common: Mapping[str, Any]) -> list[dict[Any, Any]]:
-    """The optimizer's entries in the common state: one, or one for each chained optimizer."""
-    state = common.get("optimizer")
-    if not isinstance(state, dict):
-        return []
-    children = [child for key, child in state.items() if isinstance(key, int) and isinstance(child, dict)]
-    return children or [state]
-
-
-def sharding_type(common: Mapping[str, Any]) -> str | None:
-    """Megatron's name of the optimizer's sharding type, from the common state.
-
-    The optimizer's own entry is the authority in all versions, then the content metadata (since core_v0.13.0).
-    """
-    state = common.get("optimizer")
-    children = [state, *state.values()] if isinstance(state, dict) else []
-    for child in children:
-        if isinstance(child, dict) and "param_state_sharding_type" in child:
-            return str(child["param_state_sharding_type"])
-    found = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
-    return str(found) if found else None
 
 
 def sharded_backend(folder: Path) -> str:

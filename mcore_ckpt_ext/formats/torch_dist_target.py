@@ -23,6 +23,7 @@ from mcore_ckpt_ext.formats.portable_state import (
     SHARDING_MARK,
     PortableState,
     distinct_groups,
+    known_arguments,
     portable_chain,
     undistributed,
 )
@@ -37,6 +38,7 @@ from mcore_ckpt_ext.storage.archive_draft import draft_archive
 OLDEST = (0, 8)
 # A rank that wants part of a chunk reads all of it (torch/distributed/checkpoint/filesystem.py), so chunks stay small.
 CHUNK_BYTES = 128 << 20
+_COMPARED = ("num_layers", "hidden_size", "num_attention_heads")
 # Layer-wise optimizers have all up to core_v0.19.0; later a DistributedOptimizer may have what Muon does not step
 # (`_get_megatron_emerging_optimizer`, megatron/core/optimizer/__init__.py).
 MIXED_SINCE = (0, 19)
@@ -48,8 +50,14 @@ class TorchDistTarget:
     `experts_apart`: experts have an optimizer of their own, as in jobs with several expert-parallel ranks.
     """
 
-    def __init__(self, checkpoint: Checkpoint, version: tuple[int, int], experts_apart: bool) -> None:
-        """Raises: UnsupportedCheckpointError, when that version knows no format that it resumes under any layout."""
+    def __init__(
+        self, checkpoint: Checkpoint, version: tuple[int, int], experts_apart: bool, *, with_arguments: bool = True
+    ) -> None:
+        """`with_arguments`: write Megatron's arguments, which other loops do not.
+
+        Raises:
+            UnsupportedCheckpointError: that version knows no format that it resumes under any layout.
+        """
         if version < OLDEST:
             raise UnsupportedCheckpointError(
                 "that version of Megatron has no torch_dist optimizer format that it resumes under another layout",
@@ -60,11 +68,17 @@ class TorchDistTarget:
         self._checkpoint = checkpoint
         self._version = version
         self._experts_apart = experts_apart
+        self._with_arguments = with_arguments
         self._keys = checkpoint.sharded_keys()
-        self._state = PortableState.of(checkpoint, checkpoint.common["args"], version)
+        self._state = PortableState.of(checkpoint, known_arguments(checkpoint.arguments), version)
         self._source_chain = checkpoint.chain() if checkpoint.optimizer_format is not None else []
         self._is_mixed = any(SHARDING_MARK in child for child in self._source_chain)
         self._random_states = dict(self._random_state_objects())
+
+    @property
+    def carries_random_states(self) -> bool:
+        """Whether the states of the random generators are written."""
+        return bool(self._random_states)
 
     def output(self) -> Output:
         """All files of the folder, and where each tensor goes."""
@@ -86,7 +100,13 @@ class TorchDistTarget:
         small.append(replace(_small_file("metadata.json", self._config()), last=True))
         afresh = "the state of the random generators is not carried: they start anew on resuming"
         notes = [*self._state.notes, *(() if self._random_states else (afresh,))]
-        return Output([*files, *small], records, (*notes, *self._about_the_mixture()))
+        return Output([*files, *small], records, (*notes, *self._about_the_mixture(), *self._about_the_arguments()))
+
+    def _about_the_arguments(self) -> Iterator[str]:
+        """What stock Megatron compares with its own arguments (`check_checkpoint_args`, 0.7 to 0.19), and will miss."""
+        missing = [name for name in _COMPARED if not self._checkpoint.arguments.is_known(name)]
+        if missing and self._with_arguments and not self._checkpoint.released:
+            yield f"nothing tells {' and '.join(missing)} of the job, which stock Megatron asks a checkpoint for"
 
     def _about_the_mixture(self) -> Iterator[str]:
         """Which jobs load a chain of layer-wise and distributed optimizers."""
@@ -212,6 +232,8 @@ class TorchDistTarget:
             if self._version >= (0, 15):
                 content["distrib_optim_fully_reshardable_mem_efficient"] = False
             common["content_metadata"] = content
+        if not self._with_arguments:
+            del common["args"]
         return common
 
     def _chain(self, encoding: str) -> list[dict[str, Any]]:

@@ -13,10 +13,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.legacy_ranks import LAYER_WISE_FILES
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint, common_optimizers, sharding_type
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.online.homes.recognition import Chain, is_another_kind, kind_named, stock_stumbles, switched

@@ -14,7 +14,11 @@ _MOST_OF_A_MODEL = 1 << 14
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """Sizes of the parallel dimensions of a job; `virtual_pipeline` counts model chunks per pipeline rank."""
+    """Sizes of the parallel dimensions of a job; `virtual_pipeline` counts model chunks per pipeline rank.
+
+    `unknown` names the dimensions that nothing tells. They count as 1 where something has to be tried, which the proof
+    then judges; they are never shown as 1.
+    """
 
     tensor: int
     pipeline: int
@@ -24,6 +28,7 @@ class ParallelLayout:
     context: int
     data: int
     world: int
+    unknown: frozenset[str] = frozenset()
 
     @classmethod
     def from_arguments(cls, arguments: JobArguments) -> ParallelLayout:
@@ -45,21 +50,62 @@ class ParallelLayout:
             context=context,
             data=data,
             world=arguments.world_size or tensor * pipeline * context * data,
+            unknown=_unknown(arguments),
         )
-        sizes = asdict(layout)
+        sizes = layout.sizes()
         largest = max(tensor * pipeline, layout.expert_tensor * layout.expert, pipeline * layout.virtual_pipeline)
         if layout.world > MOST_RANKS or largest > _MOST_OF_A_MODEL:
             raise UnreadableCheckpointError("the arguments of the job name an impossible layout", found=sizes)
         return layout
 
+    def sizes(self) -> dict[str, int]:
+        """The size of each dimension, by its name; 1 of those that are not known."""
+        return {name: size for name, size in asdict(self).items() if name != "unknown"}
+
+    def known_sizes(self) -> dict[str, int | None]:
+        """The size of each dimension, by its name; None of those that are not known."""
+        return {name: None if name in self.unknown else size for name, size in self.sizes().items()}
+
     def __str__(self) -> str:
-        sizes = [("TP", self.tensor), ("PP", self.pipeline), ("VPP", self.virtual_pipeline), ("EP", self.expert),
-                 ("CP", self.context), ("DP", self.data)]  # fmt: skip
         always = {"TP", "PP", "DP"}
-        parts = [f"{label}{size}" for label, size in sizes if size > 1 or label in always]
-        if self.expert > 1 and self.expert_tensor != self.tensor:
+        parts = [
+            f"{label}{getattr(self, name)}"
+            for name, label in _LABELS.items()
+            if name not in self.unknown and (getattr(self, name) > 1 or label in always)
+        ]
+        if self.expert > 1 and self.expert_tensor != self.tensor and "expert_tensor" not in self.unknown:
             parts.insert(-1, f"ETP{self.expert_tensor}")
-        return " x ".join(parts)
+        missing = [label for name, label in _LABELS.items() if name in self.unknown]
+        if not parts:
+            return "not known"
+        return " x ".join(parts) + (f" ({', '.join(missing)} not known)" if missing else "")
+
+
+_LABELS = {
+    "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "expert": "EP", "context": "CP", "data": "DP",
+}  # fmt: skip
+
+
+def _unknown(arguments: JobArguments) -> frozenset[str]:
+    """The dimensions that arguments leave open: none of Megatron's own, where an argument that is not there is 1."""
+    if arguments.tells_all:
+        return frozenset()
+    stated = {
+        "tensor": arguments.tensor_model_parallel_size is not None,
+        "pipeline": arguments.pipeline_model_parallel_size is not None,
+        "virtual_pipeline": arguments.is_known("virtual_pipeline_model_parallel_size")
+        or arguments.pipeline_model_parallel_size == 1,
+        "expert": arguments.expert_model_parallel_size is not None or _has_no_experts(arguments),
+        "expert_tensor": arguments.expert_tensor_parallel_size is not None or _has_no_experts(arguments),
+        "context": arguments.context_parallel_size is not None,
+        "data": arguments.data_parallel_size is not None,
+        "world": arguments.world_size is not None,
+    }
+    return frozenset(name for name, is_stated in stated.items() if not is_stated)
+
+
+def _has_no_experts(arguments: JobArguments) -> bool:
+    return arguments.is_known("num_experts") and not arguments.num_experts
 
 
 def layers_by_chunk(arguments: JobArguments, layout: ParallelLayout) -> list[list[range]] | None:

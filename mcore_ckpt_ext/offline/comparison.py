@@ -17,6 +17,7 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import LOCAL, HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.names import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
@@ -121,6 +122,7 @@ def compare(
     *,
     kinds: Sequence[str] | None = None,
     family: str | None = None,
+    facts: Facts = NOTHING,
     workers: int = DEFAULT_WORKERS,
     progress: Progress = lambda done, total: None,
     pictures: bool = False,
@@ -134,6 +136,7 @@ def compare(
         b: another.
         kinds: which kinds; by default all that one of the two has, or with a Hugging Face folder all that both have.
         family: of a Hugging Face folder, as `convert` takes it.
+        facts: what you know of the jobs that wrote them, where their checkpoints are without Megatron's arguments.
         workers: threads.
         progress: told the bytes compared so far and the bytes to compare.
         pictures: also say where in each tensor the differences are, and how large.
@@ -148,7 +151,7 @@ def compare(
         (True, [('weight', 27), ('fp32_param', 27), ('exp_avg', 27), ('exp_avg_sq', 27)])
     """
     with interpreting(f"{a} or {b}"):
-        return _comparison(_sides(a, b, family), kinds, workers, progress, pictures)
+        return _comparison(_sides(a, b, family, facts), kinds, workers, progress, pictures)
 
 
 def _comparison(
@@ -198,10 +201,16 @@ def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
     return all(kind in side.kinds for side in sides) or any(kind in side.checkpoint.carried_kinds() for side in sides)
 
 
-def _sides(a: str | os.PathLike[str], b: str | os.PathLike[str], family: str | None) -> tuple[_Side, _Side]:
+def _sides(
+    a: str | os.PathLike[str], b: str | os.PathLike[str], family: str | None, facts: Facts
+) -> tuple[_Side, _Side]:
     """Both checkpoints, a Hugging Face folder under the names and with the vocabulary of the other."""
     of_family = family_named(family) if family else None
     opened = [open_checkpoint(path, family=of_family) for path in (a, b)]
+    if facts != NOTHING:
+        described = [checkpoint.arguments.tells_all for checkpoint in opened]
+        of_side = [NOTHING if tells_all and not all(described) else facts for tells_all in described]
+        opened = [open_checkpoint(path, family=of_family, facts=own) for path, own in zip((a, b), of_side, strict=True)]
     rows: list[int | None] = [None, None]
     for index, path in enumerate((a, b)):
         this, other = opened[index], opened[1 - index]

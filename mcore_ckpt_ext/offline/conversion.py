@@ -20,6 +20,7 @@ from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckp
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.account import settle
@@ -89,6 +90,7 @@ def convert(
     dry_run: bool = False,
     accept_lost: bool = False,
     drop: Collection[str] = (),
+    facts: Facts = NOTHING,
     progress: Callable[[int, int], None] = lambda done, total: None,
     team: Team | None = None,
 ) -> Report:
@@ -108,6 +110,7 @@ def convert(
         accept_lost: convert although the source lacks elements of the optimizer; their masters are taken from the
             weights, their moments become zero.
         drop: kinds of optimizer state to leave out, where it cannot be carried; `optimizer` leaves all of it out.
+        facts: what you know of the job that wrote a source without Megatron's arguments.
         progress: told the bytes written so far and the bytes to write, of this process.
         team: the processes that share the work, each with the same arguments; by default this one alone.
 
@@ -126,7 +129,7 @@ def convert(
     begun = time.monotonic()
     team = team or Alone()
     of_family = family_named(family) if family else None
-    checkpoint = open_source(source, target, of_family)
+    checkpoint = open_source(source, target, of_family, facts)
     before = _state_of(checkpoint.folder)
     with interpreting(checkpoint.folder):
         unread = settle(checkpoint, target, drop)
@@ -143,7 +146,8 @@ def convert(
     block_bytes = max(1 << 16, min(BLOCK_BYTES, memory_limit // (workers * _BLOCKS_AT_ONCE)))
     filler = _Filler(checkpoint, accept_lost)
     if not dry_run:
-        fingerprint = _fingerprint((str(checkpoint.folder), before, target, family, accept_lost, sorted(drop)), output)
+        identity = (str(checkpoint.folder), before, target, family, accept_lost, sorted(drop), facts)
+        fingerprint = _fingerprint(identity, output)
         make = RemoteOutput if is_remote(place.path) else LocalOutput
         written = make(place, fingerprint, team, workers, block_bytes)
 

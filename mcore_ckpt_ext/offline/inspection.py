@@ -14,7 +14,9 @@ from mcore_ckpt_ext.errors import interpreting
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.slices import numel_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.accounting import stored_parts
@@ -26,7 +28,11 @@ from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names
 from mcore_ckpt_ext.storage.collector import collector_paused
 
-SCHEMA = 3
+SCHEMA = 4
+_LABELS = {
+    "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "expert": "EP", "expert_tensor": "ETP",
+    "context": "CP", "data": "DP",
+}  # fmt: skip
 _DISTCP = re.compile(r"^__(\d+)_(\d+)\.distcp$")
 
 
@@ -79,13 +85,17 @@ class BufferMap:
 
 @dataclass(frozen=True)
 class Inspection:
-    """Everything that `inspect` reports; sizes in bytes."""
+    """Everything that `inspect` reports; sizes in bytes.
+
+    A dimension of `layout` is None where nothing tells its size. `described_by` names the file that describes the job
+    of a checkpoint without Megatron's arguments; `unbelieved` says what such a source says, and is not so.
+    """
 
     schema: int
     path: str
     format: str
     iteration: int
-    layout: Mapping[str, int]
+    layout: Mapping[str, int | None]
     layout_text: str
     writer: Writer
     optimizer_format: str | None
@@ -103,14 +113,17 @@ class Inspection:
     tensors: tuple[StoredTensor, ...]
     buffers: tuple[BufferMap, ...]
     stages: tuple[Stage, ...] = ()
+    described_by: str = ""
+    unbelieved: tuple[str, ...] = ()
 
 
-def inspect(path: str | os.PathLike[str], *, buffers: bool = False) -> Inspection:
+def inspect(path: str | os.PathLike[str], *, buffers: bool = False, facts: Facts = NOTHING) -> Inspection:
     """Inspect a checkpoint; nothing but metadata is read.
 
     Args:
         path: a run folder (its newest iteration), an iteration folder, or a canonical folder.
         buffers: also propose the maps of flat gradient buffers.
+        facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -123,7 +136,7 @@ def inspect(path: str | os.PathLike[str], *, buffers: bool = False) -> Inspectio
         ('Megatron with mcore_ckpt_ext', '0.16 to 0.19')
     """
     with collector_paused(), interpreting(path):
-        return _inspection(open_checkpoint(path), buffers)
+        return _inspection(open_checkpoint(path, facts=facts), buffers)
 
 
 def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
@@ -131,7 +144,8 @@ def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
     grid = RankGrid(layout, bool(checkpoint.arguments.use_tp_pp_dp_mapping))
     files = _files(checkpoint, grid)
     ranks = {file.rank for file in files if file.rank is not None}
-    silent = tuple(rank for rank in range(layout.world) if rank not in ranks) if ranks else ()
+    silent = tuple(rank for rank in range(layout.world) if rank not in ranks) if ranks and grid.is_known else ()
+    description = checkpoint.description if isinstance(checkpoint, TorchDistCheckpoint) else None
     by_kind: dict[str, int] = {}
     for file in files:
         for kind, size in file.bytes_by_kind.items():
@@ -142,10 +156,7 @@ def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
         path=str(checkpoint.folder),
         format=checkpoint.format,
         iteration=checkpoint.iteration,
-        layout={
-            "TP": layout.tensor, "PP": layout.pipeline, "VPP": layout.virtual_pipeline, "EP": layout.expert,
-            "ETP": layout.expert_tensor, "CP": layout.context, "DP": layout.data, "world": layout.world,
-        },
+        layout={_LABELS.get(name, name): size for name, size in layout.known_sizes().items()},
         layout_text=str(layout),
         writer=writer,
         optimizer_format=checkpoint.optimizer_format,
@@ -165,7 +176,9 @@ def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
         tensors=_tensors(checkpoint),
         buffers=_buffers(checkpoint) if buffers else (),
         stages=stages_of(checkpoint, grid),
-    )  # fmt: skip
+        described_by=description.source if description else "",
+        unbelieved=description.problems if description else (),
+    )
 
 
 def _files(checkpoint: Checkpoint, grid: RankGrid) -> list[StoredFile]:

@@ -12,6 +12,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.bridge_files import run_config_file, train_state
 from mcore_ckpt_ext.formats.canonical import canonical_output
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
@@ -26,6 +27,8 @@ from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceTarget
 from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.torch_dist_target import TorchDistTarget
+from mcore_ckpt_ext.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.output import Output, OutputFile
@@ -40,9 +43,6 @@ from mcore_ckpt_ext.targets import (
     installed_version,
     version_number,
 )
-
-RUN_CONFIG = "run_config.yaml"
-"""The file by which Megatron-Bridge knows its checkpoints."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,9 @@ class LaidOut:
     reads_back: Callable[[Path], Checkpoint] = open_checkpoint
 
 
-def open_source(path: str | os.PathLike[str], target: Target, family: Family | None) -> Checkpoint:
+def open_source(
+    path: str | os.PathLike[str], target: Target, family: Family | None, facts: Facts = NOTHING
+) -> Checkpoint:
     """The source of a conversion, under the names that the target wants.
 
     Raises:
@@ -74,7 +76,7 @@ def open_source(path: str | os.PathLike[str], target: Target, family: Family | N
         CheckpointError: it cannot be read.
     """
     wanted = None if isinstance(target, HuggingFace) else target.transformer_impl
-    checkpoint = open_checkpoint(path, family=family, transformer_impl=wanted or TRANSFORMER_ENGINE)
+    checkpoint = open_checkpoint(path, family=family, transformer_impl=wanted or TRANSFORMER_ENGINE, facts=facts)
     from_hugging_face = isinstance(checkpoint, HuggingFaceCheckpoint)
     if wanted is not None and not from_hugging_face:
         raise UsageError(
@@ -113,7 +115,10 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
     output = _torch_dist(checkpoint, target) if isinstance(target, TorchDist) else _legacy(checkpoint, target)
     output = _noting(output, [], _version_notes(target))
     folder = RELEASE if checkpoint.released else iteration_name(checkpoint.iteration)
-    return LaidOut(_below(_with_companions(_noting(output, notices), checkpoint), folder), folder, kinds)
+    below = _below(_with_companions(_noting(output, notices), checkpoint), folder)
+    if isinstance(target, TorchDist) and target.loop == "bridge" and not checkpoint.released:
+        below = replace(below, files=[*below.files, _file(LATEST_TRAIN_STATE, train_state(checkpoint), last=True)])
+    return LaidOut(below, folder, kinds)
 
 
 def _check_vocabulary(checkpoint: Checkpoint, asked: int | None) -> None:
@@ -154,11 +159,22 @@ def _torch_dist(checkpoint: Checkpoint, target: TorchDist) -> Output:
     _check_buildable(checkpoint, target)
     expert = target.expert_model_parallel_size
     experts_apart = checkpoint.experts_apart if expert is None else expert > 1
-    output = TorchDistTarget(checkpoint, version_number(target.megatron_version), experts_apart).output()
-    if not isinstance(checkpoint, HuggingFaceCheckpoint):
-        return output
-    text = checkpoint.run_config().encode()
-    return replace(output, files=[OutputFile(RUN_CONFIG, len(text), ((0, text),)), *output.files])
+    version, for_bridge = version_number(target.megatron_version), target.loop == "bridge"
+    written = TorchDistTarget(checkpoint, version, experts_apart, with_arguments=not for_bridge)
+    if isinstance(checkpoint, HuggingFaceCheckpoint):
+        return _beside(written.output(), _file(RUN_CONFIG, checkpoint.run_config().encode()))
+    if not for_bridge:
+        return written.output()
+    run_config, notes = run_config_file(checkpoint, written.carries_random_states)
+    return _noting(_beside(written.output(), run_config, _file(TRAIN_STATE, train_state(checkpoint))), notes)
+
+
+def _beside(output: Output, *small: OutputFile) -> Output:
+    return replace(output, files=[*small, *output.files])
+
+
+def _file(name: str, content: bytes, last: bool = False) -> OutputFile:
+    return OutputFile(name, len(content), ((0, content),), last=last)
 
 
 def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
@@ -210,10 +226,7 @@ def _version_notes(target: TorchDist | Legacy) -> list[str]:
 
 def _with_companions(output: Output, checkpoint: Checkpoint) -> Output:
     """The same, with the model's small files where Megatron keeps its tokenizer."""
-    small = [
-        OutputFile(f"{TOKENIZER_FOLDER}/{name}", len(content), ((0, content),))
-        for name, content in checkpoint.companions().items()
-    ]
+    small = [_file(f"{TOKENIZER_FOLDER}/{name}", content) for name, content in checkpoint.companions().items()]
     notes = companion_notes(checkpoint.companions(), checkpoint)
     return replace(output, files=[*small, *output.files], notes=(*output.notes, *notes))
 
@@ -229,7 +242,7 @@ def _below(output: Output, folder: str) -> Output:
     """The same files in a folder of the destination, with the tracker file that names it."""
     files = [replace(file, name=f"{folder}/{file.name}") for file in output.files]
     named = folder if folder == "release" else str(int(folder.removeprefix("iter_")))
-    files.append(OutputFile(TRACKER_FILE, len(named), ((0, named.encode()),), last=True))
+    files.append(_file(TRACKER_FILE, named.encode(), last=True))
     records = [replace(record, file=f"{folder}/{record.file}") for record in output.records]
     return replace(output, files=files, records=records)
 
@@ -245,6 +258,7 @@ _SPREADING = (
 def reader_arguments(checkpoint: Checkpoint, target: Legacy) -> JobArguments:
     """Megatron's arguments of the job that will read: the writer's, with another layout."""
     written, source = checkpoint.arguments, checkpoint.layout
+    _check_layout_known(checkpoint, target)
     tensor = target.tensor_model_parallel_size or source.tensor
     vocabulary = target.vocab_size or checkpoint.vocabulary
     pipeline = target.pipeline_model_parallel_size or source.pipeline
@@ -272,6 +286,26 @@ def reader_arguments(checkpoint: Checkpoint, target: Legacy) -> JobArguments:
         "use_distributed_optimizer": not (checkpoint.optimizer_format and checkpoint.chain()),
     }
     return written.changed(**changes)
+
+
+def _check_layout_known(checkpoint: Checkpoint, target: Legacy) -> None:
+    """Refuse to take over a size from a source that does not tell it.
+
+    Raises:
+        UsageError: neither the source nor the user says it.
+    """
+    open_sizes = {
+        "tensor": target.tensor_model_parallel_size,
+        "pipeline": target.pipeline_model_parallel_size,
+        "expert": target.expert_model_parallel_size,
+    }
+    missing = [name for name, size in open_sizes.items() if size is None and name in checkpoint.layout.unknown]
+    if missing:
+        raise UsageError(
+            "the layout of the job that will read is not known: the source does not say its own",
+            expected=", ".join(f"--{name}-model-parallel-size" for name in missing), where=str(checkpoint.folder),
+            helps="name it",
+        )  # fmt: skip
 
 
 def _padded_vocabulary(checkpoint: Checkpoint, tensor: int, vocabulary: int | None) -> int:

@@ -21,6 +21,11 @@ class RankGrid:
     layout: ParallelLayout
     pipeline_first: bool = False
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the sizes are known that say where a rank stands."""
+        return self.layout.unknown.isdisjoint(("tensor", "pipeline", "context", "data", "world"))
+
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
         """(tensor, context, data, pipeline) of a global rank."""
         layout = self.layout
@@ -34,6 +39,8 @@ class RankGrid:
 
     def place(self, rank: int) -> str:
         """A global rank's place, in words."""
+        if not self.is_known:
+            return "not known"
         layout = self.layout
         tensor, context, data, pipeline = self.coordinates(rank)
         sizes = ((layout.tensor, "tensor", tensor), (layout.pipeline, "pipeline", pipeline))

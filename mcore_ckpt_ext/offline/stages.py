@@ -35,7 +35,7 @@ def stages_of(checkpoint: Checkpoint, grid: RankGrid) -> tuple[Stage, ...]:
         layers = checkpoint.layers() or layers_by_chunk(checkpoint.arguments, checkpoint.layout)
     except CheckpointError:  # arguments that contradict each other; what else is in the checkpoint can be shown
         return ()
-    if layers is None:
+    if layers is None or not grid.is_known or "virtual_pipeline" in grid.layout.unknown:
         return ()
     ranks = [_ranks(grid, pipeline) for pipeline in range(len(layers))]
     return tuple(

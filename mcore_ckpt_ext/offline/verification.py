@@ -21,6 +21,7 @@ from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.completeness import check_folder, check_index, locate
 from mcore_ckpt_ext.offline.content import ContentCheck, ParameterReport
@@ -59,6 +60,7 @@ def verify(
     quick: bool = False,
     workers: int = DEFAULT_WORKERS,
     progress: Progress = lambda done, total: None,
+    facts: Facts = NOTHING,
 ) -> Verification:
     """Verify a checkpoint.
 
@@ -67,8 +69,10 @@ def verify(
         quick: look at metadata only.
         workers: threads.
         progress: told the bytes read so far and the bytes to read, about.
+        facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
 
     Raises:
+        UsageError: facts are given of a checkpoint that describes its job itself, or they contradict its index.
         UnreadableCheckpointError: there is no checkpoint at all at that path.
         UnsupportedCheckpointError: its kind is not read.
 
@@ -80,7 +84,7 @@ def verify(
         ['53,536 masters beside their weights']
     """
     located = locate(as_path(path))
-    run = _Run(located.folder or as_path(path), quick, workers, progress)
+    run = _Run(located.folder or as_path(path), quick, workers, progress, facts)
     run.findings.extend(located.findings)
     if located.folder is not None:
         problems = check_folder(located.folder)
@@ -93,8 +97,8 @@ def verify(
 class _Run:
     """One verification, step by step; each step adds its findings and says what it looked at."""
 
-    def __init__(self, folder: Path, quick: bool, workers: int, progress: Progress) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, quick: bool, workers: int, progress: Progress, facts: Facts) -> None:
+        self.folder, self._facts = folder, facts
         self.findings: list[Finding] = []
         self.checks: list[Check] = []
         self._quick, self._workers, self._progress = quick, workers, progress
@@ -112,7 +116,7 @@ class _Run:
     def verify(self) -> None:
         """All steps."""
         try:
-            checkpoint = open_checkpoint(self.folder)
+            checkpoint = open_checkpoint(self.folder, facts=self._facts)
             names = checkpoint.names(WEIGHT)
             _ = checkpoint.common, checkpoint.layout, checkpoint.iteration
         except (UnreadableCheckpointError, UnsafePickleError) as problem:
@@ -121,6 +125,9 @@ class _Run:
         if checkpoint.sidecar_problem:
             what = f"it is not believed: {checkpoint.sidecar_problem}"
             self.findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), what))
+        if isinstance(checkpoint, TorchDistCheckpoint):
+            problems = checkpoint.description.problems
+            self.findings.extend(warning(COMPLETE, str(self.folder), problem) for problem in problems)
         if checkpoint.vocabulary_contradiction:
             self.findings.append(warning(COMPLETE, str(self.folder), checkpoint.vocabulary_contradiction))
         failed = self.failed = self._check_files(checkpoint)

@@ -12,11 +12,13 @@ from dataclasses import dataclass
 
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
+from mcore_ckpt_ext.formats.common_state import sharding_type
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
-from mcore_ckpt_ext.formats.torch_dist import COMMON_FILE, COMMON_OBJECT, TorchDistCheckpoint, sharding_type
+from mcore_ckpt_ext.formats.torch_dist import COMMON_FILE, COMMON_OBJECT, TorchDistCheckpoint
 from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
+from mcore_ckpt_ext.loops.bridge import RUN_CONFIG
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
@@ -87,7 +89,10 @@ def writer_of(checkpoint: Checkpoint) -> Writer:
     evidence = tuple(Evidence(what, str(low or ""), str(high or "")) for what, low, high in bounds)
     if first > last:
         return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
-    return Writer(_span([version for version in KNOWN if first <= version <= last]), evidence, first)
+    span = _span([version for version in KNOWN if first <= version <= last])
+    if isinstance(checkpoint, TorchDistCheckpoint) and checkpoint.description.source == RUN_CONFIG:
+        return Writer(f"Megatron-Bridge on Megatron Core {span}", evidence, first)
+    return Writer(span, evidence, first)
 
 
 _Bound = tuple[str, Version | None, Version | None]
@@ -98,6 +103,8 @@ def _bounds(checkpoint: Checkpoint) -> Iterator[_Bound]:
         yield from _bounds_of_files(checkpoint)
         yield from _bounds_of_metadata(checkpoint)
     arguments = checkpoint.arguments
+    if not arguments.tells_all:
+        return
     known = [version for version, name in _ARGUMENT_SINCE.items() if arguments.is_known(name)]
     unknown = [version for version, name in _ARGUMENT_SINCE.items() if not arguments.is_known(name)]
     if known:
@@ -146,6 +153,8 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
     """
     if not isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         return [Resumption("nobody as it is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")]
+    if not checkpoint.arguments.tells_all:
+        return [*_of_another_loop(checkpoint)]
     # The format zarr left the loader in 0.16 (commit faa6037b).
     last = Version(0, 15) if isinstance(checkpoint, ZarrCheckpoint) else NEWEST
     readable = [version for version in KNOWN if min(writer.first, NEWEST) <= version <= last]
@@ -163,6 +172,16 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
         note = "tested with 0.16.1, 0.19.0 and 0.19.2"
         found.append(Resumption("Megatron with mcore_ckpt_ext", _span(readable), "any", note))
     return found
+
+
+def _of_another_loop(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> Iterator[Resumption]:
+    """Who resumes a checkpoint without Megatron's arguments, which `load_checkpoint` there asks for its layout."""
+    described = isinstance(checkpoint, TorchDistCheckpoint) and checkpoint.description.source == RUN_CONFIG
+    other = stock_can_load(checkpoint.optimizer_format, True, NEWEST)
+    own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
+    who = "Megatron-Bridge" if described else "the training loop that wrote it"
+    yield Resumption(who, "", "any" if other else own, _stock_note(checkpoint))
+    yield Resumption("stock Megatron", "none", "none", "mcore-ckpt convert --to torch_dist gives it arguments")
 
 
 def _stock(checkpoint: Checkpoint, placement_changed: bool, version: Version) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -78,7 +77,7 @@ class PackingRecorder:
         written_by, megatron = self._versions
         try:
             ranks = ParallelLayout.from_arguments(JobArguments.of(arguments))
-            layout = {name: int(size) for name, size in asdict(ranks).items()}
+            layout = {name: int(size) for name, size in ranks.sizes().items()}
             sidecar = Sidecar(f"mcore_ckpt_ext {written_by}", megatron, iteration, layout, groups, saved, digests)
             return sidecar.to_json()
         except Exception as error:  # noqa: BLE001 - see above

@@ -220,10 +220,10 @@ class FlatBuffers(OptimizerState):
         stages = range(layout.virtual_pipeline)
         if self.models.experts_apart and child == max(number for number, _ in self._arrays):
             rest, tensor = divmod(index, layout.expert_tensor)
-            if self.models.arguments.is_known("expert_tensor_parallel_size"):
-                pipeline, expert = divmod(rest, layout.expert)
-            else:
+            if self.models.arguments.lacks("expert_tensor_parallel_size"):
                 expert, pipeline = divmod(rest, layout.pipeline)
+            else:
+                pipeline, expert = divmod(rest, layout.expert)
             rank = ModelRank(pipeline, tensor, expert)
         else:
             pipeline, tensor = divmod(index, layout.tensor)
@@ -242,7 +242,7 @@ class FlatBuffers(OptimizerState):
                 borders = {border for piece in array.pieces for border in (piece.start, piece.stop)}
                 buckets[key] = StoredBucket(array.numel, tuple(sorted(borders)) if self._state.chunked else None)
         # Parameters are aligned since core_v0.8.0 (commit 5467bef3); an argument that came with it tells.
-        alignment = PARAMETER_ALIGNMENT if self.models.arguments.is_known("dist_ckpt_strictness") else 1
+        alignment = 1 if self.models.arguments.lacks("dist_ckpt_strictness") else PARAMETER_ALIGNMENT
         return OptimizerGroup(child, index, rank, stages, buckets, self._state.joined, alignment)
 
 

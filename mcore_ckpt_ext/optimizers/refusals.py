@@ -46,7 +46,8 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             "does not say under which parallel layout it was written",
             found="no arguments of the job",
             where=str(holder.folder),
-            helps="--drop optimizer converts its weights; Megatron-Bridge's run_config.yaml is not read yet",
+            helps="state it (--tensor-model-parallel-size and so on; of a source --source-tensor-model-parallel-size); "
+            "--drop optimizer converts its weights alone",
         )
     if FULLY_RESHARDABLE not in encodings and _transposes_experts(holder.arguments):
         raise UnsupportedCheckpointError(

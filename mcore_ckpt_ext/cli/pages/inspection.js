@@ -34,7 +34,7 @@ function layerMap() {
   for (const stage of data.stages) lanes.set(stage.pipeline, [...(lanes.get(stage.pipeline) || []), stage]);
   const layers = data.stages.reduce((most, stage) => Math.max(most, stage.last), 1);
   const picture = element("div", { class: "layers", id: "layers" });
-  const box = element("input", { id: "rank", type: "number", min: 0, max: data.layout.world - 1, placeholder: "a rank's number", "aria-label": "rank" });
+  const box = element("input", { id: "rank", type: "number", min: 0, max: (data.layout.world ?? 1) - 1, placeholder: "a rank's number", "aria-label": "rank" });
   const told = element("p", { class: "note", id: "rank-told" });
   const drawnLanes = [];
   for (const [pipeline, stages] of lanes) {
@@ -135,11 +135,11 @@ const sum = Object.values(data.bytes_by_kind).reduce((a, b) => a + b, 0);
 const kinds = [...KINDS.map((kind) => [kind, data.bytes_by_kind[kind], colour(kind)]), ["archives' overhead", Math.max(0, data.bytes_on_disk - sum), COLOURS[5]]];
 const page = document.getElementById("page");
 page.append(
-  ...headed(data.path, `${data.layout_text}, ${count(data.layout.world)} ranks, iteration ${count(data.iteration)}, ${size(data.bytes_on_disk)} on disk, written by ${/^\d/.test(data.writer.version) ? "Megatron " : ""}${data.writer.version}`),
+  ...headed(data.path, `${data.layout_text}${data.layout.world === null ? "" : `, ${count(data.layout.world)} ranks`}, iteration ${count(data.iteration)}, ${size(data.bytes_on_disk)} on disk, written by ${/^\d/.test(data.writer.version) ? "Megatron " : ""}${data.writer.version}`),
   element("div", { class: "cards" },
     card("Checkpoint", facts([
       ["format", data.format], ["optimizer", [data.optimizer_format, data.optimizer].filter(Boolean).join(": ") || "none"],
-      ["layout", Object.entries(data.layout).map(([dimension, ranks]) => `${dimension} ${count(ranks)}`).join(", ")],
+      ["layout", Object.entries(data.layout).map(([dimension, ranks]) => `${dimension} ${ranks === null ? "not known" : count(ranks)}`).join(", ")],
       ["sidecar", data.sidecar ? "yes" : "no"], ...Object.entries(data.training).map(([key, value]) => [key, count(value)]),
     ])),
     card("Model", facts(Object.entries(data.model).map(([key, value]) => [key, count(value)]))),

@@ -1,0 +1,89 @@
+"""What Megatron-Bridge wants beside a `torch_dist` checkpoint: `run_config.yaml` and `train_state.pt`.
+
+Sources: `load_checkpoint` (training/checkpointing.py) and `TrainState` (training/state.py) of megatron-bridge 0.2.1 to
+0.6.0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.families.arguments import complete
+from mcore_ckpt_ext.families.bridge import bridge_model
+from mcore_ckpt_ext.families.recognition import family_of_megatron
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.description import run_config_of
+from mcore_ckpt_ext.loops.bridge import COUNTED, RUN_CONFIG, harmless, with_facts
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.planning.output import OutputFile
+from mcore_ckpt_ext.storage.archive_draft import draft_archive
+from mcore_ckpt_ext.storage.yaml_text import dumped_yaml
+
+
+def run_config_file(checkpoint: Checkpoint, random_states: bool) -> tuple[OutputFile, list[str]]:
+    """`run_config.yaml`, and what its reader should know.
+
+    Args:
+        checkpoint: the source.
+        random_states: whether the states of the random generators are carried.
+
+    Raises:
+        UnsupportedCheckpointError: it is not known under which tensor and pipeline parallel size it was written.
+    """
+    content, notes = _content(checkpoint)
+    layout = checkpoint.layout
+    if layout.unknown & {"tensor", "pipeline"}:
+        raise UnsupportedCheckpointError(
+            "Megatron-Bridge asks for the layout that a checkpoint was written under, and it is not known",
+            where=str(checkpoint.folder), helps="state it: --source-tensor-model-parallel-size and so on",
+        )  # fmt: skip
+    has_optimizer = checkpoint.optimizer_format is not None
+    content = with_facts(
+        content,
+        {"tensor_model_parallel_size": layout.tensor, "pipeline_model_parallel_size": layout.pipeline},
+        {
+            "save_optim": has_optimizer, "save_rng": random_states, "fully_parallel_save": True,
+            "ckpt_format": "torch_dist", "dist_ckpt_optim_fully_reshardable": has_optimizer,
+        },
+    )  # fmt: skip
+    text = dumped_yaml(content).encode()
+    return OutputFile(RUN_CONFIG, len(text), ((0, text),)), notes
+
+
+def _content(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], list[str]]:
+    """That of the source, or as much as follows from its arguments."""
+    found = run_config_of(checkpoint.folder)
+    if found is not None:
+        kept, emptied = harmless(found)
+        return kept, [f"left out of {RUN_CONFIG}: {place}, which Megatron-Bridge would run" for place in emptied]
+    try:
+        model = complete(checkpoint.arguments)
+        fit = family_of_megatron(model, checkpoint.names(WEIGHT))
+    except CheckpointError:
+        without = f"{RUN_CONFIG} names no model class, for the model belongs to no family that is known here: "
+        return {"model": {}}, [f"{without}training resumes, but AutoBridge cannot export it"]
+    section = bridge_model(fit.family, fit.arguments)
+    rows = {"vocab_size": checkpoint.vocabulary_rows, "should_pad_vocab": False}
+    return {"model": {**section, **rows}}, []
+
+
+def train_state(checkpoint: Checkpoint) -> bytes:
+    """The bytes of `train_state.pt`: tensors of one number, by name."""
+    stated = checkpoint.arguments.stated
+    counts = {name: int(stated.get(name) or 0) for name in COUNTED}
+    operations = float(checkpoint.common.get("num_floating_point_operations_so_far") or 0)
+    state = {
+        "step": torch.tensor(checkpoint.iteration, dtype=torch.int64),
+        **{name: torch.tensor(count, dtype=torch.int64) for name, count in counts.items()},
+        "floating_point_operations_so_far": torch.tensor(operations, dtype=torch.float64),
+        **{name: torch.tensor(False) for name in ("do_train", "do_valid", "do_test")},
+    }
+    draft = draft_archive(state)
+    content = bytearray(draft.length)
+    for position, data in draft.literals:
+        content[position : position + len(data)] = data
+    return bytes(content)

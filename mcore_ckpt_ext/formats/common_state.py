@@ -1,0 +1,29 @@
+"""The common state of `torch_dist`: what it says of the optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def common_optimizers(common: Mapping[str, Any]) -> list[dict[Any, Any]]:
+    """The optimizer's entries in the common state: one, or one for each chained optimizer."""
+    state = common.get("optimizer")
+    if not isinstance(state, dict):
+        return []
+    children = [child for key, child in state.items() if isinstance(key, int) and isinstance(child, dict)]
+    return children or [state]
+
+
+def sharding_type(common: Mapping[str, Any]) -> str | None:
+    """Megatron's name of the optimizer's sharding type, from the common state.
+
+    The optimizer's own entry is the authority in all versions, then the content metadata (since core_v0.13.0).
+    """
+    state = common.get("optimizer")
+    children = [state, *state.values()] if isinstance(state, dict) else []
+    for child in children:
+        if isinstance(child, dict) and "param_state_sharding_type" in child:
+            return str(child["param_state_sharding_type"])
+    found = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    return str(found) if found else None

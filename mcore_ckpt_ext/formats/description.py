@@ -1,0 +1,177 @@
+"""What describes the job of a checkpoint without Megatron's arguments: files beside it, its index, and its user.
+
+The index was made by the ranks themselves, so it decides where another source says something else, and that is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import CheckpointError, UsageError, shortened
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
+from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.loops import bridge, verl
+from mcore_ckpt_ext.loops.facts import Facts
+from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from mcore_ckpt_ext.storage.yaml_text import MOST_BYTES, parsed_yaml
+from mcore_ckpt_ext.versions import parse_version
+
+ARGUMENTS = "args"
+"""The entry of a common state that holds Megatron's arguments."""
+PARTIAL = "mcore_ckpt_ext_partial"
+"""The argument by which converted ones are known to be no more than what some description told of the job."""
+# The sidecar's names of what it knows of the layout.
+_RECORDED = {
+    "tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size",
+    "virtual_pipeline": "virtual_pipeline_model_parallel_size", "expert": "expert_model_parallel_size",
+    "expert_tensor": "expert_tensor_parallel_size", "context": "context_parallel_size", "data": "data_parallel_size",
+    "world": "world_size",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Description:
+    """What is known of a job.
+
+    Attributes:
+        arguments: all of it.
+        source: the name of the file that tells most of it; empty where there is none.
+        problems: what is not believed of the sources, and why.
+    """
+
+    arguments: JobArguments
+    source: str = ""
+    problems: tuple[str, ...] = ()
+
+
+def stated_by_megatron(args: Mapping[str, Any], folder: Path, sidecar: Sidecar | None) -> JobArguments:
+    """What Megatron's own arguments of a job state, which are in its checkpoint.
+
+    Raises:
+        UnreadableCheckpointError: one has a value that it cannot have.
+    """
+    recorded = parse_version(sidecar.megatron) if sidecar else None
+    tells_all = not args.get(PARTIAL, False)
+    return JobArguments.of(args, source=f"the arguments in {folder}", version=recorded, tells_all=tells_all)
+
+
+def described(reader: FolderReader, sidecar: Sidecar | None, facts: Facts) -> Description:
+    """What files beside a checkpoint and its user say of its job; nothing of what its index shows.
+
+    Args:
+        reader: reads the files of the checkpoint's folder.
+        sidecar: that of the checkpoint.
+        facts: what the user states.
+    """
+    folder = reader.folder
+    found = next((one for looks in _READERS if (one := looks(folder)) is not None), None)
+    description = found or Description(_partial({}, folder))
+    counted, problems = _train_state(reader) if description.source == bridge.RUN_CONFIG else ({}, ())
+    recorded = {_RECORDED[name]: size for name, size in sidecar.layout.items() if name in _RECORDED} if sidecar else {}
+    stated = {**description.arguments.stated, **counted, **recorded, **facts.stated()}
+    told = (*description.problems, *problems)
+    return replace(description, arguments=_partial(stated, folder), problems=told)
+
+
+def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]:
+    """The samples that Megatron-Bridge counts beside its checkpoint: tensors of one number, by name."""
+    try:
+        archive = TorchArchive(reader, bridge.TRAIN_STATE)
+        content = archive.with_values(archive.load())
+        counts = {name: int(content[name]) for name in bridge.COUNTED if name in content}
+    except FileNotFoundError:
+        return {}, ()
+    except (CheckpointError, TypeError, ValueError, RuntimeError) as error:
+        return {}, (f"{bridge.TRAIN_STATE} is not believed: {shortened(str(error))}",)
+    return {name: count for name, count in counts.items() if count >= 0}, ()
+
+
+def refuse_facts(facts: Facts, where: Path) -> None:
+    """Refuse a user's facts of a checkpoint that describes its job itself.
+
+    Raises:
+        UsageError: always.
+    """
+    name, size = next(iter(facts.stated().items()))
+    raise UsageError(
+        "the checkpoint itself says under which layout it was written",
+        found=f"--{name.replace('_', '-')} {size}", where=str(where), helps="leave the option out",
+    )  # fmt: skip
+
+
+def completed(description: Description, shown: Mapping[str, Any], facts: Facts, folder: Path) -> Description:
+    """The same with what the index shows, which decides.
+
+    Args:
+        description: from `described`.
+        shown: arguments that the index shows.
+        facts: what the user states.
+        folder: the folder of the checkpoint.
+
+    Raises:
+        UsageError: the user states something else than the index shows.
+    """
+    stated = description.arguments.stated
+    contradicted = [name for name, value in shown.items() if name in stated and stated[name] not in (value, None)]
+    for name in contradicted:
+        if facts.stated().get(name) == stated[name]:
+            raise UsageError(
+                "the checkpoint's index shows that its job was another one",
+                found=f"--{name.replace('_', '-')} {stated[name]}", expected=f"{shown[name]}", where=str(folder),
+                helps="leave the option out: the index is believed anyway",
+            )  # fmt: skip
+    source = description.source or SIDECAR_FILE
+    told = [f"{source} says {name} {stated[name]}, but the index shows {shown[name]}, which counts"
+            for name in contradicted]  # fmt: skip
+    merged = {**stated, **{name: value for name, value in shown.items() if value is not None or name not in stated}}
+    return replace(description, arguments=_partial(merged, folder), problems=(*description.problems, *told))
+
+
+def _partial(stated: Mapping[str, Any], folder: Path) -> JobArguments:
+    return JobArguments.of(stated, source=f"what is known of the job of {folder}", tells_all=False)
+
+
+def _of_bridge(folder: Path) -> Description | None:
+    return _read(folder, bridge.RUN_CONFIG, lambda text, where: bridge.job_arguments(parsed_yaml(text, where), where))
+
+
+def _of_verl(folder: Path) -> Description | None:
+    if folder.name != verl.DISTRIBUTED:
+        return None
+    step = folder.parent
+    return _read(step, verl.TRANSFORMER_CONFIG, lambda text, where: verl.job_arguments(parsed(text), where))
+
+
+_READERS = (_of_bridge, _of_verl)
+
+
+def run_config_of(folder: Path) -> dict[str, Any] | None:
+    """The content of Megatron-Bridge's `run_config.yaml`; None where there is none that can be believed."""
+    try:
+        where = str(folder / bridge.RUN_CONFIG)
+        content = parsed_yaml(read_file(folder, bridge.RUN_CONFIG, MOST_BYTES).decode(), where)
+        bridge.job_arguments(content, where)
+    except (OSError, ValueError, CheckpointError):
+        return None
+    return dict(content)
+
+
+def _read(folder: Path, name: str, arguments_of: Callable[[str, str], JobArguments]) -> Description | None:
+    """What a file says; a file that cannot be believed is one source fewer, and told."""
+    where = str(folder / name)
+    try:
+        return Description(arguments_of(read_file(folder, name, MOST_BYTES).decode(), where), name)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except (ValueError, CheckpointError) as error:
+        problem = shortened(str(error))
+    return Description(_partial({}, folder), name, (f"{name} is not believed: {problem}",))

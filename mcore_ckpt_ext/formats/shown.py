@@ -1,0 +1,116 @@
+"""What the index of a `torch_dist` checkpoint itself shows of the job that wrote it, under Megatron's names.
+
+Only what somebody saw is here: sizes of ranks come from ranks that have left something (the grid of random states, the
+groups of gradient buffers, the files of writers), sizes of the model from its arrays.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from mcore_ckpt_ext.model_space.names import OUTPUT_LAYER, WORD_EMBEDDINGS, of_experts, parse
+from mcore_ckpt_ext.planning.extents import RawArray
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray
+
+_GROUP = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.")
+_DTYPES = re.compile(r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.")
+_FILE = re.compile(r"^__(\d{1,9})_\d+\.distcp$", re.ASCII)
+_TABLES = (WORD_EMBEDDINGS, OUTPUT_LAYER)
+"""Of these every tensor-parallel rank has one band of rows (core_v0.7.0 to 0.19.2)."""
+
+TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
+
+
+def layout_shown(index: DcpIndex, grid: tuple[int, ...] | None, stated: Mapping[str, Any]) -> dict[str, int]:
+    """The sizes of the parallel layout that the index shows, as far as it does.
+
+    Args:
+        index: of the checkpoint.
+        grid: the ranks that stored their random state: (pipeline, tensor[, data]).
+        stated: what else is known; only what no index shows is taken from it.
+    """
+    groups = _groups(index)
+    found: dict[str, int] = {}
+    if grid is not None:
+        found = {PIPELINE: grid[0], TENSOR: grid[1]}
+    elif groups and (tensor := _bands(index.arrays, _TABLES)) and groups[0] % tensor == 0:
+        found = {PIPELINE: groups[0] // tensor, TENSOR: tensor}
+    if not found or not groups:
+        # Where optimizers are not flat, files and chunks are those of whoever wrote them last: a converter's, too.
+        return found
+    if stated.get("virtual_pipeline_model_parallel_size") is None and found[PIPELINE] == 1:
+        found["virtual_pipeline_model_parallel_size"] = 1
+    if len(groups) > 1 + bool(stated.get("overlap_param_gather_with_optimizer_step")):
+        found |= _experts(index, groups[max(groups)], found[PIPELINE])
+    world = 1 + max(_writers(index), default=-1)
+    model = found[TENSOR] * found[PIPELINE]
+    context = stated.get("context_parallel_size")
+    if world and world % model == 0:
+        found["world_size"] = world
+        if isinstance(context, int) and context > 0 and world % (model * context) == 0:
+            found["data_parallel_size"] = world // (model * context)
+        elif world == model:
+            found |= {"context_parallel_size": 1, "data_parallel_size": 1}
+    return found
+
+
+def model_shown(arrays: Mapping[str, StoredArray], names: Iterable[str]) -> dict[str, Any]:
+    """What the arrays show of the model: its layers, experts and widths, and whether its embeddings are tied."""
+    parsed = [parse(name) for name in names]
+    layers = {name.layer for name in parsed if name.layer is not None and name.block == "decoder"}
+    experts = {name.expert for name in parsed if name.expert is not None}
+    found: dict[str, Any] = {}
+    if layers:
+        found["num_layers"] = 1 + max(layers)
+        found["num_experts"] = 1 + max(experts) if experts else None
+    if WORD_EMBEDDINGS in arrays:
+        found["padded_vocab_size"], found["hidden_size"] = arrays[WORD_EMBEDDINGS].shape[:2]
+        found["untie_embeddings_and_output_weights"] = OUTPUT_LAYER in arrays
+    if gradients := _gradients_in_fp32(arrays):
+        found["accumulate_allreduce_grads_in_fp32"] = gradients == {"float32"}
+    return found
+
+
+def _groups(index: DcpIndex) -> dict[int, int]:
+    """For each chained optimizer in flat buffers, how many groups it has: one for each model-parallel rank."""
+    found: dict[int, set[int]] = {}
+    for key in (*index.arrays, *index.objects):
+        if match := _GROUP.match(key):
+            found.setdefault(int(match[1] or 0), set()).add(int(match[2]))
+    return {child: 1 + max(groups) for child, groups in sorted(found.items())}
+
+
+def _experts(index: DcpIndex, groups: int, pipeline: int) -> dict[str, int]:
+    """Of experts with an optimizer of their own: its groups run over expert-tensor, expert and pipeline ranks."""
+    keys = [key for key in index.arrays if of_experts(key) and key.endswith("linear_fc2.weight")]
+    columns = {
+        len({chunk.offsets[-1] for chunk in index.arrays[key].chunks}) for key in keys if index.arrays[key].shape
+    }
+    if len(columns) != 1 or groups % (pipeline * max(columns)):
+        return {}
+    return {EXPERT_TENSOR: max(columns), EXPERT: groups // (pipeline * max(columns))}
+
+
+def _bands(arrays: Mapping[str, StoredArray], keys: Iterable[str]) -> int | None:
+    """In how many bands of rows a table of the vocabulary is stored; None where there is none."""
+    for key in keys:
+        if key in arrays:
+            return len({chunk.offsets[0] for chunk in arrays[key].chunks})
+    return None
+
+
+def _writers(index: DcpIndex) -> set[int]:
+    """The global ranks that wrote a file."""
+    chunks = (chunk.extent for array in index.arrays.values() for chunk in array.chunks)
+    files = {extent.file for extent in chunks if not isinstance(extent, RawArray)}
+    files |= {stored.file for stored in index.objects.values()}
+    return {int(match[1]) for file in files if (match := _FILE.match(file))}
+
+
+def _gradients_in_fp32(arrays: Mapping[str, StoredArray]) -> set[str]:
+    """The dtypes of gradients whose parameters have another one than fp32, by the names of the flat buffers."""
+    found = (match for key in arrays if (match := _DTYPES.search(key)))
+    return {match[2] for match in found if match[1] != "float32"}

@@ -1,0 +1,170 @@
+"""Megatron-Bridge's `run_config.yaml`: its `ConfigContainer`, read as data; no class that it names is imported.
+
+Source: `save_checkpoint` and `load_checkpoint` of training/checkpointing.py, `ConfigContainer` of training/config.py;
+megatron-bridge 0.2.1 to 0.6.0 and the development head of 22 August 2026. What Bridge itself asks of the file when it
+resumes is `model` (tensor and pipeline parallel size) and `checkpoint` (`save_optim`, `save_rng`,
+`fully_parallel_save`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.loops.transformer import is_plain, model_arguments, named
+
+RUN_CONFIG = "run_config.yaml"
+"""In an iteration folder: the file by which Megatron-Bridge knows its checkpoints."""
+TRAIN_STATE = "train_state.pt"
+"""In an iteration folder: the iteration, and the samples that were consumed."""
+LATEST_TRAIN_STATE = "latest_train_state.pt"
+"""In a run folder: the newest iteration's `train_state.pt`, which Megatron-Bridge prefers to Megatron's tracker."""
+
+COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
+"""What `train_state.pt` counts that Megatron keeps in its arguments (`TrainState`, training/state.py)."""
+
+# Of each section, its fields and the arguments that they are.
+_SECTIONS = {
+    "ddp": {
+        "use_distributed_optimizer": "use_distributed_optimizer",
+        "overlap_grad_reduce": "overlap_grad_reduce",
+        "bucket_size": "ddp_bucket_size",
+        "num_buckets": "ddp_num_buckets",
+        "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
+        "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+        "fp8_param_gather": "fp8_param_gather",
+        "fp4_param_gather": "fp4_param_gather",
+        "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
+    },
+    "optimizer": {
+        "optimizer": "optimizer",
+        "lr": "lr",
+        "min_lr": "min_lr",
+        "decoupled_lr": "decoupled_lr",
+        "decoupled_min_lr": "decoupled_min_lr",
+        "use_precision_aware_optimizer": "use_precision_aware_optimizer",
+        "optimizer_cpu_offload": "optimizer_cpu_offload",
+        "overlap_param_gather_with_optimizer_step": "overlap_param_gather_with_optimizer_step",
+    },
+    "checkpoint": {
+        "fully_parallel_save": "ckpt_fully_parallel_save",
+        "dist_ckpt_strictness": "dist_ckpt_strictness",
+        "ckpt_format": "ckpt_format",
+    },
+    "dist": {"use_tp_pp_dp_mapping": "use_tp_pp_dp_mapping"},
+    "train": {
+        "global_batch_size": "global_batch_size",
+        "micro_batch_size": "micro_batch_size",
+        "rampup_batch_size": "rampup_batch_size",
+        "train_iters": "train_iters",
+    },
+    "tokenizer": {"tokenizer_type": "tokenizer_type"},
+}
+# `save_optim` is what `no_save_optim` is not.
+_TURNED = {"save_optim": "no_save_optim", "save_rng": "no_save_rng"}
+
+
+def job_arguments(content: Any, source: str) -> JobArguments:
+    """The arguments that the file states.
+
+    Args:
+        content: the parsed file.
+        source: the file, for messages.
+
+    Raises:
+        ValueError: it is no such file.
+        UnreadableCheckpointError: an argument has a value that no job can have.
+    """
+    if not isinstance(content, Mapping) or not isinstance(content.get("model"), Mapping):
+        raise ValueError("it has no section `model`")
+    model = content["model"]
+    inner = model.get("transformer")  # a model's configuration may hold that of its transformer
+    stated = model_arguments({**(inner if isinstance(inner, Mapping) else {}), **model})
+    for section, names in _SECTIONS.items():
+        fields = _section(content, section)
+        for name, argument in names.items():
+            if name in fields and is_plain(fields[name]):
+                stated[argument] = fields[name]
+    for name, argument in _TURNED.items():
+        value = _section(content, "checkpoint").get(name)
+        if isinstance(value, bool):
+            stated[argument] = not value
+    dtype = named(_section(content, "optimizer").get("main_params_dtype"))
+    if dtype is not None:
+        stated["main_params_dtype"] = dtype
+    stated |= _vocabulary(model, _section(content, "tokenizer"))
+    if is_plain(model.get("seq_length")) and model.get("seq_length") is not None:
+        stated["seq_length"] = model["seq_length"]
+        stated.setdefault("max_position_embeddings", model["seq_length"])
+    return JobArguments.of(stated, source=source, tells_all=False)
+
+
+def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = content.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _vocabulary(model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """The tokens, where the file tells them from the rows: a model whose vocabulary is padded states them itself.
+
+    Otherwise `model.vocab_size` is what the tokenizer's, padded, has come to.
+    """
+    tokens = model.get("vocab_size") if model.get("should_pad_vocab") else tokenizer.get("vocab_size")
+    return {"vocab_size": tokens} if isinstance(tokens, int) and not isinstance(tokens, bool) else {}
+
+
+# What a `_target_` may name in a file that Megatron-Bridge will execute: configuration classes, and functions that are
+# only named (`_call_: false`) or only prepared (`_partial_: true`).
+_NAMED = re.compile(
+    r"(megatron\.(bridge|core|training)|torch\.nn\.(init|functional))(\.[A-Za-z]\w*)+"
+    r"|torch\.(b?float\d*\w*|half|double|u?int\d+|bool)|signal\.Signals"
+)
+
+
+def harmless(content: Any, path: tuple[str, ...] = ()) -> tuple[Any, list[str]]:
+    """The content of a file without what would run other people's code; and the places that were emptied.
+
+    Megatron-Bridge imports what `_target_` names, and calls it.
+
+    Args:
+        content: the parsed file.
+        path: where in the file this part is.
+    """
+    if isinstance(content, list):
+        items = [harmless(item, (*path, str(number))) for number, item in enumerate(content)]
+        return [item for item, _ in items], [place for _, places in items for place in places]
+    if not isinstance(content, Mapping):
+        return content, []
+    if "_target_" in content and not _is_harmless(content):
+        return None, [".".join(path) or "the whole of it"]
+    found: dict[str, Any] = {}
+    emptied: list[str] = []
+    for name, value in content.items():
+        found[name], places = harmless(value, (*path, name))
+        emptied += places
+    return found, emptied
+
+
+def _is_harmless(node: Mapping[str, Any]) -> bool:
+    target = node["_target_"]
+    if not isinstance(target, str) or not _NAMED.fullmatch(target):
+        return False
+    is_class = target.rpartition(".")[2][:1].isupper()
+    return is_class or node.get("_call_") is False or node.get("_partial_") is True
+
+
+def with_facts(content: Mapping[str, Any], layout: Mapping[str, int], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a file for a checkpoint that was written anew.
+
+    Args:
+        content: that of the source, or a new one.
+        layout: fields of `model` that are not as the file says.
+        checkpoint: fields of `checkpoint` of the new checkpoint.
+    """
+    return {
+        **content,
+        "model": {**_section(content, "model"), **layout},
+        "checkpoint": {**_section(content, "checkpoint"), **checkpoint},
+    }

@@ -1,0 +1,44 @@
+"""What a user states of the job that wrote a checkpoint, where the checkpoint itself does not."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from mcore_ckpt_ext.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Sizes of the job that wrote a checkpoint, as Megatron names them; None is not stated.
+
+    They count for a checkpoint without Megatron's arguments, before what lies beside it and after what its index
+    shows.
+
+    Example:
+        >>> str(open_checkpoint("run", facts=Facts(tensor_model_parallel_size=2)).layout)
+        'TP2 x PP2 x DP2'
+    """
+
+    tensor_model_parallel_size: int | None = None
+    pipeline_model_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = None
+    expert_model_parallel_size: int | None = None
+    expert_tensor_parallel_size: int | None = None
+    context_parallel_size: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a checkpoint.
+
+        Raises:
+            UsageError: a value makes no sense.
+        """
+        for name, size in self.stated().items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise UsageError(f"{name} has to be a whole number of 1 or more", found=repr(size))
+
+    def stated(self) -> dict[str, int]:
+        """What is stated, by name."""
+        return {name: size for name, size in asdict(self).items() if size is not None}
+
+
+NOTHING = Facts()

@@ -1,0 +1,80 @@
+"""Megatron Core's own configuration of a model, which every loop writes down in its own file, as Megatron's arguments.
+
+Sources: `TransformerConfig` and `ModelParallelConfig` (megatron/core/transformer/transformer_config.py,
+model_parallel_config.py, core_v0.12.1 to 0.19.2), and which argument becomes which field
+(`core_transformer_config_from_args`, megatron/training/arguments.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt_ext.arguments import FIELDS
+
+# Fields that the argument has another name for.
+_RENAMED = {
+    "num_moe_experts": "num_experts",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    "rope_scaling": "use_rope_scaling",
+    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+}
+# Fields whose values are written as something else than the argument has.
+_OTHERWISE = ("params_dtype", "spec", "pipeline_model_parallel_layout", "vocab_size", "lr", "min_lr")
+_SILU = ("silu", "swish")
+
+
+def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that a configuration of a model states.
+
+    Args:
+        config: its fields by name; values are plain, or say what they stood for (`named`).
+    """
+    found = {
+        argument: value
+        for name, value in config.items()
+        if (argument := _RENAMED.get(name, name)) in FIELDS and argument not in _OTHERWISE and is_plain(value)
+    }
+    if (dtype := named(config.get("params_dtype"))) is not None:
+        found["params_dtype"] = dtype
+    if (split := config.get("pipeline_model_parallel_layout")) is not None:
+        found["pipeline_model_parallel_layout"] = split if is_plain(split) else str(named(split))
+    if isinstance(shared := config.get("share_embeddings_and_output_weights"), bool):
+        found["untie_embeddings_and_output_weights"] = not shared
+    groups, heads = config.get("num_query_groups"), config.get("num_attention_heads")
+    if groups is not None and heads is not None:
+        found["group_query_attention"] = groups != heads
+    return found | _activation(config)
+
+
+def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that chose the MLP's activation: there it is a flag, here a function, gated or not."""
+    function, gated = named(config.get("activation_func")), config.get("gated_linear_unit")
+    if function is None or not isinstance(gated, bool):
+        return {}
+    own = function.rpartition(".")[2]
+    found = {
+        "swiglu": gated and own in _SILU,
+        "quick_geglu": gated and own == "quick_gelu",
+        "squared_relu": not gated and own == "squared_relu",
+    }
+    found["gated_linear_unit"] = gated and not any(found.values())  # by no flag of Megatron's
+    fused = config.get("bias_activation_fusion")
+    return {**found, "bias_gelu_fusion": fused} if isinstance(fused, bool) and own == "gelu" else found
+
+
+def named(value: Any) -> str | None:
+    """The text that stands for a class, a function or a dtype: `torch.bfloat16`; None where there is none."""
+    if isinstance(value, Mapping):
+        target = value.get("_target_")
+        return target if isinstance(target, str) else None
+    return value if isinstance(value, str) else None
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value is a number, a text, True, False or None, or a list of such."""
+    if isinstance(value, (list, tuple)):
+        return all(map(is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str))

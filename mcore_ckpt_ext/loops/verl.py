@@ -1,0 +1,38 @@
+"""verl's folder of a step: `dist_ckpt/` as Megatron Core writes it, without arguments, and files beside it.
+
+Source: verl/utils/checkpoint/megatron_checkpoint_manager.py and verl/utils/megatron_utils.py of the development head of
+29 January 2026: `transformer_config.json` holds the fields of `TransformerConfig`, `huggingface/` the model's
+configuration, its tokenizer and, without `use_dist_checkpointing`, the only copy of its weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.loops.transformer import model_arguments
+
+DISTRIBUTED = "dist_ckpt"
+"""The folder of the distributed checkpoint."""
+TRANSFORMER_CONFIG = "transformer_config.json"
+HUGGING_FACE = "huggingface"
+STEP = re.compile(r"global_step_(\d{1,18})", re.ASCII)
+"""The name of a step's folder."""
+
+
+def job_arguments(content: Any, source: str) -> JobArguments:
+    """The arguments that the file states.
+
+    Args:
+        content: the parsed file.
+        source: the file, for messages.
+
+    Raises:
+        ValueError: it is no such file.
+        UnreadableCheckpointError: an argument has a value that no job can have.
+    """
+    if not isinstance(content, Mapping) or "num_layers" not in content:
+        raise ValueError("it has no field num_layers")
+    return JobArguments.of(model_arguments(content), source=source, tells_all=False)

@@ -1,0 +1,161 @@
+"""YAML as data: what it says, of bounded size, and nothing constructed of it.
+
+A tag names a class, and an anchor repeats what stands elsewhere, again and again. Tags are refused, but for those of
+plain values; what anchors repeat counts as often as it is repeated. Reading goes event by event (PyYAML's `parse`), so
+that a text is refused where it first asks for too much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.storage.budget import Budget
+
+MOST_BYTES = 8 << 20
+"""Descriptions of jobs have tens of KiB."""
+_MOST_DEPTH = 64
+_MOST_NUMBER = 64
+_PLAIN = "tag:yaml.org,2002:"
+
+_Sized: TypeAlias = tuple[Any, int]
+
+
+def parsed_yaml(text: str, where: str) -> Any:
+    """The content of a text in YAML: dicts with texts as keys, lists, and plain values.
+
+    Args:
+        text: the text.
+        where: its file, for messages.
+
+    Raises:
+        ValueError: it is none, is nested too deeply, names a class, or gives one key two values.
+        OverBudgetError: its anchors stand for far more than it holds.
+        UnsupportedCheckpointError: PyYAML is not installed.
+    """
+    try:
+        import yaml
+    except ImportError as error:  # installed without its dependencies, as images of frameworks are
+        raise UnsupportedCheckpointError(
+            "a file in YAML cannot be read without PyYAML", where=where, helps="pip install pyyaml"
+        ) from error
+    if len(text) > MOST_BYTES:
+        raise ValueError(f"more than {MOST_BYTES:,} characters")
+    try:
+        # libyaml's parser is ten times as fast, and not everywhere.
+        events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        return _Reader(events, Budget(len(text), where)).document()
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def dumped_yaml(content: Any) -> str:
+    """The text of plain values.
+
+    Raises:
+        UnsupportedCheckpointError: PyYAML is not installed.
+    """
+    try:
+        import yaml
+    except ImportError as error:
+        raise UnsupportedCheckpointError("YAML cannot be written without PyYAML", helps="pip install pyyaml") from error
+    text: str = yaml.safe_dump(content)
+    return text
+
+
+class _Reader:
+    """Builds what the events of a text say; every value comes with the number of values that it stands for."""
+
+    def __init__(self, events: Iterator[Any], budget: Budget) -> None:
+        from yaml.constructor import SafeConstructor
+        from yaml.resolver import Resolver
+
+        self._events, self._budget = events, budget
+        self._resolver, self._constructor = Resolver(), SafeConstructor()
+        self._anchors: dict[str, _Sized] = {}
+
+    def document(self) -> Any:
+        """The text's only document; None of an empty one."""
+        found: Any = None
+        documents = 0
+        for event in self._events:
+            kind = type(event).__name__
+            if kind == "DocumentStartEvent":
+                documents += 1
+                if documents > 1:
+                    raise ValueError("several documents in one file")
+                found, _ = self._value(next(self._events), 0)
+        return found
+
+    def _value(self, event: Any, depth: int) -> _Sized:
+        if depth > _MOST_DEPTH:
+            raise ValueError("it is nested too deeply")
+        kind = type(event).__name__
+        if kind == "AliasEvent":
+            if event.anchor not in self._anchors:
+                raise ValueError(f"it repeats {event.anchor[:80]!r}, which has not been said")
+            value, size = self._anchors[event.anchor]
+        elif kind == "ScalarEvent":
+            value, size = self._scalar(event), 1
+        elif kind == "SequenceStartEvent":
+            value, size = self._sequence(event, depth)
+        elif kind == "MappingStartEvent":
+            value, size = self._mapping(event, depth)
+        else:
+            raise ValueError(f"a {kind} where a value was expected")
+        self._budget.spend(size if kind == "AliasEvent" else 1, "the values that anchors repeat")
+        if kind != "AliasEvent" and event.anchor is not None:
+            self._anchors[event.anchor] = (value, size)
+        return value, size
+
+    def _sequence(self, event: Any, depth: int) -> _Sized:
+        _check_tag(event, "seq")
+        found, total = [], 1
+        while type(following := next(self._events)).__name__ != "SequenceEndEvent":
+            value, size = self._value(following, depth + 1)
+            found.append(value)
+            total += size
+        return found, total
+
+    def _mapping(self, event: Any, depth: int) -> _Sized:
+        _check_tag(event, "map")
+        found: dict[str, Any] = {}
+        total = 1
+        while type(following := next(self._events)).__name__ != "MappingEndEvent":
+            key, _ = self._value(following, depth + 1)
+            if isinstance(key, (dict, list)):
+                raise ValueError("a key that is no plain value")
+            name = key if isinstance(key, str) else str(key)
+            value, size = self._value(next(self._events), depth + 1)
+            if name in found or name == "<<":
+                raise ValueError(f"an object has two entries {name[:80]!r}, or merges others")
+            found[name] = value
+            total += size + 1
+        return found, total
+
+    def _scalar(self, event: Any) -> Any:
+        from yaml.nodes import ScalarNode
+
+        tag = event.tag
+        if tag is None or tag == "!":
+            tag = self._resolver.resolve(ScalarNode, event.value, event.implicit)
+        if tag == f"{_PLAIN}null":
+            return None
+        if tag not in (f"{_PLAIN}bool", f"{_PLAIN}int", f"{_PLAIN}float"):
+            if not tag.startswith(_PLAIN) or tag.startswith(f"{_PLAIN}python"):
+                raise ValueError(f"it names a class, {tag[:80]!r}")
+            return event.value  # dates, binary data: as they are written
+        if len(event.value) > _MOST_NUMBER:
+            raise ValueError("a number of too many digits")
+        node = ScalarNode(tag, event.value)
+        make = {"bool": "construct_yaml_bool", "int": "construct_yaml_int", "float": "construct_yaml_float"}
+        try:
+            return getattr(self._constructor, make[tag.removeprefix(_PLAIN)])(node)
+        except (KeyError, ValueError) as error:
+            raise ValueError(f"{event.value!r} is no {tag.removeprefix(_PLAIN)}") from error
+
+
+def _check_tag(event: Any, plain: str) -> None:
+    if event.tag not in (None, "!", f"{_PLAIN}{plain}"):
+        raise ValueError(f"it names a class, {event.tag[:80]!r}")

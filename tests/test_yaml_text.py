@@ -1,0 +1,79 @@
+"""YAML of a stranger: plain values or a refusal, at a cost that its size explains."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.storage.budget import OverBudgetError
+from mcore_ckpt_ext.storage.yaml_text import MOST_BYTES, dumped_yaml, parsed_yaml
+from tests.harness.checkpoints import fixture_named
+
+
+def a_bomb() -> str:
+    """Twelve lines that stand for ten billion values."""
+    repeated = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 11)]
+    return "\n".join(["a0: &a0 [x, x, x, x, x, x, x, x, x, x]", *repeated])
+
+
+HOSTILE = {
+    "names a class": "a: !!python/object/apply:os.system [exit 3]",
+    "names a class, 'tag:yaml.org,2002:python/name": "!!python/name:os.system x",
+    "names a class, '!mine": "a: !mine 1",
+    "names a class, 'tag:yaml.org,2002:set": "a: !!set {b}",
+    "nested too deeply": "[" * 1_000_000,
+    "nested too deeply;": "{a: " * 100_000,
+    "nested too deeply:": "- " * 400_000,
+    "has not been said": "a: &b [*c]",
+    "which has not been said": "a: &a [*a]",
+    "two entries 'a'": "a: 1\na: 2",
+    "two entries '<<'": "b: &b {a: 1}\nc: {<<: *b}",
+    "several documents": "a: 1\n---\nb: 1",
+    "too many digits": f"a: {'9' * 100_000}",
+    "no plain value": "? [a]\n: b",
+    "not allowed": "a: b: c",
+    "control characters": "a: \x00",
+    "more than": "a" * (MOST_BYTES + 1),
+}
+
+
+@pytest.mark.parametrize("reason", HOSTILE)
+def test_what_is_refused(reason: str) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=reason.rstrip(";:")):
+        parsed_yaml(HOSTILE[reason], "run_config.yaml")
+    assert time.monotonic() - begun < 2
+
+
+def test_what_anchors_repeat_counts_as_often_as_it_is_repeated() -> None:
+    with pytest.raises(OverBudgetError, match=r"run_config\.yaml"):
+        parsed_yaml(a_bomb(), "run_config.yaml")
+    assert parsed_yaml("a: &a [1, 2]\nb: *a", "x") == {"a": [1, 2], "b": [1, 2]}
+
+
+def test_a_real_file_says_what_pyyaml_says() -> None:
+    text = (fixture_named("p49").iteration / "run_config.yaml").read_text()
+    found = parsed_yaml(text, "run_config.yaml")
+    assert found == yaml.safe_load(text)
+    assert parsed_yaml(dumped_yaml(found), "again") == found
+
+
+@pytest.mark.parametrize(
+    "text", ["a: 1e-06", "a: 1.0e-06", "a: .inf", "a: 0x1F", "a: ~", "a: yes", "a: 'yes'", "", "3"]
+)
+def test_values_are_those_of_yaml(text: str) -> None:
+    assert parsed_yaml(text, "x") == yaml.safe_load(text)
+
+
+def test_dates_and_binary_data_stay_texts() -> None:
+    assert parsed_yaml("a: 2026-01-01\nb: !!binary aGk=", "x") == {"a": "2026-01-01", "b": "aGk="}
+
+
+def test_without_pyyaml_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "yaml", None)
+    with pytest.raises(UnsupportedCheckpointError, match="pip install pyyaml"):
+        parsed_yaml("a: 1", str(Path("run") / "run_config.yaml"))
