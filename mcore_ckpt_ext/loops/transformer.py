@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore_ckpt_ext.arguments import FIELDS
-
 # Fields that the argument has another name for.
 _RENAMED = {
     "num_moe_experts": "num_experts",
@@ -27,15 +25,15 @@ _SILU = ("silu", "swish")
 
 
 def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that a configuration of a model states.
+    """The arguments that a configuration of a model states, and its other fields under their own names.
 
     Args:
         config: its fields by name; values are plain, or say what they stood for (`named`).
     """
     found = {
-        argument: value
+        _RENAMED.get(name, name): value
         for name, value in config.items()
-        if (argument := _RENAMED.get(name, name)) in FIELDS and argument not in _OTHERWISE and is_plain(value)
+        if name not in _OTHERWISE and not name.startswith("_") and is_plain(value)
     }
     if (dtype := named(config.get("params_dtype"))) is not None:
         found["params_dtype"] = dtype
