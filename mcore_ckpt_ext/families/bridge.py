@@ -19,6 +19,7 @@ _SAME = (
     "vocab_size", "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear",
     "add_qkv_bias", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved",
     "attention_dropout", "hidden_dropout", "init_method_std", "window_size", "window_attn_skip_freq",
+    "no_rope_freq",
 )  # fmt: skip
 _EXPERTS = (
     "moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_router_pre_softmax", "moe_router_score_function",
@@ -65,7 +66,7 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
         "_target_": f"megatron.bridge.models.{family.bridge_provider or provider}",
         "_call_": True,
         **family.bridge_fields(arguments),
-        "activation_func": _named("torch.nn.functional.silu" if arguments.swiglu else _gelu(arguments)),
+        "activation_func": _named(_activation(arguments)),
         "gated_linear_unit": is_gated(arguments),
         "share_embeddings_and_output_weights": not arguments.untie_embeddings_and_output_weights,
         "seq_length": arguments.max_position_embeddings,
@@ -86,7 +87,11 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
     return model
 
 
-def _gelu(arguments: ModelArguments) -> str:
+def _activation(arguments: ModelArguments) -> str:
+    if arguments.swiglu:
+        return "torch.nn.functional.silu"
+    if arguments.squared_relu:
+        return "megatron.core.activations.squared_relu"
     approximated = arguments.bias_gelu_fusion or arguments.openai_gelu
     return "megatron.core.activations.fast_gelu" if approximated else "torch.nn.functional.gelu"
 

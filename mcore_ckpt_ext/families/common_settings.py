@@ -30,12 +30,12 @@ def tied(by_default: bool) -> Setting:
     )
 
 
-def query_groups(key: str = "num_key_value_heads") -> Setting:
-    """Grouped queries."""
+def query_groups(default: int | None = None, key: str = "num_key_value_heads") -> Setting:
+    """Grouped queries; `default` is that of Hugging Face's class, None: as many as there are heads."""
 
     def to_arguments(config: Config) -> dict[str, Any]:
         heads = config["num_attention_heads"]
-        groups = checked_size(key, config.get(key) or heads)
+        groups = checked_size(key, config.get(key, default) or heads)
         if heads % groups:
             raise unrepresentable(key, groups, f"a divisor of {heads} heads")
         return {"group_query_attention": groups != heads, "num_query_groups": groups}
@@ -82,16 +82,21 @@ SIZES: tuple[Setting, ...] = (
     Size("max_position_embeddings", "max_position_embeddings"),
     Size("vocab_size", "vocab_size"),
 )
-TRAINING: tuple[Setting, ...] = (
+INITIAL: tuple[Setting, ...] = (
     Same("initializer_range", "init_method_std", 0.02),
-    Same("attention_dropout", "attention_dropout", 0.0),
-    Sets({"hidden_dropout": 0.0}),
+    Sets({"attention_dropout": 0.0, "hidden_dropout": 0.0}),
 )
+TRAINING: tuple[Setting, ...] = (*INITIAL, Same("attention_dropout", "attention_dropout", 0.0))
 SILU = Fixed("hidden_act", "silu", {"swiglu": True})
 
 
 def llama_like(
-    theta: float = 10000.0, epsilon: float = 1e-6, *, head_dim: bool = False, head_dim_default: int | None = None
+    theta: float = 10000.0,
+    epsilon: float = 1e-6,
+    *,
+    head_dim: bool = False,
+    head_dim_default: int | None = None,
+    groups: int | None = None,
 ) -> tuple[Setting, ...]:
     """What the families after Llama have in common.
 
@@ -99,11 +104,12 @@ def llama_like(
         theta: the default of `rope_theta` in Hugging Face's class.
         epsilon: that of `rms_norm_eps`.
         head_dim: their `config.json` says the size of a head even where it follows from the others.
+        groups: the default of `num_key_value_heads`, if it does not follow.
         head_dim_default: the default of that size, if it does not follow.
     """
     return (
-        *SIZES, query_groups(), head_size(head_dim, head_dim_default), rope(theta), tied(by_default=False), *TRAINING,
-        SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", epsilon),
+        *SIZES, query_groups(groups), head_size(head_dim, head_dim_default), rope(theta), tied(by_default=False),
+        *TRAINING, SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", epsilon),
     )  # fmt: skip
 
 

@@ -143,8 +143,59 @@ def _shared() -> Setting:
     return Both(("n_shared_experts",), to_config, to_arguments, why_not, expressed)
 
 
+def grouped_choice(groups: int, chosen: int) -> Setting:
+    """The groups of experts, and how many of them a token goes to; the numbers are the defaults of the class."""
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        return {"n_group": arguments.moe_router_num_groups or 1, "topk_group": arguments.moe_router_group_topk or 1}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        several = (config.get("n_group", groups) or 1) > 1
+        return {
+            "moe_router_num_groups": config.get("n_group", groups) if several else None,
+            "moe_router_group_topk": config.get("topk_group", chosen) if several else None,
+        }
+
+    expressed = ("moe_router_num_groups", "moe_router_group_topk")
+    return Both(("n_group", "topk_group"), to_config, to_arguments, expressed=expressed)
+
+
+def normalised_sigmoids(chosen: int) -> Setting:
+    """Megatron divides the weights of the chosen experts by their sum, but not that of a single one.
+
+    `chosen`: the default of `num_experts_per_tok`.
+    """
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        said, several = config.get("norm_topk_prob", True), config.get("num_experts_per_tok", chosen) > 1
+        if said != several:
+            raise unrepresentable("norm_topk_prob", said, f"{several}: Megatron normalises where experts are several")
+        return {}
+
+    return Both(("norm_topk_prob",), lambda arguments: {"norm_topk_prob": arguments.moe_router_topk > 1}, to_arguments)
+
+
+def sigmoid_routing(groups: int, chosen_groups: int, scaling: float) -> tuple[Setting, ...]:
+    """Experts are chosen by a sigmoid and a bias that training moves; the numbers are the defaults of the class."""
+    return (
+        grouped_choice(groups, chosen_groups), normalised_sigmoids(8), scaled_gates(scaling),
+        Fixed("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
+        Fixed("topk_method", "noaux_tc", {"moe_router_enable_expert_bias": True}),
+        Same("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
+    )  # fmt: skip
+
+
+def expert_sizes(routed: int | None = None, chosen: int | None = None, width: int | None = None) -> tuple[Setting, ...]:
+    """How many experts, and how wide; the numbers are the defaults of the class, where it has any."""
+    return (
+        Size("n_routed_experts", "num_experts", routed, counted=True), _shared(),
+        Size("num_experts_per_tok", "moe_router_topk", chosen),
+        Size("moe_intermediate_size", "moe_ffn_hidden_size", width),
+    )  # fmt: skip
+
+
 SETTINGS: tuple[Setting, ...] = (
-    *SIZES, tied(by_default=False), *TRAINING, SILU, RMS_NORM, _rope(), _shared(),
+    *SIZES, tied(by_default=False), *TRAINING, SILU, RMS_NORM, _rope(),
     Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
     Both(
         ("num_key_value_heads",),
@@ -161,8 +212,6 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Size("kv_lora_rank", "kv_lora_rank", 512), Size("qk_nope_head_dim", "qk_head_dim", 128),
     Size("qk_rope_head_dim", "qk_pos_emb_head_dim", 64), Size("v_head_dim", "v_head_dim", 128),
-    Size("n_routed_experts", "num_experts", counted=True), Size("num_experts_per_tok", "moe_router_topk"),
-    Size("moe_intermediate_size", "moe_ffn_hidden_size"),
     Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
     Needs({"multi_latent_attention": True, "qk_layernorm": True}),
 )  # fmt: skip

@@ -53,6 +53,11 @@ def untied(arguments: ModelArguments, layer: int) -> bool:
     return bool(arguments.untie_embeddings_and_output_weights)
 
 
+def set_in(argument: str) -> Condition:
+    """In models with this argument."""
+    return lambda arguments, layer: bool(arguments.value(argument))
+
+
 @dataclass(frozen=True)
 class Rule:
     """Where a Hugging Face tensor comes from.

@@ -17,7 +17,7 @@ _VALUES: dict[str, Any] = {
     "rotary_base": 10000, "rotary_percent": 1.0, "rope_scaling_factor": 8.0,
     "rotary_seq_len_interpolation_factor": None,
     "normalization": "LayerNorm", "layernorm_epsilon": None, "init_method_std": 0.02, "attention_dropout": 0.1,
-    "hidden_dropout": 0.1, "window_size": None, "window_attn_skip_freq": None,
+    "hidden_dropout": 0.1, "window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None,
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {
     "num_experts": None, "moe_ffn_hidden_size": None, "moe_router_topk": 2, "moe_layer_freq": 1,
@@ -33,9 +33,10 @@ _YARN: dict[str, Any] = {
     "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
 }  # fmt: skip
 _SWITCHES = (
-    "swiglu", "rotary_interleaved", "qk_layernorm", "add_qkv_bias", "untie_embeddings_and_output_weights",
-    "use_rope_scaling", "multi_latent_attention", "layernorm_zero_centered_gamma", "moe_router_pre_softmax",
-    "moe_router_enable_expert_bias", "moe_shared_expert_gate", "moe_grouped_gemm",
+    "swiglu", "squared_relu", "rotary_interleaved", "qk_layernorm", "add_qkv_bias",
+    "untie_embeddings_and_output_weights", "use_rope_scaling", "multi_latent_attention",
+    "layernorm_zero_centered_gamma", "moe_router_pre_softmax", "moe_router_enable_expert_bias",
+    "moe_shared_expert_gate", "moe_grouped_gemm",
 )  # fmt: skip
 _OFF = {"add_bias_linear": "--disable-bias-linear"}
 # What no flag says, or none that `gpt_builder` passes on to the model (pretrain_gpt.py of 0.12, gpt_builders.py of 0.16

@@ -65,7 +65,7 @@ class Gemma2(Family):
         Rule("model.norm.weight", "decoder.final_layernorm.weight"),
     )  # fmt: skip
     settings = (
-        *SIZES, query_groups(), head_size(always=True, default=256), rope(), *TRAINING,
+        *SIZES, query_groups(4), head_size(always=True, default=256), rope(), *TRAINING,
         Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
         # The norms multiply by one more than their weight.
         Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True}),

@@ -18,7 +18,7 @@ class Mistral(Family):
     architecture = "MistralForCausalLM"
     rules = parts.DECODER
     settings = (
-        *llama_like(head_dim=True), sliding_window(4096), Without("attention_bias", "mlp_bias"),
+        *llama_like(head_dim=True, groups=8), sliding_window(4096), Without("attention_bias", "mlp_bias"),
         Needs({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
 

@@ -36,7 +36,7 @@ class Mixtral(Family):
     without_effect = ("router_jitter_noise",)
     also_read = (_ROUTER, *parts.STACKED_EXPERTS)
     settings = (
-        *llama_like(1000000.0, 1e-5),
+        *llama_like(1000000.0, 1e-5, groups=8),
         Both(("num_local_experts", "intermediate_size"), _sizes, _experts, _why_not,
              expressed=("num_experts", "moe_layer_freq", "moe_ffn_hidden_size")),
         Same("num_experts_per_tok", "moe_router_topk", 2),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mcore_ckpt_ext.families.family import Rule, dense, untied, with_experts
+from mcore_ckpt_ext.families.family import Condition, Rule, always, dense, untied, with_experts
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
@@ -14,21 +14,28 @@ OUTPUT = (
 )
 
 
-def attention(leaf: str = "weight") -> tuple[Rule, ...]:
+def attention(leaf: str = "weight", where: Condition = always) -> tuple[Rule, ...]:
     """Queries, keys and values: their weights or their biases."""
     qkv = f"{_OURS}.self_attention.linear_qkv.{leaf}"
     return (
-        Rule(f"{_THEIRS}.self_attn.q_proj.{leaf}", qkv, QUERY),
-        Rule(f"{_THEIRS}.self_attn.k_proj.{leaf}", qkv, KEY),
-        Rule(f"{_THEIRS}.self_attn.v_proj.{leaf}", qkv, VALUE),
+        Rule(f"{_THEIRS}.self_attn.q_proj.{leaf}", qkv, QUERY, where),
+        Rule(f"{_THEIRS}.self_attn.k_proj.{leaf}", qkv, KEY, where),
+        Rule(f"{_THEIRS}.self_attn.v_proj.{leaf}", qkv, VALUE, where),
     )
 
 
 ATTENTION_OUTPUT = Rule(f"{_THEIRS}.self_attn.o_proj.weight", f"{_OURS}.self_attention.linear_proj.weight")
-QUERY_KEY_NORMS = (
-    Rule(f"{_THEIRS}.self_attn.q_norm.weight", f"{_OURS}.self_attention.q_layernorm.weight"),
-    Rule(f"{_THEIRS}.self_attn.k_norm.weight", f"{_OURS}.self_attention.k_layernorm.weight"),
-)
+
+
+def query_key_norms(where: Condition = always) -> tuple[Rule, ...]:
+    """Norms of each head's queries and keys."""
+    return (
+        Rule(f"{_THEIRS}.self_attn.q_norm.weight", f"{_OURS}.self_attention.q_layernorm.weight", where=where),
+        Rule(f"{_THEIRS}.self_attn.k_norm.weight", f"{_OURS}.self_attention.k_layernorm.weight", where=where),
+    )
+
+
+QUERY_KEY_NORMS = query_key_norms()
 ATTENTION_NORM = Rule(f"{_THEIRS}.input_layernorm.weight", f"{_OURS}.self_attention.linear_qkv.layer_norm_weight")
 LATENT_ATTENTION_NORM = Rule(f"{_THEIRS}.input_layernorm.weight", f"{_OURS}.input_layernorm.weight")
 MLP_NORM = (
@@ -67,6 +74,12 @@ STACKED_EXPERTS = (
     Rule(f"{_THEIRS}.mlp.experts.gate_up_proj", f"{_EXPERT}.linear_fc1.weight", where=with_experts),
     Rule(f"{_THEIRS}.mlp.experts.down_proj", f"{_EXPERT}.linear_fc2.weight", where=with_experts),
 )
+
+
+EXPERT_BIAS = Rule(
+    f"{_THEIRS}.mlp.gate.e_score_correction_bias", f"{_OURS}.mlp.router.expert_bias", where=with_experts,
+    keeps_dtype=True,
+)  # fmt: skip
 
 
 def shared_experts(module: str) -> tuple[Rule, ...]:

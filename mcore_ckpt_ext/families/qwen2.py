@@ -16,7 +16,7 @@ class Qwen2(Family):
     without_effect = ("sliding_window", "max_window_layers")
     rules = (*parts.DECODER, *parts.attention("bias"))
     settings = (
-        *llama_like(),
+        *llama_like(groups=32),
         full_attention("use_mrope"),
         Needs({"add_bias_linear": False, "add_qkv_bias": True}),
     )

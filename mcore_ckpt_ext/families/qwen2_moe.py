@@ -26,7 +26,7 @@ class Qwen2MoE(Family):
     )  # fmt: skip
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *llama_like(), *expert_settings(60, 4, 1408), full_attention(),
+        *llama_like(groups=16), *expert_settings(60, 4, 1408), full_attention(),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 5632),
         Fixed("qkv_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
         Needs({"moe_shared_expert_gate": True}),

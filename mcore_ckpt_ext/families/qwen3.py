@@ -16,7 +16,7 @@ class Qwen3(Family):
     without_effect = ("sliding_window", "max_window_layers")
     rules = (*parts.DECODER, *parts.QUERY_KEY_NORMS)
     settings = (
-        *llama_like(head_dim=True, head_dim_default=128),
+        *llama_like(head_dim=True, head_dim_default=128, groups=32),
         full_attention(),
         Needs({"qk_layernorm": True}),
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),

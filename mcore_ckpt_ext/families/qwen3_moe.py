@@ -18,6 +18,7 @@ class Qwen3MoE(Family):
     rules = (*parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts())
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *llama_like(head_dim=True), *expert_settings(128, 8, 768), full_attention(), Needs({"qk_layernorm": True}),
+        *llama_like(head_dim=True, groups=4), *expert_settings(128, 8, 768), full_attention(),
+        Needs({"qk_layernorm": True}),
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip

@@ -9,23 +9,30 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.arcee import Arcee
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
-from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3
+from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, KimiK2
+from mcore_ckpt_ext.families.ernie4_5 import Ernie45
 from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
 from mcore_ckpt_ext.families.gemma2 import Gemma2
+from mcore_ckpt_ext.families.glm4_moe import Glm4MoE
 from mcore_ckpt_ext.families.gpt2 import GPT2
 from mcore_ckpt_ext.families.llama import Llama
 from mcore_ckpt_ext.families.mistral import Mistral
 from mcore_ckpt_ext.families.mixtral import Mixtral
+from mcore_ckpt_ext.families.phi3 import Phi3
 from mcore_ckpt_ext.families.qwen2 import Qwen2
 from mcore_ckpt_ext.families.qwen2_moe import Qwen2MoE
 from mcore_ckpt_ext.families.qwen3 import Qwen3
 from mcore_ckpt_ext.families.qwen3_moe import Qwen3MoE
+from mcore_ckpt_ext.families.seed_oss import SeedOss
+from mcore_ckpt_ext.families.smollm3 import SmolLM3
+from mcore_ckpt_ext.families.starcoder2 import StarCoder2
 
 FAMILIES: tuple[Family, ...] = (
     GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
-    Gemma2(),
+    KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(),
 )  # fmt: skip
 _SHOWN = 4
 

@@ -57,12 +57,12 @@ def base_of(found: Mapping[str, Any]) -> float:
     return int(base) if base == int(base) else base
 
 
-def rope(theta: float = 10000.0, *, partial: float = 1.0, interleaved: bool = False) -> Setting:
+def rope(theta: float = 10000.0, *, partial: float | None = None, interleaved: bool = False) -> Setting:
     """Rotary positions: plain, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
 
     Args:
         theta: the default of `rope_theta` in Hugging Face's class.
-        partial: the part of a head that is rotated, by default; 1.0: the family rotates all of it.
+        partial: the part of a head that is rotated, by default; None: the family always rotates all of it.
         interleaved: neighbours are rotated together, not halves.
     """
 
@@ -74,17 +74,17 @@ def rope(theta: float = 10000.0, *, partial: float = 1.0, interleaved: bool = Fa
             scaling = {"rope_type": "llama3", "factor": float(arguments.rope_scaling_factor), **_LLAMA_3}
         elif arguments.rotary_seq_len_interpolation_factor:
             scaling = {"rope_type": "linear", "factor": float(arguments.rotary_seq_len_interpolation_factor)}
-        part = {} if partial == 1.0 else {"partial_rotary_factor": arguments.rotary_percent}
+        part = {} if partial is None else {"partial_rotary_factor": arguments.rotary_percent}
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling, **part}
 
     def to_arguments(config: Config) -> dict[str, Any]:
         found = rope_parameters(config, theta)
-        kind, part = found["rope_type"], found.get("partial_rotary_factor", partial)
+        kind, part = found["rope_type"], found.get("partial_rotary_factor", partial or 1.0)
         arguments = {
             "position_embedding_type": "rope", "rotary_base": base_of(found), "use_rope_scaling": False,
             "rotary_percent": part, "rotary_interleaved": interleaved,
         }  # fmt: skip
-        if part != 1.0 and (partial == 1.0 or kind != "default"):
+        if part != 1.0 and (partial is None or kind != "default"):
             raise unrepresentable("partial_rotary_factor", part, "1.0")
         if kind == "llama3":
             for key, value in _LLAMA_3.items():
@@ -100,7 +100,7 @@ def rope(theta: float = 10000.0, *, partial: float = 1.0, interleaved: bool = Fa
         return arguments
 
     def why_not(arguments: ModelArguments) -> list[str]:
-        needed = {"rotary_interleaved": interleaved, **({"rotary_percent": 1.0} if partial == 1.0 else {})}
+        needed = {"rotary_interleaved": interleaved, **({"rotary_percent": 1.0} if partial is None else {})}
         kind = arguments.position_embedding_type
         return misfits(needed, arguments) + ([] if kind in ("rope", "yarn") else [f"position_embedding_type is {kind}"])
 

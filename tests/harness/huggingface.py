@@ -30,6 +30,7 @@ _LATENT: dict[str, Any] = {
     "n_shared_experts": 2, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
     "v_head_dim": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
+_MIXTURE: dict[str, Any] = {**_SIZES, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
 _LLAMA_3_ROPE = {
     "rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -76,6 +77,23 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **{**_LATENT, "n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2},
         rope_parameters=_YARN,
     ),
+    "glm4_moe": _configured(
+        "Glm4MoeConfig", **{**_MIXTURE, "n_shared_experts": 1}, head_dim=8, n_routed_experts=4,
+        attention_bias=True, use_qk_norm=True, first_k_dense_replace=1, routed_scaling_factor=2.5,
+    ),
+    "glm4_moe_air": _configured(
+        "Glm4MoeConfig", **_MIXTURE, n_shared_experts=2, head_dim=16, n_routed_experts=4, attention_bias=True
+    ),
+    "seed_oss": _configured("SeedOssConfig", **_SIZES, head_dim=16, residual_dropout=0.2),
+    "ernie4_5": _configured("Ernie4_5Config", **_SIZES, head_dim=16),
+    "smollm3": _configured("SmolLM3Config", **_SIZES, no_rope_layers=[1, 0], pad_token_id=0),
+    "starcoder2": _configured("Starcoder2Config", **_SIZES, sliding_window=16),
+    "phi3": _configured("Phi3Config", **_SIZES, sliding_window=16, pad_token_id=0),
+    "phi4_mini": _configured(
+        "Phi3Config", **{**_SIZES, "hidden_size": 64}, tie_word_embeddings=True, pad_token_id=0,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.75},
+    ),
+    "arcee": _configured("ArceeConfig", **_SIZES),
     "gemma2": _configured("Gemma2Config", **_SIZES, head_dim=8, sliding_window=16, query_pre_attn_scalar=24),
 }  # fmt: skip
 

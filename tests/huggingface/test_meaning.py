@@ -138,15 +138,16 @@ def test_a_missing_key_means_what_it_means_to_transformers(name: str) -> None:
     for key in set(whole) - {"model_type", "rope_parameters", "num_hidden_layers"}:
         less = {other: value for other, value in whole.items() if other != key}
         by_class = AutoConfig.for_model(**less).to_dict()
-        try:
-            expected = family.arguments({**less, key: by_class.get(key)})
-        except UnsupportedCheckpointError:
-            continue
-        try:
-            found = family.arguments(less)
-        except UnsupportedCheckpointError:
-            continue
-        assert found == expected, (key, by_class.get(key))
+        found, expected = (_read(family, one) for one in (less, {**less, key: by_class.get(key)}))
+        assert found in (expected, None), (key, by_class.get(key))
+
+
+def _read(family: Family, config: dict[str, Any]) -> ModelArguments | None:
+    """The arguments; None where the configuration is refused."""
+    try:
+        return family.arguments(config)
+    except UnsupportedCheckpointError:
+        return None
 
 
 @pytest.mark.parametrize(

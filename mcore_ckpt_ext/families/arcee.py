@@ -1,0 +1,29 @@
+"""AFM of Arcee."""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Fixed, Same, Sets, Without
+
+_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+
+
+class Arcee(Family):
+    """Like Llama, with a squared ReLU and no gate."""
+
+    model_type = "arcee"
+    architecture = "ArceeForCausalLM"
+    rules = (
+        parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT,
+        Rule(f"{_THEIRS}.mlp.up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight"), parts.MLP[-1],
+        parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
+    )  # fmt: skip
+    settings = (
+        *SIZES, query_groups(), head_size(always=True), rope(), tied(by_default=False), *TRAINING, RMS_NORM,
+        Same("rms_norm_eps", "layernorm_epsilon", 1e-5), Without("mlp_bias"),
+        Fixed("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}), Sets({"bias_gelu_fusion": False}),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+    )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Phi-3, Phi-3.5 and Phi-4 of up to 4096 positions, and Phi-4-mini's part of a head that is rotated."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import (
+    RMS_NORM,
+    SILU,
+    SIZES,
+    TRAINING,
+    query_groups,
+    sliding_window,
+    tied,
+)
+from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
+from mcore_ckpt_ext.families.settings import Needs, Same
+
+_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+
+
+class Phi3(Family):
+    """Like Llama, with queries, keys and values in one matrix, gate and up projection in another, and a window."""
+
+    model_type = "phi3"
+    architecture = "Phi3ForCausalLM"
+    rules = (
+        parts.EMBEDDING, parts.ATTENTION_OUTPUT,
+        Rule(f"{_THEIRS}.self_attn.qkv_proj.weight", f"{_OURS}.self_attention.linear_qkv.weight",
+             joined(QUERY, KEY, VALUE)),
+        Rule(f"{_THEIRS}.mlp.gate_up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight"), parts.MLP[-1],
+        parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
+    )  # fmt: skip
+    # Of `longrope`, which is refused; the dropout of embeddings is Megatron's `hidden_dropout`, too.
+    without_effect = ("original_max_position_embeddings", "embd_pdrop")
+    settings = (
+        *SIZES, query_groups(), rope(partial=1.0), tied(by_default=False), *TRAINING, SILU, RMS_NORM,
+        Same("rms_norm_eps", "layernorm_epsilon", 1e-5), Same("resid_pdrop", "hidden_dropout", 0.0),
+        sliding_window(None), Needs({"add_bias_linear": False, "add_qkv_bias": False}),
+    )  # fmt: skip
+
+    @override
+    def rather_another(self, arguments: ModelArguments) -> list[str]:
+        return ["all that Llama or Mistral is"] if arguments.rotary_percent == 1.0 else []

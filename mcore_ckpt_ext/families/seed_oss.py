@@ -1,0 +1,29 @@
+"""Seed-OSS."""
+
+from __future__ import annotations
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import llama_like
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.settings import Fixed, Same, Without
+
+
+class SeedOss(Family):
+    """Qwen2 under another name, with heads of a size of their own and dropout while it is trained."""
+
+    model_type = "seed_oss"
+    architecture = "SeedOssForCausalLM"
+    rules = (*parts.DECODER, *parts.attention("bias"))
+    settings = (
+        *llama_like(head_dim=True, head_dim_default=128, groups=8),
+        Fixed("attention_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
+        Without("attention_out_bias", "mlp_bias"),
+        Same("attention_dropout", "attention_dropout", 0.1), Same("residual_dropout", "hidden_dropout", 0.1),
+    )  # fmt: skip
+
+    @override
+    def rather_another(self, arguments: ModelArguments) -> list[str]:
+        return ["all that Qwen2 is"]

@@ -1,0 +1,51 @@
+"""SmolLM3."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import (
+    RMS_NORM,
+    SILU,
+    SIZES,
+    TRAINING,
+    full_attention,
+    query_groups,
+    tied,
+)
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Same, Without
+
+
+def _rotated(arguments: ModelArguments) -> dict[str, Any]:
+    """1 for each layer that rotates its queries and keys; in Megatron's pattern 1 is one that does not."""
+    pattern, layers = arguments.no_rope_freq or [0], range(arguments.num_layers)
+    if isinstance(pattern, int):
+        pattern = [*([0] * (pattern - 1)), 1]
+    return {"no_rope_layers": [1 - pattern[layer % len(pattern)] for layer in layers]}
+
+
+def _skipping(config: Config) -> dict[str, Any]:
+    interval, layers = config.get("no_rope_layer_interval", 4), range(config["num_hidden_layers"])
+    rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in layers]
+    return {"no_rope_freq": [1 - int(bool(one)) for one in rotated]}
+
+
+class SmolLM3(Family):
+    """Like Llama, but some layers, by default each fourth, know no positions; tied."""
+
+    model_type = "smollm3"
+    architecture = "SmolLM3ForCausalLM"
+    rules = parts.DECODER
+    without_effect = ("sliding_window", "max_window_layers", "no_rope_layer_interval")
+    settings = (
+        *SIZES, query_groups(4), rope(2000000.0), tied(by_default=True), *TRAINING, SILU, RMS_NORM, full_attention(),
+        Same("rms_norm_eps", "layernorm_epsilon", 1e-6), Without("mlp_bias"),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Both(("no_rope_layers",), _rotated, _skipping, expressed=("no_rope_freq",), why_not=lambda arguments: (
+            [] if arguments.no_rope_freq else ["positions in every layer"]
+        )),
+    )  # fmt: skip

@@ -1,0 +1,39 @@
+"""StarCoder2."""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, query_groups, sliding_window, tied
+from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Fixed, Needs, Same
+
+_OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
+
+
+def _rules(leaf: str) -> tuple[Rule, ...]:
+    return (
+        *parts.attention(leaf),
+        Rule(f"{_THEIRS}.self_attn.o_proj.{leaf}", f"{_OURS}.self_attention.linear_proj.{leaf}"),
+        Rule(f"{_THEIRS}.mlp.c_fc.{leaf}", f"{_OURS}.mlp.linear_fc1.{leaf}"),
+        Rule(f"{_THEIRS}.mlp.c_proj.{leaf}", f"{_OURS}.mlp.linear_fc2.{leaf}"),
+        Rule(f"{_THEIRS}.input_layernorm.{leaf}", f"{_OURS}.self_attention.linear_qkv.layer_norm_{leaf}"),
+        Rule(f"{_THEIRS}.post_attention_layernorm.{leaf}", f"{_OURS}.mlp.linear_fc1.layer_norm_{leaf}"),
+        Rule(f"model.norm.{leaf}", f"decoder.final_layernorm.{leaf}"),
+    )
+
+
+class StarCoder2(Family):
+    """Layer norms, rotary positions, grouped queries, GELU, biases everywhere, a window; tied."""
+
+    model_type = "starcoder2"
+    architecture = "Starcoder2ForCausalLM"
+    rules = (parts.EMBEDDING, *_rules("weight"), *_rules("bias"), parts.OUTPUT[1])
+    without_effect = ("embedding_dropout", "norm_type", "mlp_type")
+    settings = (
+        *SIZES, query_groups(2), rope(), tied(by_default=True), *TRAINING, sliding_window(None),
+        Same("initializer_range", "init_method_std", 0.018042),
+        Same("norm_epsilon", "layernorm_epsilon", 1e-5), Same("residual_dropout", "hidden_dropout", 0.0),
+        Fixed("hidden_act", "gelu_pytorch_tanh", {"swiglu": False, "bias_gelu_fusion": True}),
+        Fixed("use_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}), Needs({"normalization": "LayerNorm"}),
+    )  # fmt: skip
