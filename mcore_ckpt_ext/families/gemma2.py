@@ -64,6 +64,7 @@ class Gemma2(Family):
         Rule(f"{_THEIRS}.post_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc2.post_layernorm.weight"),
         Rule("model.norm.weight", "decoder.final_layernorm.weight"),
     )  # fmt: skip
+    without_effect = ("hidden_act", "sliding_window_size")  # `hidden_activation` and `sliding_window` are looked at
     settings = (
         *SIZES, query_groups(4), head_size(always=True, default=256), rope(), *TRAINING,
         Same("rms_norm_eps", "layernorm_epsilon", 1e-6),

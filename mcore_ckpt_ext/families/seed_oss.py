@@ -8,7 +8,7 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import llama_like
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Fixed, Same, Without
+from mcore_ckpt_ext.families.settings import Fixed, Same
 
 
 class SeedOss(Family):
@@ -20,7 +20,7 @@ class SeedOss(Family):
     settings = (
         *llama_like(head_dim=True, head_dim_default=128, groups=8),
         Fixed("attention_bias", True, {"add_bias_linear": False, "add_qkv_bias": True}),
-        Without("attention_out_bias", "mlp_bias"),
+        Fixed("attention_out_bias", False, {}), Fixed("mlp_bias", False, {}),
         Same("attention_dropout", "attention_dropout", 0.1), Same("residual_dropout", "hidden_dropout", 0.1),
     )  # fmt: skip
 

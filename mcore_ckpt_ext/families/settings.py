@@ -97,7 +97,7 @@ class Size(Same):
 class Fixed(Setting):
     """A key that has one value in all models of a family, and the arguments, `needed`, that stand for that value.
 
-    A missing key means the value.
+    A missing key means the value, and so does a key without one, but for what is true.
     """
 
     key: str
@@ -121,7 +121,7 @@ class Fixed(Setting):
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
         found = config.get(self.key, self.value)
-        if found != self.value:
+        if found != self.value and (found is not None or self.value is True):
             raise unrepresentable(self.key, found, f"{self.value}")
         return dict(self.needed)
 

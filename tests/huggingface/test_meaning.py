@@ -16,6 +16,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
+from mcore_ckpt_ext.families.config_keys import OF_THE_FILE
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, ONLY_WITH, SIZES, TOLD
@@ -24,6 +25,7 @@ from mcore_ckpt_ext.families.without_effect import without_effect
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from tests.harness.huggingface import CONFIGS, VOCABULARY, make
+from tests.harness.published import PUBLISHED
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -129,6 +131,32 @@ def test_a_key_that_is_not_known_is_refused(tmp_path: Path, models: dict[str, Pa
     with pytest.raises(UnsupportedCheckpointError, match="layer_types"):
         kinds = ["sliding_attention", "full_attention"]
         family_of("qwen3").arguments(configuration("qwen3", layer_types=kinds))
+
+
+# Of the same meaning in other words: `type` of old releases, and keys that say what is so anyway.
+IN_OTHER_WORDS = {
+    "SmolLM3 3B": {"layer_types"}, "Phi-3-mini 4k": {"attention_bias"}, "AFM 4.5B": {"rope_scaling"},
+    "Seed-OSS 36B": {"rope_scaling"},
+}  # fmt: skip
+SAME_POSITIONS = {"DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-V3", "Kimi-K2"}
+DROPPED = {"DeepSeek-V3": {"num_nextn_predict_layers"}, "GLM-4.5-Air": {"num_nextn_predict_layers"}}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configurations_are_read_and_come_back(name: str) -> None:
+    config = PUBLISHED[name]
+    family = family_named(config["model_type"])
+    arguments = family.arguments(config)
+    assert family.misfits(arguments) == []
+    back = {**family.kept(config), **family.config(arguments)}
+    of_the_file = {key: config[key] for key in OF_THE_FILE if key in config}
+    differing = {key for key in config if key not in of_the_file and back.get(key) != config[key]}
+    if name in SAME_POSITIONS:
+        differing.remove("rope_scaling")
+        old, new = config["rope_scaling"], back["rope_scaling"]
+        assert new == {**{key: value for key, value in old.items() if key != "type"}, "rope_type": old["type"]}
+    assert differing == IN_OTHER_WORDS.get(name, set()) | DROPPED.get(name, set())
+    assert family.arguments(back) == arguments
 
 
 @pytest.mark.parametrize("name", CONFIGS)

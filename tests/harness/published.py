@@ -1,0 +1,136 @@
+"""What `config.json` of well-known models says, in the spelling of the release of transformers that wrote it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_FILE: dict[str, Any] = {"torch_dtype": "bfloat16", "use_cache": True, "transformers_version": "4.43.1"}
+_LLAMA: dict[str, Any] = {
+    **_FILE, "model_type": "llama", "hidden_act": "silu", "hidden_size": 4096,
+    "initializer_range": 0.02, "intermediate_size": 14336, "num_attention_heads": 32, "num_hidden_layers": 32,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 32768,
+    "tie_word_embeddings": False, "vocab_size": 32000, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_QWEN: dict[str, Any] = {
+    **_LLAMA, "attention_dropout": 0.0, "rms_norm_eps": 1e-6, "rope_theta": 1000000.0, "sliding_window": 131072,
+    "use_sliding_window": False, "max_window_layers": 28, "vocab_size": 152064,
+}  # fmt: skip
+_QWEN_EXPERTS: dict[str, Any] = {
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "num_experts": 128, "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768, "norm_topk_prob": True, "router_aux_loss_coef": 0.001, "output_router_logits": False,
+}  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    **_LLAMA, "attention_bias": False, "attention_dropout": 0.0, "auto_map": {"AutoConfig": "configuration_deepseek.D"},
+    "aux_loss_alpha": 0.001, "ep_size": 1, "kv_lora_rank": 512, "max_position_embeddings": 163840, "moe_layer_freq": 1,
+    "n_shared_experts": 1, "pretraining_tp": 1, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64,
+    "rms_norm_eps": 1e-6, "seq_aux": True, "v_head_dim": 128, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "rope_theta": 10000, "num_hidden_layers": 61,
+    "rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0,
+                     "original_max_position_embeddings": 4096, "type": "yarn"},
+}  # fmt: skip
+_DEEPSEEK_V2: dict[str, Any] = {
+    **_DEEPSEEK, "model_type": "deepseek_v2", "first_k_dense_replace": 1, "moe_intermediate_size": 1536,
+    "n_group": 8, "topk_group": 3, "topk_method": "group_limited_greedy", "n_routed_experts": 160,
+    "n_shared_experts": 2, "norm_topk_prob": False, "num_experts_per_tok": 6, "routed_scaling_factor": 16.0,
+    "scoring_func": "softmax",
+}  # fmt: skip
+_DEEPSEEK_V3: dict[str, Any] = {
+    **_DEEPSEEK, "model_type": "deepseek_v3", "first_k_dense_replace": 3, "moe_intermediate_size": 2048,
+    "n_group": 8, "topk_group": 4, "topk_method": "noaux_tc", "n_routed_experts": 256, "norm_topk_prob": True,
+    "num_experts_per_tok": 8, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid",
+    "quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+                            "weight_block_size": [128, 128]},
+}  # fmt: skip
+_KIMI: dict[str, Any] = {
+    **_DEEPSEEK_V3, "model_type": "kimi_k2", "n_routed_experts": 384, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0, "rope_theta": 50000.0,
+    "rope_scaling": {**_DEEPSEEK["rope_scaling"], "beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0},
+}  # fmt: skip
+_LLAMA_3 = {
+    "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}  # fmt: skip
+_BIASES = {"attention_bias": False, "mlp_bias": False}
+
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "GPT-2": {
+        "model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-5, "n_ctx": 1024, "n_embd": 768, "n_head": 12,
+        "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "summary_activation": None,
+        "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
+        "summary_use_proj": True, "task_specific_params": {"text-generation": {"do_sample": True}},
+        "vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256,
+    },
+    "Llama 2 7B": {**_LLAMA, "pretraining_tp": 1, "rope_scaling": None, "num_key_value_heads": 32},
+    "Llama 3.1 8B": {**_LLAMA, **_BIASES, "rope_scaling": _LLAMA_3, "rope_theta": 500000.0},
+    "Mistral 7B 0.1": {**_LLAMA, "model_type": "mistral", "sliding_window": 4096},
+    "Mixtral 8x7B": {
+        **_LLAMA, "model_type": "mixtral", "attention_dropout": 0.0, "num_experts_per_tok": 2, "num_local_experts": 8,
+        "output_router_logits": False, "router_aux_loss_coef": 0.02, "sliding_window": None, "rope_theta": 1000000.0,
+    },
+    "Qwen2.5 7B": {
+        **_QWEN, "model_type": "qwen2", "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584,
+    },
+    "Qwen3 8B": {**_QWEN, "model_type": "qwen3", "attention_bias": False, "head_dim": 128, "rope_scaling": None},
+    "Qwen3 30B-A3B": {
+        **_QWEN, **_QWEN_EXPERTS, "model_type": "qwen3_moe", "attention_bias": False, "head_dim": 128,
+        "hidden_size": 2048, "sliding_window": None,
+    },
+    "Qwen1.5-MoE A2.7B": {
+        **_QWEN, **_QWEN_EXPERTS, "model_type": "qwen2_moe", "num_experts": 60, "num_experts_per_tok": 4,
+        "norm_topk_prob": False, "shared_expert_intermediate_size": 5632, "sliding_window": 32768,
+    },
+    "DeepSeek-V2": _DEEPSEEK_V2,
+    "DeepSeek-V2-Lite": {
+        **_DEEPSEEK_V2, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+        "rope_scaling": {**_DEEPSEEK["rope_scaling"], "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "DeepSeek-V3": _DEEPSEEK_V3,
+    "Kimi-K2": _KIMI,
+    "Moonlight 16B-A3B": {**_KIMI, "model_type": "deepseek_v3", "q_lora_rank": None, "rope_scaling": None},
+    "GLM-4.5-Air": {
+        **_LLAMA, "model_type": "glm4_moe", "attention_bias": True, "attention_dropout": 0.0, "head_dim": 128,
+        "partial_rotary_factor": 0.5, "moe_intermediate_size": 1408, "norm_topk_prob": True, "n_group": 1,
+        "topk_group": 1, "n_routed_experts": 128, "n_shared_experts": 1, "routed_scaling_factor": 1.0,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "use_qk_norm": False,
+        "rope_scaling": None,
+    },
+    "Gemma 2 9B": {
+        **_LLAMA, "model_type": "gemma2", "attention_bias": False, "attention_dropout": 0.0,
+        "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",
+        "head_dim": 256, "hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 256, "sliding_window": 4096, "sliding_window_size": 4096, "tie_word_embeddings": True,
+        "rms_norm_eps": 1e-6,
+    },
+    "Seed-OSS 36B": {
+        **_LLAMA, "model_type": "seed_oss", "attention_bias": True, "attention_dropout": 0.1, "head_dim": 128,
+        "attention_out_bias": False, "mlp_bias": False, "residual_dropout": 0.1,
+        "rope_scaling": {"rope_type": "default"}, "rope_theta": 10000000.0,
+    },
+    "ERNIE-4.5 0.3B": {
+        **_LLAMA, "model_type": "ernie4_5", "head_dim": 128, "rope_theta": 500000.0, "use_bias": False,
+        "tie_word_embeddings": True,
+    },
+    "SmolLM3 3B": {
+        **_LLAMA, **_BIASES, "model_type": "smollm3", "num_hidden_layers": 4, "no_rope_layer_interval": 4,
+        "attention_dropout": 0.0, "no_rope_layers": [1, 1, 1, 0], "layer_types": ["full_attention"] * 4,
+        "max_window_layers": 28, "pretraining_tp": 2, "sliding_window": None, "use_sliding_window": False,
+        "tie_word_embeddings": True,
+    },
+    "StarCoder2 3B": {
+        **{key: value for key, value in _LLAMA.items() if key != "rms_norm_eps"}, "model_type": "starcoder2",
+        "attention_dropout": 0.1, "residual_dropout": 0.1, "embedding_dropout": 0.1, "norm_epsilon": 1e-5,
+        "hidden_act": "gelu_pytorch_tanh", "norm_type": "layer_norm", "mlp_type": "default", "use_bias": True,
+        "rope_theta": 999999.4420358813, "sliding_window": 4096, "tie_word_embeddings": True,
+    },
+    "Phi-3-mini 4k": {
+        **_LLAMA, "model_type": "phi3", "attention_bias": False, "attention_dropout": 0.0, "embd_pdrop": 0.0,
+        "resid_pdrop": 0.0, "original_max_position_embeddings": 4096, "rope_scaling": None, "sliding_window": 2047,
+        "num_key_value_heads": 32,
+    },
+    "AFM 4.5B": {
+        **_LLAMA, **_BIASES, "model_type": "arcee", "attention_dropout": 0.0, "head_dim": 128, "hidden_act": "relu2",
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 20.0, "mscale": 1.0,
+                         "original_max_position_embeddings": 4096, "rope_type": "yarn", "type": "yarn"},
+    },
+}  # fmt: skip
