@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.checkpoint import Checkpoint, TensorHandle, open_checkpoint
     from mcore_ckpt_ext.formats.unread import Unread
     from mcore_ckpt_ext.hooks import install, status, uninstall
+    from mcore_ckpt_ext.hooks.direct import load_optimizer, save_sidecar
     from mcore_ckpt_ext.hooks.registry import SeamStatus
     from mcore_ckpt_ext.layout.parallel import ParallelLayout
     from mcore_ckpt_ext.loops.facts import Facts
@@ -91,7 +92,9 @@ __all__ = [
     "convert",
     "inspect",
     "install",
+    "load_optimizer",
     "open_checkpoint",
+    "save_sidecar",
     "status",
     "uninstall",
     "verify",
@@ -141,7 +144,9 @@ _HOMES = {
     "convert": "mcore_ckpt_ext.offline.conversion",
     "inspect": "mcore_ckpt_ext.offline.inspection",
     "install": "mcore_ckpt_ext.hooks",
+    "load_optimizer": "mcore_ckpt_ext.hooks.direct",
     "open_checkpoint": "mcore_ckpt_ext.formats.checkpoint",
+    "save_sidecar": "mcore_ckpt_ext.hooks.direct",
     "status": "mcore_ckpt_ext.hooks",
     "uninstall": "mcore_ckpt_ext.hooks",
     "verify": "mcore_ckpt_ext.offline.verification",

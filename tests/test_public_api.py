@@ -20,7 +20,8 @@ from tests.harness.checkpoints import fixture_named
 PUBLIC = {
     "__version__",
     # what it does
-    "compare", "convert", "inspect", "install", "open_checkpoint", "status", "uninstall", "verify",
+    "compare", "convert", "inspect", "install", "load_optimizer", "open_checkpoint", "save_sidecar", "status",
+    "uninstall", "verify",
     # what a conversion can write, and what a user knows of its source
     "Canonical", "Facts", "HuggingFace", "Legacy", "TorchDist",
     # what the results are made of

@@ -20,6 +20,7 @@ import torch
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, line, table
 from mcore_ckpt_ext.errors import printable
+from mcore_ckpt_ext.hooks.seams import SEAMS
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
 from mcore_ckpt_ext.versions import Version, parse_version
 
@@ -119,11 +120,10 @@ def _hooks() -> Iterator[Line]:
         yield Line("hooks", "note", f"switched off: {SWITCH.name}=0")
         return
     mcore_ckpt_ext.install()
-    modules = {seam.seam.rpartition(".")[0] for seam in mcore_ckpt_ext.status()}
-    problems = {module: _import_problem(module) for module in modules}
-    for seam in mcore_ckpt_ext.status():
-        problem = problems.get(seam.seam.rpartition(".")[0])
-        framework = _DISTRIBUTIONS[seam.seam.partition(".")[0]]
+    problems = {module: _import_problem(module) for module in dict.fromkeys(seam.module for seam in SEAMS)}
+    for place, seam in zip(SEAMS, mcore_ckpt_ext.status(), strict=True):
+        problem = problems[place.module]
+        framework = next(name for prefix, name in _DISTRIBUTIONS.items() if place.module.startswith(prefix))
         # Megatron appends the commit of whatever repository its folder lies in (megatron/core/package_info.py).
         version = f" of {seam.version.partition('+')[0]}" if seam.version else ""
         if seam.state == "patched":

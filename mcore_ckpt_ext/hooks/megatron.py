@@ -15,6 +15,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.any_loop import attended
 from mcore_ckpt_ext.hooks.fast_load import reading_fast
 from mcore_ckpt_ext.hooks.first_look import first_look, megatron_version, refuse_another_kind
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
@@ -43,7 +44,8 @@ def wrap_load_checkpoint(original: Function) -> Function:
         scope = _scope(original)
         chunks = scope["unwrap_model"](ddp_model)
         witness = Witness(chunks)
-        with taking_what_is_whole(scope, getattr(scope["get_args"](), call.arguments["load_arg"])):
+        whole = taking_what_is_whole(scope, getattr(scope["get_args"](), call.arguments["load_arg"]))
+        with attended(), whole:
             result, weaker = load(call.arguments, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         if optimizer is not None:
             prove_loaded(chunks, optimizer, witness.has_seen_a_load(chunks), weaker)

@@ -29,7 +29,7 @@ class Seam(NamedTuple):
 
     Args:
         module: full dotted name of the module that defines it.
-        attribute: its name there.
+        attribute: its name there, ``Class.method`` for a method.
         wrapper: "module:function" of the factory that takes the original and returns its replacement;
             imported only once the framework's module is.
         parameters: names that the original must accept, in this order; others may stand between.
@@ -67,7 +67,8 @@ class _Patch:
     """
 
     def __init__(self, attribute: str, original: Function, replacement: Function) -> None:
-        self.attribute = attribute
+        self.attribute = attribute.rpartition(".")[2]
+        self._class = attribute.rpartition(".")[0]
         self.original = original
         self.active = True
 
@@ -79,12 +80,18 @@ class _Patch:
 
     def apply(self, module: ModuleType) -> None:
         """Put the wrapper in the original's place."""
-        _rebind(module, self.attribute, self.original, self.dispatch)
+        self._rebind(module, self.original, self.dispatch)
 
     def undo(self, module: ModuleType) -> None:
         """Put the original back wherever the wrapper still stands; elsewhere the wrapper passes through."""
         self.active = False
-        _rebind(module, self.attribute, self.dispatch, self.original)
+        self._rebind(module, self.dispatch, self.original)
+
+    def _rebind(self, module: ModuleType, before: Function, after: Function) -> None:
+        if not self._class:
+            _rebind(module, self.attribute, before, after)
+        elif vars(owner := getattr(module, self._class)).get(self.attribute) is before:
+            setattr(owner, self.attribute, after)
 
 
 class HookRegistry:
@@ -149,7 +156,7 @@ class HookRegistry:
     def _commit(self, seam: Seam, module: ModuleType, patch: _Patch) -> None:
         with self._lock:
             # Between the look and the lock, another thread may have uninstalled, or patched already.
-            if self._installed and getattr(module, seam.attribute, None) is patch.original:
+            if self._installed and _function(seam, module) is patch.original:
                 patch.apply(module)
                 self._patches.setdefault(seam, []).append((module, patch))
                 self._reasons.pop(seam, None)
@@ -181,16 +188,22 @@ class HookRegistry:
     def _on_top(self, seam: Seam) -> str | None:
         """Say whose function stands where ours was put, if ours no longer does."""
         module, patch = self._patches[seam][-1]
-        current = getattr(module, seam.attribute, None)
+        current = _function(seam, module)
         if current is patch.dispatch:
             return None
         place = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
         return f"another wrapper stands on top of ours: {place}"
 
 
+def _function(seam: Seam, module: ModuleType) -> Any:
+    """What stands at a seam's place; None where there is nothing, or what a class only inherits."""
+    owner, _, name = seam.attribute.rpartition(".")
+    return vars(getattr(module, owner, object)).get(name) if owner else getattr(module, name, None)
+
+
 def _checked_target(seam: Seam, module: ModuleType) -> Function:
     """Return the function to wrap, or raise SeamMismatchError where it is not what the seam expects."""
-    target = getattr(module, seam.attribute, None)
+    target = _function(seam, module)
     if not callable(target):
         raise SeamMismatchError(f"{seam.module} has no function {seam.attribute}")
     try:

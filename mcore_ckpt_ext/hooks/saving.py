@@ -18,12 +18,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext import __version__
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.direct import recorder
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.hooks.rebinding import rebound
-from mcore_ckpt_ext.online.record import PackingRecorder
 from mcore_ckpt_ext.online.written import judged, problems_on_disk, stored_bytes
 from mcore_ckpt_ext.saving.coordinator import Coordinator
 from mcore_ckpt_ext.saving.durable import Disk
@@ -150,9 +149,6 @@ def _is_served(scope: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
 def _save_of(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Save:
     arguments, iteration, release = scope["get_args"](), int(call["iteration"]), bool(call.get("release", False))
     folder = Path(scope["get_checkpoint_name"](arguments.save, iteration, release=release, return_base_dir=True))
-    # After a plus sign Megatron puts the commit of whatever repository it lies in.
-    megatron = str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown")).partition("+")[0]
-    recorder = PROCESS.one(PackingRecorder, lambda: PackingRecorder(announce, (__version__, megatron)))
     optimizer = call["optimizer"] if _saves_distributed_optimizer(arguments) else None
     chunks = functools.partial(scope["unwrap_model"], call["model"])
     return Save(
@@ -161,7 +157,7 @@ def _save_of(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Save:
         tracker=Path(scope["get_checkpoint_tracker_filename"](arguments.save)),
         tracker_text="release" if release else str(iteration),
         asynchronous=bool(getattr(arguments, "async_save", False)),
-        record=recorder.prepared(chunks, optimizer, vars(arguments), iteration),
+        record=recorder().prepared(chunks, optimizer, vars(arguments), iteration),
     )
 
 

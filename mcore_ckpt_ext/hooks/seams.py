@@ -62,4 +62,40 @@ SEAMS = (
         parameters=("extra_args_provider", "ignore_unknown_args"),
         version_module="megatron.core",
     ),
+    Seam(
+        # Where every loop passes that loads with Megatron Core; read in core_v0.12.1, 0.16.1, 0.19.0 and 0.19.2.
+        module="megatron.core.optimizer.distrib_optimizer",
+        attribute="DistributedOptimizer.sharded_state_dict",
+        wrapper="mcore_ckpt_ext.hooks.any_loop:wrap_sharded_state_dict",
+        parameters=("self", "model_sharded_state_dict", "is_loading"),
+        version_module="megatron.core",
+    ),
+    Seam(
+        module="megatron.core.optimizer.distrib_optimizer",
+        attribute="DistributedOptimizer.load_state_dict",
+        wrapper="mcore_ckpt_ext.hooks.any_loop:wrap_load_state_dict",
+        parameters=("self", "state_dict"),
+        version_module="megatron.core",
+    ),
+    Seam(
+        module="megatron.core.optimizer.optimizer",
+        attribute="ChainedOptimizer.sharded_state_dict",
+        wrapper="mcore_ckpt_ext.hooks.any_loop:wrap_sharded_state_dict",
+        parameters=("self", "model_sharded_state_dict", "is_loading"),
+        version_module="megatron.core",
+    ),
+    Seam(
+        module="megatron.core.optimizer.optimizer",
+        attribute="ChainedOptimizer.load_state_dict",
+        wrapper="mcore_ckpt_ext.hooks.any_loop:wrap_load_state_dict",
+        parameters=("self", "state_dict"),
+        version_module="megatron.core",
+    ),
+    Seam(
+        module="megatron.core.dist_checkpointing.serialization",
+        attribute="load",
+        wrapper="mcore_ckpt_ext.hooks.any_loop:wrap_load",
+        parameters=("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "strict"),
+        version_module="megatron.core",
+    ),
 )

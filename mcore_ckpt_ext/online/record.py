@@ -37,7 +37,7 @@ class PackingRecorder:
 
     def prepared(
         self, chunks: Callable[[], Sequence[Any]], optimizer: Any, arguments: Mapping[str, Any], iteration: int
-    ) -> Callable[[SaveRecord], str]:
+    ) -> Callable[[SaveRecord | None], str]:
         """Returns what gives the sidecar's text once it is known how long a save took; a collective call.
 
         Args:
@@ -68,7 +68,7 @@ class PackingRecorder:
         groups: tuple[RecordedGroup, ...],
         arguments: Mapping[str, Any],
         iteration: int,
-        saved: SaveRecord,
+        saved: SaveRecord | None,
         digests: tuple[RecordedDigests, ...],
     ) -> str:
         """The sidecar's text; empty where it cannot be made: a checkpoint without it is as good as before."""

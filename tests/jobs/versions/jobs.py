@@ -202,7 +202,7 @@ def run(version: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Save and resume everything with one release; what it saves and dumps goes to `folder`."""
     order = folder / "order.json"
     order.write_text(json.dumps(_order(version, folder)))
-    paths = [wheel(version), ROOT / "scripts", ROOT, _RANKS_FOLDER]
+    paths = [wheel(version), ROOT / "scripts", ROOT, ROOT / "tests" / "harness" / "ranks"]
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join(str(path) for path in paths if path), "OMP_NUM_THREADS": "1",
         "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1",

@@ -1,0 +1,181 @@
+"""The seam where all training loops pass: Megatron Core's optimizer says what it wants, and takes what was loaded.
+
+A program asks the optimizer for its sharded state dict (`is_loading=True`), hands it to `dist_checkpointing.load`, and
+the answer to the optimizer's `load_state_dict` (megatron/core/optimizer/distrib_optimizer.py, optimizer.py,
+dist_checkpointing/serialization.py; core_v0.12.1 to 0.19.2 and the development head of August 2026). What the first
+gives out is marked; the second sees from the checkpoint whether Megatron itself would load it, and if not, plans the
+resume, and puts the plan where the answer would be; the third proves the plan against the live weights and fills. Until
+then nothing is touched, so a program that loads in two calls, or in another order, is served or refused as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.first_look import megatron_version
+from mcore_ckpt_ext.hooks.process import PROCESS
+from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.online.agreement import agreed
+from mcore_ckpt_ext.online.homes.recognition import Chain
+from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
+from mcore_ckpt_ext.optimizer_reshard import Prepared, prepare
+from mcore_ckpt_ext.optimizers.table import stock_can_load
+from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
+
+Function = Callable[..., Any]
+
+
+class Asked(dict[Any, Any]):
+    """The sharded state dict of an optimizer that is to be loaded, with the optimizer."""
+
+    optimizer: Any
+
+
+class Planned(dict[Any, Any]):
+    """What stands in the loaded state dict for an optimizer's state: the plan to fill it."""
+
+    prepared: Prepared
+
+
+class Attended:
+    """Whether a loop that this package knows is at work, which decides for itself how its optimizer is loaded."""
+
+    is_busy = False
+
+
+@contextmanager
+def attended() -> Iterator[None]:
+    """Within this scope, the seam leaves everything to whoever has called."""
+    state = PROCESS.one(Attended)
+    before, state.is_busy = state.is_busy, True
+    try:
+        yield
+    finally:
+        state.is_busy = before
+
+
+def wrap_sharded_state_dict(original: Function) -> Function:
+    """Around an optimizer's `sharded_state_dict`: mark what is asked for."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def sharded_state_dict(self: Any, *positional: Any, **keywords: Any) -> Any:
+        found = original(self, *positional, **keywords)
+        call = signature.bind(self, *positional, **keywords)
+        if not call.arguments.get("is_loading", False) or not isinstance(found, dict):
+            return found
+        asked = found if isinstance(found, Asked) else Asked(found)
+        asked.optimizer = self  # the outermost of a chain is asked last
+        return asked
+
+    return sharded_state_dict
+
+
+def wrap_load(original: Function) -> Function:
+    """Around `dist_checkpointing.load`: an optimizer that Megatron cannot load is planned instead."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def load(*positional: Any, **keywords: Any) -> Any:
+        call = signature.bind(*positional, **keywords)
+        tree, folder = call.arguments["sharded_state_dict"], call.arguments["checkpoint_dir"]
+        asked = list(_asked(tree, ()))
+        part_of_ranks = call.arguments.get("process_group") is not None
+        if not asked or part_of_ranks or PROCESS.one(Attended).is_busy:
+            return original(*positional, **keywords)
+        planned = {path: _planned(Path(str(folder)), one.optimizer) for path, one in asked}
+        planned = {path: plan for path, plan in planned.items() if plan is not None}
+        if not planned:
+            return original(*positional, **keywords)
+        call.arguments["sharded_state_dict"] = _without(tree, set(planned), ())
+        result = original(*call.args, **call.kwargs)
+        loaded = result[0] if isinstance(result, tuple) else result
+        for path, plan in planned.items():
+            _put(loaded, path, plan)
+        return result
+
+    return load
+
+
+def wrap_load_state_dict(original: Function) -> Function:
+    """Around an optimizer's `load_state_dict`: a plan is proven and carried out."""
+
+    @functools.wraps(original)
+    def load_state_dict(self: Any, state_dict: Any) -> Any:
+        if not isinstance(state_dict, Planned):
+            return original(self, state_dict)
+        announce(str(state_dict.prepared.prove().fill()))
+        return None
+
+    return load_state_dict
+
+
+def _planned(folder: Path, optimizer: Any) -> Planned | None:
+    """The plan for an optimizer that Megatron does not load from a checkpoint; None where it does. Collective.
+
+    Raises:
+        ResumeRefusedError: on every rank, when it cannot be filled either.
+    """
+    if not agreed("looking at the checkpoint", lambda: _is_first() and _is_ours(folder, optimizer))[0]:
+        return None
+    chunks = chunks_of(optimizer)
+    running = live_arguments(chunks, optimizer)
+    plan = Planned()
+    plan.prepared = prepare(
+        folder, chunks, optimizer, running, verify_all=VERIFY_ALL.value, accept_lost=ACCEPT_LOST.value
+    )  # fmt: skip
+    return plan
+
+
+def _is_first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _is_ours(folder: Path, optimizer: Any) -> bool:
+    """Whether this package fills an optimizer from a checkpoint; where it is not known that stock can, it does."""
+    chain = Chain.of(optimizer)
+    if chain.unknown or chain.whole or not chain.distributed:
+        return False
+    checkpoint = open_checkpoint(folder)
+    if checkpoint.optimizer_format is None:
+        return False
+    written, running = checkpoint.arguments, live_arguments(chunks_of(optimizer), optimizer)
+    moved = bool(placement_changes(written, running)) or not checkpoint.layout.unknown.isdisjoint(_PLACING)
+    return not stock_can_load(checkpoint.optimizer_format, moved, megatron_version())
+
+
+# Without these nobody knows that the buffers are alike.
+_PLACING = ("tensor", "pipeline", "virtual_pipeline", "expert")
+
+
+def _asked(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Asked]]:
+    """The optimizers that a sharded state dict asks for, the outermost of each chain, by where they stand."""
+    if isinstance(tree, Asked):
+        yield path, tree
+    elif isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _asked(value, (*path, key))
+
+
+def _without(tree: Any, paths: set[tuple[Any, ...]], path: tuple[Any, ...]) -> Any:
+    """The same tree without what stands at some places; what is above them is new."""
+    if not isinstance(tree, dict) or not any(one[: len(path)] == path for one in paths):
+        return tree
+    return {
+        key: _without(value, paths, (*path, key)) for key, value in tree.items() if (*path, key) not in paths
+    }  # fmt: skip
+
+
+def _put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value

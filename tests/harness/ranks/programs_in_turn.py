@@ -1,0 +1,56 @@
+"""Runs programs on Megatron Core one after the other, in one launch, and dumps what each left alive.
+
+argv: a JSON file with a list of {name, script, arguments, dump, stock}. A program may raise: then its turn says what.
+"""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import core_model
+import torch
+from megatron.core import parallel_state
+from megatron_on_cpu.groups import leave_groups
+from torch.distributed.checkpoint.api import CheckpointException
+
+import mcore_ckpt_ext
+
+
+def train(wrapped: Any, optimizer: Any) -> None:
+    """Masters, moments, groups and weights as after some steps, the same on all copies of a parameter."""
+    job = core_model.Job([wrapped], optimizer, {})
+    for one in job.optimizers:
+        for group in one.optimizer.param_groups:
+            for master in group["params"]:
+                moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
+                one.optimizer.state[master] = moments
+    core_model.fill_with_noise(job, tied=False, seed=7)
+
+
+def run(turn: dict[str, Any]) -> str:
+    """One program; returns how it ended."""
+    parallel_state.destroy_model_parallel()
+    leave_groups()
+    (mcore_ckpt_ext.uninstall if turn["stock"] else mcore_ckpt_ext.install)()
+    sys.argv = [turn["script"], *turn["arguments"]]
+    try:
+        left = Namespace(**runpy.run_path(turn["script"], {"train": train}, run_name="__main__"))
+    except (Exception, CheckpointException) as error:
+        return f"{type(error).__name__}: {error}"
+    if turn["dump"]:
+        core_model.dump(core_model.Job([left.wrapped], left.optimizer, {}), Path(turn["dump"]), tied=False)
+    return "done"
+
+
+torch.distributed.init_process_group("gloo")
+torch.distributed.init_process_group = lambda *_, **__: None  # the programs' own calls
+for number, turn in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    ended = run(turn)
+    sys.stdout.write(f"=== {number} {' '.join(ended.split())}\n")
+    sys.stdout.flush()
+    torch.distributed.barrier()

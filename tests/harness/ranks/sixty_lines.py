@@ -1,0 +1,68 @@
+"""A training program on Megatron Core alone, which has never heard of this package: it saves, loads, and nothing else.
+
+argv: tensor and pipeline parallel size, the folder to load or "none", the folder to save or "none", and in which way:
+`together`, `model-first` (two calls), or `optimizer-first` (its state is taken up before anything is in the model).
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+tensor, pipeline, source, target, way = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
+experts = 4 if "experts" in sys.argv else None
+parallel_state.initialize_model_parallel(tensor, pipeline)
+tensor_parallel.model_parallel_cuda_manual_seed(1234)
+dtype = {"bf16": True, "params_dtype": torch.bfloat16}
+config = TransformerConfig(
+    num_layers=4, hidden_size=32, num_attention_heads=4, num_moe_experts=experts, add_bias_linear=not experts,
+    use_cpu_initialization=True, gradient_accumulation_fusion=False, sequence_parallel=bool(experts) and tensor > 1,
+    tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, pipeline_dtype=torch.bfloat16, **dtype,
+)  # fmt: skip
+stage = {
+    "pre_process": parallel_state.is_pipeline_first_stage(), "post_process": parallel_state.is_pipeline_last_stage()
+}  # fmt: skip
+model = GPTModel(config, get_gpt_layer_local_spec(num_experts=experts), 128, 32, **stage)
+buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+wrapped = DistributedDataParallel(config, buffers, Float16Module(config, model))
+settings = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, **dtype)
+optimizer = get_megatron_optimizer(settings, [wrapped])
+metadata = {
+    "distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False, "chained_optim_avoid_prefix": True
+}  # fmt: skip
+whole = {"model": model.sharded_state_dict(metadata=metadata)}
+
+
+def load(folder: Path, *parts: str) -> dict[str, Any]:
+    asked: dict[str, Any] = {"model": whole["model"]} if "model" in parts else {}
+    if "optimizer" in parts:
+        asked["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=True, metadata=metadata)
+    return dist_checkpointing.load(asked, str(folder))
+
+
+if source != "none":
+    ran = Path(source)
+    if way == "together":
+        loaded = load(ran, "model", "optimizer")
+    elif way == "model-first":
+        loaded = load(ran, "model")
+        loaded["optimizer"] = load(ran, "optimizer")["optimizer"]
+    else:
+        loaded = load(ran, "optimizer")
+        optimizer.load_state_dict(loaded["optimizer"])
+        loaded["model"] = load(ran, "model")["model"]
+    model.load_state_dict(loaded["model"])
+    if way != "optimizer-first":
+        optimizer.load_state_dict(loaded["optimizer"])
+if target != "none":
+    train(wrapped, optimizer)  # noqa: F821 - made by whoever runs this: a step, or what looks like one
+    state = {**whole, "optimizer": optimizer.sharded_state_dict(whole, metadata=metadata)}
+    dist_checkpointing.save(state, target, content_metadata=metadata)
