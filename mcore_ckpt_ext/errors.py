@@ -46,6 +46,7 @@ class CheckpointError(Exception):
             if value is not None:
                 parts.append(f"{label}: {printable(value if isinstance(value, str) else shown(value))}")
         super().__init__("; ".join(parts))
+        self.found = found
 
 
 class UnreadableCheckpointError(CheckpointError):

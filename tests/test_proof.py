@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.hooks import proof as hooks_proof
 from mcore_ckpt_ext.layout.proof import (
     BY_EITHER_ROUNDING,
     BY_ROUNDING,
@@ -248,3 +250,17 @@ def test_what_cannot_be_looked_at_hides_no_mismatch(monkeypatch: pytest.MonkeyPa
     assert found(2.0) == ["first"]
     with pytest.raises(UnsupportedCheckpointError, match="not its kind's"):
         found(1.0)
+
+
+def test_an_optimizer_that_nothing_here_knows_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence would say that the load is proven."""
+    said: list[str] = []
+    monkeypatch.setattr(hooks_proof, "announce", said.append)
+    optimizer = SimpleNamespace(optimizer=torch.optim.Adagrad([torch.ones(1, requires_grad=True)]))
+    chunk = torch.nn.ParameterDict({"first": torch.ones(4)})
+    hooks_proof.prove_loaded([chunk], optimizer, loaded=True, weaker=None)
+    assert said == [
+        "this load is not proven, because this version cannot look into what there is: SimpleNamespace over Adagrad"
+    ]
+    hooks_proof.prove_loaded([chunk], optimizer, loaded=False, weaker=None)
+    assert len(said) == 1

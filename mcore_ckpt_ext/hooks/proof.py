@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import ProofError
+from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.online.agreement import gather
@@ -90,6 +90,8 @@ def _found(
     own: list[LiveMismatch] = []
     try:
         own = live_mismatches(chunks, optimizer, weaker, every) if loaded else []
+    except UnsupportedCheckpointError as error:
+        announce(f"this load is not proven, because this version cannot look into what there is: {error.found}")
     except Exception as error:  # noqa: BLE001 - see the docstring
         announce(f"what was loaded could not be proven: {type(error).__name__}: {error}")
     return [item for items in gather(own) for item in items]

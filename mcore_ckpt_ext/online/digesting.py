@@ -23,7 +23,10 @@ Place = tuple[int, int, str]
 
 
 class Digester:
-    """Of one optimizer. What there is to digest is agreed on once; then a save exchanges one number for each of it."""
+    """Of one optimizer. What there is to digest is agreed on once; then a save exchanges one number for each of it.
+
+    A save does not wait for that exchange: whoever writes the sidecar does, when training has gone on.
+    """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, say: Callable[[str], None]) -> None:
         """A collective call.
@@ -47,21 +50,35 @@ class Digester:
         of_ranks = gather(own)
         places = () if None in of_ranks else {place for found in of_ranks for place in found or ()}
         self._places = sorted(places)
+        self._exchange: tuple[torch.Tensor, dist.Work] | None = None  # the newest: it must outlive this rank's call
 
-    def digests(self, optimizer: Any) -> tuple[RecordedDigests, ...]:
-        """The digests of this save's remainders, or none where a rank fails; a collective call where there are any."""
+    def digests(self, optimizer: Any) -> Callable[[], tuple[RecordedDigests, ...]]:
+        """Begin the digests of this save's remainders; a collective call where there are any.
+
+        Returns:
+            What waits for all ranks' parts, on any thread, and gives the digests; none where a rank fails.
+        """
         if not self._places:
-            return ()
+            return tuple
         totals = torch.zeros(len(self._places) + 1, dtype=torch.int64, device=device_of_collectives())
         try:
             totals[:-1] += self._own(optimizer, totals.device)
         except Exception as error:  # noqa: BLE001 - every rank must reach the sum, and the save must not fail
             self._complain(error)
             totals[-1] = 1
-        if dist.is_initialized():
-            dist.all_reduce(totals)  # int64 wraps around, as digests do
-        *sums, failures = totals.tolist()
-        return () if failures else self._recorded(sums)
+        if not dist.is_initialized():
+            return lambda: self._recorded(totals)
+        exchange = dist.all_reduce(totals, async_op=True)  # int64 wraps around, as digests do
+        self._exchange = totals, exchange
+        return lambda: self._awaited(totals, exchange)
+
+    def _awaited(self, totals: torch.Tensor, exchange: dist.Work) -> tuple[RecordedDigests, ...]:
+        try:
+            exchange.wait()
+            return self._recorded(totals)
+        except Exception as error:  # noqa: BLE001 - a checkpoint without digests is better than none
+            self._complain(error)
+            return ()
 
     def _own(self, optimizer: Any, device: torch.device) -> torch.Tensor:
         """This rank's part of every digest; nobody waits for its device."""
@@ -74,7 +91,10 @@ class Digester:
         totals = torch.zeros(len(self._places), dtype=torch.int64, device=device)
         return totals.index_add_(0, torch.tensor(where, device=device), torch.stack(parts)) if parts else totals
 
-    def _recorded(self, sums: Sequence[int]) -> tuple[RecordedDigests, ...]:
+    def _recorded(self, totals: torch.Tensor) -> tuple[RecordedDigests, ...]:
+        *sums, failures = totals.tolist()
+        if failures:
+            return ()
         groups: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
         for (child, group, name), total in zip(self._places, sums, strict=True):
             if total:  # what no rank has kept yet has none

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.proof import BITS, Mismatch, Proof, weaker_of
 from mcore_ckpt_ext.model_space.slices import Region
@@ -56,7 +56,7 @@ def live_mismatches(
 ) -> list[LiveMismatch]:
     """Parameters of the live optimizer whose masters do not round to the live weights; touches no checkpoint.
 
-    This is how any load is proven, the framework's included. Optimizers of a kind that is not filled are passed over.
+    This is how any load is proven, the framework's included.
     It costs one pass over masters and weights: the pairs are the optimizer's own, and the model is asked to describe
     itself only where a name has to be given.
 
@@ -69,8 +69,10 @@ def live_mismatches(
             one stretch can.
 
     Raises:
+        UnsupportedCheckpointError: the optimizer is of a kind that this package does not know.
         CheckpointError: one of them cannot be looked at, and those before it are as they should be.
     """
+    homes = homes_of(optimizer)
     pairs = {
         id(parameter): LiveParameter(parameter, (Region.whole(name, tuple(parameter.shape)),), {}, may_pad=False)
         for chunk in chunks
@@ -78,10 +80,6 @@ def live_mismatches(
     }
     room = _Room()
     found: dict[int, LiveMismatch] = {}
-    try:
-        homes = homes_of(optimizer)
-    except UnsupportedCheckpointError:
-        return []
     try:
         for shard in (shard for home in homes for shard in home.shards(pairs)):
             number = id(shard.live.parameter)

@@ -53,7 +53,7 @@ class PackingRecorder:
             self._groups[optimizer] = self._gathered(live, optimizer)
             self._digesters[optimizer] = Digester(live, optimizer, self._say)
         digests = self._digesters[optimizer].digests(optimizer)
-        return lambda saved: self._text(self._groups[optimizer], arguments, iteration, saved, digests)
+        return lambda saved: self._text(self._groups[optimizer], arguments, iteration, saved, digests())
 
     def _gathered(self, chunks: Sequence[Any], optimizer: Any) -> tuple[RecordedGroup, ...]:
         try:

@@ -4,7 +4,7 @@ A pickle is expensive where it hashes a tuple that refers to a tuple that refers
 tuples have one hash, and where it calls something with large arguments (`pickle_cost`). A plain pickle does none of it:
 
 - tuples of five or fewer texts and numbers below 2**31 are small, however often the pickle refers to them. Nobody
-  foresees a text's hash, and there are too few such numbers: to find a thousand tuples of one hash takes over 2**40 trials;
+  foresees a text's hash, and there are too few such numbers: to find a thousand of one hash takes over 2**40 trials;
 - a tuple that becomes an object's state at once may hold anything: that object looks at it first;
 - any other tuple is shown to the unpickler's owner, which checks that it is short, holds no other tuple, and has a
   hash of its own;
