@@ -16,7 +16,7 @@ from itertools import groupby, product
 
 import torch
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.extents import ArchivedRecord, Extent, PlainExtent, RawArray, Scaled, Transposed
 from mcore_ckpt_ext.planning.plan import (
@@ -30,9 +30,10 @@ from mcore_ckpt_ext.planning.plan import (
     make_plan,
 )
 from mcore_ckpt_ext.storage.files import FolderReader, cut_short
+from mcore_ckpt_ext.storage.inert import Placeholder
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
 from mcore_ckpt_ext.storage.scaled import decode
-from mcore_ckpt_ext.storage.tensor_reference import StorageReference, TensorReference
+from mcore_ckpt_ext.storage.tensor_reference import Float8Reference, StorageReference, TensorReference
 from mcore_ckpt_ext.storage.torch_archive import Payload, TorchArchive
 
 BLOCK_BYTES = 16 << 20
@@ -48,6 +49,8 @@ _ALONG_BYTES = 1 << 19
 # Rows that follow each other in the file go to their places in memory by one call, unless they are as short as this.
 _SHORT_ROW_BYTES = 1024
 _OPEN_ARCHIVES = 32
+# Of each fp8 number while it is decoded.
+_DECODED_BYTES = 8
 # As `Runs.rows` gives it: source, target, length, count, source stride, target stride.
 Run = tuple[int, int, int, int, int, int]
 # By target index; a mapping may leave out targets that the plan does not serve.
@@ -112,7 +115,7 @@ class Transfer:
     def _blocks_of(self, payload: Payload, run: Run, extent: Extent, block_bytes: int) -> Iterator[Block]:
         source, target, length, count, source_stride, target_stride = run
         size = ITEM_SIZE[extent.dtype] if isinstance(extent, Scaled) else payload.dtype.itemsize
-        limit = max(1, block_bytes // size)
+        limit = max(1, block_bytes // (size if payload.scaled is None else _DECODED_BYTES))
         near = not isinstance(extent, (Transposed, Scaled)) and _are_near(length, count, source_stride, size)
         at_once = max(1, limit // (source_stride if near else length))
         for row in range(0, count, at_once):
@@ -121,7 +124,9 @@ class Transfer:
                 width = min(limit, length - column)
                 first = source + row * source_stride + column
                 elements = self._read_rows(payload, first, width, rows, source_stride, extent)
-                yield Block(elements, target + row * target_stride + column, width, rows, target_stride)
+                yield Block(
+                    payload.decoded(elements), target + row * target_stride + column, width, rows, target_stride
+                )
 
     def locate(self, extent: Extent) -> Payload:
         """Where the elements of a stored array lie.
@@ -152,15 +157,16 @@ class Transfer:
         else:
             archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
             tensor = archive.load()
-        if not isinstance(tensor, TensorReference):
-            raise UnreadableCheckpointError(
-                "a record of the checkpoint holds no tensor", found=type(tensor).__name__, where=archive.where
-            )
-        payload = archive.payload(tensor)
-        if payload.numel != extent.numel or payload.dtype != dtype:
+        if isinstance(tensor, Float8Reference):
+            payload = archive.scaled_payload(tensor)
+        elif isinstance(tensor, TensorReference):
+            payload = archive.payload(tensor)
+        else:
+            raise _no_tensor(tensor, archive.where)
+        if payload.numel != extent.numel or payload.gives != dtype:
             raise UnreadableCheckpointError(
                 "a record of the checkpoint is not the tensor that its metadata describes",
-                found=f"{payload.numel} elements of {payload.dtype}",
+                found=f"{payload.numel} elements of {payload.gives}",
                 expected=f"{extent.numel} elements of {extent.dtype}",
                 where=archive.where,
                 helps="the metadata belongs to another checkpoint: restore the folder as it was written",
@@ -194,7 +200,8 @@ class Transfer:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)
-            if destination.dtype == payload.dtype and not isinstance(copy.extent, (Transposed, Scaled)):
+            is_plain = payload.scaled is None and not isinstance(copy.extent, (Transposed, Scaled))
+            if is_plain and destination.dtype == payload.dtype:
                 if destination.device.type == "cpu":
                     self._read_in_place(payload, copy.runs.rows(), destination)
                     continue
@@ -299,6 +306,22 @@ class Transfer:
         stored = self._read_rows(payload, left, right - left, height, columns)
         transposed = stored.view(height, right - left).t().reshape(-1)
         return transposed.as_strided((count, length), (stride, 1), first - left * height).reshape(-1)
+
+
+def _no_tensor(found: object, where: str) -> CheckpointError:
+    """What stands where a tensor should: a quantized one of a kind that is not read is nobody's damage."""
+    if isinstance(found, Placeholder) and found.pickled_module.startswith("transformer_engine."):
+        return UnsupportedCheckpointError(
+            "weights of this checkpoint are stored as quantized tensors of a kind that this version does not read",
+            found=f"{found.pickled_module}.{found.pickled_name}",
+            expected="plain tensors, or fp8 tensors with one scale",
+            where=where,
+            helps="resume under the layout that it was written with, which is left to Megatron; or save without "
+            "--fp8-param-gather or --fp4-param-gather",
+        )
+    return UnreadableCheckpointError(
+        "a record of the checkpoint holds no tensor", found=type(found).__name__, where=where
+    )
 
 
 def _are_near(length: int, count: int, stride: int, size: int) -> bool:

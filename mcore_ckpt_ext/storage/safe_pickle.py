@@ -24,7 +24,13 @@ from mcore_ckpt_ext.storage.budget import Budget, elements_of
 from mcore_ckpt_ext.storage.inert import Placeholder, Record, Sealed, Stateless, inert_class, origin_of, record_class
 from mcore_ckpt_ext.storage.pickle_cost import weigh
 from mcore_ckpt_ext.storage.plain_pickle import plain_form
-from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES, StorageReference, StorageType, TensorReference
+from mcore_ckpt_ext.storage.tensor_reference import (
+    STORAGE_NAMES,
+    Float8Reference,
+    StorageReference,
+    StorageType,
+    TensorReference,
+)
 
 
 class _Function(Stateless):
@@ -61,10 +67,16 @@ def _with_attributes(build: object, _: object, arguments: tuple[Any, ...], *__: 
     raise UnsafePickleError("a pickle rebuilds a tensor by an unknown function", found=shown(build))
 
 
+_FLOAT8 = "transformer_engine.pytorch.tensor.float8_tensor"
+_FLOAT8_CLASS_METHOD = (_FLOAT8, "Float8Tensor", "_make_in_reduce_ex")  # up to 2.13
+
+
 @_Function
 def _inert_getattr(owner: object, name: str) -> object:
     """How Python 3.11 pickles a member of an enum: `getattr(class, name)`. Only placeholders have attributes to get."""
     if isinstance(owner, type) and issubclass(owner, Placeholder):
+        if (owner.pickled_module, owner.pickled_name, name) == _FLOAT8_CLASS_METHOD:
+            return Float8Reference
         member = owner(name)
         origin_of(member).member = name
         return member
@@ -117,6 +129,7 @@ _REAL: dict[tuple[str, str], object] = {
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _Function(_with_attributes),
+    (_FLOAT8, "_make_float8_tensor_in_reduce_ex"): Float8Reference,
     **{
         (module, name): value
         for module in ("builtins", "__builtin__")

@@ -6,7 +6,7 @@ import torch
 
 from mcore_ckpt_ext.errors import shown
 from mcore_ckpt_ext.storage.budget import elements_of
-from mcore_ckpt_ext.storage.inert import Stateless
+from mcore_ckpt_ext.storage.inert import Placeholder, Stateless, origin_of
 
 # `torch.FloatStorage` and its siblings, by which torch.save names a storage's dtype (torch/serialization.py).
 STORAGE_NAMES = {
@@ -66,3 +66,53 @@ class StorageType(Stateless):
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
+
+
+# transformer_engine/common/include/transformer_engine/transformer_engine.h, `NVTEDType`, 1.0 to 2.20.2.
+_FLOAT8 = {
+    7: torch.float8_e4m3fn, 8: torch.float8_e5m2,
+    "kFloat8E4M3": torch.float8_e4m3fn, "kFloat8E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+class Float8Reference(Stateless):
+    """A pickled Float8Tensor of Transformer Engine without its data: fp8 numbers, all to be multiplied by one number.
+
+    Source: `Float8Tensor.__reduce_ex__`, transformer_engine/pytorch/tensor/float8_tensor.py, 2.13.0, 2.16.0, 2.20.2.
+    """
+
+    def __init__(
+        self, data: object, fp8_dtype: object, scale: object, dtype: object, shape: object, transpose: object = None
+    ) -> None:
+        """Keep the description.
+
+        Args:
+            data: the numbers' bytes.
+            fp8_dtype: what stands for Transformer Engine's number of their dtype.
+            scale: the number that all are multiplied by (`scale_inv` there).
+            dtype: what the tensor shows itself as.
+            shape: its shape.
+            transpose: their bytes in columns, where they are kept in no other way.
+
+        Raises:
+            TypeError, ValueError: there can be no such tensor.
+        """
+        if not isinstance(data, TensorReference) or not isinstance(scale, TensorReference) or transpose is not None:
+            raise TypeError("an fp8 tensor without rows of numbers, or without a scale")
+        if tuple(shape) != data.shape or data.storage.dtype != torch.uint8:  # type: ignore[arg-type]
+            raise ValueError(f"an fp8 tensor of shape {shown(shape)} on bytes of shape {shown(data.shape)}")
+        if scale.storage.dtype != torch.float32 or elements_of(scale.shape) != 1 or not isinstance(dtype, torch.dtype):
+            raise ValueError("an fp8 tensor with more than one scale, or of no dtype")
+        self.data, self.scale, self.dtype = data, scale, dtype
+        self.fp8_dtype = _FLOAT8[_number(fp8_dtype)]
+
+
+def _number(dtype: object) -> object:
+    """What a member of Transformer Engine's enum of dtypes is: its number, or its name.
+
+    It is an `IntEnum` in 2.20, which is called with its number, and one of pybind11 before, whose state that is.
+    """
+    if isinstance(dtype, Placeholder):
+        told = (*dtype.arguments, *origin_of(dtype).state)
+        return told[0] if told else None
+    return dtype

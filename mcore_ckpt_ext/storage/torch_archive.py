@@ -7,11 +7,12 @@ bytes of the outer file.
 
 from __future__ import annotations
 
+import math
 import struct
 import zipfile
 import zlib
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import IO, Any, cast
 
@@ -22,7 +23,7 @@ from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.expansion import check_expansion
 from mcore_ckpt_ext.storage.files import FolderReader, Window, cut_short
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
-from mcore_ckpt_ext.storage.tensor_reference import TensorReference
+from mcore_ckpt_ext.storage.tensor_reference import Float8Reference, TensorReference
 from mcore_ckpt_ext.storage.zip_directory import Member, plain_directory
 
 # Local file header of a zip member (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
@@ -39,12 +40,17 @@ WRITER_MEMBER = ".data/writer"
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """Where a tensor's elements lie: byte `offset` of `file`, `numel` elements of `dtype`, row-major in `shape`."""
+    """Where a tensor's elements lie: byte `offset` of `file`, `numel` elements of `dtype`, row-major in `shape`.
+
+    Attributes:
+        scaled: where the elements are fp8 numbers: what they are multiplied by, and what they then are rounded to.
+    """
 
     file: str
     offset: int
     dtype: torch.dtype
     shape: tuple[int, ...]
+    scaled: tuple[float, torch.dtype] | None = None
 
     @property
     def numel(self) -> int:
@@ -53,6 +59,18 @@ class Payload:
         for size in self.shape:
             product *= size
         return product
+
+    @property
+    def gives(self) -> torch.dtype:
+        """The dtype of the elements once they are decoded."""
+        return self.dtype if self.scaled is None else self.scaled[1]
+
+    def decoded(self, elements: torch.Tensor) -> torch.Tensor:
+        """The elements as the tensor shows them; as they lie, unless they are fp8 numbers."""
+        if self.scaled is None:
+            return elements
+        scale, dtype = self.scaled
+        return elements.float().mul_(scale).to(dtype)
 
 
 class TorchArchive:
@@ -152,6 +170,17 @@ class TorchArchive:
                 where=self.where,
             )
         return found
+
+    def scaled_payload(self, tensor: Float8Reference) -> Payload:
+        """Where the numbers of an fp8 tensor of this archive lie.
+
+        Raises:
+            UnreadableCheckpointError: they are not there, or their scale is not.
+        """
+        (scale,) = self.with_values([tensor.scale])
+        if not math.isfinite(scale):
+            raise UnreadableCheckpointError("an fp8 tensor whose scale is no number", where=self.where)
+        return replace(self.payload(tensor.data), dtype=tensor.fp8_dtype, scaled=(float(scale), tensor.dtype))
 
     def with_values(self, tree: Any) -> Any:
         """A small object of this archive, as `load` gives it, with its tensors read: a gradient scaler's scale.
