@@ -48,6 +48,12 @@ class TargetModels:
             ranks = layout.expert_tensor if of_experts(name) else layout.tensor
             weights[name] = StoredWeight(tensor, shard_grid(name, tensor.shape, ranks, arguments, version))
         self.local = LocalModels(weights, arguments, layout, experts_apart=layout.expert > 1)
+        if self.local.predicts_more_tokens:
+            raise UnsupportedCheckpointError(
+                "this version does not know which ranks of a legacy checkpoint hold multi-token prediction",
+                found="parameters of mtp.layers",
+                helps="convert to torch_dist, which every layout can load",
+            )
         if self.local.chunks is None:
             raise UnsupportedCheckpointError(
                 "it is not known which layers each pipeline rank of that layout has",

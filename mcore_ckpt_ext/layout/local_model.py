@@ -84,6 +84,11 @@ class LocalModels:
         """Global decoder layers by `[pipeline rank][virtual stage]`; None where the pipeline split is not known."""
         return self._layers or layers_by_chunk(self.arguments, self.layout)
 
+    @property
+    def predicts_more_tokens(self) -> bool:
+        """Whether there are layers of multi-token prediction, whose stages are not known."""
+        return any(name.startswith("mtp.") for name in self._parameters())
+
     @cached_property
     def chunks(self) -> list[list[list[str]]] | None:
         """Names by `[pipeline rank][virtual stage]`; None where the pipeline split is not known.
@@ -98,7 +103,7 @@ class LocalModels:
         for name in self._parameters():
             by_layer.setdefault(split_layer(name)[0], []).append(name)
         outside = by_layer.get(None, [])
-        if any(name.startswith("mtp.") for name in outside):
+        if self.predicts_more_tokens:
             return None
         chunks = [[[n for i in span for n in by_layer.get(i, [])] for span in spans] for spans in layers]
         chunks[0][0] += [name for name in outside if name.startswith("embedding.")]

@@ -7,6 +7,7 @@ there; none touches how Megatron saves or loads a checkpoint.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib
 import importlib.machinery
@@ -14,9 +15,12 @@ import importlib.metadata
 import importlib.util
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from megatron_on_cpu.engine_kernels import FOLDER_VARIABLE
 
 ADAM_VARIABLE = "MEGATRON_ON_CPU_ADAM"
 """Environment variable: ``torch`` leaves Megatron with torch's AdamW; otherwise the FusedAdam stand-in is used."""
@@ -31,7 +35,9 @@ def apply() -> None:
     _skip_compilation()
     _provide_dataset_helper()
     _shorten_mock_documents()
-    if os.environ.get(ADAM_VARIABLE) != "torch":
+    if os.environ.get(FOLDER_VARIABLE):
+        _keep_coalesced_collectives_apart()
+    elif os.environ.get(ADAM_VARIABLE) != "torch":
         _provide_fused_adam()
     _keep_pipeline_outputs_of_interleaved_schedules()
     allow_torch_norms_under_sequence_parallelism()
@@ -96,6 +102,26 @@ def _provide_fused_adam() -> None:
     distributed_optimizer.HAVE_APEX_OR_TE = True
     distributed_optimizer.USING_APEX_OPTIMIZER = True
     distributed_optimizer.USING_TE_OPTIMIZER = False
+
+
+class _Done:
+    """A collective that has ended."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+def _keep_coalesced_collectives_apart() -> None:
+    """Coalesced, gloo takes tensors of several dtypes for one: the fp8 bytes of some buffers become numbers."""
+    buffers: Any = importlib.import_module("megatron.core.distributed.param_and_grad_buffer")
+    buffers._coalescing_manager = lambda *_, **__: contextlib.nullcontext(_Done())
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(buffers, name, functools.partial(_at_once, getattr(buffers, name)))
+
+
+def _at_once(collective: Callable[..., Any], *positional: Any, **keywords: Any) -> _Done:
+    collective(*positional, **{**keywords, "async_op": False})
+    return _Done()
 
 
 def _keep_pipeline_outputs_of_interleaved_schedules() -> None:

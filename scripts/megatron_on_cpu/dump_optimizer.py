@@ -38,7 +38,9 @@ MOMENTS_VARIABLE = "MEGATRON_ON_CPU_DUMP_AT"
 _STATE_NAMES = ("fp32_param", *MOMENTS)
 # Of multi-token prediction, too, whose layers checkpoints call otherwise.
 _LAYER = re.compile(r"decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer")
-_LOCAL_EXPERT = re.compile(r"(.*\.experts\.)local_experts\.(\d+)\.(.*)")
+_LOCAL_EXPERT = re.compile(r"(?P<before>.*\.experts\.)local_experts\.(?P<number>\d+)\.(?P<rest>.*)")
+# Transformer Engine's grouped linear layers count their experts' parameters.
+_GROUPED_EXPERT = re.compile(r"(?P<before>.*\.experts\.)(?P<rest>linear_fc\d\.(?:weight|bias))(?P<number>\d+)")
 
 
 @dataclass(frozen=True)
@@ -150,7 +152,7 @@ def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool
             tensor_rank=tensor_rank,
             partition_dim=parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
             sections=_sections(local_name, parameter, chunk.config),
-            weight=parameter.detach().clone(),
+            weight=(parameter.dequantize() if hasattr(parameter, "_scale_inv") else parameter).detach().clone(),
             start=start,
             state=state,
             settings=settings,
@@ -191,12 +193,12 @@ def name_in_model(local_name: str, layers: dict[str, tuple[str, dict[str, str]]]
         if rest.startswith(module_name):
             rest = name_in_checkpoint + rest.removeprefix(module_name)
             break
-    expert = _LOCAL_EXPERT.fullmatch(rest)
+    expert = _LOCAL_EXPERT.fullmatch(rest) or _GROUPED_EXPERT.fullmatch(rest)
     if expert is not None:
         parallel_state = importlib.import_module("megatron.core.parallel_state")
         experts_per_rank = config.num_moe_experts // parallel_state.get_expert_model_parallel_world_size()
-        number = parallel_state.get_expert_model_parallel_rank() * experts_per_rank + int(expert[2])
-        rest = f"{expert[1]}experts.{number}.{expert[3]}"
+        number = parallel_state.get_expert_model_parallel_rank() * experts_per_rank + int(expert["number"])
+        rest = f"{expert['before']}experts.{number}.{expert['rest']}"
     return f"{layer_name}.{rest}"
 
 

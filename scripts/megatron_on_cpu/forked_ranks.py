@@ -28,7 +28,7 @@ from typing import Any
 
 import torch
 
-from megatron_on_cpu import compat, dump_optimizer, record_losses, redirect
+from megatron_on_cpu import compat, dump_optimizer, engine_kernels, record_losses, redirect
 from megatron_on_cpu.fork_server import MOST_BYTES, READY
 from megatron_on_cpu.process import die_with_parent
 
@@ -106,6 +106,7 @@ def _import_megatron(checkout: Path | None) -> None:
 
         # A namespace package: without this, what the checkout lacks would come from the installed version.
         megatron.__path__ = [str(checkout / "megatron")]
+    engine_kernels.install()
     compat.apply()
     for name in _MEGATRON_MODULES:
         importlib.import_module(name)

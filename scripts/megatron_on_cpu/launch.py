@@ -37,6 +37,9 @@ TRAIN_GPT = Path(__file__).with_name("train_gpt.py")
 PRECISION_AWARE = Path(__file__).with_name("precision_aware.py")
 """Plugin for jobs with ``--use-precision-aware-optimizer``."""
 
+SYNTHETIC_TRAINING = Path(__file__).with_name("synthetic_training.py")
+"""Plugin for jobs whose model cannot run on a CPU."""
+
 CPU_OFFLOAD = Path(__file__).with_name("cpu_offload.py")
 """Plugin for jobs with ``--optimizer-cpu-offload``."""
 

@@ -33,6 +33,7 @@ class Turn:
         until: int = SAVED + 1,
         environment: Mapping[str, str] | None = None,
         stock: bool = False,
+        newest: int = SAVED,
         **options: Any,
     ) -> None:
         """Describe it.
@@ -40,10 +41,11 @@ class Turn:
         Args:
             folder: where it lives.
             layout: how its ranks are spread.
-            saves: whether it saves; the checkpoint of iteration 4 is then the newest, whatever comes after it.
+            saves: whether it saves.
             until: its last iteration.
             environment: variables for its time.
             stock: it runs without this package; saves come before such a turn, for their wrappers do not come back.
+            newest: the iteration of which the checkpoint of a job that saves is the newest, whatever comes after it.
             options: of `run_job`: `load` (the run of an earlier turn may be one), `more`, `optimizer`, `precision`.
         """
         self.folder, self.layout = folder, layout
@@ -54,7 +56,7 @@ class Turn:
             "arguments": arguments,
             "environment": {**recording, **(environment or {})},
             "stock": stock,
-            "newest": {str(tracker): str(SAVED)} if saves else {},
+            "newest": {str(tracker): str(newest)} if saves else {},
         }
 
 

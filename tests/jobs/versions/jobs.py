@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 
+from tests.harness.packages import installed_beside
+
 ROOT = Path(__file__).parents[3]
 _RANKS_FOLDER = Path(__file__).parent / "ranks"
 _TIME_LIMIT = 400
@@ -188,14 +190,8 @@ def wheel(version: str) -> Path | None:
     """The folder of a release, installed from PyPI by name beside the environment; None for the installed one."""
     if not WHEELS[version]:
         return None
-    folder = Path(sys.prefix) / "megatron-core" / version
-    if not folder.exists():
-        partial = folder.with_name(f"{version}.partial-{os.getpid()}")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--python-version", WHEELS[version], "--target", str(partial), f"megatron-core=={version}"]
-        subprocess.run(command, check=True, timeout=_TIME_LIMIT)
-        partial.rename(folder)
-    return folder
+    options = ("--only-binary=:all:", "--python-version", WHEELS[version])
+    return installed_beside("megatron-core", version, *options)
 
 
 def run(version: str, folder: Path) -> subprocess.CompletedProcess[str]:

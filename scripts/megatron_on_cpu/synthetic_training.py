@@ -1,0 +1,84 @@
+"""Training without forward and backward passes: a plugin of ``launch.run`` for models whose kernels need a GPU.
+
+Each element's gradient is made of that element's weight and the iteration.  The genuine gradient buffers reduce it and
+the genuine optimizer takes it, so a job that resumes exactly goes on exactly, under whatever layout: with
+``--clip-grad 0``, since a norm is summed up in an order that depends on it.  The loss is made of the iteration alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+_SIZE = 2.0**-4
+# Neither has a short period among the numbers that bf16 holds.
+_OF_WEIGHT, _OF_ITERATION = 1013.13, 0.618034
+
+
+def gradient(weight: torch.Tensor, iteration: int) -> torch.Tensor:
+    """Of each element alone, between plus and minus a thirty-second."""
+    return (torch.frac(weight.detach().float() * _OF_WEIGHT + iteration * _OF_ITERATION)) * _SIZE / 2
+
+
+def install() -> None:
+    """Replace the passes; start with vectors of which no two elements are equal, as initial norms and biases are."""
+    training: Any = importlib.import_module("megatron.training.training")
+    make_optimizer = training.get_megatron_optimizer
+
+    @functools.wraps(make_optimizer)
+    def get_megatron_optimizer(config: Any, model_chunks: Sequence[Any], *more: Any, **options: Any) -> Any:
+        for chunk, model in enumerate(model_chunks):
+            _scatter(model, chunk)
+        return make_optimizer(config, model_chunks, *more, **options)
+
+    training.get_megatron_optimizer = get_megatron_optimizer
+    training.get_forward_backward_func = lambda *_, **__: _passes
+
+
+def _scatter(model: torch.nn.Module, chunk: int) -> None:
+    """Equal on all ranks that have a copy, and on no others."""
+    state: Any = importlib.import_module("megatron.core.parallel_state")
+    for name, parameter in model.named_parameters():
+        if parameter.dim() != 1:
+            continue
+        place = [name, chunk, state.get_pipeline_model_parallel_rank()]
+        if not getattr(parameter, "allreduce", True):
+            place += [state.get_expert_model_parallel_rank(), state.get_expert_tensor_parallel_rank()]
+        elif getattr(parameter, "tensor_model_parallel", False):
+            place.append(state.get_tensor_model_parallel_rank())
+        generator = torch.Generator().manual_seed(zlib.crc32(repr(place).encode()))
+        with torch.no_grad():
+            parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter.dtype), alpha=0.1)
+
+
+@torch.no_grad()
+def _passes(*, model: Any, **_: Any) -> list[dict[str, torch.Tensor]]:
+    """What a schedule of Megatron leaves behind: reduced gradients, and the losses on the last stage."""
+    iteration = importlib.import_module("megatron.training").get_args().curr_iteration
+    chunks = model if isinstance(model, list) else [model]
+    for chunk in chunks:
+        for parameter, factor in _scaled(chunk):
+            values = parameter.dequantize() if hasattr(parameter, "dequantize") else parameter
+            parameter.main_grad.copy_(gradient(values, iteration) / factor)
+        chunk.finish_grad_sync()
+    if not importlib.import_module("megatron.core.parallel_state").is_pipeline_last_stage():
+        return []
+    return [{"lm loss": torch.tensor([64.0 + iteration, 64.0])}]
+
+
+def _scaled(chunk: Any) -> Iterator[tuple[Any, float]]:
+    """Parameters, with what the reduction of their buffers multiplies equal gradients by."""
+    for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
+        factor = buffer.gradient_scaling_factor * dist.get_world_size(buffer.data_parallel_group)
+        for parameter in buffer.param_index_map:
+            yield parameter, factor
+
+
+if __name__ == "<run_path>":  # as a plugin
+    importlib.import_module("megatron_on_cpu.synthetic_training").install()

@@ -1,0 +1,41 @@
+"""Packages that some jobs have and others must not: installed from PyPI by name, in folders beside the environment."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from megatron_on_cpu.engine_kernels import FOLDER_VARIABLE
+
+ENGINE_VARIABLE = "TE_PATH"
+_ENGINE_VERSION = "2.20.2"
+_TIME_LIMIT = 600
+
+
+def installed_beside(package: str, version: str, *options: str) -> Path:
+    """The folder of one release without what it depends on; installed at the first call."""
+    folder = Path(sys.prefix) / package / version
+    if not folder.exists():
+        partial = folder.with_name(f"{version}.partial-{os.getpid()}")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *options]
+        command += ["--target", str(partial), f"{package}=={version}"]
+        subprocess.run(command, check=True, timeout=_TIME_LIMIT)
+        partial.rename(folder)
+    return folder
+
+
+@cache
+def _engine() -> str:
+    """The folder with Transformer Engine's Python part: TE_PATH names another release, or a build."""
+    return os.environ.get(ENGINE_VARIABLE) or str(installed_beside("transformer-engine", _ENGINE_VERSION))
+
+
+def with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jobs that start from here on have Transformer Engine."""
+    monkeypatch.setenv(FOLDER_VARIABLE, _engine())
+    # Its modules else refuse the extra states of a checkpoint, whose pickles they load.
+    monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")

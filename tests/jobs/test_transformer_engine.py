@@ -1,0 +1,153 @@
+"""Jobs of genuine Megatron-LM 0.19.2 with Transformer Engine's layer spec, resumed under other layouts.
+
+Transformer Engine's Python code is genuine: modules, parameters, recipes, quantized tensors, FusedAdam. Its kernels are
+a stand-in, over which no forward pass runs, so gradients are made of weights (`synthetic_training`): a job that resumes
+exactly goes on exactly, in every bit. All jobs are one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_on_cpu import launch
+from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE, assemble
+
+from mcore_ckpt_ext import Legacy, convert, inspect, verify
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from tests.harness.checkpoints import assert_converted
+from tests.harness.jobs import LAST, SAVED, assert_same_training_state, differing
+from tests.harness.layouts import SEQUENCE, Layout, experts_over
+from tests.harness.models import GATED_EXPERTS, LATENT, LLAMA
+from tests.harness.packages import with_transformer_engine
+from tests.harness.turns import Results, Turn, run_in_turn
+
+_EXACT = ["--clip-grad", "0"]
+ENGINE = ["--transformer-impl", "transformer_engine", *_EXACT]
+GROUPED = [*GATED_EXPERTS, "--moe-grouped-gemm"]
+PREDICTING = [*LLAMA, "--mtp-num-layers", "1"]
+DELAYED = [*LLAMA, "--fp8-format", "hybrid", "--fp8-recipe", "delayed"]
+TENSORWISE = [*LLAMA, "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
+GATHERED = [*TENSORWISE, "--fp8-param-gather"]
+SQUARE, LONG, WIDE = Layout(2, 2, 4), Layout(1, 2, 4), Layout(2, 1, 4)
+SPREAD = experts_over(1, 2, 4, 2)
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """A job that goes on from another."""
+
+    source: str
+    layout: Layout
+    model: list[str]
+    spec: tuple[str, ...] = tuple(ENGINE)
+
+
+SAVES = {
+    "dense": (SQUARE, [*LLAMA, *ENGINE]),
+    "grouped": (SPREAD, [*GROUPED, *ENGINE]),
+    "latent": (SQUARE, [*LATENT, *ENGINE]),
+    "predicting": (WIDE, [*PREDICTING, *ENGINE]),
+    "delayed": (SQUARE, [*DELAYED, *ENGINE]),
+    "tensorwise": (SQUARE, [*TENSORWISE, *ENGINE]),
+    "gathered": (SQUARE, [*GATHERED, *ENGINE]),
+    "local": (SQUARE, [*LLAMA, *_EXACT]),
+}
+RESUMES = {
+    "interleaved": Resumed("dense", Layout(1, 2, 4, virtual=True), LLAMA),
+    "sequence parallel": Resumed("dense", Layout(2, 1, 4, more=SEQUENCE), LLAMA),
+    "once more": Resumed("sequence parallel", Layout(1, 4, 4), LLAMA),
+    "grouped, TP2": Resumed("grouped", experts_over(2, 1, 4, 1), GROUPED),
+    "grouped, ETP2": Resumed(
+        "grouped",
+        Layout(2, 1, 4, more=(*SEQUENCE, "--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "2")),
+        GROUPED,
+    ),
+    "one by one": Resumed("grouped", SPREAD, GATED_EXPERTS),
+    "latent, TP1": Resumed("latent", LONG, LATENT),
+    "predicting, PP2": Resumed("predicting", LONG, PREDICTING),
+    "delayed, TP1": Resumed("delayed", LONG, DELAYED),
+    "tensorwise, TP1": Resumed("tensorwise", LONG, TENSORWISE),
+    "to the local spec": Resumed("dense", LONG, LLAMA, tuple(_EXACT)),
+    "from the local spec": Resumed("local", LONG, LLAMA),
+}
+# Their weights are quantized anew under another layout, so gradients are others, and only the load can be compared.
+GATHERING = {
+    "gathered, same layout": Resumed("gathered", SQUARE, GATHERED),
+    "gathered, TP1": Resumed("gathered", LONG, GATHERED),
+    "gathered, to bf16": Resumed("gathered", LONG, LLAMA),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+    folder = tmp_path_factory.mktemp("engine")
+    both = {MOMENTS_VARIABLE: "load,save"}
+    turns = [
+        Turn(folder / name, layout, more=more, saves=True, until=LAST) for name, (layout, more) in SAVES.items()
+    ] + [
+        Turn(
+            folder / name, job.layout, more=[*job.model, *job.spec], load=folder / job.source / "checkpoints",
+            saves=job.source in SAVES, until=LAST, newest=LAST, environment=both,
+        )
+        for name, job in (RESUMES | GATHERING).items()
+    ]  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        with_transformer_engine(patch)
+        yield run_in_turn(folder, turns, [launch.SYNTHETIC_TRAINING])
+
+
+def dump(results: Results, name: str, iteration: int) -> Path:
+    return results.job(name).folder / "dump" / f"after_save_{iteration:07d}"
+
+
+@pytest.mark.parametrize("name", RESUMES)
+def test_resumed_and_gone_on_exactly(results: Results, name: str) -> None:
+    source, resumed = RESUMES[name].source, results.job(name)
+    begun = LAST if source in RESUMES else SAVED
+    assert any("proven equal to their weights" in line for line in resumed.said)
+    saved = dump(results, source, begun)
+    assert differing(assemble(saved), assemble(resumed.at_load)) == []
+    assert_same_training_state(saved, resumed.at_load)
+    if begun < LAST:
+        assert differing(assemble(dump(results, source, LAST)), assemble(dump(results, name, LAST))) == []
+
+
+def of_the_optimizer(dumped: Path) -> dict[str, torch.Tensor]:
+    return {name: values for name, values in assemble(dumped).items() if not name.startswith("weight.")}
+
+
+@pytest.mark.parametrize("name", GATHERING)
+def test_fp8_weights_that_are_stored_as_such(results: Results, name: str) -> None:
+    """Since 2.16 Transformer Engine pickles them as they are: bytes and a scale."""
+    saved, resumed = results.job("gathered"), results.job(name)
+    assert differing(of_the_optimizer(saved.at_save), of_the_optimizer(resumed.at_load)) == []
+    assert_same_training_state(saved.at_save, resumed.at_load)
+    by_us = [line for line in resumed.said if "within fp8" in line]
+    assert bool(by_us) == (name != "gathered, same layout")
+
+
+@pytest.mark.parametrize("name", ["dense", "grouped", "latent", "predicting", "tensorwise"])
+def test_offline(results: Results, name: str, tmp_path: Path) -> None:
+    saved = results.job(name)
+    assert inspect(saved.run).model["layer spec"] == "transformer_engine"
+    assert verify(saved.run).sound
+    assert_converted(saved.run, assemble(saved.at_save), tmp_path, legacy=name != "predicting")
+
+
+def test_multi_token_prediction_has_no_legacy_files(results: Results, tmp_path: Path) -> None:
+    with pytest.raises(
+        UnsupportedCheckpointError, match="found: parameters of mtp.layers; what helps: convert to torch"
+    ):
+        convert(results.job("predicting").run, tmp_path / "out", Legacy())
+
+
+def test_offline_fp8_weights_are_decoded(results: Results, tmp_path: Path) -> None:
+    saved = results.job("gathered")
+    checked = verify(saved.run)
+    assert checked.sound
+    assert any("within fp8 rounding of their weights" in check.extent for check in checked.checks)
+    assert_converted(saved.run, assemble(saved.at_save), tmp_path)
