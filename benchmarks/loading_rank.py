@@ -14,6 +14,11 @@ from typing import Any
 
 import torch
 
+# torch's optimizers move loaded state to the device of its parameter. On a GPU it is there already; the laboratory
+# takes a move to the processor for a copy from a GPU.
+torch.optim.Optimizer._process_value_according_to_param_policy = staticmethod(  # type: ignore[method-assign]
+    lambda param, value, *_, **__: value.to(param.dtype)
+)
 training: Any = importlib.import_module("megatron.training.training")
 load_checkpoint = training.load_checkpoint
 
@@ -33,7 +38,7 @@ def bytes_asked() -> int:
 @functools.wraps(load_checkpoint)
 def measured(*positional: Any, **keywords: Any) -> None:
     """Load, report, end."""
-    profile = cProfile.Profile() if os.environ.get("LOADING_PROFILE") else None
+    profile = cProfile.Profile(time.process_time) if os.environ.get("LOADING_PROFILE") else None
     torch.distributed.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # Linux starts the peak anew
     before, asked, begun, busy = status("VmRSS"), bytes_asked(), time.perf_counter(), time.process_time()

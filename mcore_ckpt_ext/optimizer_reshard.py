@@ -27,7 +27,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here, gather
 from mcore_ckpt_ext.online.homes.home import LiveShard
-from mcore_ckpt_ext.online.live_job import LiveJob, check_same_kinds
+from mcore_ckpt_ext.online.live_job import LiveJob, RankView, check_same_kinds
 from mcore_ckpt_ext.online.live_model import quantisation
 from mcore_ckpt_ext.online.param_groups import carried_groups, with_step
 from mcore_ckpt_ext.online.proving import prove
@@ -91,13 +91,19 @@ def prepare(
         ResumeRefusedError: on every rank, when some rank cannot.
     """
     started = time.monotonic()
-    job = agreed_here("reading the live model", lambda: LiveJob(chunks, optimizer))
-    views = gather(job.view)
-    agreed_here("comparing the optimizers of the ranks", lambda: check_same_kinds(views))
+    jobs: list[LiveJob] = []
+
+    def read() -> RankView:
+        jobs.append(LiveJob(chunks, optimizer))
+        return jobs[0].view
+
+    views = agreed("reading the live model", read)
+    (job,) = jobs
     order = WitnessedOrder("the live model", [names for view in views for names in view.registered])
     names = {name for view in views for name in view.names}
 
     def plan() -> Prepared:
+        check_same_kinds(views)
         checkpoint = open_checkpoint(folder, witnesses=[order])
         check_names(checkpoint, names)
         if verify_all:

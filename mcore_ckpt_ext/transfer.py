@@ -7,7 +7,6 @@ else through a block of bounded size. Nothing here knows a format or a framework
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,9 +15,9 @@ from itertools import groupby, product
 
 import torch
 
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.planning.extents import ArchivedRecord, Extent, PlainExtent, RawArray, Scaled, Transposed
+from mcore_ckpt_ext.planning.extents import Extent, Scaled, Transposed
 from mcore_ckpt_ext.planning.plan import (
     ITEM_SIZE,
     Copy,
@@ -29,11 +28,11 @@ from mcore_ckpt_ext.planning.plan import (
     derivation_of,
     make_plan,
 )
-from mcore_ckpt_ext.storage.files import FolderReader, cut_short
-from mcore_ckpt_ext.storage.inert import Placeholder
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.huge_pages import ask_for_huge_pages
+from mcore_ckpt_ext.storage.payloads import Payloads
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
 from mcore_ckpt_ext.storage.scaled import decode
-from mcore_ckpt_ext.storage.tensor_reference import Float8Reference, StorageReference, TensorReference
 from mcore_ckpt_ext.storage.torch_archive import Payload, TorchArchive
 
 BLOCK_BYTES = 16 << 20
@@ -44,11 +43,10 @@ _BYTES_FOR_WORKERS = 1 << 20
 # copying it costs less than a call.
 _READ_ALONG_BYTES = 4095
 # Rows as long as this are worth a call each; shorter ones pass through a cache of the processor.
-_LONG_ROW_BYTES = 1 << 14
+_LONG_ROW_BYTES = 1 << 13
 _ALONG_BYTES = 1 << 19
 # Rows that follow each other in the file go to their places in memory by one call, unless they are as short as this.
 _SHORT_ROW_BYTES = 1024
-_OPEN_ARCHIVES = 32
 # Of each fp8 number while it is decoded.
 _DECODED_BYTES = 8
 # As `Runs.rows` gives it: source, target, length, count, source stride, target stride.
@@ -83,9 +81,7 @@ class Transfer:
     def __init__(self, reader: FolderReader, workers: int = DEFAULT_WORKERS) -> None:
         self._reader = reader
         self._workers = workers
-        self._payloads: dict[tuple[str, int, str], Payload] = {}
-        self._archives: OrderedDict[tuple[str, int], TorchArchive] = OrderedDict()
-        self._lock = threading.Lock()
+        self._payloads = Payloads(reader)
         self._scratch = threading.local()
         self._stages = Stages()
 
@@ -95,6 +91,8 @@ class Transfer:
         Raises:
             UnreadableCheckpointError: a file is damaged or too short; some elements may have been written.
         """
+        for target in dict.fromkeys(copy.target for copy in plan.copies):
+            ask_for_huge_pages(destinations[target])
         for fill in plan.fills:
             destinations[fill.target][fill.start : fill.stop].zero_()
         by_file = [list(copies) for _, copies in groupby(plan.copies, key=lambda copy: copy.extent.file)]
@@ -129,72 +127,19 @@ class Transfer:
                 )
 
     def locate(self, extent: Extent) -> Payload:
-        """Where the elements of a stored array lie.
-
-        Raises:
-            UnreadableCheckpointError: what is stored there is not the array that the metadata describes.
-        """
+        """Where the elements of a stored array lie; errors as of `Payloads.locate`."""
         if isinstance(extent, Scaled):
             return self.locate(extent.codes)
-        stored = extent.matrix if isinstance(extent, Transposed) else extent
-        place = (stored.file, stored.offset, stored.record if isinstance(stored, ArchivedRecord) else "")
-        with self._lock:
-            known = self._payloads.get(place)
-        if known is None:
-            known = self._look_up(stored)
-            with self._lock:
-                self._payloads[place] = known
-        return known
+        return self._payloads.locate(extent.matrix if isinstance(extent, Transposed) else extent)
 
-    def _look_up(self, extent: PlainExtent) -> Payload:
-        if isinstance(extent, RawArray):
-            return self._raw(extent)
-        dtype = getattr(torch, extent.dtype)
-        if isinstance(extent, ArchivedRecord):
-            archive = self.archive(extent.file, extent.offset, extent.length)
-            storage = StorageReference(dtype, extent.record, extent.numel)
-            tensor = TensorReference(storage, 0, (extent.numel,), (1,))
-        else:
-            archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
-            tensor = archive.load()
-        if isinstance(tensor, Float8Reference):
-            payload = archive.scaled_payload(tensor)
-        elif isinstance(tensor, TensorReference):
-            payload = archive.payload(tensor)
-        else:
-            raise _no_tensor(tensor, archive.where)
-        if payload.numel != extent.numel or payload.gives != dtype:
-            raise UnreadableCheckpointError(
-                "a record of the checkpoint is not the tensor that its metadata describes",
-                found=f"{payload.numel} elements of {payload.gives}",
-                expected=f"{extent.numel} elements of {extent.dtype}",
-                where=archive.where,
-                helps="the metadata belongs to another checkpoint: restore the folder as it was written",
-            )
-        return payload
+    def archive(self, file: str) -> TorchArchive:
+        """The archive that fills a file, of many objects; errors as of `Payloads.archive`."""
+        return self._payloads.archive(file)
 
-    def archive(self, file: str, offset: int = 0, length: int | None = None) -> TorchArchive:
-        """An archive of many objects; the directories of the latest are kept, since each may list thousands of records.
-
-        Raises:
-            UnreadableCheckpointError: there is no whole archive at that place.
-        """
-        place = (file, offset)
-        with self._lock:
-            found = self._archives.pop(place, None)
-        if found is None:
-            found = TorchArchive(self._reader, file, offset, length)
-        with self._lock:
-            self._archives[place] = found
-            while len(self._archives) > _OPEN_ARCHIVES:
-                self._archives.popitem(last=False)
-        return found
-
-    def _raw(self, extent: RawArray) -> Payload:
-        size = self._reader.size(extent.file)
-        if size < extent.offset + extent.length:
-            raise cut_short(self._reader.folder / extent.file, size, extent.offset + extent.length)
-        return Payload(extent.file, extent.offset, getattr(torch, extent.dtype), (extent.numel,))
+    def elements(self, extent: Extent, first: int, count: int) -> torch.Tensor:
+        """A few elements of a stored array, without a plan; errors as of `execute`."""
+        payload = self.locate(extent)
+        return payload.decoded(self._read_rows(payload, first, count, 1, count, extent))
 
     def _copy_all(self, copies: Sequence[Copy], destinations: Destinations) -> None:
         for copy in copies:
@@ -306,22 +251,6 @@ class Transfer:
         stored = self._read_rows(payload, left, right - left, height, columns)
         transposed = stored.view(height, right - left).t().reshape(-1)
         return transposed.as_strided((count, length), (stride, 1), first - left * height).reshape(-1)
-
-
-def _no_tensor(found: object, where: str) -> CheckpointError:
-    """What stands where a tensor should: a quantized one of a kind that is not read is nobody's damage."""
-    if isinstance(found, Placeholder) and found.pickled_module.startswith("transformer_engine."):
-        return UnsupportedCheckpointError(
-            "weights of this checkpoint are stored as quantized tensors of a kind that this version does not read",
-            found=f"{found.pickled_module}.{found.pickled_name}",
-            expected="plain tensors, or fp8 tensors with one scale",
-            where=where,
-            helps="resume under the layout that it was written with, which is left to Megatron; or save without "
-            "--fp8-param-gather or --fp4-param-gather",
-        )
-    return UnreadableCheckpointError(
-        "a record of the checkpoint holds no tensor", found=type(found).__name__, where=where
-    )
 
 
 def _are_near(length: int, count: int, stride: int, size: int) -> bool:

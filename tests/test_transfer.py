@@ -8,13 +8,19 @@ import pytest
 import torch
 
 from mcore_ckpt_ext import transfer as transfers
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.planning.extents import RawArray
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.planning.extents import ArchivedTensor, RawArray
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage import pinned
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.payloads import Payloads
+from mcore_ckpt_ext.storage.torch_archive import Payload
 from mcore_ckpt_ext.transfer import Transfer
+from tests.harness.checkpoints import fixture_named
+from tests.harness.damage import flip
+from tests.harness.jobs import copy_of
 
 STORED = torch.arange(60_000, dtype=torch.float32)
 # source, target, length, count, source stride, target stride
@@ -106,3 +112,48 @@ def test_a_file_that_ends_too_early_is_told(name: str, reader: FolderReader) -> 
     extent = plan.copies[0].extent._replace(length=4)
     with pytest.raises(UnreadableCheckpointError, match="shorter than its metadata says"):
         transfer.execute(Plan([], [Copy(extent, 0, plan.copies[0].runs)]), [torch.empty(70_000)])
+
+
+def tensors_of(name: str) -> list[ArchivedTensor]:
+    index = open_checkpoint(fixture_named(name).run).index
+    chunks = [chunk for array in index.arrays.values() for chunk in array.chunks]
+    return [chunk.extent for chunk in chunks if isinstance(chunk.extent, ArchivedTensor)]
+
+
+@pytest.mark.parametrize("name", ["p01", "p06", "p10", "p41"])
+def test_an_archive_like_another_is_found_to_hold_what_it_does(name: str) -> None:
+    reader = FolderReader(fixture_named(name).iteration)
+    payloads = Payloads(reader)
+    extents = tensors_of(name)
+    assert {extent: payloads.locate(extent) for extent in extents} == {
+        extent: Payloads(reader).locate(extent) for extent in extents
+    }
+    learned = sum(map(len, payloads._stencils.values()))
+    assert 0 < learned < len(extents) / 3
+
+
+@pytest.mark.parametrize("place", [40, 70, 130, 300, -10, -30, -120, -150, -200, -260, -330])
+def test_damage_to_an_archive_that_was_like_another_shows_as_if_it_were_alone(place: int, tmp_path: Path) -> None:
+    run = copy_of(fixture_named("p10").run, tmp_path / "run")
+    folder = run / fixture_named("p10").iteration.name
+    by_length: dict[int, list[ArchivedTensor]] = {}
+    for extent in tensors_of("p10"):
+        by_length.setdefault(extent.length, []).append(extent)
+    first, second, *_ = max(by_length.values(), key=len)
+    payloads = Payloads(FolderReader(folder))
+    payloads.locate(first)
+    whole = payloads.locate(second)
+    flip(folder / second.file, second.offset + (place if place > 0 else second.length + place))
+
+    def outcome(knows_another: bool) -> Payload | str:
+        payloads = Payloads(FolderReader(folder))
+        try:
+            if knows_another:
+                payloads.locate(first)
+            return payloads.locate(second)
+        except CheckpointError as error:
+            return str(error)
+
+    assert outcome(knows_another=True) == outcome(knows_another=False)
+    if place == 70:  # within the description
+        assert outcome(knows_another=True) != whole

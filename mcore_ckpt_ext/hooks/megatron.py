@@ -16,7 +16,7 @@ from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.any_loop import attended
-from mcore_ckpt_ext.hooks.fast_load import reading_fast
+from mcore_ckpt_ext.hooks.fast_load import index_read_once, reading_fast
 from mcore_ckpt_ext.hooks.first_look import first_look, megatron_version, refuse_another_kind
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
 from mcore_ckpt_ext.hooks.proof import Witness, prove_loaded, repair_shifted
@@ -44,8 +44,10 @@ def wrap_load_checkpoint(original: Function) -> Function:
         scope = _scope(original)
         chunks = scope["unwrap_model"](ddp_model)
         witness = Witness(chunks)
-        whole = taking_what_is_whole(scope, getattr(scope["get_args"](), call.arguments["load_arg"]))
-        with attended(), whole:
+        arguments = scope["get_args"]()
+        whole = taking_what_is_whole(scope, getattr(arguments, call.arguments["load_arg"]))
+        once = index_read_once() if LOAD.chosen(arguments) == FAST else nullcontext()
+        with attended(), once, whole:
             result, weaker = load(call.arguments, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         if optimizer is not None:
             prove_loaded(chunks, optimizer, witness.has_seen_a_load(chunks), weaker)

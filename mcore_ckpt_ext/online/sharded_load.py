@@ -94,8 +94,12 @@ class ShardedLoad:
         self._asked = asked
         self._transfer = checkpoint.transfer
         self._plan = make_plan([_wanted(entry) for entry in asked], StoredArrays(checkpoint.index.arrays))
-        for copy in self._plan.copies:
-            self._transfer.locate(copy.extent)
+        self._payloads = [self._transfer.locate(copy.extent) for copy in self._plan.copies]
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether something is stored as fp8 numbers: then Megatron decides what becomes of them."""
+        return any(payload.scaled is not None for payload in self._payloads)
 
     @property
     def bytes_read(self) -> int:

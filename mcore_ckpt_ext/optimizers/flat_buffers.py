@@ -51,6 +51,7 @@ class FlatBuffers(OptimizerState):
         self._weights = weights
         self._recovered: dict[GroupKey, RecoveredPacking] = {}
         self._by_tensor: dict[GroupKey, dict[str, list[tuple[BucketKey, Placement]]]] = {}
+        self._places: dict[str, list[tuple[Mapping[tuple[BucketKey, str], FlatArray], BucketKey, Placement]]] = {}
         self._state = state
         self._arrays = state.arrays
         self.kinds = tuple(dict.fromkeys(kind for arrays_of in self._arrays.values() for _, kind in arrays_of))
@@ -63,19 +64,31 @@ class FlatBuffers(OptimizerState):
             return None
         if next(self._slices(kind, name), None) is None:
             return None
-        dtype = next(a.dtype for arrays in self._arrays.values() for (_, k), a in arrays.items() if k == kind)
-        return LogicalTensor(name, weight.tensor.shape, dtype)
+        return LogicalTensor(name, weight.tensor.shape, self._dtypes[kind])
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """All stored slices of one tensor, replicas after what they repeat."""
         return list(self._slices(kind, name))
 
     def _slices(self, kind: str, name: str) -> Iterator[StoredSlice]:
-        for group in self._groups_of(name):
-            arrays = self._arrays[group.child, group.index]
-            for key, placement in self._places_in(group).get(name, ()):
-                if (key, kind) in arrays:
-                    yield from cut(placement, arrays[key, kind])
+        found = self._places.get(name)
+        if found is None:
+            found = self._places[name] = [
+                (self._arrays[group.child, group.index], key, placement)
+                for group in self._groups_of(name)
+                for key, placement in self._places_in(group).get(name, ())
+            ]
+        for arrays, key, placement in found:
+            if (key, kind) in arrays:
+                yield from cut(placement, arrays[key, kind])
+
+    @cached_property
+    def _dtypes(self) -> Mapping[str, str]:
+        found: dict[str, str] = {}
+        for arrays in self._arrays.values():
+            for (_, kind), array in arrays.items():
+                found.setdefault(kind, array.dtype)
+        return found
 
     def _places_in(self, group: OptimizerGroup) -> dict[str, list[tuple[BucketKey, Placement]]]:
         """Where each tensor lies in the buckets of one group, by its name."""
@@ -189,11 +202,19 @@ class FlatBuffers(OptimizerState):
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         """`count` fp32 masters from element `start` of a bucket."""
         source = self._arrays[group.child, group.index][key, FP32_PARAM].around(start, start + count)
+        first = source.pieces[0] if source.pieces else None
+        if first is not None and first.start <= start and start + count <= first.stop:
+            return self.transfer.elements(first.extent, first.first + start - first.start, count)
         whole = Region.whole("masters", (source.numel,))
         return read_slice(source, self.transfer, FP32_PARAM, Slice((whole,), start, start + count))
 
     def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
         """`count` elements from element `start` of the flattening of regions of a weight, in the stored dtype."""
+        whole = Slice.whole(regions[:1])
+        if start + count <= whole.stop:
+            for stored in self._weights.stored("weight", regions[0].name):
+                if stored.slice == whole:
+                    return self.transfer.elements(stored.extent, stored.first + start, count)
         return read_slice(self._weights, self.transfer, "weight", Slice(regions, start, start + count))
 
     def _groups_of(self, name: str) -> list[OptimizerGroup]:

@@ -11,9 +11,11 @@ import math
 import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import IO, Any, cast
 
 import torch
@@ -34,6 +36,7 @@ _SHORT = 64
 _TENSOR, _SMALL = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n", 512
 _STEPS_TO_KEEP = 16  # keeping a byte costs more than looking at it
 _BYTE_ORDER = "byteorder"
+_DESCRIBING = ("data.pkl", _BYTE_ORDER)
 WRITER_MEMBER = ".data/writer"
 """It lies beside torch's `.data/serialization_id`; readers look at neither."""
 
@@ -73,6 +76,36 @@ class Payload:
         return elements.float().mul_(scale).to(dtype)
 
 
+@dataclass(frozen=True, slots=True)
+class Stencil:
+    """What the archives of all tensors of one shape and dtype have in common: all but elements and checksums.
+
+    Attributes:
+        length: of the archive.
+        front: what precedes the elements: the description of the tensor.
+        directory: what the archive ends in.
+        kept: the parts of the directory between its checksums.
+        dtype: of the elements.
+        shape: of the tensor.
+    """
+
+    length: int
+    front: bytes
+    directory: bytes
+    kept: Sequence[slice]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def payload(self, reader: FolderReader, file: str, offset: int) -> Payload | None:
+        """Where the elements of the archive at that place lie; None where it is not such a one."""
+        if reader.read(file, offset, len(self.front)) != self.front:
+            return None
+        directory = reader.read(file, offset + self.length - len(self.directory), len(self.directory))
+        if any(directory[part] != self.directory[part] for part in self.kept):
+            return None
+        return Payload(file, offset + len(self.front), self.dtype, self.shape)
+
+
 class TorchArchive:
     """The archive that occupies `length` bytes at `offset` of a file."""
 
@@ -89,7 +122,8 @@ class TorchArchive:
             raise cut_short(self.where, size, offset + self._length)
         self._ends = self._read_ends()
         try:
-            self._members = _unambiguous(plain_directory(self._ends[-1][1], self._length) or self._by_zipfile())
+            self._directory = plain_directory(self._ends[-1][1], self._length)
+            self._members = _unambiguous(self._directory.members if self._directory else self._by_zipfile())
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, EOFError, struct.error) as error:
             raise UnreadableCheckpointError(
                 "a record of the checkpoint is no torch archive: damaged, or its metadata belongs to other files",
@@ -181,6 +215,22 @@ class TorchArchive:
         if not math.isfinite(scale):
             raise UnreadableCheckpointError("an fp8 tensor whose scale is no number", where=self.where)
         return replace(self.payload(tensor.data), dtype=tensor.fp8_dtype, scaled=(float(scale), tensor.dtype))
+
+    def stencil(self, tensor: TensorReference, payload: Payload) -> Stencil | None:
+        """What other archives have in common with this one, of nothing but a tensor, if they are of one like it.
+
+        Returns:
+            None where too much of it lies elsewhere than at the two ends that have been read.
+        """
+        front, start = self._ends[0][1], payload.offset - self._offset
+        described = max((self._members[name].header_offset for name in _DESCRIBING if name in self._members), default=0)
+        if self._directory is None or tensor.offset or not described < start <= len(front):
+            return None
+        begin = self._directory.begin
+        directory = self._ends[-1][1][begin:]
+        marks = [0, *(place - begin for place in self._directory.checksums), len(directory)]
+        kept = [slice(a + 4 * bool(number), b) for number, (a, b) in enumerate(pairwise(marks))]
+        return Stencil(self._length, front[:start], directory, kept, payload.dtype, payload.shape)
 
     def with_values(self, tree: Any) -> Any:
         """A small object of this archive, as `load` gives it, with its tensors read: a gradient scaler's scale.

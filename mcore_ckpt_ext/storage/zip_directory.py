@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 # PKWARE APPNOTE 4.3.12, 4.3.16, 4.3.14 and 4.3.15; torch always writes the latter two.
 _ENTRY = struct.Struct("<4s4B4H3I5H2I")
+_CHECKSUM = 16
 _END = struct.Struct("<4s4H2IH")
 _LARGE_END = struct.Struct("<4sQ2H2I4Q4s1I1Q1I")
 _ELSEWHERE = 0xFFFFFFFF  # the number is in the extra field
@@ -26,7 +27,15 @@ class Member(NamedTuple):
     compress_type: int
 
 
-def plain_directory(tail: bytes, length: int) -> list[Member] | None:
+class Directory(NamedTuple):
+    """A plain directory: its records, where it begins in the last bytes, and where each checksum stands in them."""
+
+    members: list[Member]
+    begin: int
+    checksums: list[int]
+
+
+def plain_directory(tail: bytes, length: int) -> Directory | None:
     """The records of an archive.
 
     Args:
@@ -41,15 +50,15 @@ def plain_directory(tail: bytes, length: int) -> list[Member] | None:
     if end is None:
         return None
     position, last, entries = end
-    members = []
+    members, begin, checksums = [], position, []
     for _ in range(entries):
         if position + _ENTRY.size > last:
             return None
         fields = _ENTRY.unpack_from(tail, position)
         checksum, packed, unpacked, name_length = fields[9:13]
-        begin = position + _ENTRY.size
-        position = begin + name_length
-        name = tail[begin:position]
+        checksums.append(position + _CHECKSUM)
+        position += _ENTRY.size + name_length
+        name = tail[position - name_length : position]
         # Method, then extra field, comment and disk.
         is_plain = not (fields[6] or any(fields[13:16]) or fields[5] & _ENCRYPTED_OR_PATCHED) and packed == unpacked
         if fields[0] != b"PK\x01\x02" or not is_plain or _ELSEWHERE in (unpacked, fields[18]):
@@ -57,7 +66,7 @@ def plain_directory(tail: bytes, length: int) -> list[Member] | None:
         if position > last or not name.isascii() or b"\0" in name or b"\\" in name:
             return None
         members.append(Member(name.decode("ascii"), fields[18], unpacked, checksum, 0))
-    return members if position == last else None
+    return Directory(members, begin, checksums) if members and position == last else None
 
 
 def _end_of_entries(tail: bytes, length: int) -> tuple[int, int, int] | None:
