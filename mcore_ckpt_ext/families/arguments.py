@@ -234,6 +234,7 @@ def _linear(name: str, module: str, arguments: ModelArguments) -> tuple[int, int
         "linear_fc1": (gates * ffn, hidden),
         "linear_fc2": (hidden, ffn),
         "router": (size("num_experts"), hidden),
+        "eh_proj": (hidden, 2 * hidden),
     }
     return shapes.get(module)
 
@@ -244,6 +245,7 @@ def _norm(module: str, leaf: str, arguments: ModelArguments) -> tuple[int, ...] 
         "input_layernorm": "hidden_size", "pre_mlp_layernorm": "hidden_size", "final_layernorm": "hidden_size",
         "q_layernorm": "q_lora_rank" if latent else "kv_channels", "k_layernorm": "kv_channels",
         "kv_layernorm": "kv_lora_rank", "post_layernorm": "hidden_size",
+        "enorm": "hidden_size", "hnorm": "hidden_size",
     }  # fmt: skip
     known = module in widths and leaf in ("weight", "bias")
     return (int(arguments.value(widths[module]) or 0),) if known else None

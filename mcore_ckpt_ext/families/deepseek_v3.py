@@ -11,36 +11,55 @@ from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS, dense_first, expert_sizes, sigmoid_routing
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Setting
 
 _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+_RULES = (*RULES, parts.EXPERT_BIAS)
 
 
-class DeepSeekV3(Family):
+def further_layers() -> Setting:
+    """Layers that predict further tokens. A folder may say more than it has: what it holds counts."""
+    key = "num_nextn_predict_layers"
+    return Both(
+        (key, "num_mtp_layers"),
+        lambda arguments: {key: arguments.mtp_num_layers or 0},
+        lambda config: {"mtp_num_layers": config.get(key, config.get("num_mtp_layers", 1)) or None},
+    )
+
+
+class WithFurtherTokens(Family):
+    """A family whose folders number the layers that predict further tokens after those of the decoder."""
+
+    repeated = parts.REPEATED_FOR_FURTHER_TOKENS
+    megatron_left_out = (r"\.local_tokens_per_expert$",)
+
+    @override
+    def further_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
+        following = range(arguments.num_layers, arguments.num_layers + (arguments.mtp_num_layers or 0))
+        numbers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
+        return len(numbers & {*following})
+
+    @override
+    def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
+        """Also those layers, where they are not to be read."""
+        said = self.arguments(config).mtp_num_layers or 0
+        following = range(arguments.num_layers + (arguments.mtp_num_layers or 0), arguments.num_layers + said)
+        return super().without_place(names, arguments, config) | {
+            name for name in names if (match := _LAYER.match(name)) and int(match[1]) in following
+        }
+
+
+class DeepSeekV3(WithFurtherTokens):
     """Experts are chosen by a sigmoid and a bias that training moves; their weights are normalised among themselves."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
-    rules = (*RULES, parts.EXPERT_BIAS)
+    rules = (*_RULES, *parts.further_tokens(_RULES))
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *SETTINGS, *expert_sizes(256, 8, 2048), dense_first(3), *sigmoid_routing(8, 4, 2.5),
+        *SETTINGS, *expert_sizes(256, 8, 2048), dense_first(3), *sigmoid_routing(8, 4, 2.5), further_layers(),
         Fixed("rope_interleave", True, {}),
-        # Layers that predict further tokens: transformers has none, released folders have one.
-        Both(
-            ("num_nextn_predict_layers", "num_mtp_layers"),
-            lambda arguments: {"num_nextn_predict_layers": 0},
-            lambda config: {},
-        ),
     )  # fmt: skip
-
-    def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
-        """Also the layers after the last one, which predict further tokens."""
-        further = int(config.get("num_nextn_predict_layers", 1) or 0)
-        following = range(arguments.num_layers, arguments.num_layers + further)
-        return super().without_place(names, arguments, config) | {
-            name for name in names if (match := _LAYER.match(name)) and int(match[1]) in following
-        }
 
 
 class KimiK2(DeepSeekV3):

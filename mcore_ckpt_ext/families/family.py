@@ -29,6 +29,9 @@ from mcore_ckpt_ext.model_space.slices import Region
 
 _SHOWN, _MOST_SHOWN = 40, 6
 
+_Places = Mapping[str, int]
+"""What stands for the fields of a rule's names."""
+
 Condition = Callable[[ModelArguments, int], bool]
 """Says, for a job's arguments and a decoder layer (0 outside the layers), whether a rule holds there."""
 
@@ -63,7 +66,8 @@ class Rule:
     """Where a Hugging Face tensor comes from.
 
     Attributes:
-        hugging_face: its name; `{layer}` and `{expert}` stand for every layer and expert.
+        hugging_face: its name; `{layer}` and `{expert}` stand for every layer and expert. Of a layer that predicts a
+            further token, `{next}` is its number after the decoder's layers, and Megatron's `{step}` counts them.
         megatron: the parameter's name in model space, as the Transformer Engine spec stores it. With `{expert}` only
             here, the tensor is a stack of all experts.
         rows: which of the parameter's rows; by default all.
@@ -99,6 +103,7 @@ class Family:
         model_type: as in `config.json`.
         architecture: the class of transformers.
         rules: for all tensors, in the order of transformers' `state_dict`.
+        repeated: for tensors that repeat others: written, but not read, once they are found to be copies.
         also_read: other forms of the same tensors that folders in the wild have; never written.
         settings: for everything that both configurations say.
         left_out: patterns of Hugging Face tensors that have no place in Megatron; they are reported, not converted.
@@ -112,6 +117,7 @@ class Family:
     architecture: ClassVar[str]
     rules: ClassVar[Sequence[Rule]]
     settings: ClassVar[Sequence[Setting]]
+    repeated: ClassVar[Sequence[Rule]] = ()
     also_read: ClassVar[Sequence[Rule]] = ()
     left_out: ClassVar[Sequence[str]] = (r"\.rotary_emb\.inv_freq$",)
     megatron_left_out: ClassVar[Sequence[str]] = (r"^mtp\.", r"\.local_tokens_per_expert$")
@@ -206,10 +212,23 @@ class Family:
         """
         found = []
         for rule in self._rules_for(present or ()):
-            for layer in range(arguments.num_layers) if "{layer}" in rule.hugging_face else (0,):
+            for layer, places in _places(rule, arguments):
                 if rule.where(arguments, layer):
-                    found += list(self._tensors_of(rule, layer, arguments))
+                    found += list(self._tensors_of(rule, places, arguments))
         return found
+
+    def copies(self, arguments: ModelArguments) -> list[HuggingFaceTensor]:
+        """Tensors that a folder may hold although they repeat others, under the regions of those."""
+        return [
+            self._tensor(rule, places, 0, arguments)
+            for rule in self.repeated
+            for layer, places in _places(rule, arguments)
+            if rule.where(arguments, layer)
+        ]
+
+    def further_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
+        """How many layers that predict further tokens a folder holds, beside those of the decoder."""
+        return 0
 
     def _rules_for(self, present: Collection[str]) -> list[Rule]:
         patterns = {rule: _pattern(rule.hugging_face) for rule in self.also_read}
@@ -217,17 +236,17 @@ class Family:
         replaced = {rule.megatron for rule in first}
         return [rule for rule in self.rules if rule.megatron not in replaced] + first
 
-    def _tensors_of(self, rule: Rule, layer: int, arguments: ModelArguments) -> Iterator[HuggingFaceTensor]:
+    def _tensors_of(self, rule: Rule, places: _Places, arguments: ModelArguments) -> Iterator[HuggingFaceTensor]:
         experts = range(arguments.num_experts or 0) if "{expert}" in rule.megatron else range(1)
-        parts = [self._tensor(rule, layer, expert, arguments) for expert in experts]
+        parts = [self._tensor(rule, places, expert, arguments) for expert in experts]
         if "{expert}" in rule.hugging_face or "{expert}" not in rule.megatron:
             yield from parts
         else:
             regions = tuple(region for part in parts for region in part.regions)
             yield HuggingFaceTensor(parts[0].name, (len(parts), *parts[0].shape), regions)
 
-    def _tensor(self, rule: Rule, layer: int, expert: int, arguments: ModelArguments) -> HuggingFaceTensor:
-        generic = rule.megatron.format(layer=layer, expert=expert)
+    def _tensor(self, rule: Rule, places: _Places, expert: int, arguments: ModelArguments) -> HuggingFaceTensor:
+        generic = rule.megatron.format(expert=expert, **places)
         shape = self.shape(generic, arguments)
         name = spec_name(generic, arguments)
         spans = rule.rows.spans(shape[0], arguments)
@@ -236,13 +255,25 @@ class Family:
         rows = sum(count for _, count in spans)
         turned = rule.rows.transposed
         return HuggingFaceTensor(
-            rule.hugging_face.format(layer=layer, expert=expert),
+            rule.hugging_face.format(expert=expert, **places),
             (*inner, rows) if turned else (rows, *inner), regions, turned, rule.keeps_dtype,
         )  # fmt: skip
 
 
+def _places(rule: Rule, arguments: ModelArguments) -> Iterator[tuple[int, _Places]]:
+    """Each layer that a rule is about: as its condition knows it, and what its names are filled with."""
+    if "{next}" in rule.hugging_face:  # such a layer is built as the decoder's last one (`get_gpt_mtp_block_spec`)
+        layers = arguments.num_layers
+        yield from (
+            (layers - 1, {"next": layers + step, "step": step}) for step in range(arguments.mtp_num_layers or 0)
+        )
+    else:
+        number = arguments.num_layers if "{layer}" in rule.hugging_face else 1
+        yield from ((layer, {"layer": layer}) for layer in range(number))
+
+
 def _pattern(template: str) -> re.Pattern[str]:
-    return re.compile(re.escape(template).replace(r"\{layer\}", r"\d+").replace(r"\{expert\}", r"\d+"))
+    return re.compile(re.sub(r"\\\{(layer|expert|next)\\\}", r"\\d+", re.escape(template)))
 
 
 def matching(names: Collection[str], patterns: Sequence[str]) -> list[str]:

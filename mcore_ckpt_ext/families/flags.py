@@ -12,7 +12,8 @@ from mcore_ckpt_ext.families.arguments import ModelArguments
 
 # Arguments with a value, and the value that they have without a flag (megatron/training/arguments.py, 0.12 to 0.19.2).
 _VALUES: dict[str, Any] = {
-    "num_layers": None, "hidden_size": None, "ffn_hidden_size": None, "num_attention_heads": None, "kv_channels": None,
+    "num_layers": None, "mtp_num_layers": None,
+    "hidden_size": None, "ffn_hidden_size": None, "num_attention_heads": None, "kv_channels": None,
     "max_position_embeddings": None, "position_embedding_type": "learned_absolute",
     "rotary_base": 10000, "rotary_percent": 1.0, "rope_scaling_factor": 8.0,
     "rotary_seq_len_interpolation_factor": None,

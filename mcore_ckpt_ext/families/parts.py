@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from mcore_ckpt_ext.families.family import Condition, Rule, always, dense, untied, with_experts
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
 
@@ -51,6 +54,39 @@ DECODER = (
     EMBEDDING, *attention(), ATTENTION_OUTPUT, *MLP, ATTENTION_NORM, *MLP_NORM, *OUTPUT,
 )  # fmt: skip
 """A decoder as Llama's; where a layer has experts, their rules are still to be added."""
+
+
+def further_tokens(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """A layer that predicts a further token: norms and a projection before it, a norm after it, and a decoder's layer.
+
+    Megatron stores it as `transformer_layer`, whatever the module is called (`sharded_state_dict`,
+    megatron/core/transformer/multi_token_prediction.py, core_v0.12 to 0.19.2).
+
+    Args:
+        rules: of the decoder's layers.
+    """
+    ours, theirs = "mtp.layers.{step}", "model.layers.{next}"
+    of_layer = [
+        replace(
+            rule,
+            hugging_face=rule.hugging_face.replace("{layer}", "{next}"),
+            megatron=rule.megatron.replace(_OURS, f"{ours}.transformer_layer"),
+        )
+        for rule in rules
+        if "{layer}" in rule.hugging_face
+    ]
+    return (
+        Rule(f"{theirs}.enorm.weight", f"{ours}.enorm.weight"), Rule(f"{theirs}.hnorm.weight", f"{ours}.hnorm.weight"),
+        Rule(f"{theirs}.eh_proj.weight", f"{ours}.eh_proj.weight"), *of_layer,
+        Rule(f"{theirs}.shared_head.norm.weight", f"{ours}.final_layernorm.weight"),
+    )  # fmt: skip
+
+
+REPEATED_FOR_FURTHER_TOKENS = (
+    Rule("model.layers.{next}.embed_tokens.weight", "embedding.word_embeddings.weight"),
+    Rule("model.layers.{next}.shared_head.head.weight", "output_layer.weight", where=untied),
+)
+"""Megatron has one embedding and one output layer; released folders repeat them in each such layer."""
 
 _EXPERT = f"{_OURS}.mlp.experts.experts.{{expert}}"
 

@@ -60,6 +60,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         family: Family | None = None,
         transformer_impl: str = TRANSFORMER_ENGINE,
         below: str = "",
+        further_tokens: bool = True,
     ) -> None:
         """Read the configuration and the files' headers.
 
@@ -69,6 +70,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             family: of the model; by default as `config.json` says.
             transformer_impl: the layer spec of the job that will read it, because its names differ.
             below: the folder in it that the model lies in.
+            further_tokens: whether layers that predict further tokens are read, where the folder has any.
 
         Raises:
             UnreadableCheckpointError: a file is missing or damaged, or tensors are not as `config.json` says.
@@ -82,8 +84,22 @@ class HuggingFaceCheckpoint(Checkpoint):
         stored, unread = read_tensors(self.reader, below)
         self._stale = [f"not read, because the folder also holds safetensors: {', '.join(unread)}"] if unread else []
         stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
+        further = self.family.further_layers(stored, self._model) if further_tokens else 0
+        self._model = replace(self._model, mtp_num_layers=further or None)
         self.left_out: list[str] = []
         self._weights = ModelSpaceWeights(self._matched(stored))
+
+    def without_further_tokens(self) -> HuggingFaceCheckpoint:
+        """The same, without the layers that predict further tokens."""
+        return HuggingFaceCheckpoint(
+            self.folder, self._witnesses, family=self.family, transformer_impl=self._model.transformer_impl,
+            below=self._below, further_tokens=False,
+        )  # fmt: skip
+
+    @property
+    def predicts_further_tokens(self) -> bool:
+        """Whether it has layers that do."""
+        return bool(self._model.mtp_num_layers)
 
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
         """Match every tensor that the configuration asks for with one that is there; none may remain."""
@@ -100,6 +116,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         regions = layers * (experts + 3 * self._model.num_query_groups)
         Budget(_ENTRY_BYTES * len(stored), CONFIG).spend(_STEPS_A_REGION * regions, "layers, experts and query groups")
         self._check_tied(stored)
+        stored = self._without_copies(stored)
         expected = {tensor.name: tensor for tensor in self.family.tensors(self._model, stored)}
         ignored = self.family.without_place(stored.keys(), self._model, self.config) - expected.keys()
         self.left_out = sorted([*ignored, *self._of_activations])
@@ -121,17 +138,30 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
         return [(tensor, stored[name]) for name, tensor in expected.items()]
 
+    def _without_copies(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """The tensors but for those that repeat others, which have to be copies of them.
+
+        Raises:
+            UnreadableCheckpointError: one of them is not.
+        """
+        originals = {tensor.regions[0].name: tensor.name for tensor in self.family.tensors(self._model)}
+        found = dict(stored)
+        for copy in self.family.copies(self._model):
+            original = stored.get(originals.get(copy.regions[0].name, ""))
+            repeated = found.pop(copy.name, None)
+            if repeated is not None and original is not None and not self._same_bytes(repeated, original):
+                raise UnreadableCheckpointError(
+                    "a layer that predicts further tokens has weights of its own where Megatron has those of the model",
+                    where=copy.name,
+                )
+        return found
+
     def _check_tied(self, stored: Mapping[str, StoredTensor]) -> None:
         """Check that a tied model's own output layer, which is left out, really is a copy."""
         copy = stored.get("lm_head.weight")
         embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
         if self._model.untie_embeddings_and_output_weights or copy is None or embedding is None:
             return
-        if isinstance(copy.extent, Scaled) or isinstance(embedding.extent, Scaled):
-            raise UnsupportedCheckpointError(
-                "config.json says that the output layer is the embedding, but one of them is quantised",
-                where="lm_head.weight", helps='set "tie_word_embeddings": false in config.json',
-            )  # fmt: skip
         if copy.shape != embedding.shape or not self._same_bytes(copy, embedding):
             raise UnreadableCheckpointError(
                 "config.json says that the output layer is the embedding, but the two differ", where="lm_head.weight",
@@ -139,6 +169,11 @@ class HuggingFaceCheckpoint(Checkpoint):
             )  # fmt: skip
 
     def _same_bytes(self, one: StoredTensor, other: StoredTensor) -> bool:
+        if isinstance(one.extent, Scaled) or isinstance(other.extent, Scaled):
+            raise UnsupportedCheckpointError(
+                "two tensors that should be one are quantised, and are not compared", where=str(self.folder),
+                helps="take the model as it was released in bf16, or dequantise it first",
+            )  # fmt: skip
         places = []
         for tensor in (one, other):
             payload = self.transfer.locate(tensor.extent)
@@ -271,11 +306,13 @@ class HuggingFaceCheckpoint(Checkpoint):
         (`get_extra_state`, extensions/transformer_engine.py and tensor_parallel/layers.py, core_v0.12 to 0.19.2).
         """
         engine = self._model.transformer_impl == TRANSFORMER_ENGINE
-        modules = dict.fromkeys(name.rpartition(".")[0] for name in self._weights.names() if "decoder." in name)
+        modules = dict.fromkeys(
+            name.rpartition(".")[0] for name in self._weights.names() if name.startswith(("decoder.", "mtp."))
+        )
         states: dict[str, Any] = {}
         for module in modules:
             kind = module.rpartition(".")[2]
-            if kind.startswith("linear_") or (engine and kind.endswith("norm")):
+            if kind.startswith(("linear_", "eh_proj")) or (engine and kind.endswith("norm")):
                 states[f"{module}.{EXTRA_STATE}"] = torch.empty(0, dtype=torch.uint8) if engine else None
         return states
 

@@ -95,7 +95,8 @@ class HuggingFaceTarget:
 
     def output(self) -> Output:
         """All files, and where each tensor goes."""
-        tensors = [self._laid_out(tensor) for tensor in self._tensors]
+        repeated = self.fit.family.copies(self.fit.arguments)
+        tensors = [self._laid_out(tensor) for tensor in (*self._tensors, *repeated)]
         shards = list(_shards(tensors, self._options.max_shard_size))
         stem, suffix = ("pytorch_model", "bin") if self._options.pickled else ("model", "safetensors")
         files: list[OutputFile] = []

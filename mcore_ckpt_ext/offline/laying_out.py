@@ -78,6 +78,9 @@ def open_source(
     wanted = None if isinstance(target, HuggingFace) else target.transformer_impl
     checkpoint = open_checkpoint(path, family=family, transformer_impl=wanted or TRANSFORMER_ENGINE, facts=facts)
     from_hugging_face = isinstance(checkpoint, HuggingFaceCheckpoint)
+    if isinstance(target, Legacy) and isinstance(checkpoint, HuggingFaceCheckpoint):
+        # Which rank of a pipeline holds the layers that predict further tokens, no legacy file says.
+        checkpoint = checkpoint.without_further_tokens() if checkpoint.predicts_further_tokens else checkpoint
     if wanted is not None and not from_hugging_face:
         raise UsageError(
             "the layer spec can be chosen only for a Hugging Face source: a Megatron checkpoint has one already",

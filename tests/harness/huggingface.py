@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
@@ -119,6 +120,29 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
                 tensor.copy_(0.3 * torch.randn_like(tensor))
     model.save_pretrained(folder)
     return model
+
+
+def add_further_layer(folder: Path) -> None:
+    """Add a layer that predicts a further token, as released folders have it: numbered after those of the decoder."""
+    stored = tensors(folder)
+    last = max(int(name.split(".")[2]) for name in stored if name.startswith("model.layers."))
+    theirs = f"model.layers.{last + 1}"
+    hidden = stored["model.embed_tokens.weight"].shape[1]
+    generator = torch.Generator().manual_seed(last)
+    layer = {
+        name.replace(f"layers.{last}.", f"layers.{last + 1}."): torch.randn(tensor.shape, generator=generator)
+        for name, tensor in stored.items() if f"layers.{last}." in name
+    }  # fmt: skip
+    norms = {f"{theirs}.{name}.weight": torch.randn(hidden, generator=generator)
+             for name in ("enorm", "hnorm", "shared_head.norm")}  # fmt: skip
+    copies = {
+        f"{theirs}.embed_tokens.weight": stored["model.embed_tokens.weight"].clone(),
+        f"{theirs}.shared_head.head.weight": stored["lm_head.weight"].clone(),
+    }
+    projection = {f"{theirs}.eh_proj.weight": torch.randn(hidden, 2 * hidden, generator=generator)}
+    save_file({**stored, **layer, **norms, **copies, **projection}, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
 
 
 def make_all(root: Path) -> dict[str, Path]:

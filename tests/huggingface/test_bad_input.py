@@ -249,27 +249,6 @@ def test_what_megatron_has_no_place_for_is_listed(
     assert "left out, because Megatron has no place for it: transformer.h.0.attn.bias" in capsys.readouterr().out
 
 
-def test_layers_that_predict_further_tokens_are_listed(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Released DeepSeek-V3 folders have one behind the last layer; Megatron's own are called `mtp`."""
-    shutil.copytree(models["deepseek_v3"], tmp_path / "model")
-    file = tmp_path / "model" / "model.safetensors"
-    save_file({**load_file(file), "model.layers.2.eh_proj.weight": torch.ones(32, 64)}, file)
-    assert main(["convert", str(tmp_path / "model"), str(tmp_path / "run"), "--to", "canonical"]) == 0
-    assert "left out, because Megatron has no place for it: model.layers.2.eh_proj.weight" in capsys.readouterr().out
-    (arrays,) = (tmp_path / "run").glob("*.safetensors")
-    save_file({**load_file(arrays), "weight.mtp.layers.0.eh_proj.weight": torch.ones(32, 64)}, arrays)
-    names = dict.fromkeys(["weight.mtp.layers.0.eh_proj.weight"], arrays.name)
-    edit(tmp_path / "run" / INDEX, lambda index: index["weight_map"].update(names))
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf"]) == 0
-    assert "has no place for it: mtp.layers.0.eh_proj.weight" in capsys.readouterr().out
-    assert (
-        load_file(tmp_path / "hf" / "model.safetensors").keys()
-        == load_file(models["deepseek_v3"] / "model.safetensors").keys()
-    )
-
-
 def test_what_verify_says(models: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(models["llama"])]) == 2
     assert "mcore-ckpt diff" in capsys.readouterr().err

@@ -10,13 +10,22 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.families.recognition import FAMILIES
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.targets import LAYER_SPECS, LayerSpec
-from tests.harness.huggingface import BUILT_BY_MEGATRON, CONFIGS, assert_same_tensors, tensors, torch_dist
+from tests.harness.huggingface import (
+    BUILT_BY_MEGATRON,
+    CONFIGS,
+    add_further_layer,
+    assert_same_tensors,
+    tensors,
+    torch_dist,
+)
 
 # What Megatron has no place for, or what belongs to the file and not to the model.
 NOT_THE_MODEL = {"transformers_version", "_name_or_path"}
@@ -112,3 +121,43 @@ def test_kimi_k2_is_a_deepseek_v3_under_another_name(models: dict[str, Path], tm
     for folder, name in (("back", "kimi_k2"), ("unsaid", "deepseek_v3")):
         assert json.loads((tmp_path / folder / "config.json").read_text())["model_type"] == name
         assert_same_tensors(models["deepseek_v3"], tmp_path / folder)
+
+
+@pytest.mark.parametrize("spec", LAYER_SPECS)
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "glm4_moe_air"])
+def test_layers_that_predict_further_tokens(
+    name: str, spec: LayerSpec, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """There and back with every tensor of theirs; Megatron's names are those that Megatron-Bridge maps them to."""
+    shutil.copytree(models[name], tmp_path / "model")
+    add_further_layer(tmp_path / "model")
+    report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", torch_dist(name, spec))
+    assert any("--mtp-num-layers 1" in note for note in report.notes)
+    names = mcore_ckpt_ext.open_checkpoint(tmp_path / "run").names("weight")
+    further = [label for label in names if label.startswith("mtp.")]
+    assert {f"mtp.layers.0.{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")} <= {*further}
+    assert "mtp.layers.0.transformer_layer.mlp.experts.experts.3.linear_fc2.weight" in further
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert_same_tensors(tmp_path / "model", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert compare(tmp_path / "run", tmp_path / "model").equal
+
+
+def test_further_tokens_and_what_cannot_hold_them(models: dict[str, Path], tmp_path: Path) -> None:
+    """Legacy files leave the layer out with a note; an embedding of its own is refused; the copies may be missing."""
+    shutil.copytree(models["deepseek_v3"], tmp_path / "model")
+    add_further_layer(tmp_path / "model")
+    legacy = mcore_ckpt_ext.Legacy(transformer_impl="local")
+    report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "legacy", legacy)
+    told = "left out, because Megatron has no place for it: model.layers.2."
+    assert any(note.startswith(told) for note in report.notes)
+    mcore_ckpt_ext.convert(tmp_path / "legacy", tmp_path / "without", mcore_ckpt_ext.HuggingFace())
+    assert_same_tensors(models["deepseek_v3"], tmp_path / "without")
+    stored = tensors(tmp_path / "model")
+    head = stored.pop("model.layers.2.shared_head.head.weight")
+    save_file(stored, tmp_path / "model" / "model.safetensors")
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    head[3, 3] += 1
+    save_file({**stored, "model.layers.2.shared_head.head.weight": head}, tmp_path / "model" / "model.safetensors")
+    with pytest.raises(UnreadableCheckpointError, match="weights of its own where Megatron has those of the model"):
+        mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "no", mcore_ckpt_ext.TorchDist())

@@ -7,6 +7,7 @@ of a user's own file, so they show `--family`, too.
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.families.forward_pass import classified
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import LOCAL, HuggingFaceCheckpoint
-from tests.harness.huggingface import BUILT_BY_MEGATRON, MISTAKES, VOCABULARY
+from tests.harness.huggingface import BUILT_BY_MEGATRON, MISTAKES, VOCABULARY, add_further_layer
 from tests.harness.jobs import TIME_LIMIT, WITNESS
 
 TOLERANCE = 1e-5
@@ -28,6 +29,8 @@ PROMPT, NEW_TOKENS = 16, 64
 EXPERTS = [name for name in BUILT_BY_MEGATRON if any(sign in name for sign in ("moe", "mixtral", "deepseek"))]
 LAYOUTS = {"TP1": (1, 1), "TP2": (2, 1), "EP2": (1, 2)}
 CASES = [(name, layout) for name in BUILT_BY_MEGATRON for layout in LAYOUTS if layout != "EP2" or name in EXPERTS]
+# Models to which a layer is added that predicts a further token.
+FURTHER = ["deepseek_v3", "glm4_moe"]
 WRONG = ["ExchangedQueriesAndKeys", "InterleavedHalves"]
 
 
@@ -63,6 +66,13 @@ def answers(models: dict[str, Path], truths: dict[str, Truth], root: Path) -> di
         mcore_ckpt_ext.convert(models[name], root / name, mcore_ckpt_ext.TorchDist(transformer_impl=LOCAL))
         torch.save(truths[name].tokens, root / f"{name}.tokens")
         cases += [_case(models, root, name, name, layout) for one, layout in CASES if one == name]
+    for name in FURTHER:
+        longer = f"{name}_further"
+        models = {**models, longer: root / f"{longer}-model"}
+        shutil.copytree(models[name], models[longer])
+        add_further_layer(models[longer])
+        mcore_ckpt_ext.convert(models[longer], root / longer, mcore_ckpt_ext.TorchDist(transformer_impl=LOCAL))
+        cases.append({**_case(models, root, longer, longer, "TP2"), "tokens": str(root / f"{name}.tokens")})
     for wrong in WRONG:
         mcore_ckpt_ext.convert(
             models["llama"],
@@ -116,6 +126,14 @@ def test_megatron_answers_as_transformers_does(
     assert answers[name, layout].dtype == torch.float32
     assert difference(answers[name, layout], truths[name]) <= TOLERANCE
     assert decodes_alike(answers[name, layout], truths[name])
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_megatron_takes_up_the_layer_that_predicts_a_further_token(
+    name: str, answers: dict[tuple[str, str], torch.Tensor], truths: dict[str, Truth]
+) -> None:
+    """Every parameter of it is found under its name and in its shape; the model's own answer is what it was."""
+    assert difference(answers[f"{name}_further", "TP2"], truths[name]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("mistake", WRONG)
