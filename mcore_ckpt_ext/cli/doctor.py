@@ -32,7 +32,10 @@ _OLDEST_TORCH = (2, 4)
 _ENTRY_POINTS = "torch.backends"
 _ENTRY = "mcore_ckpt_ext"
 # What to install for a seam's framework.
-_DISTRIBUTIONS = {"megatron": "megatron-core", "nvidia_resiliency_ext": "nvidia-resiliency-ext"}
+_DISTRIBUTIONS = {
+    "megatron.bridge": "megatron-bridge", "megatron": "megatron-core", "nvidia_resiliency_ext": "nvidia-resiliency-ext",
+    "swift": "ms-swift",
+}  # fmt: skip
 # torch/__init__.py:_is_device_backend_autoload_enabled, 2.5 to 2.13.
 _AUTOLOAD = Setting("TORCH_DEVICE_BACKEND_AUTOLOAD", "0: torch loads no plugins", True, lambda text: text == "1")
 

@@ -27,6 +27,9 @@ ARGUMENTS = "args"
 """The entry of a common state that holds Megatron's arguments."""
 PARTIAL = "mcore_ckpt_ext_partial"
 """The argument by which converted ones are known to be no more than what some description told of the job."""
+# ms-swift stores its own arguments in their place, under Megatron's names where it has them; this one is only its own
+# (`MegatronArguments`, swift/megatron/arguments/megatron_args.py, 4.6.0).
+_OF_SWIFT = "mcore_model"
 # The sidecar's names of what it knows of the layout.
 _RECORDED = {
     "tensor": "tensor_model_parallel_size", "pipeline": "pipeline_model_parallel_size",
@@ -58,21 +61,22 @@ def stated_by_megatron(args: Mapping[str, Any], folder: Path, sidecar: Sidecar |
         UnreadableCheckpointError: one has a value that it cannot have.
     """
     recorded = parse_version(sidecar.megatron) if sidecar else None
-    tells_all = not args.get(PARTIAL, False)
+    tells_all = not args.get(PARTIAL, False) and _OF_SWIFT not in args
     return JobArguments.of(args, source=f"the arguments in {folder}", version=recorded, tells_all=tells_all)
 
 
-def described(reader: FolderReader, sidecar: Sidecar | None, facts: Facts) -> Description:
+def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar | None, facts: Facts) -> Description:
     """What files beside a checkpoint and its user say of its job; nothing of what its index shows.
 
     Args:
         reader: reads the files of the checkpoint's folder.
+        own: arguments in the checkpoint that do not tell all.
         sidecar: that of the checkpoint.
         facts: what the user states.
     """
     folder = reader.folder
     found = next((one for looks in _READERS if (one := looks(folder)) is not None), None)
-    description = found or Description(_partial({}, folder))
+    description = found or Description(own or _partial({}, folder), "its own arguments" if own else "")
     counted, problems = _train_state(reader) if description.source == bridge.RUN_CONFIG else ({}, ())
     recorded = {_RECORDED[name]: size for name, size in sidecar.layout.items() if name in _RECORDED} if sidecar else {}
     stated = {**description.arguments.stated, **counted, **recorded, **facts.stated()}

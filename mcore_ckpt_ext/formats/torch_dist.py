@@ -82,7 +82,7 @@ class TorchDistCheckpoint(Checkpoint):
         super().__init__(folder, witnesses)
         self._index = self._read_index()
         self._facts = facts
-        if facts != NOTHING and ARGUMENTS in self.common:
+        if facts != NOTHING and ARGUMENTS in self.common and self.arguments.tells_all:
             refuse_facts(facts, folder)
 
     def _read_index(self) -> DcpIndex:
@@ -117,9 +117,8 @@ class TorchDistCheckpoint(Checkpoint):
     @cached_property
     @override
     def arguments(self) -> JobArguments:
-        if ARGUMENTS in self.common:
-            return stated_by_megatron(self.args, self.folder, self.sidecar)
-        return self.description.arguments
+        own = stated_by_megatron(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
+        return own if own is not None and own.tells_all else self.description.arguments
 
     @cached_property
     def description(self) -> Description:
@@ -128,9 +127,10 @@ class TorchDistCheckpoint(Checkpoint):
         Raises:
             UsageError: the user states something else than the index shows.
         """
-        if ARGUMENTS in self.common:
-            return Description(self.arguments)
-        found = described(self.reader, self.sidecar, self._facts)
+        own = stated_by_megatron(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
+        if own is not None and own.tells_all:
+            return Description(own)
+        found = described(self.reader, own, self.sidecar, self._facts)
         shown = layout_shown(self._index, self.random_state_grid(), found.arguments.stated)
         shown_of_model = model_shown(self._index.arrays, self.weights.names())
         return completed(found, {**shown_of_model, **shown}, self._facts, self.folder)

@@ -19,11 +19,12 @@ from typing import Any
 
 import torch.distributed as dist
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.first_look import megatron_version
 from mcore_ckpt_ext.hooks.process import PROCESS
-from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
@@ -119,6 +120,12 @@ def wrap_load_state_dict(original: Function) -> Function:
     return load_state_dict
 
 
+def serves(optimizer: Any) -> bool:
+    """Whether an optimizer is of a kind that this seam fills: DistributedOptimizers, and nothing else."""
+    chain = Chain.of(optimizer) if optimizer is not None else None
+    return chain is not None and bool(chain.distributed) and not (chain.unknown or chain.whole)
+
+
 def _planned(folder: Path, optimizer: Any) -> Planned | None:
     """The plan for an optimizer that Megatron does not load from a checkpoint; None where it does. Collective.
 
@@ -142,15 +149,19 @@ def _is_first() -> bool:
 
 def _is_ours(folder: Path, optimizer: Any) -> bool:
     """Whether this package fills an optimizer from a checkpoint; where it is not known that stock can, it does."""
-    chain = Chain.of(optimizer)
-    if chain.unknown or chain.whole or not chain.distributed:
+    if not serves(optimizer):
         return False
     checkpoint = open_checkpoint(folder)
     if checkpoint.optimizer_format is None:
         return False
-    written, running = checkpoint.arguments, live_arguments(chunks_of(optimizer), optimizer)
-    moved = bool(placement_changes(written, running)) or not checkpoint.layout.unknown.isdisjoint(_PLACING)
+    both = [_with_experts(one) for one in (checkpoint.arguments, live_arguments(chunks_of(optimizer), optimizer))]
+    moved = bool(placement_changes(*both)) or not checkpoint.layout.unknown.isdisjoint(_PLACING)
     return not stock_can_load(checkpoint.optimizer_format, moved, megatron_version())
+
+
+def _with_experts(arguments: JobArguments) -> JobArguments:
+    """With a size of expert tensor parallelism: where it is left out, it is that of tensor parallelism."""
+    return arguments.changed(expert_tensor_parallel_size=ParallelLayout.from_arguments(arguments).expert_tensor)
 
 
 # Without these nobody knows that the buffers are alike.

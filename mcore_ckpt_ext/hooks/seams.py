@@ -98,4 +98,20 @@ SEAMS = (
         parameters=("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "strict"),
         version_module="megatron.core",
     ),
+    Seam(
+        # 0.2.1 to 0.6.0, and the development head of 22 August 2026.
+        module="megatron.bridge.training.checkpointing",
+        attribute="_load_checkpoint_from_path",
+        wrapper="mcore_ckpt_ext.hooks.loops:wrap_bridge_load",
+        parameters=("load_dir", "state", "model", "optimizer"),
+        version_module="megatron.bridge",
+    ),
+    Seam(
+        # 4.6.0, and the development head of 22 August 2026.
+        module="swift.megatron.utils.megatron_lm_utils",
+        attribute="load_mcore_checkpoint",
+        wrapper="mcore_ckpt_ext.hooks.loops:wrap_swift_load",
+        parameters=("args", "ddp_models", "optimizer", "opt_param_scheduler"),
+        version_module="swift.version",
+    ),
 )

@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import ast
-import json
 import re
 from pathlib import Path
 
 import pytest
-from megatron_on_cpu import launch
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.offline.verification import verify
-from tests.harness.jobs import RANK_SCRIPTS, TIME_LIMIT, assert_same_optimizer
+from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
+from tests.harness.programs import Programs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "own-loop.md"
 SIXTY = RANK_SCRIPTS / "sixty_lines.py"
-RANKS = 4
-
-
-class Turns:
-    """Programs that are run one after the other in one launch."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.orders: list[dict[str, object]] = []
-        self.names: list[str] = []
-        self.ended: dict[str, set[str]] = {}
-        self.output = ""
-
-    def add(self, name: str, script: Path, *arguments: object, stock: bool = False) -> None:
-        self.names.append(name)
-        words = [str(argument) for argument in arguments]
-        dump = str(self.folder / "dumps" / name)
-        self.orders.append({"script": str(script), "arguments": words, "dump": dump, "stock": stock})
-
-    def run(self) -> None:
-        order = self.folder / "order.json"
-        order.write_text(json.dumps(self.orders))
-        (self.folder / "dumps").mkdir()
-        script = RANK_SCRIPTS / "programs_in_turn.py"
-        result = launch.run(RANKS, script, [str(order)], timeout=TIME_LIMIT, log_file=self.folder / "log")
-        assert result.returncode == 0, result.output[-6000:]
-        self.output = result.output
-        for number, name in enumerate(self.names):
-            self.ended[name] = set(re.findall(rf"^\[rank \d\] === {number} (.*)$", result.output, re.MULTILINE))
-
-    def dump(self, name: str) -> Path:
-        assert self.ended[name] == {"done"}, self.ended[name]
-        return self.folder / "dumps" / name
 
 
 def program_of_the_page() -> str:
@@ -57,24 +23,22 @@ def program_of_the_page() -> str:
 
 
 @pytest.fixture(scope="module")
-def turns(tmp_path_factory: pytest.TempPathFactory) -> Turns:
+def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """TP1 x PP4 to TP2 x PP2 and others, in every way of loading."""
-    found = Turns(tmp_path_factory.mktemp("loops"))
+    found = Programs(tmp_path_factory.mktemp("loops"))
     own = found.folder / "own_loop.py"
     own.write_text(program_of_the_page())
-    at = found.folder / "ran"
-    for name in ("own", "again", "pp4", "experts"):
-        (at / name).mkdir(parents=True)
-    found.add("own", own, 1, 4, "none", at / "own")
-    found.add("own, loaded", own, 2, 2, at / "own", at / "again")
-    found.add("pp4", SIXTY, 1, 4, "none", at / "pp4", "together")
-    found.add("stock refuses", SIXTY, 2, 2, at / "pp4", "none", "together", stock=True)
-    found.add("together", SIXTY, 2, 2, at / "pp4", "none", "together")
-    found.add("model-first", SIXTY, 4, 1, at / "pp4", "none", "model-first")
-    found.add("optimizer-first", SIXTY, 2, 1, at / "pp4", "none", "optimizer-first")
-    found.add("unmoved", SIXTY, 1, 4, at / "pp4", "none", "together")
-    found.add("experts", SIXTY, 1, 2, "none", at / "experts", "together", "experts")
-    found.add("experts, loaded", SIXTY, 2, 1, at / "experts", "none", "together", "experts")
+    at = {name: found.place(name) for name in ("own", "again", "pp4", "experts")}
+    found.add("own", own, 1, 4, "none", at["own"])
+    found.add("own, loaded", own, 2, 2, at["own"], at["again"])
+    found.add("pp4", SIXTY, 1, 4, "none", at["pp4"], "together")
+    found.add("stock refuses", SIXTY, 2, 2, at["pp4"], "none", "together", stock=True)
+    found.add("together", SIXTY, 2, 2, at["pp4"], "none", "together")
+    found.add("model-first", SIXTY, 4, 1, at["pp4"], "none", "model-first")
+    found.add("optimizer-first", SIXTY, 2, 1, at["pp4"], "none", "optimizer-first")
+    found.add("unmoved", SIXTY, 1, 4, at["pp4"], "none", "together")
+    found.add("experts", SIXTY, 1, 2, "none", at["experts"], "together", "experts")
+    found.add("experts, loaded", SIXTY, 2, 1, at["experts"], "none", "together", "experts")
     found.run()
     return found
 
@@ -83,34 +47,34 @@ def test_the_page_has_about_forty_statements() -> None:
     assert sum(isinstance(node, ast.stmt) for node in ast.walk(ast.parse(program_of_the_page()))) < 48
 
 
-def test_the_one_line_call(turns: Turns) -> None:
+def test_the_one_line_call(turns: Programs) -> None:
     """What was saved under TP1 x PP4 is alive under TP2 x PP2, before its steps go on; the sidecar placed it."""
     assert turns.ended["own, loaded"] == {"done"}
     said = [line for line in turns.output.splitlines() if "optimizer resumed from" in line]
     assert "optimizer resumed from TP1 x PP4 x DP1 as TP2 x PP2 x DP1: dp_reshardable" in said[0]
     assert "placed by the sidecar" in said[0]
     for name in ("own", "again"):
-        checkpoint = open_checkpoint(turns.folder / "ran" / name)
+        checkpoint = open_checkpoint(turns.place(name))
         assert checkpoint.sidecar is not None
         assert verify(checkpoint.folder).sound
 
 
 @pytest.mark.parametrize("way", ["together", "model-first", "unmoved"])
-def test_a_program_that_knows_nothing_of_the_package(turns: Turns, way: str) -> None:
+def test_a_program_that_knows_nothing_of_the_package(turns: Programs, way: str) -> None:
     assert_same_optimizer(turns.dump("pp4"), turns.dump(way))
 
 
-def test_stock_refuses_the_same(turns: Turns) -> None:
+def test_stock_refuses_the_same(turns: Programs) -> None:
     (ended,) = {re.sub(r" .*", "", line) for line in turns.ended["stock refuses"]}
     assert ended != "done"
 
 
-def test_an_optimizer_before_its_model_is_refused_whole(turns: Turns) -> None:
+def test_an_optimizer_before_its_model_is_refused_whole(turns: Programs) -> None:
     """On every rank alike: its masters are not those of the model's weights, which are still those of the start."""
     (ended,) = turns.ended["optimizer-first"]
     refusal = "mcore_ckpt_ext refused while proving the masters against the weights; the optimizer is untouched"
     assert ended.startswith(f"ResumeRefusedError: {refusal}")
 
 
-def test_experts(turns: Turns) -> None:
+def test_experts(turns: Programs) -> None:
     assert_same_optimizer(turns.dump("experts"), turns.dump("experts, loaded"))

@@ -1,0 +1,74 @@
+"""Programs on Megatron Core, run one after the other in one launch; and packages that lie beside the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from megatron_on_cpu import launch
+
+from tests.harness.jobs import RANK_SCRIPTS, TIME_LIMIT
+
+RANKS = 4
+_INSTALLING = 400
+
+
+class Programs:
+    """What is run, and how each program ended on the ranks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.ended: dict[str, set[str]] = {}
+        self.output = ""
+        self._orders: list[dict[str, object]] = []
+        self._names: list[str] = []
+
+    def place(self, name: str) -> Path:
+        """Where a program may save."""
+        folder = self.folder / "saved" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def add(self, name: str, script: Path, *arguments: object, stock: bool = False) -> None:
+        """A program; its `wrapped` and `optimizer` are dumped where it ends well. `stock`: without the hooks."""
+        self._names.append(name)
+        words = [str(argument) for argument in arguments]
+        dump = str(self.folder / "dumps" / name)
+        self._orders.append({"script": str(script), "arguments": words, "dump": dump, "stock": stock})
+
+    def run(self) -> None:
+        """Run them all."""
+        order = self.folder / "order.json"
+        order.write_text(json.dumps(self._orders))
+        (self.folder / "dumps").mkdir()
+        script = RANK_SCRIPTS / "programs_in_turn.py"
+        result = launch.run(RANKS, script, [str(order)], timeout=TIME_LIMIT, log_file=self.folder / "log")
+        assert result.returncode == 0, result.output[-6000:]
+        self.output = result.output
+        for number, name in enumerate(self._names):
+            self.ended[name] = set(re.findall(rf"^\[rank \d\] === {number} (.*)$", result.output, re.MULTILINE))
+
+    def dump(self, name: str) -> Path:
+        """What a program left alive; it must have ended well on all ranks."""
+        assert self.ended[name] == {"done"}, self.ended[name]
+        return self.folder / "dumps" / name
+
+
+@cache
+def beside(distribution: str, version: str) -> Path:
+    """The folder that a release is installed in from PyPI, without what it depends on."""
+    folder = Path(sys.prefix) / distribution / version
+    if not folder.exists():
+        partial = folder.with_name(f"{version}.partial-{os.getpid()}")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--target", str(partial), f"{distribution}=={version}"]
+        if subprocess.run(command, check=False, timeout=_INSTALLING).returncode:
+            pytest.skip(f"{distribution} {version} cannot be installed")
+        partial.rename(folder)
+    return folder

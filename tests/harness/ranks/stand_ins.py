@@ -1,0 +1,68 @@
+"""Empty stand-ins for packages that a framework imports and that need a GPU, or that these tests have no use for."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+
+class _Anything(type):
+    """A class with every attribute, each of them such a class."""
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return _anything(name)
+
+    def __or__(cls, other: object) -> Any:
+        return cls
+
+    def __ror__(cls, other: object) -> Any:
+        return cls
+
+    def __getitem__(cls, key: object) -> Any:
+        return cls
+
+
+def _anything(name: str) -> Any:
+    return _Anything(name, (), {"__init__": lambda self, *_, **__: None, "__call__": lambda self, *_, **__: None})
+
+
+class _Module(types.ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        found = _anything(name)
+        setattr(self, name, found)
+        return found
+
+
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Comes last, so that what is installed is what is imported."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        if any(name == own or name.startswith(f"{own}.") for own in self._names):
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        module = _Module(spec.name)
+        module.__path__ = []
+        module.__version__ = "99.0"  # type: ignore[attr-defined]
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """There is nothing to run."""
+
+
+def stand_in_for(*names: str) -> None:
+    """From now on, what is not installed of these can be imported, and does nothing."""
+    sys.meta_path.append(_StandIns(names))

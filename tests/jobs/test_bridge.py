@@ -1,0 +1,59 @@
+"""Megatron-Bridge: its genuine `save_checkpoint` and `load_checkpoint` (0.3.1 from PyPI), beside the installed Core."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.offline.comparison import compare
+from mcore_ckpt_ext.offline.conversion import convert
+from mcore_ckpt_ext.offline.inspection import inspect
+from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.targets import TorchDist
+from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
+from tests.harness.programs import Programs, beside
+
+BRIDGE = "0.3.1"
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    """A run of dense layers and one of experts, each saved by Bridge and loaded by it under another layout."""
+    packages = beside("megatron-bridge", BRIDGE)
+    script, found = RANK_SCRIPTS / "bridge_loop.py", Programs(tmp_path_factory.mktemp("bridge"))
+    dense, experts = found.place("dense"), found.place("experts")
+    found.add("dense", script, packages, 1, 4, "none", dense)
+    found.add("stock refuses", script, packages, 2, 2, dense, "none", stock=True)
+    found.add("dense, loaded", script, packages, 2, 2, dense, "none")
+    found.add("dense, on one stage", script, packages, 4, 1, dense, "none")
+    found.add("experts", script, packages, 1, 2, "none", experts, "experts")
+    found.add("experts, loaded", script, packages, 2, 1, experts, "none", "experts")
+    found.run()
+    return found
+
+
+def test_stock_refuses(ran: Programs) -> None:
+    (ended,) = ran.ended["stock refuses"]
+    assert "(TP, PP) mismatch after resume ((2, 2) vs (1, 4) from checkpoint): not supported" in ended
+
+
+@pytest.mark.parametrize("name", ["dense, loaded", "dense, on one stage", "experts, loaded"])
+def test_it_resumes_under_another_layout(ran: Programs, name: str) -> None:
+    """The live state under the new layout is that of the save, bit by bit."""
+    assert_same_optimizer(ran.dump(name.partition(",")[0]), ran.dump(name))
+    assert any("optimizer resumed from TP1 x PP4" in line for line in ran.output.splitlines())
+
+
+def test_offline(ran: Programs, tmp_path: Path) -> None:
+    """What Bridge wrote is known, sound, and goes to Megatron and back."""
+    run = ran.place("dense")
+    found = inspect(run)
+    assert (found.layout_text, found.unbelieved) == ("TP1 x PP4 x DP1", ())
+    assert found.writer.version.startswith("Megatron-Bridge on Megatron Core 0.19")
+    assert verify(run).sound
+    convert(run, tmp_path / "megatron", TorchDist())
+    convert(tmp_path / "megatron", tmp_path / "bridge", TorchDist(loop="bridge"))
+    assert compare(run, tmp_path / "bridge").equal
+    assert str(open_checkpoint(ran.place("experts")).layout) == "TP1 x PP2 x DP2"
