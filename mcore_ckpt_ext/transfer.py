@@ -18,16 +18,7 @@ import torch
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.extents import Extent, Scaled, Transposed
-from mcore_ckpt_ext.planning.plan import (
-    ITEM_SIZE,
-    Copy,
-    Derivation,
-    Plan,
-    Source,
-    WantedSlice,
-    derivation_of,
-    make_plan,
-)
+from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, WantedSlice, derivation_of, make_plan
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.huge_pages import ask_for_huge_pages
 from mcore_ckpt_ext.storage.payloads import Payloads
@@ -112,7 +103,7 @@ class Transfer:
 
     def _blocks_of(self, payload: Payload, run: Run, extent: Extent, block_bytes: int) -> Iterator[Block]:
         source, target, length, count, source_stride, target_stride = run
-        size = ITEM_SIZE[extent.dtype] if isinstance(extent, Scaled) else payload.dtype.itemsize
+        size = (getattr(torch, extent.dtype) if isinstance(extent, Scaled) else payload.dtype).itemsize
         limit = max(1, block_bytes // (size if payload.scaled is None else _DECODED_BYTES))
         near = not isinstance(extent, (Transposed, Scaled)) and _are_near(length, count, source_stride, size)
         at_once = max(1, limit // (source_stride if near else length))
@@ -230,7 +221,8 @@ class Transfer:
         if _are_near(length, count, stride, size) and span * size <= BLOCK_BYTES:
             together = torch.empty(span, dtype=payload.dtype, device="cpu")
             self._reader.read_into(payload.file, payload.offset + first * size, _bytes_of(together))
-            return together.as_strided((count, length), (stride, 1)).reshape(-1)
+            # Of a single column, a reshape alone would be a view of all that lies between, which callers take for packed.
+            return together.as_strided((count, length), (stride, 1)).reshape(-1).contiguous()
         elements = torch.empty(count * length, dtype=payload.dtype, device="cpu")
         memory = _bytes_of(elements)
         for row in range(count):
