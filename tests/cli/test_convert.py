@@ -96,6 +96,7 @@ def test_each_target_has_its_own_options_in_the_help(capsys: pytest.CaptureFixtu
         "--from": "--to hf",
         "--max-shard-size": "--to hf",
         "--bin": "--to hf",
+        "--argument": "--to hf",
         "--tensor-model-parallel-size": "--to legacy",
         "--pipeline-model-parallel-size": "--to legacy",
         "--virtual-pipeline-model-parallel-size": "--to legacy",
@@ -103,6 +104,18 @@ def test_each_target_has_its_own_options_in_the_help(capsys: pytest.CaptureFixtu
         "--megatron-version": "--to torch_dist or legacy",
         "--expert-model-parallel-size": "--to torch_dist or legacy",
         "--transformer-impl": "--to torch_dist, legacy or canonical",
+        "--for": "--to torch_dist",
+        **{
+            f"--source-{size}-size": "--to torch_dist, legacy or canonical"
+            for size in (
+                "tensor-model-parallel",
+                "pipeline-model-parallel",
+                "virtual-pipeline-model-parallel",
+                "expert-model-parallel",
+                "expert-tensor-parallel",
+                "context-parallel",
+            )
+        },
     }
 
 
