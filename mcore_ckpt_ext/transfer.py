@@ -221,7 +221,7 @@ class Transfer:
         if _are_near(length, count, stride, size) and span * size <= BLOCK_BYTES:
             together = torch.empty(span, dtype=payload.dtype, device="cpu")
             self._reader.read_into(payload.file, payload.offset + first * size, _bytes_of(together))
-            # Of a single column, a reshape alone would be a view of all that lies between, which callers take for packed.
+            # Of a single column, a reshape alone would be a view with all that lies between; callers think it packed.
             return together.as_strided((count, length), (stride, 1)).reshape(-1).contiguous()
         elements = torch.empty(count * length, dtype=payload.dtype, device="cpu")
         memory = _bytes_of(elements)

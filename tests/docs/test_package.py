@@ -117,7 +117,12 @@ def test_the_metadata_are_complete(wheel: zipfile.ZipFile) -> None:
     extras = set(found.get_all("Provides-Extra", []))
     assert extras == {"completion", "demo", "docs", "remote", "test"}
     needed = [line for line in found.get_all("Requires-Dist", []) if "extra ==" not in line]
-    assert sorted(re.split(r"[<>=]", line)[0] for line in needed) == ["numpy", "torch", "typing-extensions"]
+    assert sorted(re.split(r"[<>=]", line)[0] for line in needed) == [
+        "numpy",
+        "pyyaml",
+        "torch",
+        "typing-extensions",
+    ]
 
 
 def test_the_readme_holds_outside_of_the_repository(wheel: zipfile.ZipFile) -> None:
