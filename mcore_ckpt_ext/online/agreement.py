@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,17 +15,51 @@ from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
 
 Result = TypeVar("Result")
 _SHOWN = 4
+_DIGEST_BYTES, _SIZE_BYTES = 16, 8
+# Items are few where at most one rank in so many has one of its own.
+_FEW = 4
 Failure = CheckpointException
 """What torch and Megatron raise when some rank failed; it is no Exception."""
 
 
 def gather(item: Result) -> list[Result]:
-    """One item from every rank, in rank order."""
+    """One item from every rank, in rank order; items that several ranks have may be one object.
+
+    Thousands of ranks have the same to tell, or nothing. So all learn the digests of all, a few bytes each; where there
+    are few, the first rank of each sends what is behind it, and otherwise all send theirs, at the size of the largest.
+    """
     if not dist.is_initialized():
         return [item]
-    items: list[Result | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(items, item)
-    return items  # type: ignore[return-value]  # every entry has been replaced
+    data, ranks = pickle.dumps(item), dist.get_world_size()
+    own = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() + len(data).to_bytes(_SIZE_BYTES, "little")
+    marks = [bytes(mark) for mark in _all_gathered(own, ranks)]
+    firsts: dict[bytes, int] = {}
+    for rank, mark in enumerate(marks):
+        firsts.setdefault(mark, rank)
+    if len(firsts) == 1:
+        return [item] * ranks
+    if len(firsts) * _FEW > ranks:
+        items: list[Result | None] = [None] * ranks
+        dist.all_gather_object(items, item)
+        return items  # type: ignore[return-value]  # every entry has been replaced
+    known: dict[bytes, Result] = {}
+    for mark, first in firsts.items():
+        size = int.from_bytes(mark[_DIGEST_BYTES:], "little")
+        sent = torch.frombuffer(bytearray(data) if mark == own else bytearray(size), dtype=torch.uint8)
+        there = sent.to(device_of_collectives())
+        dist.broadcast(there, first)
+        # A rank of this job made the pickle, as with torch's own collectives of objects.
+        known[mark] = item if mark == own else pickle.loads(there.cpu().numpy().tobytes())
+    return [known[mark] for mark in marks]
+
+
+def _all_gathered(data: bytes, ranks: int) -> list[list[int]]:
+    """The bytes of every rank, of which all have as many."""
+    device = device_of_collectives()
+    found = torch.empty((ranks, len(data)), dtype=torch.uint8, device=device)
+    dist.all_gather(list(found.unbind()), torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
+    numbers: list[list[int]] = found.tolist()
+    return numbers
 
 
 def agreed(phase: str, work: Callable[[], Result], consequence: str = "the optimizer is untouched") -> list[Result]:

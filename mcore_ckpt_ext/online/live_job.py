@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import ModelMismatchError
 from mcore_ckpt_ext.online.homes.recognition import homes_of
-from mcore_ckpt_ext.online.live_model import live_names, live_parameters, registered_names
+from mcore_ckpt_ext.online.live_model import live_names, live_parameters, registered_names, trained_names
 
 
 class LiveJob:
@@ -28,7 +28,7 @@ class LiveJob:
         first = not self.homes or any(home.is_first_replica for home in self.homes)
         self.view = RankView(
             names=live_names(chunks) if first else [],
-            trained=list(dict.fromkeys(name for shard in self.shards for name in shard.live.tensors)),
+            trained=trained_names(chunks, live) if first else [],
             registered=[registered_names(chunk, live) for chunk in chunks] if first else [],
             kinds=frozenset(home.kind for home in self.homes),
         )
@@ -36,7 +36,7 @@ class LiveJob:
 
 @dataclass(frozen=True)
 class RankView:
-    """What a rank tells the others before planning."""
+    """What a rank tells the others before planning; of data-parallel ranks, the first speaks for all."""
 
     names: list[str]
     trained: list[str]

@@ -68,6 +68,12 @@ def registered_names(chunk: Any, live: Mapping[int, LiveParameter]) -> list[str]
     return [live[id(parameter)].regions[0].name for parameter in chunk.parameters() if id(parameter) in live]
 
 
+def trained_names(chunks: Sequence[Any], live: Mapping[int, LiveParameter]) -> list[str]:
+    """Model-space names of all that the chunks' trained parameters hold."""
+    trained = (live[id(p)] for chunk in chunks for p in chunk.parameters() if p.requires_grad and id(p) in live)
+    return list(dict.fromkeys(name for parameter in trained for name in parameter.tensors))
+
+
 def _entries(tree: Any) -> Iterator[Any]:
     """The leaves of a sharded state dict that describe tensors (ShardedTensor and ShardedTensorFactory)."""
     if isinstance(tree, Mapping):

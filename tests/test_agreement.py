@@ -1,0 +1,46 @@
+"""What ranks tell each other: the same to all, whether they have the same to tell or not; ranks are forked here."""
+
+from __future__ import annotations
+
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mcore_ckpt_ext.online.agreement import gather
+
+RANKS = 8
+# What each rank tells.
+ITEMS: dict[str, list[Any]] = {
+    "all the same": [("nothing", None)] * RANKS,
+    "few": [["name"] * 1000 if rank == 3 else [] for rank in range(RANKS)],
+    "all different": [{"rank": rank, "names": ["x"] * rank} for rank in range(RANKS)],
+}
+
+
+def tell(rank: int, folder: Path, results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    results.put((rank, {name: gather(items[rank]) for name, items in ITEMS.items()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[Any]]]:
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = [context.Process(target=tell, args=(rank, folder, results)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    found = dict(results.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join()
+    return found
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_every_rank_learns_what_all_have_told(name: str, told: dict[int, dict[str, list[Any]]]) -> None:
+    assert [told[rank][name] for rank in range(RANKS)] == [ITEMS[name]] * RANKS
