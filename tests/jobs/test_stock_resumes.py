@@ -14,6 +14,7 @@ import pytest
 from megatron_on_cpu.dump_optimizer import assemble
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.settings import LOAD
 from mcore_ckpt_ext.targets import Target
 from tests.harness import jobs
 from tests.harness.checkouts import EITHER, checkout_job, full_version, with_checkout
@@ -66,9 +67,13 @@ TORCH_DIST: dict[str, tuple[Layout, dict[str, Any]]] = {
 }
 
 
+# With this package, which reads for Megatron: a gated model, experts, whole optimizers, in fp32 as well.
+FAST = ("p02", "p09", "p41", "p42")
+
+
 @pytest.fixture(scope="module", params=EITHER)
 def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
-    folder, turns = tmp_path_factory.mktemp("stock"), []
+    folder, turns, fast = tmp_path_factory.mktemp("stock"), [], []
     target = mcore_ckpt_ext.TorchDist(megatron_version=full_version() if request.param else "0.19.2")
     for name, (layout, options) in TORCH_DIST.items():
         source = fixture_named(name)
@@ -76,7 +81,21 @@ def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         layout = replace(layout, vocabulary=source.job["args"]["padded_vocab_size"])
         options = {"more": model_of(name), **options}
         turns.append(Turn(folder / name, layout, load=folder / f"{name} run", stock=True, **options))
-    return run_in_turn(folder, turns, of_checkout=request.param)
+        if name in FAST:
+            environment = {LOAD.name: "fast"}
+            where = folder / f"{name} fast"
+            fast.append(Turn(where, layout, load=folder / f"{name} run", environment=environment, **options))
+    return run_in_turn(folder, fast + turns, of_checkout=request.param)
+
+
+@pytest.mark.parametrize("fixture", FAST)
+def test_what_stock_resumes_is_the_same_read_by_this_package(fixture: str, resumed: Results) -> None:
+    fast, stock = resumed.job(f"{fixture} fast"), resumed.job(fixture)
+    assert fast.said == []
+    assert fast.losses == stock.losses
+    loaded, expected = assemble(fast.at_load), assemble(stock.at_load)
+    assert len(expected) > 50
+    assert differing(expected, loaded) == []
 
 
 @pytest.mark.parametrize("fixture", TORCH_DIST)
