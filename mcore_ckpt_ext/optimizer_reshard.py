@@ -20,6 +20,7 @@ import torch
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, ProofError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof, weaker_of
@@ -102,9 +103,12 @@ def prepare(
     order = WitnessedOrder("the live model", [names for view in views for names in view.registered])
     names = {name for view in views for name in view.names}
 
+    checkpoint = agreed_here("opening the checkpoint", lambda: open_checkpoint(folder, witnesses=[order]))
+    if isinstance(checkpoint, TorchDistCheckpoint) and not checkpoint.names(WEIGHT):
+        checkpoint.borrow({name: weight for lent in gather(job.lent()) for name, weight in lent.items()})
+
     def plan() -> Prepared:
         check_same_kinds(views)
-        checkpoint = open_checkpoint(folder, witnesses=[order])
         check_names(checkpoint, names)
         if verify_all:
             _verify_checksums(checkpoint, *_rank_and_size())

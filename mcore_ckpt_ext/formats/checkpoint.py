@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint, is_colossalai
@@ -17,8 +18,8 @@ from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCh
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import NAMES, is_plain_dcp
-from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE, TorchDistCheckpoint, sharded_backend
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.zarr import NAME as ZARR
 from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder

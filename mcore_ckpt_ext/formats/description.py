@@ -149,8 +149,11 @@ def _of_bridge(folder: Path) -> Description | None:
 def _of_verl(folder: Path) -> Description | None:
     if folder.name != verl.DISTRIBUTED:
         return None
-    step = folder.parent
-    return _read(step, verl.TRANSFORMER_CONFIG, lambda text, where: verl.job_arguments(parsed(text), where))
+    for step in (folder.parent, folder.parent.parent):
+        found = _read(step, verl.TRANSFORMER_CONFIG, lambda text, where: verl.job_arguments(parsed(text), where))
+        if found is not None:
+            return found
+    return None
 
 
 _READERS = (_of_bridge, _of_verl)

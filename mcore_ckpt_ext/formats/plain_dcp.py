@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.formats.torch_dist import COMMON_FILE, CONFIG_FILE
+from mcore_ckpt_ext.formats.backend import CONFIG_FILE
+from mcore_ckpt_ext.formats.torch_dist import COMMON_FILE
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, read_index
 
 NAMES = "torch_dcp or fsdp_dtensor"

@@ -36,7 +36,7 @@ def layout_shown(index: DcpIndex, grid: tuple[int, ...] | None, stated: Mapping[
     found: dict[str, int] = {}
     if grid is not None:
         found = {PIPELINE: grid[0], TENSOR: grid[1]}
-    elif groups and (tensor := _bands(index.arrays, _TABLES)) and groups[0] % tensor == 0:
+    elif groups and (tensor := _bands(index.arrays, _TABLES) or stated.get(TENSOR)) and groups[0] % tensor == 0:
         found = {PIPELINE: groups[0] // tensor, TENSOR: tensor}
     if not found or not groups:
         # Where optimizers are not flat, files and chunks are those of whoever wrote them last: a converter's, too.
@@ -57,8 +57,15 @@ def layout_shown(index: DcpIndex, grid: tuple[int, ...] | None, stated: Mapping[
     return found
 
 
+def possible_layouts(index: DcpIndex) -> list[dict[str, int]]:
+    """The tensor and pipeline sizes that flat optimizer state allows where nothing else shows them."""
+    groups = _groups(index).get(0, 0)
+    return [{TENSOR: size, PIPELINE: groups // size} for size in range(1, groups + 1) if groups % size == 0]
+
+
 def model_shown(arrays: Mapping[str, StoredArray], names: Iterable[str]) -> dict[str, Any]:
     """What the arrays show of the model: its layers, experts and widths, and whether its embeddings are tied."""
+    names = list(names)
     parsed = [parse(name) for name in names]
     layers = {name.layer for name in parsed if name.layer is not None and name.block == "decoder"}
     experts = {name.expert for name in parsed if name.expert is not None}
@@ -68,7 +75,8 @@ def model_shown(arrays: Mapping[str, StoredArray], names: Iterable[str]) -> dict
         found["num_experts"] = 1 + max(experts) if experts else None
     if WORD_EMBEDDINGS in arrays:
         found["padded_vocab_size"], found["hidden_size"] = arrays[WORD_EMBEDDINGS].shape[:2]
-        found["untie_embeddings_and_output_weights"] = OUTPUT_LAYER in arrays
+    if WORD_EMBEDDINGS in names:
+        found["untie_embeddings_and_output_weights"] = OUTPUT_LAYER in names
     if gradients := _gradients_in_fp32(arrays):
         found["accumulate_allreduce_grads_in_fp32"] = gradients == {"float32"}
     return found

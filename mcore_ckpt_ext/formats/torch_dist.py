@@ -6,27 +6,16 @@ The common state is `common.pt` up to 0.18, and the object `common_state` since 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, remedy
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
-from mcore_ckpt_ext.formats.description import (
-    ARGUMENTS,
-    Description,
-    completed,
-    described,
-    refuse_facts,
-    stated_by_megatron,
-)
+from mcore_ckpt_ext.formats.described import DescribedCheckpoint
 from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
-from mcore_ckpt_ext.formats.shown import layout_shown, model_shown
 from mcore_ckpt_ext.formats.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.unread import (
     COMMON_KEYS,
@@ -39,9 +28,6 @@ from mcore_ckpt_ext.formats.unread import (
     optimizer_kind,
     tensors_in,
 )  # fmt: skip
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.loops.facts import NOTHING, Facts
-from mcore_ckpt_ext.loops.verl import STEP
 from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
 from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
 from mcore_ckpt_ext.optimizers.encoding import StoredKeys
@@ -53,14 +39,11 @@ from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognised
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredObject, read_index
-from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 NAME = "torch_dist"
 COMMON_FILE = "common.pt"
-CONFIG_FILE = "metadata.json"
 COMMON_OBJECT = "common_state/shard_0_1"
 _OPTIMIZER_PREFIXES = ("optimizer.", "chained_")
 _STATE_OBJECTS = ".optimizer/shard_0_1"
@@ -68,30 +51,19 @@ _RANDOM_STATE = "rng_state/shard_"
 _SCALER_OBJECTS = ".grad_scaler/shard_0_1"
 
 
-class TorchDistCheckpoint(Checkpoint):
+class TorchDistCheckpoint(DescribedCheckpoint):
     """One iteration folder in `torch_dist`."""
 
     format = NAME
 
-    def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = (), facts: Facts = NOTHING) -> None:
-        """As there; `facts`: what the user states of the job, for a checkpoint without Megatron's arguments.
-
-        Raises:
-            UsageError: the checkpoint has them, or shows something else.
-        """
-        super().__init__(folder, witnesses)
-        self._index = self._read_index()
-        self._facts = facts
-        if facts != NOTHING and ARGUMENTS in self.common and self.arguments.tells_all:
-            refuse_facts(facts, folder)
-
+    @override
     def _read_index(self) -> DcpIndex:
         return read_index(self.folder)
 
     @cached_property
     def weights(self) -> StackedWeights:
         """The model's arrays."""
-        arrays = self._index.arrays
+        arrays = self.index.arrays
         return StackedWeights({k: a for k, a in arrays.items() if not k.startswith(_OPTIMIZER_PREFIXES)})
 
     @cached_property
@@ -100,7 +72,7 @@ class TorchDistCheckpoint(Checkpoint):
         if (self.folder / COMMON_FILE).exists():
             archive = TorchArchive(self.reader, COMMON_FILE)
             common = archive.with_values(archive.load())
-        elif COMMON_OBJECT in self._index.objects:
+        elif COMMON_OBJECT in self.index.objects:
             common = self._values(COMMON_OBJECT)
         else:
             raise UnreadableCheckpointError(
@@ -113,37 +85,6 @@ class TorchDistCheckpoint(Checkpoint):
             found, where = type(common), str(self.folder)
             raise UnreadableCheckpointError("the common state is not a dict", found=found, where=where)
         return common
-
-    @cached_property
-    @override
-    def arguments(self) -> JobArguments:
-        own = stated_by_megatron(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
-        return own if own is not None and own.tells_all else self.description.arguments
-
-    @cached_property
-    def description(self) -> Description:
-        """What is known of the job: by Megatron's arguments, else by what lies beside the checkpoint and by its index.
-
-        Raises:
-            UsageError: the user states something else than the index shows.
-        """
-        own = stated_by_megatron(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
-        if own is not None and own.tells_all:
-            return Description(own)
-        found = described(self.reader, own, self.sidecar, self._facts)
-        shown = layout_shown(self._index, self.random_state_grid(), found.arguments.stated)
-        shown_of_model = model_shown(self._index.arrays, self.weights.names())
-        return completed(found, {**shown_of_model, **shown}, self._facts, self.folder)
-
-    @property
-    @override
-    def iteration(self) -> int:
-        step = STEP.fullmatch(self.folder.parent.name) or STEP.fullmatch(self.folder.parent.parent.name)
-        return int(step[1]) if "iteration" not in self.common and step else super().iteration
-
-    @override
-    def notices(self) -> list[str]:
-        return [*self.description.problems, *super().notices()]
 
     @cached_property
     def stored_optimizer_format(self) -> str | None:
@@ -159,7 +100,7 @@ class TorchDistCheckpoint(Checkpoint):
     @cached_property
     def _optimizer_keys(self) -> StoredKeys:
         """What is stored of the optimizers."""
-        index = self._index
+        index = self.index
         label = sharding_type(self.common)
         return StoredKeys(
             index.arrays, index.objects, index.natural_shapes, index.chunks_show_parameters, label, self.object
@@ -168,7 +109,7 @@ class TorchDistCheckpoint(Checkpoint):
     @cached_property
     def experts_apart(self) -> bool:
         """Whether there is one chained optimizer more than the dense chunks need, or groups of experts alone."""
-        children = optimizer_children([*self._index.arrays, *self._index.objects])
+        children = optimizer_children([*self.index.arrays, *self.index.objects])
         expected = 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
         # Formats in model space do not number their optimizers, and keep all groups in the common state.
         return children > expected or has_experts(self._common_optimizers())
@@ -193,11 +134,11 @@ class TorchDistCheckpoint(Checkpoint):
     def _unread_keys(self) -> Iterator[Unread]:
         """Arrays and objects of the index that belong to nothing known."""
         claimed = {key for _, own in recognised(self._optimizer_keys) for key in own}
-        for key, array in self._index.arrays.items():
+        for key, array in self.index.arrays.items():
             if key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
                 nbytes = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
                 yield Unread(key, optimizer_kind(key), nbytes)
-        for key, place in self._index.objects.items():
+        for key, place in self.index.objects.items():
             if key.startswith(RERUN_STATE):
                 yield of_the_job(key.rpartition("/shard_")[0], place.length)
             elif key not in claimed and not _is_read(key):
@@ -210,18 +151,13 @@ class TorchDistCheckpoint(Checkpoint):
                 if "param_groups" not in path:
                     yield Unread(".".join(path), UNKNOWN, nbytes)
 
-    @property
-    def index(self) -> DcpIndex:
-        """What `.metadata` says."""
-        return self._index
-
     def object(self, key: str) -> Any:
         """A pickled object by its key.
 
         Raises:
             UnreadableCheckpointError: it is damaged.
         """
-        return self._archived(self._index.objects[key], key)
+        return self._archived(self.index.objects[key], key)
 
     def param_groups(self) -> list[dict[str, Any]]:
         """The optimizer's parameter groups as each rank group stored them, with repetitions.
@@ -265,7 +201,7 @@ class TorchDistCheckpoint(Checkpoint):
 
     def random_state_grid(self) -> tuple[int, ...] | None:
         """The grid of ranks that stored their random state: (PP, TP), in 0.16 with experts (PP, TP, DP)."""
-        for key in self._index.objects:
+        for key in self.index.objects:
             if key.startswith(_RANDOM_STATE):
                 return tuple(int(size) for size in key.rpartition("_")[2].split("."))
         return None
@@ -277,7 +213,7 @@ class TorchDistCheckpoint(Checkpoint):
     @override
     def extra_states(self) -> Mapping[str, Any]:
         found = {}
-        for key, _, shard in (name.rpartition("/shard_") for name in self._index.objects):
+        for key, _, shard in (name.rpartition("/shard_") for name in self.index.objects):
             if is_extra_state(key):
                 offsets = [int(number) for number in shard.partition("_")[0].split(".")]
                 value = self._values(f"{key}/shard_{shard}")
@@ -287,7 +223,7 @@ class TorchDistCheckpoint(Checkpoint):
     @override
     def random_states(self) -> Mapping[tuple[int, ...], Any]:
         found = {}
-        for key in self._index.objects:
+        for key in self.index.objects:
             if key.startswith(_RANDOM_STATE):
                 place = key.removeprefix(_RANDOM_STATE).partition("_")[0]
                 found[tuple(int(number) for number in place.split("."))] = self._values(key)
@@ -295,18 +231,18 @@ class TorchDistCheckpoint(Checkpoint):
 
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """Every archive of the checkpoint: (file, offset, length)."""
-        for array in self._index.arrays.values():
+        for array in self.index.arrays.values():
             for extent in (chunk.extent for chunk in array.chunks if not isinstance(chunk.extent, RawArray)):
                 yield extent.file, extent.offset, extent.length
-        for stored in self._index.objects.values():
+        for stored in self.index.objects.values():
             yield stored.file, stored.offset, stored.length
 
     def _keys(self, suffix: str) -> list[str]:
-        return sorted(k for k in self._index.objects if k.startswith(_OPTIMIZER_PREFIXES) and k.endswith(suffix))
+        return sorted(k for k in self.index.objects if k.startswith(_OPTIMIZER_PREFIXES) and k.endswith(suffix))
 
     def _values(self, key: str) -> Any:
         """A small object with its tensors read."""
-        place = self._index.objects[key]
+        place = self.index.objects[key]
         return TorchArchive(self.reader, place.file, place.offset, place.length).with_values(self.object(key))
 
     def _archived(self, place: StoredObject, key: str) -> Any:
@@ -327,27 +263,3 @@ def _is_read(key: str) -> bool:
     """Whether an object that belongs to no optimizer is read."""
     name, _, _ = key.rpartition("/shard_")
     return key == COMMON_OBJECT or key.startswith(_RANDOM_STATE) or is_extra_state(name)
-
-
-def sharded_backend(folder: Path) -> str:
-    """Megatron's name of the format that the arrays of an iteration folder are in.
-
-    Raises:
-        UnreadableCheckpointError: the folder holds no finished checkpoint.
-    """
-    path = folder / CONFIG_FILE
-    try:
-        return str(parsed(read_file(folder, CONFIG_FILE))["sharded_backend"])
-    except PermissionError as error:
-        raise UnreadableCheckpointError(
-            "the checkpoint may not be read", found=error.strerror, where=str(path), helps=remedy(error)
-        ) from error
-    except OSError as error:
-        raise UnreadableCheckpointError(
-            "this is not a finished torch_dist checkpoint: Megatron writes metadata.json last",
-            found=error.strerror,
-            where=str(path),
-            helps="name a run folder or an iter_XXXXXXX folder; if the save was interrupted, use another iteration",
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise UnreadableCheckpointError("metadata.json is damaged", found=str(error), where=str(path)) from error

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint, sharded_backend
+from mcore_ckpt_ext.formats.backend import sharded_backend
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import elements_of

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.canonical import is_canonical
 from mcore_ckpt_ext.formats.colossalai import is_colossalai
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import NAMES, is_plain_dcp
-from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, warning
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError, DestinationError
+from mcore_ckpt_ext.formats.backend import sharded_backend
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.huggingface_folder import COMPANION_PATTERN, CONFIG, written_by_us
 from mcore_ckpt_ext.formats.legacy import is_legacy
-from mcore_ckpt_ext.formats.torch_dist import sharded_backend
 from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote
 from mcore_ckpt_ext.storage.runs import RELEASE, TRACKER_FILE, iteration_number
 

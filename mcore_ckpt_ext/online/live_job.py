@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.online.homes.recognition import homes_of
 from mcore_ckpt_ext.online.live_model import live_names, live_parameters, registered_names, trained_names
 
@@ -24,6 +25,7 @@ class LiveJob:
         """
         self.homes = homes_of(optimizer)
         live = live_parameters(chunks)
+        self._live = live
         self.shards = [shard for home in self.homes for shard in home.shards(live)]
         first = not self.homes or any(home.is_first_replica for home in self.homes)
         self.view = RankView(
@@ -32,6 +34,21 @@ class LiveJob:
             registered=[registered_names(chunk, live) for chunk in chunks] if first else [],
             kinds=frozenset(home.kind for home in self.homes),
         )
+
+    def lent(self) -> dict[str, LentWeight]:
+        """What this rank tells of its weights, for an optimizer that is stored without them.
+
+        Whether tensor-parallel ranks share a parameter, and along which axis, it says itself
+        (`set_tensor_model_parallel_attributes`, megatron/core/tensor_parallel/layers.py, core_v0.7.0 to 0.19.2).
+        """
+        found: dict[str, LentWeight] = {}
+        for described in self._live.values():
+            is_shared = bool(getattr(described.parameter, "tensor_model_parallel", False))
+            axis = int(getattr(described.parameter, "partition_dim", 0)) if is_shared else None
+            for name, tensor in described.tensors.items():
+                parts = sum(region.name == name for region in described.regions)
+                found[name] = LentWeight(tensor, axis, parts)
+        return found
 
 
 @dataclass(frozen=True)

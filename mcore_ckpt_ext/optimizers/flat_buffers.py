@@ -157,10 +157,15 @@ class FlatBuffers(OptimizerState):
                 )
         return self._recover(group)
 
+    @cached_property
+    def _are_elsewhere(self) -> bool:
+        """Whether the weights cannot be read here: then the packing has to be certain, and whoever fills proves it."""
+        return any(self._weights.logical_tensor("weight", name) is None for name in self.models.weights)
+
     def _recover(self, group: OptimizerGroup) -> RecoveredPacking:
         key = (group.child, group.index)
         if key not in self._recovered:
-            if any(kind == PARAM_REMAINDER for _, kind in self._arrays[key]):
+            if self._are_elsewhere or any(kind == PARAM_REMAINDER for _, kind in self._arrays[key]):
                 contradiction = partial(contradicts, self, group)
                 self._recovered[key] = recover_unproven(
                     group, self.models, self._proposals(), contradiction, is_recorded=key in self.digests

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from mcore_ckpt_ext.formats.torch_dist import CONFIG_FILE
+from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 from mcore_ckpt_ext.storage.publish import flush, flush_all, replace

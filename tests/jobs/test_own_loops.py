@@ -28,7 +28,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found = Programs(tmp_path_factory.mktemp("loops"))
     own = found.folder / "own_loop.py"
     own.write_text(program_of_the_page())
-    at = {name: found.place(name) for name in ("own", "again", "pp4", "experts")}
+    at = {name: found.place(name) for name in ("own", "again", "pp4", "verl", "experts")}
     found.add("own", own, 1, 4, "none", at["own"])
     found.add("own, loaded", own, 2, 2, at["own"], at["again"])
     found.add("pp4", SIXTY, 1, 4, "none", at["pp4"], "together")
@@ -37,6 +37,8 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found.add("model-first", SIXTY, 4, 1, at["pp4"], "none", "model-first")
     found.add("optimizer-first", SIXTY, 2, 1, at["pp4"], "none", "optimizer-first")
     found.add("unmoved", SIXTY, 1, 4, at["pp4"], "none", "together")
+    found.add("verl", SIXTY, 2, 2, "none", at["verl"], "verl")
+    found.add("verl, loaded", SIXTY, 1, 4, at["verl"], "none", "verl")
     found.add("experts", SIXTY, 1, 2, "none", at["experts"], "together", "experts")
     found.add("experts, loaded", SIXTY, 2, 1, at["experts"], "none", "together", "experts")
     found.run()
@@ -74,6 +76,12 @@ def test_an_optimizer_before_its_model_is_refused_whole(turns: Programs) -> None
     (ended,) = turns.ended["optimizer-first"]
     refusal = "mcore_ckpt_ext refused while proving the masters against the weights; the optimizer is untouched"
     assert ended.startswith(f"ResumeRefusedError: {refusal}")
+
+
+def test_weights_that_lie_elsewhere(turns: Programs) -> None:
+    """The optimizer's own folder has neither weights nor a layout: it is tried, and proven by the live weights."""
+    assert_same_optimizer(turns.dump("verl"), turns.dump("verl, loaded"))
+    assert "optimizer resumed from TP2 x PP2" in turns.output
 
 
 def test_experts(turns: Programs) -> None:

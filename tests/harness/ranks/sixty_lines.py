@@ -1,7 +1,8 @@
 """A training program on Megatron Core alone, which has never heard of this package: it saves, loads, and nothing else.
 
 argv: tensor and pipeline parallel size, the folder to load or "none", the folder to save or "none", and in which way:
-`together`, `model-first` (two calls), or `optimizer-first` (its state is taken up before anything is in the model).
+`together`, `model-first` (two calls), `optimizer-first` (its state is taken up before anything is in the model), or
+`verl` (each in a folder of its own, as verl has them).
 """
 
 import sys
@@ -52,9 +53,9 @@ if source != "none":
     ran = Path(source)
     if way == "together":
         loaded = load(ran, "model", "optimizer")
-    elif way == "model-first":
-        loaded = load(ran, "model")
-        loaded["optimizer"] = load(ran, "optimizer")["optimizer"]
+    elif way in ("model-first", "verl"):
+        places = [ran / part / "dist_ckpt" if way == "verl" else ran for part in ("model", "optimizer")]
+        loaded = {**load(places[0], "model"), **load(places[1], "optimizer")}
     else:
         loaded = load(ran, "optimizer")
         optimizer.load_state_dict(loaded["optimizer"])
@@ -65,4 +66,8 @@ if source != "none":
 if target != "none":
     train(wrapped, optimizer)  # noqa: F821 - made by whoever runs this: a step, or what looks like one
     state = {**whole, "optimizer": optimizer.sharded_state_dict(whole, metadata=metadata)}
-    dist_checkpointing.save(state, target, content_metadata=metadata)
+    parts = {"model/dist_ckpt": ["model"], "optimizer/dist_ckpt": ["optimizer"]} if way == "verl" else {"": [*state]}
+    for place, names in parts.items():
+        folder = Path(target) / place
+        folder.mkdir(parents=True, exist_ok=True)
+        dist_checkpointing.save({name: state[name] for name in names}, str(folder), content_metadata=metadata)

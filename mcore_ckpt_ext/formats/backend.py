@@ -1,0 +1,38 @@
+"""`metadata.json`, which Megatron writes last of all: the format of the arrays in an iteration folder.
+
+Source: `CheckpointingConfig` (megatron/core/dist_checkpointing/core.py, core_v0.7.0 to 0.19.2).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy
+from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.json_text import parsed
+
+CONFIG_FILE = "metadata.json"
+
+
+def sharded_backend(folder: Path) -> str:
+    """Megatron's name of the format that the arrays of an iteration folder are in.
+
+    Raises:
+        UnreadableCheckpointError: the folder holds no finished checkpoint.
+    """
+    path = folder / CONFIG_FILE
+    try:
+        return str(parsed(read_file(folder, CONFIG_FILE))["sharded_backend"])
+    except PermissionError as error:
+        raise UnreadableCheckpointError(
+            "the checkpoint may not be read", found=error.strerror, where=str(path), helps=remedy(error)
+        ) from error
+    except OSError as error:
+        raise UnreadableCheckpointError(
+            "this is not a finished torch_dist checkpoint: Megatron writes metadata.json last",
+            found=error.strerror,
+            where=str(path),
+            helps="name a run folder or an iter_XXXXXXX folder; if the save was interrupted, use another iteration",
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnreadableCheckpointError("metadata.json is damaged", found=str(error), where=str(path)) from error

@@ -1,0 +1,34 @@
+"""A weight that is not in a checkpoint, as far as its optimizer's packing depends on it: its shape, and its cuts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.layout.local_model import StoredWeight
+from mcore_ckpt_ext.model_space.names import of_experts
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+
+
+@dataclass(frozen=True, slots=True)
+class LentWeight:
+    """What a live model, or another checkpoint, tells of a weight.
+
+    Attributes:
+        tensor: name, global shape and dtype.
+        axis: along which tensor-parallel ranks share it; None where each has all of it.
+        parts: how many bands of it each rank has: two of a gate and an up projection.
+    """
+
+    tensor: LogicalTensor
+    axis: int | None
+    parts: int = 1
+
+    def stored(self, tensor_ranks: int, expert_ranks: int) -> StoredWeight:
+        """The weight as so many tensor-parallel ranks store it; for experts, expert-tensor-parallel ones."""
+        shape = self.tensor.shape
+        grid: list[tuple[int, ...]] = [(0,)] * len(shape)
+        if self.axis is not None:
+            bands = self.parts * (expert_ranks if of_experts(self.tensor.name) else tensor_ranks)
+            size = shape[self.axis] // bands
+            grid[self.axis] = tuple(size * band for band in range(bands))
+        return StoredWeight(self.tensor, tuple(grid))
