@@ -110,6 +110,7 @@ class Family:
         megatron_left_out: patterns of Megatron's tensors that have no place in a Hugging Face folder.
         without_effect: keys of `config.json`, beside those of every family, that say nothing about what it computes.
         optional_prefix: a beginning that names in folders in the wild may lack.
+        only_bridge: why Megatron Core's `GPTModel` has no such model, and Megatron-Bridge has; empty where it has one.
         bridge_provider: the family's own class in Megatron-Bridge, below `megatron.bridge.models`, if it needs one.
     """
 
@@ -123,6 +124,7 @@ class Family:
     megatron_left_out: ClassVar[Sequence[str]] = (r"^mtp\.", r"\.local_tokens_per_expert$")
     without_effect: ClassVar[Sequence[str]] = ()
     optional_prefix: ClassVar[str] = ""
+    only_bridge: ClassVar[str] = ""
     bridge_provider: ClassVar[str] = ""
 
     @property

@@ -55,6 +55,7 @@ class Gemma2(Family):
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
+    only_bridge = "Megatron Core has no norms after a block, no caps of logits and no scaled embeddings"
     bridge_provider = "gemma.gemma2_provider.Gemma2ModelProvider"
     rules = (
         parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, parts.ATTENTION_NORM,
@@ -95,7 +96,3 @@ class Gemma2(Family):
             "attn_logit_softcapping": arguments.attention_softcap,
             "final_logit_softcapping": arguments.final_logit_softcap,
         }
-
-    @override
-    def notices(self, arguments: ModelArguments) -> list[str]:
-        return ["Megatron Core's GPTModel has no Gemma 2; the names are those of Megatron-Bridge's"]

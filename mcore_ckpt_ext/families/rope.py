@@ -57,12 +57,15 @@ def base_of(found: Mapping[str, Any]) -> float:
     return int(base) if base == int(base) else base
 
 
-def rope(theta: float = 10000.0, *, partial: float | None = None, interleaved: bool = False) -> Setting:
+def rope(
+    theta: float = 10000.0, *, partial: float | None = None, interleaved: bool = False, width: str = ""
+) -> Setting:
     """Rotary positions: plain, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
 
     Args:
         theta: the default of `rope_theta` in Hugging Face's class.
         partial: the part of a head that is rotated, by default; None: the family always rotates all of it.
+        width: the key, if any, of old folders that says how much of a head is rotated.
         interleaved: neighbours are rotated together, not halves.
     """
 
@@ -79,6 +82,8 @@ def rope(theta: float = 10000.0, *, partial: float | None = None, interleaved: b
 
     def to_arguments(config: Config) -> dict[str, Any]:
         found = rope_parameters(config, theta)
+        if width in config:
+            found.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
         kind, part = found["rope_type"], found.get("partial_rotary_factor", partial or 1.0)
         arguments = {
             "position_embedding_type": "rope", "rotary_base": base_of(found), "use_rope_scaling": False,
@@ -105,7 +110,7 @@ def rope(theta: float = 10000.0, *, partial: float | None = None, interleaved: b
         return misfits(needed, arguments) + ([] if kind in ("rope", "yarn") else [f"position_embedding_type is {kind}"])
 
     return Both(
-        (*KEYS, "partial_rotary_factor"), to_config, to_arguments, why_not,
+        (*KEYS, "partial_rotary_factor", *([width] if width else [])), to_config, to_arguments, why_not,
         expressed=(
             "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved", "use_rope_scaling",
             "rope_scaling_factor", "rotary_seq_len_interpolation_factor", *_YARN.values(), *_MSCALES,

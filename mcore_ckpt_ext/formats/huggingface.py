@@ -244,7 +244,12 @@ class HuggingFaceCheckpoint(Checkpoint):
             more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
             found.append(f"left out, because Megatron has no place for it: {', '.join(self.left_out[:_SHOWN])}{more}")
         flags = shlex.join(self.training_flags())
-        if lacking := unsaid(self._model):
+        if self.family.only_bridge:
+            found.append(
+                f"pretrain_gpt.py cannot train this model: {self.family.only_bridge}. Megatron-Bridge can; it reads "
+                "run_config.yaml"
+            )
+        elif lacking := unsaid(self._model):
             said = ", ".join(f"{name} = {value}" for name, value in lacking.items())
             found.append(
                 f"pretrain_gpt.py cannot train this model as it is: {said}, but no flag of it says so, or none that it "

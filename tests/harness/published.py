@@ -95,6 +95,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "use_qk_norm": False,
         "rope_scaling": None,
     },
+    "MiniMax-M2": {
+        **_LLAMA, "model_type": "minimax_m2", "attention_dropout": 0.0, "attn_type_list": [1] * 62, "head_dim": 128,
+        "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0,
+        "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1, "num_experts_per_tok": 8, "num_local_experts": 256,
+        "num_mtp_modules": 3, "output_router_logits": False, "qk_norm_type": "per_layer", "rotary_dim": 64,
+        "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "scoring_func": "sigmoid", "sliding_window": None,
+        "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "use_mtp": True, "use_qk_norm": True,
+        "use_routing_bias": True, "rope_theta": 5000000.0, "num_hidden_layers": 62,
+    },
     "Gemma 2 9B": {
         **_LLAMA, "model_type": "gemma2", "attention_bias": False, "attention_dropout": 0.0,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",

@@ -1,0 +1,76 @@
+"""MiniMax-M2, M2.5 and M2.7."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.family import Family, Rule, with_experts
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Size, Without, unrepresentable
+from mcore_ckpt_ext.model_space.names import module_and_leaf
+
+_SPEC = "megatron.bridge.models.minimax_m2.minimax_m2_provider.minimax_m2_layer_spec"
+
+
+def _width(arguments: ModelArguments) -> dict[str, Any]:
+    return {"intermediate_size": arguments.moe_ffn_hidden_size}
+
+
+def _experts(config: Config) -> dict[str, Any]:
+    if config.get("num_experts_per_tok", 8) < 2:  # Megatron does not divide the weight of a single one by itself
+        raise unrepresentable("num_experts_per_tok", 1, "2 or more")
+    return {"moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]}
+
+
+def _everywhere(arguments: ModelArguments) -> list[str]:
+    ours = arguments.num_experts and arguments.moe_layer_freq == 1 and arguments.moe_router_topk > 1
+    return [] if ours else ["no experts in all layers, or a single one chosen"]
+
+
+class MiniMaxM2(Family):
+    """Experts by sigmoids in every layer, grouped queries, part of a head rotated, norms over all heads together.
+
+    Megatron Core norms head by head; the names and shapes are those of Megatron-Bridge's own layer spec
+    (`FullDimQNorm`, minimax_m2/minimax_m2_provider.py, commit 067f987d).
+    """
+
+    model_type = "minimax_m2"
+    architecture = "MiniMaxM2ForCausalLM"
+    only_bridge = "Megatron Core norms queries and keys head by head, and this model all heads together"
+    rules = (
+        *parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
+        Rule("model.layers.{layer}.block_sparse_moe.e_score_correction_bias",
+             "decoder.layers.{layer}.mlp.router.expert_bias", where=with_experts, keeps_dtype=True),
+    )  # fmt: skip
+    # Of the layers of its predecessor, and of further tokens, whose weights no folder holds.
+    without_effect = (
+        "attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta",
+        "max_model_len", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp",
+        "shared_moe_mode", "router_jitter_noise",
+    )  # fmt: skip
+    settings = (
+        *SIZES, query_groups(8), head_size(always=True, default=128), rope(5000000.0, partial=1.0, width="rotary_dim"),
+        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        Size("num_local_experts", "num_experts", 256, counted=True), Size("num_experts_per_tok", "moe_router_topk", 8),
+        Both(("intermediate_size",), _width, _experts, _everywhere, expressed=("moe_layer_freq", "moe_ffn_hidden_size")),
+        Fixed("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
+        Fixed("use_routing_bias", True, {"moe_router_enable_expert_bias": True}),
+        Fixed("use_qk_norm", True, {"qk_layernorm": True}), Fixed("qk_norm_type", "per_layer", {}),
+        Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001), Without("shared_intermediate_size", "sliding_window"),
+        Needs({"add_bias_linear": False, "add_qkv_bias": False}),
+    )  # fmt: skip
+
+    @override
+    def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:
+        heads = {"q_layernorm": arguments.num_attention_heads, "k_layernorm": arguments.num_query_groups}
+        module, _ = module_and_leaf(name)
+        return (heads[module] * arguments.kv_channels,) if module in heads else super().shape(name, arguments)
+
+    @override
+    def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:
+        return {"transformer_layer_spec": {"_target_": _SPEC, "_call_": False}}
