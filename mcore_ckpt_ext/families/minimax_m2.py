@@ -57,12 +57,12 @@ class MiniMaxM2(Family):
         *SIZES, query_groups(8), head_size(always=True, default=128), rope(5000000.0, partial=1.0, width="rotary_dim"),
         tied(by_default=False), *TRAINING, SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
         Size("num_local_experts", "num_experts", 256, counted=True), Size("num_experts_per_tok", "moe_router_topk", 8),
-        Both(("intermediate_size",), _width, _experts, _everywhere, expressed=("moe_layer_freq", "moe_ffn_hidden_size")),
+        Both(("intermediate_size",), _width, _experts, _everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
         Fixed("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
         Fixed("use_routing_bias", True, {"moe_router_enable_expert_bias": True}),
         Fixed("use_qk_norm", True, {"qk_layernorm": True}), Fixed("qk_norm_type", "per_layer", {}),
-        Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001), Without("shared_intermediate_size", "sliding_window"),
-        Needs({"add_bias_linear": False, "add_qkv_bias": False}),
+        Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
+        Without("shared_intermediate_size", "sliding_window"), Needs({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
 
     @override

@@ -102,11 +102,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "gemma2": _configured("Gemma2Config", **_SIZES, head_dim=8, sliding_window=16, query_pre_attn_scalar=24),
 }  # fmt: skip
 
-# Megatron Core's GPTModel has no Gemma 2 and no MiniMax-M2, 0.19 no latent attention without compressed queries, and pretrain_gpt.py no
-# linear scaling of positions.
-BUILT_BY_MEGATRON = [
-    name for name in CONFIGS if name not in ("gemma2", "minimax_m2", "deepseek_v2_lite", "llama_linear")
-]
+# Megatron Core's GPTModel has no Gemma 2 and no MiniMax-M2, 0.19 no latent attention without compressed queries, and
+# pretrain_gpt.py no linear scaling of positions.
+_NOT_BUILT = ("gemma2", "minimax_m2", "deepseek_v2_lite", "llama_linear")
+BUILT_BY_MEGATRON = [name for name in CONFIGS if name not in _NOT_BUILT]
 _VERSIONS = {"deepseek_v2_lite": "0.18.0"}
 
 

@@ -34,6 +34,7 @@ LOST = dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_air"), {"num_nextn_pr
 # Of two ways to say the same the other one is written; released DeepSeek models say more than transformers knows.
 _RELEASED = {"aux_loss_alpha", "moe_layer_freq", "topk_method", "scoring_func"}
 SAID_OTHERWISE = {
+    "minimax_m2": {"use_qk_norm", "use_routing_bias", "qk_norm_type", "scoring_func"},
     "phi3": {"partial_rotary_factor"}, "phi4_mini": {"partial_rotary_factor"},
     "deepseek_v2": _RELEASED, "deepseek_v2_lite": _RELEASED, "deepseek_v3": _RELEASED,
     "glm4_moe": _RELEASED, "glm4_moe_air": _RELEASED,
