@@ -33,29 +33,46 @@ def decode(extent: Scaled, first: int, count: int, codes: ReadCodes, scales: Rea
         scales: reads its scales.
     """
     found = torch.empty(count, dtype=getattr(torch, extent.dtype))
-    # Whole rows where there are several, so that a scale is looked up once for its block of each.
-    step = max(1, _AT_ONCE // extent.columns) * extent.columns
+    columns = extent.columns
     start = 0
     while start < count:
         at = first + start
-        stop = min(count, start + step - at % extent.columns)
-        found[start:stop] = _decoded(extent, at, stop - start, codes, scales)
+        left, rows = at % columns, max(1, _AT_ONCE // columns)
+        if left or count - start < columns or columns > _AT_ONCE:
+            stop = min(count, start + min(columns - left, _AT_ONCE))
+            found[start:stop] = _in_one_row(extent, at, stop - start, codes, scales)
+        else:
+            stop = start + min(rows, (count - start) // columns) * columns
+            found[start:stop] = _whole_rows(extent, at // columns, (stop - start) // columns, codes, scales)
         start = stop
     return found
 
 
-def _decoded(extent: Scaled, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+def _in_one_row(extent: Scaled, first: int, count: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
     height, width = extent.block
-    top, bottom = first // extent.columns, -(-(first + count) // extent.columns)
-    across = -(-extent.columns // width)
-    bands = range(top // height, -(-bottom // height))
+    row, left = divmod(first, extent.columns)
+    band = row // height * _across(extent)
+    begin, end = left // width, -(-(left + count) // width)
+    of_blocks = _values(extent, scales(band + begin, end - begin))
+    return _read(extent, first, count, codes) * of_blocks[torch.arange(left, left + count) // width - begin]
+
+
+def _whole_rows(extent: Scaled, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
+    height, width = extent.block
+    across = _across(extent)
+    bands = range(row // height, -(-(row + rows) // height))
     grid = _values(extent, scales(bands.start * across, len(bands) * across)).view(-1, across)
-    by_column = grid.repeat_interleave(width, dim=1)[:, : extent.columns]
-    by_row = by_column[torch.arange(top, bottom) // height - bands.start]
-    whole = torch.zeros((bottom - top) * extent.columns)
-    inside = slice(first - top * extent.columns, first - top * extent.columns + count)
-    whole[inside] = _unpacked(first, count, codes) if extent.packed else codes(first, count).float()
-    return (whole.view_as(by_row) * by_row).view(-1)[inside].to(getattr(torch, extent.dtype))
+    by_column = grid.repeat_interleave(min(width, extent.columns), dim=1)[:, : extent.columns]
+    by_row = by_column[torch.arange(row, row + rows) // height - bands.start]
+    return (_read(extent, row * extent.columns, by_row.numel(), codes).view_as(by_row) * by_row).view(-1)
+
+
+def _across(extent: Scaled) -> int:
+    return -(-extent.columns // extent.block[1])
+
+
+def _read(extent: Scaled, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
+    return _unpacked(first, count, codes) if extent.packed else codes(first, count).float()
 
 
 def _values(extent: Scaled, scales: torch.Tensor) -> torch.Tensor:

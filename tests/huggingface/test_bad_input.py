@@ -89,6 +89,11 @@ def layers_without_end(model: Path) -> None:
     edit(model / "config.json", lambda config: config.update(num_hidden_layers=60_000))
 
 
+def positions_of_nothing(model: Path) -> None:
+    scaling = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 0}
+    edit(model / "config.json", lambda config: config.update(rope_parameters=scaling))
+
+
 def no_config(model: Path) -> None:
     (model / "config.json").unlink()
 
@@ -147,6 +152,7 @@ def unknown_positions(model: Path) -> None:
         (quantised_and_silent_about_it, "_scale_inv"),
         (biases, "attention_bias"),
         (unknown_family, "model_type parrot"),
+        (positions_of_nothing, "one has a value that it cannot have"),
         (unknown_positions, "rope_scaling"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -124,6 +124,16 @@ def test_kimi_k2_is_a_deepseek_v3_under_another_name(models: dict[str, Path], tm
         assert_same_tensors(models["deepseek_v3"], tmp_path / folder)
 
 
+# Megatron-Bridge's mapping (models/deepseek/common.py and models/glm/glm45_bridge.py, commit 067f987d).
+BY_BRIDGE = {
+    "enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj", "shared_head.norm": "final_layernorm",
+    "self_attn.o_proj": "transformer_layer.self_attention.linear_proj",
+    "mlp.gate": "transformer_layer.mlp.router",
+    "mlp.experts.3.down_proj": "transformer_layer.mlp.experts.experts.3.linear_fc2",
+    "mlp.shared_experts.down_proj": "transformer_layer.mlp.shared_experts.linear_fc2",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("spec", LAYER_SPECS)
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "glm4_moe_air"])
 def test_layers_that_predict_further_tokens(
@@ -138,6 +148,10 @@ def test_layers_that_predict_further_tokens(
     further = [label for label in names if label.startswith("mtp.")]
     assert {f"mtp.layers.0.{part}.weight" for part in ("enorm", "hnorm", "eh_proj", "final_layernorm")} <= {*further}
     assert "mtp.layers.0.transformer_layer.mlp.experts.experts.3.linear_fc2.weight" in further
+    checkpoint, stored = mcore_ckpt_ext.open_checkpoint(tmp_path / "run"), tensors(tmp_path / "model")
+    for theirs, ours in BY_BRIDGE.items():
+        found = checkpoint.tensor("weight", f"mtp.layers.0.{ours}.weight").read()
+        assert torch.equal(found, stored[f"model.layers.2.{theirs}.weight"]), ours
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     assert_same_tensors(tmp_path / "model", tmp_path / "back")
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1

@@ -16,6 +16,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.planning.extents import RawArray, Scaled
+from mcore_ckpt_ext.storage import scaled
 from mcore_ckpt_ext.storage.scaled import decode
 from tests.harness.huggingface import make, tensors, torch_dist
 
@@ -115,6 +116,30 @@ def test_blocks_at_the_edge_and_any_range() -> None:
                 lambda at, n: scales.view(-1)[at : at + n],
             )  # fmt: skip
             assert torch.equal(found, expected[first:stop])
+
+
+@pytest.mark.parametrize("block", [(1 << 20, 1 << 20), (1, 1 << 20), (3, 1)])
+def test_a_block_larger_than_its_matrix_takes_no_more_memory(
+    block: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a row longer than what is decoded at once comes in parts."""
+    monkeypatch.setattr(scaled, "_AT_ONCE", 8)
+    rows, columns = 6, 11
+    grid = (-(-rows // block[0]), -(-columns // block[1]))
+    codes, scales = torch.randn(rows, columns).to(FP8), torch.rand(grid)
+    largest = [0]
+
+    def look(values: torch.Tensor, at: int, count: int) -> torch.Tensor:
+        largest[0] = max(largest[0], count)
+        return values.view(-1)[at : at + count]
+
+    nowhere = RawArray("", 0, 0, "float8_e4m3fn", 0)
+    extent = Scaled(nowhere, nowhere, rows, columns, block, "float32")
+    found = decode(extent, 2, 60, lambda at, n: look(codes, at, n), lambda at, n: look(scales, at, n))
+    height, width = min(block[0], rows), min(block[1], columns)
+    spread = scales.repeat_interleave(height, 0)[:rows].repeat_interleave(width, 1)[:, :columns]
+    assert torch.equal(found, (codes.float() * spread).view(-1)[2:62])
+    assert largest[0] <= columns
 
 
 def test_four_bit_floats_are_those_of_transformers() -> None:
