@@ -36,6 +36,14 @@ _DISTRIBUTIONS = {
     "megatron.bridge": "megatron-bridge", "megatron": "megatron-core", "nvidia_resiliency_ext": "nvidia-resiliency-ext",
     "swift": "ms-swift",
 }  # fmt: skip
+# By distribution: the loop, and the modules in which some seam of it is.
+_LOOPS = {
+    "megatron-core": ("loop: Megatron's own", ("megatron.training.checkpointing", "megatron.core.optimizer")),
+    "megatron-bridge": ("loop: Megatron-Bridge", ("megatron.bridge", "megatron.core.optimizer")),
+    "nemo-rl": ("loop: NeMo-RL, on Megatron-Bridge", ("megatron.bridge", "megatron.core.optimizer")),
+    "ms-swift": ("loop: ms-swift", ("swift.", "megatron.core.optimizer")),
+    "verl": ("loop: verl", ("megatron.core.optimizer",)),
+}
 # torch/__init__.py:_is_device_backend_autoload_enabled, 2.5 to 2.13.
 _AUTOLOAD = Setting("TORCH_DEVICE_BACKEND_AUTOLOAD", "0: torch loads no plugins", True, lambda text: text == "1")
 
@@ -88,6 +96,8 @@ def _lines(save: Path | None) -> Iterator[Line]:
     yield from (_setting(setting) for setting in (*SETTINGS, _AUTOLOAD))
     yield _autoload(version)
     yield from _hooks()
+    if SWITCH.value:
+        yield from _loops()
     if save is not None:
         yield _writable(save)
 
@@ -135,6 +145,18 @@ def _hooks() -> Iterator[Line]:
             yield Line(seam.seam, "note", f"not here: {problem}")
         else:
             yield Line(seam.seam, "FAILED", f"not patched{version}: {seam.reason or problem}")
+
+
+def _loops() -> Iterator[Line]:
+    """For each training loop, whether it is hooked: by seams of its own, and by those of Megatron Core."""
+    states = [(place.module, seam.state) for place, seam in zip(SEAMS, mcore_ckpt_ext.status(), strict=True)]
+    for distribution, (what, prefixes) in _LOOPS.items():
+        version = _installed(distribution)
+        hooked = all(any(state == "patched" for module, state in states if module.startswith(one)) for one in prefixes)
+        if version is None:
+            yield Line(what, "note", f"not installed ({distribution})")
+        else:
+            yield Line(what, "ok" if hooked else "FAILED", f"{'hooked' if hooked else 'not hooked'}, {version}")
 
 
 def _import_problem(module: str) -> str | None:

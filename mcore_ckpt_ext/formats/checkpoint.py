@@ -20,6 +20,7 @@ from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import NAMES, is_plain_dcp
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.verl_folder import VerlCheckpoint, is_verl
 from mcore_ckpt_ext.formats.zarr import NAME as ZARR
 from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -86,6 +87,8 @@ def _open(folder: Path, witnesses: Sequence[ParameterOrder], facts: Facts) -> Ch
         return CanonicalCheckpoint(folder, witnesses)
     if is_legacy(folder):
         return LegacyCheckpoint(folder, witnesses)
+    if is_verl(folder):
+        return VerlCheckpoint(folder, witnesses, facts)
     if not any(path.suffix == ".distcp" or path.name in (CONFIG_FILE, METADATA_FILE) for path in folder.iterdir()):
         raise no_checkpoint(folder)
     backend = NAMES if is_plain_dcp(folder) else sharded_backend(folder)

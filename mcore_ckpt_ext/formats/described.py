@@ -105,7 +105,8 @@ class DescribedCheckpoint(Checkpoint):
     @property
     @override
     def iteration(self) -> int:
-        step = STEP.fullmatch(self.folder.parent.name) or STEP.fullmatch(self.folder.parent.parent.name)
+        above = (self.folder, *self.folder.parents[:3])
+        step = next((match for one in above if (match := STEP.fullmatch(one.name))), None)
         return int(step[1]) if "iteration" not in self.common and step else super().iteration
 
     @override

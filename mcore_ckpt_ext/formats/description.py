@@ -147,9 +147,9 @@ def _of_bridge(folder: Path) -> Description | None:
 
 
 def _of_verl(folder: Path) -> Description | None:
-    if folder.name != verl.DISTRIBUTED:
+    if folder.name != verl.DISTRIBUTED and not (folder / verl.TRANSFORMER_CONFIG).is_file():
         return None
-    for step in (folder.parent, folder.parent.parent):
+    for step in (folder, folder.parent, folder.parent.parent):
         found = _read(step, verl.TRANSFORMER_CONFIG, lambda text, where: verl.job_arguments(parsed(text), where))
         if found is not None:
             return found

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray
 
 _GROUP = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.")
 _DTYPES = re.compile(r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.")
-_FILE = re.compile(r"^__(\d{1,9})_\d+\.distcp$", re.ASCII)
+_FILE = re.compile(r"(?:^|/)__(\d{1,9})_\d+\.distcp$", re.ASCII)
 _TABLES = (WORD_EMBEDDINGS, OUTPUT_LAYER)
 """Of these every tensor-parallel rank has one band of rows (core_v0.7.0 to 0.19.2)."""
 
@@ -115,7 +115,7 @@ def _writers(index: DcpIndex) -> set[int]:
     chunks = (chunk.extent for array in index.arrays.values() for chunk in array.chunks)
     files = {extent.file for extent in chunks if not isinstance(extent, RawArray)}
     files |= {stored.file for stored in index.objects.values()}
-    return {int(match[1]) for file in files if (match := _FILE.match(file))}
+    return {int(match[1]) for file in files if (match := _FILE.search(file))}
 
 
 def _gradients_in_fp32(arrays: Mapping[str, StoredArray]) -> set[str]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,8 @@ import torch.distributed as dist
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.any_save import ToBeSaved
+from mcore_ckpt_ext.hooks.attended import Attended
 from mcore_ckpt_ext.hooks.first_look import megatron_version
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
@@ -47,25 +48,8 @@ class Planned(dict[Any, Any]):
     prepared: Prepared
 
 
-class Attended:
-    """Whether a loop that this package knows is at work, which decides for itself how its optimizer is loaded."""
-
-    is_busy = False
-
-
-@contextmanager
-def attended() -> Iterator[None]:
-    """Within this scope, the seam leaves everything to whoever has called."""
-    state = PROCESS.one(Attended)
-    before, state.is_busy = state.is_busy, True
-    try:
-        yield
-    finally:
-        state.is_busy = before
-
-
 def wrap_sharded_state_dict(original: Function) -> Function:
-    """Around an optimizer's `sharded_state_dict`: mark what is asked for."""
+    """Around an optimizer's `sharded_state_dict`: mark what is asked for, and note what is to be saved."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -73,6 +57,7 @@ def wrap_sharded_state_dict(original: Function) -> Function:
         found = original(self, *positional, **keywords)
         call = signature.bind(self, *positional, **keywords)
         if not call.arguments.get("is_loading", False) or not isinstance(found, dict):
+            PROCESS.one(ToBeSaved).note(self, found)
             return found
         asked = found if isinstance(found, Asked) else Asked(found)
         asked.optimizer = self  # the outermost of a chain is asked last

@@ -20,6 +20,7 @@ from typing import Any
 
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.attended import attended
 from mcore_ckpt_ext.hooks.direct import recorder
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.hooks.rebinding import rebound
@@ -49,7 +50,7 @@ def wrap_save_checkpoint(original: Function) -> Function:
 
         def stock(redirected: bool) -> Any:
             elsewhere = rebound(scope, get_checkpoint_tracker_filename=lambda *_, **__: str(save.scratch))
-            with elsewhere if redirected else nullcontext():
+            with attended(), elsewhere if redirected else nullcontext():
                 return original(*positional, **keywords)
 
         # A synchronous save may delete an older one as soon as it has written the tracker: that must be the real one.

@@ -99,6 +99,13 @@ SEAMS = (
         version_module="megatron.core",
     ),
     Seam(
+        module="megatron.core.dist_checkpointing.serialization",
+        attribute="save",
+        wrapper="mcore_ckpt_ext.hooks.any_save:wrap_save",
+        parameters=("sharded_state_dict", "checkpoint_dir", "sharded_strategy"),
+        version_module="megatron.core",
+    ),
+    Seam(
         # 0.2.1 to 0.6.0, and the development head of 22 August 2026.
         module="megatron.bridge.training.checkpointing",
         attribute="_load_checkpoint_from_path",

@@ -19,6 +19,7 @@ from mcore_ckpt_ext.formats.colossalai import is_colossalai
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import NAMES, is_plain_dcp
+from mcore_ckpt_ext.formats.verl_folder import is_verl
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, warning
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex
@@ -92,7 +93,7 @@ def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
 def _is_iteration(path: Path) -> bool:
     known = (CONFIG_FILE, METADATA_FILE, "common.pt")
     files = any((path / name).exists() for name in known) or next(path.glob("__*.distcp"), None) is not None
-    return files or is_legacy(path) or is_canonical(path)
+    return files or is_legacy(path) or is_canonical(path) or is_verl(path)
 
 
 def check_folder(folder: Path) -> list[Finding]:
@@ -101,7 +102,7 @@ def check_folder(folder: Path) -> list[Finding]:
     Raises:
         UnsupportedCheckpointError: the checkpoint is in a format that is not read.
     """
-    if is_canonical(folder) or is_legacy(folder) or is_colossalai(folder):
+    if is_canonical(folder) or is_legacy(folder) or is_colossalai(folder) or is_verl(folder):
         return []
     if not _is_iteration(folder):
         return [error(COMPLETE, str(folder), "the folder holds no file of a checkpoint")]

@@ -33,7 +33,7 @@ _LABELS = {
     "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "expert": "EP", "expert_tensor": "ETP",
     "context": "CP", "data": "DP",
 }  # fmt: skip
-_DISTCP = re.compile(r"^__(\d+)_(\d+)\.distcp$")
+_DISTCP = re.compile(r"^(?:.*/)?__(\d+)_(\d+)\.distcp$")
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def writer_of(checkpoint: Checkpoint) -> Writer:
     recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
     if recorded:
         only = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)
-        return Writer(recorded, (only,), parse_version(recorded) or OLDEST)
+        return Writer(_by_loop(checkpoint, recorded), (only,), parse_version(recorded) or OLDEST)
     if written_for := checkpoint.arguments.stated.get(WRITTEN_FOR):
         # Its arguments are those of the job that wrote the source, and its index has no plans of ranks.
         only = Evidence("`mcore-ckpt convert` wrote it, as its arguments record", str(written_for), str(written_for))
@@ -90,9 +90,14 @@ def writer_of(checkpoint: Checkpoint) -> Writer:
     if first > last:
         return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
     span = _span([version for version in KNOWN if first <= version <= last])
+    return Writer(_by_loop(checkpoint, span), evidence, first)
+
+
+def _by_loop(checkpoint: Checkpoint, version: str) -> str:
+    """A version of Megatron, with the loop that ran on it where it was another one."""
     if isinstance(checkpoint, TorchDistCheckpoint) and checkpoint.description.source == RUN_CONFIG:
-        return Writer(f"Megatron-Bridge on Megatron Core {span}", evidence, first)
-    return Writer(span, evidence, first)
+        return f"Megatron-Bridge on Megatron Core {version}"
+    return version
 
 
 _Bound = tuple[str, Version | None, Version | None]

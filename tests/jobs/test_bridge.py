@@ -52,6 +52,7 @@ def test_offline(ran: Programs, tmp_path: Path) -> None:
     found = inspect(run)
     assert (found.layout_text, found.unbelieved) == ("TP1 x PP4 x DP1", ())
     assert found.writer.version.startswith("Megatron-Bridge on Megatron Core 0.19")
+    assert open_checkpoint(run).sidecar is not None
     assert verify(run).sound
     convert(run, tmp_path / "megatron", TorchDist())
     convert(tmp_path / "megatron", tmp_path / "bridge", TorchDist(loop="bridge"))

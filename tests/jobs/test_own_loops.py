@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.offline.comparison import compare
+from mcore_ckpt_ext.offline.conversion import convert
+from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.targets import TorchDist
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
 from tests.harness.programs import Programs
 
@@ -37,7 +43,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found.add("model-first", SIXTY, 4, 1, at["pp4"], "none", "model-first")
     found.add("optimizer-first", SIXTY, 2, 1, at["pp4"], "none", "optimizer-first")
     found.add("unmoved", SIXTY, 1, 4, at["pp4"], "none", "together")
-    found.add("verl", SIXTY, 2, 2, "none", at["verl"], "verl")
+    found.add("verl", SIXTY, 2, 2, "none", at["verl"], "verl", stock=True)
     found.add("verl, loaded", SIXTY, 1, 4, at["verl"], "none", "verl")
     found.add("experts", SIXTY, 1, 2, "none", at["experts"], "together", "experts")
     found.add("experts, loaded", SIXTY, 2, 1, at["experts"], "none", "together", "experts")
@@ -66,6 +72,13 @@ def test_a_program_that_knows_nothing_of_the_package(turns: Programs, way: str) 
     assert_same_optimizer(turns.dump("pp4"), turns.dump(way))
 
 
+def test_saves_have_sidecars(turns: Programs) -> None:
+    """A program that knows nothing of the package saves them all the same, where the hooks are."""
+    assert open_checkpoint(turns.place("pp4")).sidecar is not None
+    assert open_checkpoint(turns.place("verl") / "optimizer" / "dist_ckpt").sidecar is None
+    assert str(open_checkpoint(turns.place("pp4")).layout) == "TP1 x PP4 x DP1"
+
+
 def test_stock_refuses_the_same(turns: Programs) -> None:
     (ended,) = {re.sub(r" .*", "", line) for line in turns.ended["stock refuses"]}
     assert ended != "done"
@@ -82,6 +95,19 @@ def test_weights_that_lie_elsewhere(turns: Programs) -> None:
     """The optimizer's own folder has neither weights nor a layout: it is tried, and proven by the live weights."""
     assert_same_optimizer(turns.dump("verl"), turns.dump("verl, loaded"))
     assert "optimizer resumed from TP2 x PP2" in turns.output
+
+
+def test_their_folder_offline(turns: Programs, tmp_path: Path) -> None:
+    """The checkpoints of a step are seen as one."""
+    step = turns.place("verl")
+    found = inspect(step)
+    assert found.layout_text == "TP2 x PP2 x DP1 (VPP not known)"
+    assert verify(step).sound
+    convert(step, tmp_path / "out", TorchDist())
+    assert compare(step, tmp_path / "out").equal
+    with pytest.raises(CheckpointError, match="weights of this step are not in a distributed checkpoint"):
+        shutil.copytree(step / "optimizer", tmp_path / "step" / "optimizer")
+        open_checkpoint(tmp_path / "step")
 
 
 def test_experts(turns: Programs) -> None:
