@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
+from mcore_ckpt_ext.model_space.names import spelled_as_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here, gather
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.live_job import LiveJob, RankView, check_same_kinds
-from mcore_ckpt_ext.online.live_model import quantisation
+from mcore_ckpt_ext.online.live_model import Spell, quantisation
 from mcore_ckpt_ext.online.param_groups import carried_groups, with_step
 from mcore_ckpt_ext.online.proving import prove
 from mcore_ckpt_ext.online.reading import Reading
@@ -99,17 +101,24 @@ def prepare(
         return jobs[0].view
 
     views = agreed("reading the live model", read)
-    (job,) = jobs
-    order = WitnessedOrder("the live model", [names for view in views for names in view.registered])
     names = {name for view in views for name in view.names}
 
-    checkpoint = agreed_here("opening the checkpoint", lambda: open_checkpoint(folder, witnesses=[order]))
+    def opened(spell: Spell = str) -> Checkpoint:
+        orders = [list(map(spell, registered)) for view in views for registered in view.registered]
+        return open_checkpoint(folder, witnesses=[WitnessedOrder("the live model", orders)])
+
+    def under_its_names() -> tuple[Checkpoint, LiveJob, Spell]:
+        checkpoint, (job,) = opened(), jobs
+        spell = _spelling_in(checkpoint, names)
+        return (checkpoint, job, spell) if spell is str else (opened(spell), LiveJob(chunks, optimizer, spell), spell)
+
+    checkpoint, job, spell = agreed_here("opening the checkpoint", under_its_names)
     if isinstance(checkpoint, TorchDistCheckpoint) and not checkpoint.names(WEIGHT):
         checkpoint.borrow({name: weight for lent in gather(job.lent()) for name, weight in lent.items()})
 
     def plan() -> Prepared:
         check_same_kinds(views)
-        check_names(checkpoint, names)
+        check_names(checkpoint, set(map(spell, names)))
         if verify_all:
             _verify_checksums(checkpoint, *_rank_and_size())
         if not accept_lost:
@@ -278,6 +287,13 @@ class Proven:
             differing=sum(differing),
             disbelieved=checkpoint.sidecar_problem,
         )
+
+
+def _spelling_in(checkpoint: Checkpoint, live: set[str]) -> Spell:
+    """Gives live names as the checkpoint has them; `str` where they are the same, as under the same layer spec."""
+    known = set(checkpoint.names(WEIGHT))
+    spelled = {name: spelled_as_in(known, name) for name in live}
+    return str if all(map(eq, spelled, spelled.values())) else lambda name: spelled.get(name, name)
 
 
 def check_names(checkpoint: Checkpoint, live: set[str]) -> None:

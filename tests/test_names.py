@@ -15,6 +15,7 @@ from mcore_ckpt_ext.model_space.names import (
     own_name,
     parse,
     parse_own,
+    spelled_as_in,
     split_layer,
     split_parameters,
     stacked_axes,
@@ -108,3 +109,21 @@ def test_parts_of_a_mixer_follow_each_other_in_the_order_of_memory() -> None:
     assert split_parameters([*names, "decoder.layers.0.mixer.D"]) == {
         f"{weight}.z": [f"{weight}.{part}" for part in ("z", "x", "B", "C", "dt")]
     }
+
+
+@pytest.mark.parametrize(
+    ("fused", "separate"),
+    [
+        ("decoder.layers.3.mlp.linear_fc1.layer_norm_weight", "decoder.layers.3.pre_mlp_layernorm.weight"),
+        ("decoder.layers.self_attention.linear_qkv.layer_norm_bias", "decoder.layers.input_layernorm.bias"),
+        ("decoder.layers.0.self_attention.linear_q_up_proj.layer_norm_weight",
+         "decoder.layers.0.self_attention.q_layernorm.weight"),
+        ("optimizer.state.exp_avg.decoder.layers.self_attention.linear_kv_up_proj.layer_norm_weight",
+         "optimizer.state.exp_avg.decoder.layers.self_attention.kv_layernorm.weight"),
+    ],
+)  # fmt: skip
+def test_norms_have_the_name_that_the_checkpoint_has(fused: str, separate: str) -> None:
+    for one, other in ((fused, separate), (separate, fused)):
+        assert spelled_as_in({one}, other) == one
+        assert spelled_as_in({one, other}, other) == other
+        assert spelled_as_in({}, other) == other

@@ -9,6 +9,7 @@ import re
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.stored_arrays import StoredArrays
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.model_space.slices import Region
-from mcore_ckpt_ext.online.sharded_load import ShardedLoad, stumbling_block
+from mcore_ckpt_ext.online.sharded_load import ShardedLoad, extra_states_of_nobody, stumbling_block
 from mcore_ckpt_ext.planning.extents import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Overlaps, Piece, overlap
 from mcore_ckpt_ext.storage.dcp_index import StoredArray, StoredChunk
@@ -218,3 +219,18 @@ def test_what_is_not_plain_is_left_to_the_standard_library(tmp_path: Any) -> Non
     assert directory(comment=b"said")() is None
     assert directory(name="\u00e4/b")() is None
     assert plain_directory(b"", 0) is None
+
+
+def test_only_extra_states_that_nobody_wrote_start_empty() -> None:
+    """Those of another stacking are the module's own: to leave them out would forget its history of fp8."""
+    layer, other = "decoder.layers.self_attention.linear_qkv._extra_state", "decoder.layers.mlp.linear_fc1._extra_state"
+    of_one_layer = "decoder.layers.2.mlp.linear_fc1._extra_state/shard_0_1"
+    stored = {f"{layer}/shard_1_4": None, of_one_layer: None, "rng/shard_0_1": None}
+    checkpoint = SimpleNamespace(index=SimpleNamespace(objects=stored))
+
+    def asked(key: str, offset: int) -> Any:
+        return SimpleNamespace(key=key, global_offset=(offset,))
+
+    own = [asked(layer, 1), asked(other, 2), asked("rng_state", 0)]
+    missing = [asked(layer, 0), asked(other, 1), asked("decoder.final_layernorm._extra_state", 0)]
+    assert extra_states_of_nobody([*own, *missing], checkpoint) == missing

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here
-from mcore_ckpt_ext.online.sharded_load import ShardedLoad, stumbling_block
+from mcore_ckpt_ext.online.sharded_load import ShardedLoad, extra_states_of_nobody, respelled, stumbling_block
 from mcore_ckpt_ext.settings import LOAD
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
@@ -96,34 +96,45 @@ def _load(asked: Any, folder: Path, opened: Checkpoint | None, stock: Callable[[
     """
     leaves = _Leaves.of(asked)
     planned: list[ShardedLoad] = []
+    empty: list[Any] = []
 
     def prepare(checkpoint: TorchDistCheckpoint) -> str | None:
+        tensors = [respelled(entry, checkpoint) for entry in leaves.tensors]
+        if reason := stumbling_block(tensors, checkpoint):
+            return reason
         try:
-            planned.append(ShardedLoad(leaves.tensors, checkpoint))
+            planned.append(ShardedLoad(tensors, checkpoint))
         except UnsupportedCheckpointError as error:
             return str(error)
+        empty.extend(extra_states_of_nobody(leaves.objects, checkpoint))
         return "some of it is stored quantized" if planned[0].is_quantized else None
 
-    def plan() -> tuple[str | None, bool]:
+    def plan() -> tuple[str | None, bool, int]:
         checkpoint, reason = _opened(folder, opened)
         reason = reason or leaves.unknown
         if checkpoint is not None and reason is None:
-            reason = stumbling_block(leaves.tensors, checkpoint)
-            if reason is None:
-                reason = prepare(checkpoint)
-        return reason, bool(leaves.objects)
+            reason = prepare(checkpoint)
+        return reason, len(leaves.objects) > len(empty), len(empty)
 
     plans = agreed("planning the load", plan, "nothing is written yet")
-    for rank, (reason, _) in enumerate(plans):
+    for rank, (reason, *_) in enumerate(plans):
         if reason is not None:
             announce(f"{LOAD.flag}: Megatron's own loader reads this checkpoint (rank {rank}: {reason})")
             return stock(asked)
 
+    if missing := sum(number for *_, number in plans):
+        announce(
+            f"{missing} extra states of this model's modules are not in the checkpoint, whose modules are of another "
+            "kind: they start empty, as in a fresh model"
+        )
+
     def read() -> dict[int, Any]:
         # The small ones first: if one of them is damaged, nothing has been written.
-        some = any(has_objects for _, has_objects in plans)
-        objects = stock({str(number): entry for number, entry in enumerate(leaves.objects)}) if some else {}
-        found = {id(entry): objects[str(number)] for number, entry in enumerate(leaves.objects)}
+        some = any(has_objects for _, has_objects, _ in plans)
+        stored = [entry for entry in leaves.objects if not any(entry is one for one in empty)]
+        objects = stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
+        found = {id(entry): objects[str(number)] for number, entry in enumerate(stored)}
+        found |= dict.fromkeys(map(id, empty))
         return found | dict(zip(map(id, leaves.tensors), planned[0].read(), strict=True))
 
     values = agreed_here("reading the model", read, "it is partly written: do not train on, start again")

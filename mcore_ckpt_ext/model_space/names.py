@@ -16,7 +16,7 @@ moe/experts.py (experts are stacked always).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -73,6 +73,14 @@ _ENGINE_TO_SPEC: Mapping[LayerSpec, Mapping[str, str]] = {
         ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
     },
 }
+
+# A layer's norms where they are fused with the linear that follows, and where they are not.
+_SPELLINGS = (
+    (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
+    (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
+    (".self_attention.linear_q_up_proj.layer_norm_", ".self_attention.q_layernorm."),
+    (".self_attention.linear_kv_up_proj.layer_norm_", ".self_attention.kv_layernorm."),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +181,20 @@ def under_spec(name: str, spec: LayerSpec) -> str:
     """What a model-space name of Transformer Engine's spec becomes in a model of another spec."""
     for engine, other in _ENGINE_TO_SPEC[spec].items():
         name = name.replace(engine, other)
+    return name
+
+
+def spelled_as_in(known: Container[str], name: str) -> str:
+    """A model-space name or a sharded key as a checkpoint has it that another layer spec may have written.
+
+    The two specs differ in what they call the norms of experts and of latent attention, and no layer has both.
+    """
+    if name in known:
+        return name
+    for fused, separate in _SPELLINGS:
+        for one, other in ((fused, separate), (separate, fused)):
+            if one in name and (spelled := name.replace(one, other)) in known:
+                return spelled
     return name
 
 

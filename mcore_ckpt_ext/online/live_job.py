@@ -10,26 +10,31 @@ from typing import Any
 from mcore_ckpt_ext.errors import ModelMismatchError
 from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.online.homes.recognition import homes_of
-from mcore_ckpt_ext.online.live_model import live_names, live_parameters, registered_names, trained_names
+from mcore_ckpt_ext.online.live_model import Spell, live_names, live_parameters, registered_names, trained_names
 
 
 class LiveJob:
     """The model and the optimizer of one rank, as they are to be filled."""
 
-    def __init__(self, chunks: Sequence[Any], optimizer: Any) -> None:
-        """Args: the unwrapped model chunks, the live optimizer.
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, spell: Spell = str) -> None:
+        """Read it.
+
+        Args:
+            chunks: the unwrapped model chunks.
+            optimizer: the live optimizer.
+            spell: gives names as the checkpoint has them.
 
         Raises:
             UnsupportedCheckpointError: this package does not fill this kind of optimizer.
             ModelMismatchError: see `Home.shards`.
         """
         self.homes = homes_of(optimizer)
-        live = live_parameters(chunks)
+        live = live_parameters(chunks, spell)
         self._live = live
         self.shards = [shard for home in self.homes for shard in home.shards(live)]
         first = not self.homes or any(home.is_first_replica for home in self.homes)
         self.view = RankView(
-            names=live_names(chunks) if first else [],
+            names=live_names(chunks, spell) if first else [],
             trained=trained_names(chunks, live) if first else [],
             registered=[registered_names(chunk, live) for chunk in chunks] if first else [],
             kinds=frozenset(home.kind for home in self.homes),

@@ -7,7 +7,7 @@ objects.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,24 +42,28 @@ def quantisation(parameter: torch.Tensor) -> Proof | None:
     return WITHIN_FP4 if "FP4" in kind.__name__ else WITHIN_FP8
 
 
-def live_parameters(chunks: Sequence[Any]) -> dict[int, LiveParameter]:
+Spell = Callable[[str], str]
+"""Gives a model-space name as a checkpoint has it."""
+
+
+def live_parameters(chunks: Sequence[Any], spell: Spell = str) -> dict[int, LiveParameter]:
     """All parameters and buffers of the model chunks by `id`, described by the model's own sharded state dict."""
     found: dict[int, LiveParameter] = {}
     for chunk in chunks:
         held = {id(tensor) for tensor in (*chunk.parameters(), *chunk.buffers())}
         for entry in _entries(chunk.sharded_state_dict()):
             if id(getattr(entry, "data", None)) in held:
-                found[id(entry.data)] = _described(entry)
+                found[id(entry.data)] = _described(entry, spell)
     return found
 
 
-def live_names(chunks: Sequence[Any]) -> list[str]:
+def live_names(chunks: Sequence[Any], spell: Spell = str) -> list[str]:
     """Model-space names of every tensor, parameters and buffers, that the model chunks would store."""
     names: dict[str, None] = {}
     for chunk in chunks:
         for entry in _entries(chunk.sharded_state_dict()):
             if isinstance(getattr(entry, "data", None), torch.Tensor):
-                names.update(dict.fromkeys(_described(entry).tensors))
+                names.update(dict.fromkeys(_described(entry, spell).tensors))
     return list(names)
 
 
@@ -86,9 +90,9 @@ def _entries(tree: Any) -> Iterator[Any]:
         yield tree
 
 
-def _described(entry: Any) -> LiveParameter:
+def _described(entry: Any, spell: Spell) -> LiveParameter:
     if not hasattr(entry, "build_fn"):
-        region, tensor = _region(entry)
+        region, tensor = _region(entry, spell)
         return LiveParameter(entry.data, (region,), {tensor.name: tensor}, bool(entry.allow_shape_mismatch))
     # A factory cuts the parameter into parts with places of their own (SwiGLU gate and up, Mamba's in_proj). Built
     # over a tensor without memory, the parts' offsets in its storage tell which part lies where.
@@ -104,16 +108,16 @@ def _described(entry: Any) -> LiveParameter:
                 "a parameter is stored in parts that are not contiguous rows of it", where=str(entry.key)
             )
         end += part.data.numel()
-    described = [_region(part) for part in parts]
+    described = [_region(part, spell) for part in parts]
     tensors = {tensor.name: tensor for _, tensor in described}
     return LiveParameter(entry.data, tuple(region for region, _ in described), tensors, may_pad=False)
 
 
-def _region(sharded: Any) -> tuple[Region, LogicalTensor]:
+def _region(sharded: Any, spell: Spell) -> tuple[Region, LogicalTensor]:
     """A ShardedTensor's place in model space."""
     stacked = stacked_axes(sharded.key)
     sizes = (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
-    name = name_at(sharded.key, sharded.global_offset[:stacked])
+    name = spell(name_at(sharded.key, sharded.global_offset[:stacked]))
     dtype = str(sharded.dtype).removeprefix("torch.")
     region = Region(name, tuple(sharded.global_offset[stacked:]), sizes[stacked:])
     return region, LogicalTensor(name, tuple(sharded.global_shape[stacked:]), dtype)

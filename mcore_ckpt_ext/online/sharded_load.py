@@ -8,12 +8,14 @@ objects.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from mcore_ckpt_ext.formats.stored_arrays import StoredArrays
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.model_space.names import is_extra_state, name_at, spelled_as_in, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice, make_plan
@@ -21,6 +23,34 @@ from mcore_ckpt_ext.storage.dcp_index import StoredArray
 
 _KIND = "array"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def respelled(entry: Any, checkpoint: TorchDistCheckpoint) -> Any:
+    """A ShardedTensor under the key that the checkpoint has for it, which another layer spec may have written."""
+    key = spelled_as_in(checkpoint.index.arrays, entry.key)
+    return entry if key == entry.key else replace(entry, key=key)
+
+
+def extra_states_of_nobody(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> list[Any]:
+    """The ShardedObjects for extra states of modules that the checkpoint has none of, under no key.
+
+    Modules of Transformer Engine ask for them, those of the local spec never wrote any. None is what such a module
+    takes for an old checkpoint (`set_extra_state`, transformer_engine/pytorch/module/base.py, 2.13 to 2.20.2).
+    """
+    stored = {_name_of_object(key) for key in checkpoint.index.objects if is_extra_state(key.partition("/")[0])}
+    return [
+        entry
+        for entry in asked
+        if is_extra_state(entry.key)
+        and name_at(entry.key, entry.global_offset[: stacked_axes(entry.key)]) not in stored
+    ]
+
+
+def _name_of_object(unique_key: str) -> str:
+    """The model-space name of `decoder.layers.mlp.linear_fc1._extra_state/shard_3_4` (`ShardedObject.unique_key`)."""
+    key, _, shard = unique_key.partition("/shard_")
+    offsets = [int(number) for number in shard.partition("_")[0].split(".") if number.isdecimal()]
+    return name_at(key, offsets) if len(offsets) >= stacked_axes(key) else key
 
 
 def stumbling_block(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> str | None:

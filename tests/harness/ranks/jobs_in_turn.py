@@ -50,7 +50,8 @@ def run(job: dict[str, Any]) -> None:
     os.environ.update(job["environment"])
     sys.argv[1:] = job["arguments"]
     say(f"=== begins: {job['name']}")
-    say(f"=== ended with code {code_of(train)}")
+    code = code_of(train)
+    say(f"=== ended with code {code}")
     for name in job["environment"]:
         del os.environ[name]
     for module, function in _FORGET.items():
@@ -58,7 +59,7 @@ def run(job: dict[str, Any]) -> None:
     gc.collect()
     leave_groups()
     torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
+    if torch.distributed.get_rank() == 0 and code == 0:
         for path, text in job["newest"].items():
             Path(path).write_text(text)
     torch.distributed.barrier()
