@@ -126,7 +126,7 @@ def test_what_is_not_known_is_named(asked: Asked, reason: str, checkpoint: Torch
 
 def with_chunks(checkpoint: TorchDistCheckpoint, chunks: Sequence[StoredChunk]) -> TorchDistCheckpoint:
     array = replace(checkpoint.index.arrays[EMBEDDING], chunks=tuple(chunks))
-    checkpoint._index = replace(checkpoint.index, arrays={**checkpoint.index.arrays, EMBEDDING: array})
+    checkpoint.__dict__["index"] = replace(checkpoint.index, arrays={**checkpoint.index.arrays, EMBEDDING: array})
     return checkpoint
 
 
