@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from typing_extensions import override
-
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, head_size, query_groups, tied
-from mcore_ckpt_ext.families.family import Family, Rule, with_experts
+from mcore_ckpt_ext.families.family import Rule, with_experts
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Size, Without, unrepresentable
-from mcore_ckpt_ext.model_space.names import module_and_leaf
-
-_SPEC = "megatron.bridge.models.minimax_m2.minimax_m2_provider.minimax_m2_layer_spec"
+from mcore_ckpt_ext.families.wide_norms import WithWideNorms
 
 
 def _width(arguments: ModelArguments) -> dict[str, Any]:
@@ -32,7 +28,7 @@ def _everywhere(arguments: ModelArguments) -> list[str]:
     return [] if ours else ["no experts in all layers, or a single one chosen"]
 
 
-class MiniMaxM2(Family):
+class MiniMaxM2(WithWideNorms):
     """Experts by sigmoids in every layer, grouped queries, part of a head rotated, norms over all heads together.
 
     Megatron Core norms head by head; the names and shapes are those of Megatron-Bridge's own layer spec
@@ -41,7 +37,7 @@ class MiniMaxM2(Family):
 
     model_type = "minimax_m2"
     architecture = "MiniMaxM2ForCausalLM"
-    only_bridge = "Megatron Core norms queries and keys head by head, and this model all heads together"
+    spec = "minimax_m2.minimax_m2_provider.minimax_m2_layer_spec"
     rules = (
         *parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts("block_sparse_moe", gate="w1", up="w3", down="w2"),
         Rule("model.layers.{layer}.block_sparse_moe.e_score_correction_bias",
@@ -64,13 +60,3 @@ class MiniMaxM2(Family):
         Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
         Without("shared_intermediate_size", "sliding_window"), Needs({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
-
-    @override
-    def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:
-        heads = {"q_layernorm": arguments.num_attention_heads, "k_layernorm": arguments.num_query_groups}
-        module, _ = module_and_leaf(name)
-        return (heads[module] * arguments.kv_channels,) if module in heads else super().shape(name, arguments)
-
-    @override
-    def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:
-        return {"transformer_layer_spec": {"_target_": _SPEC, "_call_": False}}

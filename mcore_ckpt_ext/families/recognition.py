@@ -22,6 +22,7 @@ from mcore_ckpt_ext.families.llama import Llama
 from mcore_ckpt_ext.families.minimax_m2 import MiniMaxM2
 from mcore_ckpt_ext.families.mistral import Mistral
 from mcore_ckpt_ext.families.mixtral import Mixtral
+from mcore_ckpt_ext.families.olmoe import OLMoE
 from mcore_ckpt_ext.families.phi3 import Phi3
 from mcore_ckpt_ext.families.qwen2 import Qwen2
 from mcore_ckpt_ext.families.qwen2_moe import Qwen2MoE
@@ -33,7 +34,7 @@ from mcore_ckpt_ext.families.starcoder2 import StarCoder2
 
 FAMILIES: tuple[Family, ...] = (
     GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
-    KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(),
+    KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
 )  # fmt: skip
 _SHOWN = 4
 

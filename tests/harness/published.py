@@ -104,6 +104,11 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "use_mtp": True, "use_qk_norm": True,
         "use_routing_bias": True, "rope_theta": 5000000.0, "num_hidden_layers": 62,
     },
+    "OLMoE 1B-7B": {
+        **_LLAMA, "model_type": "olmoe", "attention_bias": False, "attention_dropout": 0.0, "clip_qkv": None,
+        "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "output_router_logits": False,
+        "router_aux_loss_coef": 0.01, "rope_scaling": None, "num_key_value_heads": 32,
+    },
     "Gemma 2 9B": {
         **_LLAMA, "model_type": "gemma2", "attention_bias": False, "attention_dropout": 0.0,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",

@@ -235,7 +235,21 @@ def test_megatron_bridge_finds_its_run_config(models: dict[str, Path], tmp_path:
         assert model["_target_"] == f"megatron.bridge.models.{provider}"
         assert content["checkpoint"] == {"save_rng": False, "save_optim": False, "fully_parallel_save": True}
         assert (model["layernorm_epsilon"], model["num_layers"]) == (1e-6, args["num_layers"])
+        assert model.get("multi_latent_attention", False) == (name == "deepseek_v3")
         assert model["params_dtype"] == {"_target_": "torch.float32", "_call_": False}
+
+
+def test_norms_that_are_as_wide_as_all_heads(models: dict[str, Path], tmp_path: Path) -> None:
+    """Megatron-Bridge is given its layer spec; what looks like a Qwen3-MoE but for the width is not taken for one."""
+    report = mcore_ckpt_ext.convert(models["olmoe"], tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    assert not any("train it with" in note for note in report.notes)
+    model = yaml.safe_load((tmp_path / "run" / "release" / "run_config.yaml").read_text())["model"]
+    assert model["transformer_layer_spec"]["_target_"].endswith("olmoe_provider.olmoe_layer_spec")
+    (tmp_path / "run" / "release" / "tokenizer" / "config.json").unlink()
+    with pytest.raises(UnsupportedCheckpointError, match="q_layernorm.weight is"):
+        mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "hf", mcore_ckpt_ext.HuggingFace(), family="olmoe")
+    assert_same_tensors(models["olmoe"], tmp_path / "hf")
 
 
 def test_damage_to_the_optimizer_does_not_keep_the_weights(tmp_path: Path) -> None:

@@ -1,0 +1,51 @@
+"""OLMoE."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import llama_like
+from mcore_ckpt_ext.families.qwen_experts import normalised_choice
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Size, Without
+from mcore_ckpt_ext.families.wide_norms import WithWideNorms
+
+
+def _width(arguments: ModelArguments) -> dict[str, Any]:
+    return {"intermediate_size": arguments.moe_ffn_hidden_size}
+
+
+def _experts(config: Config) -> dict[str, Any]:
+    return {"moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]}
+
+
+def _everywhere(arguments: ModelArguments) -> list[str]:
+    return [] if arguments.num_experts and arguments.moe_layer_freq == 1 else ["no experts in all layers"]
+
+
+class OLMoE(WithWideNorms):
+    """Experts by softmax in every layer, norms of queries and keys over all heads together.
+
+    The names and shapes are those of Megatron-Bridge's own attention (olmoe/olmoe_provider.py, commit 067f987d).
+    """
+
+    model_type = "olmoe"
+    spec = "olmoe.olmoe_provider.olmoe_layer_spec"
+    architecture = "OlmoeForCausalLM"
+    rules = (*parts.DECODER, *parts.QUERY_KEY_NORMS, *parts.experts())
+    also_read = parts.STACKED_EXPERTS
+    settings = (
+        *llama_like(epsilon=1e-5),
+        Size("num_experts", "num_experts", 64, counted=True), Size("num_experts_per_tok", "moe_router_topk", 8),
+        Both(("intermediate_size",), _width, _experts, _everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
+        normalised_choice(), Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.01), Without("clip_qkv"),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Needs({"qk_layernorm": True, "moe_router_score_function": "softmax"}),
+    )  # fmt: skip
+
+    @override
+    def rather_another(self, arguments: ModelArguments) -> list[str]:
+        return ["all that Qwen3-MoE is, but for the width of its norms, which is checked"]

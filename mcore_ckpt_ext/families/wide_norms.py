@@ -1,0 +1,28 @@
+"""Models that norm the queries of all heads together, and so the keys: Megatron Core norms head by head."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.model_space.names import module_and_leaf
+
+
+class WithWideNorms(Family):
+    """A family whose norms of queries and keys are as wide as all heads; `spec` is Megatron-Bridge's layer spec."""
+
+    spec: ClassVar[str]
+    only_bridge = "Megatron Core norms queries and keys head by head, and this model all heads together"
+
+    @override
+    def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:
+        heads = {"q_layernorm": arguments.num_attention_heads, "k_layernorm": arguments.num_query_groups}
+        module, _ = module_and_leaf(name)
+        return (heads[module] * arguments.kv_channels,) if module in heads else super().shape(name, arguments)
+
+    @override
+    def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:
+        return {"transformer_layer_spec": {"_target_": f"megatron.bridge.models.{self.spec}", "_call_": False}}
