@@ -14,6 +14,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
+from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.legacy_ranks import LAYER_WISE_FILES
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
@@ -80,14 +81,16 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
         step = getattr(arguments, "ckpt_step", None)
         _ = open_checkpoint(Path(directory) / iteration_name(step) if step else Path(directory)).common
         raise
-    if common is None or release or getattr(kind, "name", None) != "GLOBAL" or "args" not in common:
+    if common is None or release or getattr(kind, "name", None) != "GLOBAL":
         return None
-    written, running = JobArguments.of(vars(common["args"])), JobArguments.of(vars(arguments))
+    folder, chain, running = Path(name), Chain.of(optimizer), JobArguments.of(vars(arguments))
+    # Without arguments, as other loops save, stock takes any checkpoint for TP1 x PP1.
+    is_foreign = ARGUMENTS not in common
+    written = open_checkpoint(folder).arguments if is_foreign else JobArguments.of(vars(common[ARGUMENTS]))
     if written.no_save_optim:
         return None
-    folder, chain = Path(name), Chain.of(optimizer)
     is_switched = bool(_switched(folder, written, call, arguments))
-    is_moved = bool(placement_changes(written, running))
+    is_moved = is_foreign or bool(placement_changes(written, running))
     if chain.whole:
         return _look_at_whole_parameters(folder, common, written, chain, is_switched, is_moved)
     optimizer_format, children = sharding_type(common), len(common_optimizers(common))

@@ -187,6 +187,9 @@ def _of_another_loop(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> Iter
     who = "Megatron-Bridge" if described else "the training loop that wrote it"
     yield Resumption(who, "", "any" if other else own, _stock_note(checkpoint))
     yield Resumption("stock Megatron", "none", "none", "mcore-ckpt convert --to torch_dist gives it arguments")
+    yield Resumption("Megatron with mcore_ckpt_ext", "", "any", "tested with 0.19.2")
+    if described:
+        yield Resumption("Megatron-Bridge with mcore_ckpt_ext", "", "any", "tested with 0.3.1")
 
 
 def _stock(checkpoint: Checkpoint, placement_changed: bool, version: Version) -> bool:

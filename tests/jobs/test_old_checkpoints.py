@@ -53,6 +53,7 @@ CASES = [
     Case("p09", 8, 1, 2, experts(4)),
     Case("p09", 4, 2, 1, experts(2, "--sequence-parallel")),
     Case("p09", 4, 1, 4, experts(1)),
+    Case("p49", 4, 2, 1, LLAMA),  # Megatron-Bridge's, without arguments
 ]
 
 
