@@ -106,7 +106,8 @@ class LegacyTarget:
 
     @cached_property
     def _state(self) -> PortableState:
-        return PortableState.of(self._checkpoint, argparse.Namespace(**self._arguments.stated), self._version)
+        found = PortableState.of(self._checkpoint, argparse.Namespace(**self._arguments.stated), self._version)
+        return found.with_grouped_experts() if self._arguments.moe_grouped_gemm else found
 
     def _rank_state(self, rank: LegacyRank) -> dict[str, Any]:
         """What `generate_state_dict` puts together."""

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import io
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, printable
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import PARTIAL
+from mcore_ckpt_ext.formats.expert_states import content_of, emptied_state, of_all_experts, of_each_expert
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity
-from mcore_ckpt_ext.storage.archive_draft import draft_archive
 from mcore_ckpt_ext.storage.writable import first_unwritable, hides_a_pickle
 
 WRITTEN_FOR = "mcore_ckpt_ext_written_for"
@@ -59,10 +56,16 @@ class PortableState:
         stored = {key: value for key, value in checkpoint.common.items() if key not in _NOT_CARRIED}
         common, notes = _writable(stored, "the common state")
         common["args"], about_arguments = portable_arguments(arguments, version)
-        extra_states, about_extra_states = writable_extra_states(checkpoint.extra_states())
+        states, about_experts = of_each_expert(checkpoint.extra_states(), checkpoint.arguments.num_experts or 0)
+        extra_states, about_extra_states = writable_extra_states(states)
         random_states, about_random_states = _writable_random_states(checkpoint)
-        notes += [*about_arguments, *about_extra_states, *about_random_states]
+        notes += [*about_arguments, *about_experts, *about_extra_states, *about_random_states]
         return cls(common, extra_states, random_states, tuple(notes))
+
+    def with_grouped_experts(self) -> PortableState:
+        """The same for a job whose grouped linears have one extra state for all their experts."""
+        states, notes = of_all_experts(self.extra_states)
+        return replace(self, extra_states=states, notes=(*self.notes, *notes))
 
 
 def known_arguments(arguments: JobArguments) -> argparse.Namespace:
@@ -85,7 +88,7 @@ def portable_arguments(arguments: argparse.Namespace, version: tuple[int, int]) 
 def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The extra states, emptied where they hold what their owner would run on loading; then there is a note."""
     emptied = [name for name, state in states.items() if not _is_harmless(state)]
-    found = {name: _empty(state) if name in emptied else state for name, state in states.items()}
+    found = {name: emptied_state(state) if name in emptied else state for name, state in states.items()}
     if not emptied:
         return found, []
     return found, [
@@ -122,27 +125,8 @@ def _writable(
 
 
 def _is_harmless(state: Any) -> bool:
-    content = _content(state)
+    content = content_of(state)
     return first_unwritable(state) is None and not (content is not None and hides_a_pickle(content))
-
-
-def _content(state: Any) -> bytes | None:
-    """The bytes that Transformer Engine unpickles: a stream, or a tensor of bytes."""
-    if isinstance(state, io.BytesIO):
-        return state.getvalue()
-    if isinstance(state, torch.Tensor):
-        return state.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-    return bytes(state) if isinstance(state, (bytes, bytearray)) else None
-
-
-def _empty(state: Any) -> Any:
-    """An extra state of the same type that says nothing."""
-    if not isinstance(state, io.BytesIO):
-        return torch.empty(0, dtype=torch.uint8)
-    content = bytearray(draft_archive(None).length)
-    for position, data in draft_archive(None).literals:
-        content[position : position + len(data)] = data
-    return io.BytesIO(bytes(content))
 
 
 def distinct_groups(groups: Iterable[Mapping[str, Any]], experts_apart: bool) -> list[list[dict[str, Any]]]:
