@@ -12,22 +12,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import eq
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import ModelMismatchError, ProofError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
-from mcore_ckpt_ext.model_space.names import spelled_as_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.online.admission import check_kinds, check_lost, check_names, spelling_in, verify_checksums
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here, gather
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.live_job import LiveJob, RankView, check_same_kinds
@@ -37,8 +35,6 @@ from mcore_ckpt_ext.online.proving import prove
 from mcore_ckpt_ext.online.reading import Reading
 from mcore_ckpt_ext.optimizers.copies import differing_masters, in_words
 from mcore_ckpt_ext.optimizers.digests import check_digests
-from mcore_ckpt_ext.settings import ACCEPT_LOST
-from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 
 @dataclass(frozen=True)
@@ -109,7 +105,7 @@ def prepare(
 
     def under_its_names() -> tuple[Checkpoint, LiveJob, Spell]:
         checkpoint, (job,) = opened(), jobs
-        spell = _spelling_in(checkpoint, names)
+        spell = spelling_in(checkpoint, names)
         return (checkpoint, job, spell) if spell is str else (opened(spell), LiveJob(chunks, optimizer, spell), spell)
 
     checkpoint, job, spell = agreed_here("opening the checkpoint", under_its_names)
@@ -120,14 +116,14 @@ def prepare(
         check_same_kinds(views)
         check_names(checkpoint, set(map(spell, names)))
         if verify_all:
-            _verify_checksums(checkpoint, *_rank_and_size())
+            verify_checksums(checkpoint, *_rank_and_size())
         if not accept_lost:
-            _check_lost(checkpoint)
+            check_lost(checkpoint)
         for buffers in checkpoint.optimizer.buffers:
             check_digests(buffers, str(checkpoint.folder), _rank_and_size())
         offloaded, share = bool(checkpoint.arguments.optimizer_cpu_offload), _rank_and_size()
         for shard in job.shards:
-            _check_kinds(checkpoint, shard)
+            check_kinds(checkpoint, shard)
         stored = with_step(checkpoint.param_groups(), checkpoint.common, checkpoint.arguments.constant_batch_size)
         return Prepared(
             job,
@@ -287,74 +283,6 @@ class Proven:
             differing=sum(differing),
             disbelieved=checkpoint.sidecar_problem,
         )
-
-
-def _spelling_in(checkpoint: Checkpoint, live: set[str]) -> Spell:
-    """Gives live names as the checkpoint has them; `str` where they are the same, as under the same layer spec."""
-    known = set(checkpoint.names(WEIGHT))
-    spelled = {name: spelled_as_in(known, name) for name in live}
-    return str if all(map(eq, spelled, spelled.values())) else lambda name: spelled.get(name, name)
-
-
-def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
-    """Refuse a model that would leave stored parameters unused.
-
-    Raises:
-        ModelMismatchError: the checkpoint holds a tensor that no rank's model has.
-    """
-    unused = [name for name in checkpoint.names(WEIGHT) if name not in live]
-    if unused:
-        raise ModelMismatchError(
-            "the checkpoint holds parameters that the model does not have",
-            found=f"{len(unused)} of them, {', '.join(unused[:3])}",
-            where=str(checkpoint.folder),
-            helps="resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
-        )
-
-
-def _check_kinds(checkpoint: Checkpoint, shard: LiveShard) -> None:
-    """Refuse an optimizer that keeps different state for a parameter than the one that wrote the checkpoint.
-
-    Raises:
-        ModelMismatchError: its state cannot be derived from what is stored, or something stored would be dropped.
-    """
-    state = checkpoint.optimizer
-    stored = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None} - {FP32_PARAM}
-    wanted = set(shard.kinds)
-    if stored and stored != wanted:
-        raise ModelMismatchError(
-            "the checkpoint was written by an optimizer of another kind than the running one",
-            found=f"{' and '.join(sorted(stored))} of this parameter",
-            expected=" and ".join(sorted(wanted)) or "nothing but its master",
-            where=f"{shard.name}, {checkpoint.folder}",
-            helps="what one kind keeps, Adam's moments or Muon's momentum, follows from nothing that another keeps: "
-            "resume with the optimizer of the checkpoint (--optimizer; `mcore-ckpt inspect` tells which), or with "
-            "--no-load-optim",
-        )
-
-
-def _check_lost(checkpoint: Checkpoint) -> None:
-    """Refuse a checkpoint that Megatron itself wrote with holes.
-
-    Raises:
-        ProofError: optimizer state is lost; the message names all of it.
-    """
-    lost = checkpoint.optimizer.lost_elements()
-    if lost:
-        raise ProofError(
-            "Megatron wrote this fully_reshardable optimizer state shifted; most of it can be repaired, but not all",
-            found=f"{sum(lost.values())} elements in no slot: "
-            + ", ".join(f"{count} of {name}" for name, count in lost.items()),
-            where=str(checkpoint.folder),
-            helps="resume from an iteration saved without --dist-ckpt-optim-fully-reshardable, or set "
-            f"{ACCEPT_LOST.name}=1: the lost masters are then taken from the weights, their moments are zero",
-        )
-
-
-def _verify_checksums(checkpoint: Checkpoint, rank: int, ranks: int) -> None:
-    for number, (file, offset, length) in enumerate(sorted(set(checkpoint.archives()))):
-        if number % ranks == rank:
-            TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()
 
 
 def _rank_and_size() -> tuple[int, int]:

@@ -64,8 +64,7 @@ class Checkpoint(ABC):
         self.folder = folder
         self.reader = folder_reader(folder)
         self.transfer = Transfer(self.reader)
-        self._witnesses = tuple(witnesses)
-        self._without_optimizer = False
+        self._witnesses, self._without_optimizer = tuple(witnesses), False
 
     @property
     @abstractmethod
@@ -340,8 +339,7 @@ class Checkpoint(ABC):
         Raises:
             KeyError: the checkpoint has none of that kind and name.
         """
-        logical = self.logical_tensor(kind, name)
-        if logical is None:
+        if (logical := self.logical_tensor(kind, name)) is None:
             raise KeyError(f"no {kind} {name} in {self.folder}")
         return TensorHandle(self, kind, logical)
 

@@ -33,9 +33,9 @@ from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.online.admission import check_names
 from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_names, live_parameters
-from mcore_ckpt_ext.optimizer_reshard import check_names
 from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
 from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folder, iteration_name
 

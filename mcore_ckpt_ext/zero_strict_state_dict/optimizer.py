@@ -2,8 +2,7 @@
 
 The dict is ColossalAI's own (0.5.0, zero/gemini/gemini_optimizer.py: ``state_dict``): ``param_groups`` and ``state``,
 ids in the order of the groups, whole tensors in fp32. Beside it the first group carries what ColossalAI forgets: the
-loss scale and the parameters' names. Where the model is not saved in master precision, the state carries the masters,
-too.
+loss scale and the parameters' names. Where the model is not saved in master precision, the state has the masters, too.
 """
 
 from __future__ import annotations
@@ -28,10 +27,8 @@ from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrappe
 
 OURS = "mcore_ckpt_ext"
 MASTER = "fp32_param"
-_UNTOUCHED = "the optimizer is untouched"
-_CPU = torch.device("cpu")
+_UNTOUCHED, _CPU = "the optimizer is untouched", torch.device("cpu")
 _SCALER = ("_growth_step", "_hysteresis_step")
-
 _PADDING = "padding"
 
 State = dict[str, Any]
