@@ -41,8 +41,6 @@ def layout_shown(index: DcpIndex, grid: tuple[int, ...] | None, stated: Mapping[
     if not found or not groups:
         # Where optimizers are not flat, files and chunks are those of whoever wrote them last: a converter's, too.
         return found
-    if stated.get("virtual_pipeline_model_parallel_size") is None and found[PIPELINE] == 1:
-        found["virtual_pipeline_model_parallel_size"] = 1
     if len(groups) > 1 + bool(stated.get("overlap_param_gather_with_optimizer_step")):
         found |= _experts(index, groups[max(groups)], found[PIPELINE])
     world = 1 + max(_writers(index), default=-1)

@@ -15,6 +15,8 @@ import yaml
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.shown import layout_shown, model_shown
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.loops.bridge import harmless
 from mcore_ckpt_ext.loops.facts import Facts
 from mcore_ckpt_ext.offline.comparison import compare
@@ -22,7 +24,7 @@ from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.targets import Canonical, HuggingFace, Legacy, TorchDist
-from tests.harness.checkpoints import Fixture, everything_in, fixture_named
+from tests.harness.checkpoints import FIXTURES, Fixture, everything_in, fixture_named
 
 MASTERS = 53536
 
@@ -92,6 +94,22 @@ def test_without_its_description_the_index_still_shows_the_layout(bridge: Fixtur
     assert "nothing tells num_attention_heads of the job, which stock Megatron asks a checkpoint for" in notes
     stated = Facts(context_parallel_size=1, virtual_pipeline_model_parallel_size=1)
     assert inspect(bridge.run, facts=stated).layout_text == "TP2 x PP2 x DP2"
+
+
+@pytest.mark.parametrize("with_grid", [True, False])
+@pytest.mark.parametrize("name", [name for name in FIXTURES if "zarr" not in name and name[:3] not in ("p08", "p50")])
+def test_what_the_index_shows_is_so(name: str, with_grid: bool) -> None:
+    """Of every checkpoint that has arguments of its own: nothing that it shows differs from them."""
+    checkpoint = open_checkpoint(fixture_named(name).run)
+    assert isinstance(checkpoint, TorchDistCheckpoint)
+    stated = checkpoint.arguments.stated
+    grid = checkpoint.random_state_grid() if with_grid else None
+    shown = layout_shown(checkpoint.index, grid, {"context_parallel_size": stated["context_parallel_size"]})
+    assert shown == {size: stated[size] for size in shown}
+    if with_grid or checkpoint.optimizer_format == "dp_reshardable":
+        assert {"tensor_model_parallel_size", "pipeline_model_parallel_size"} <= shown.keys()
+    of_model = model_shown(checkpoint.index.arrays, checkpoint.names("weight"))
+    assert of_model == {size: stated[size] for size in of_model}
 
 
 def test_what_nothing_tells_is_not_known(bridge: Fixture, tmp_path: Path) -> None:
