@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -116,8 +116,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         regions = layers * (experts + 3 * self._model.num_query_groups)
         Budget(_ENTRY_BYTES * len(stored), CONFIG).spend(_STEPS_A_REGION * regions, "layers, experts and query groups")
         self._check_tied(stored)
-        stored = self._without_copies(stored)
         expected = {tensor.name: tensor for tensor in self.family.tensors(self._model, stored)}
+        stored = self._without_copies(stored, expected.values())
         ignored = self.family.without_place(stored.keys(), self._model, self.config) - expected.keys()
         self.left_out = sorted([*ignored, *self._of_activations])
         missing = [name for name in expected if name not in stored]
@@ -138,15 +138,20 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
         return [(tensor, stored[name]) for name, tensor in expected.items()]
 
-    def _without_copies(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """The tensors but for those that repeat others, which have to be copies of them.
+    def _without_copies(
+        self, stored: Mapping[str, StoredTensor], expected: Iterable[HuggingFaceTensor]
+    ) -> Mapping[str, StoredTensor]:
+        """The tensors but for those that repeat others of the `expected` ones, and have to be copies of them.
 
         Raises:
             UnreadableCheckpointError: one of them is not.
         """
-        originals = {tensor.regions[0].name: tensor.name for tensor in self.family.tensors(self._model)}
+        copies = self.family.copies(self._model)
+        if not any(copy.name in stored for copy in copies):
+            return stored
+        originals = {tensor.regions[0].name: tensor.name for tensor in expected}
         found = dict(stored)
-        for copy in self.family.copies(self._model):
+        for copy in copies:
             original = stored.get(originals.get(copy.regions[0].name, ""))
             repeated = found.pop(copy.name, None)
             if repeated is not None and original is not None and not self._same_bytes(repeated, original):

@@ -1,0 +1,96 @@
+"""Which files of a folder are read and carried along, and what is refused of their content."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from tests.harness.huggingface import VOCABULARY
+
+
+def test_a_value_that_float16_does_not_hold(models: dict[str, Path], tmp_path: Path) -> None:
+    for name, tensor in (("llama", "model.norm.weight"), ("gpt2", "transformer.h.0.mlp.c_fc.weight")):
+        shutil.copytree(models[name], tmp_path / name)
+        file = tmp_path / name / "model.safetensors"
+        tensors = load_file(file)
+        tensors[tensor].view(-1)[3] = 1e6
+        save_file(tensors, file)
+        run = tmp_path / f"{name}-run"
+        mcore_ckpt_ext.convert(tmp_path / name, run, mcore_ckpt_ext.TorchDist())
+        with pytest.raises(UnsupportedCheckpointError, match=r"does not fit into float16.*found: 1e\+06"):
+            mcore_ckpt_ext.convert(run, tmp_path / "half", mcore_ckpt_ext.HuggingFace(dtype="float16"))
+        tensors[tensor].view(-1)[3] = float("inf")  # what was infinite stays so
+        save_file(tensors, file)
+        mcore_ckpt_ext.convert(tmp_path / name, run, mcore_ckpt_ext.TorchDist(), force=True)
+        mcore_ckpt_ext.convert(run, tmp_path / f"{name}-half", mcore_ckpt_ext.HuggingFace(dtype="float16"))
+
+
+def test_safetensors_are_read_and_not_a_pickle_beside_them(models: dict[str, Path], tmp_path: Path) -> None:
+    """As transformers does: several safetensors come before a single pytorch_model.bin, which may be old."""
+    model = AutoModelForCausalLM.from_pretrained(models["llama"])
+    model.save_pretrained(tmp_path / "model", max_shard_size="30KB")
+    torch.save({"model.norm.weight": torch.zeros(32)}, tmp_path / "model" / "pytorch_model.bin")
+    report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    assert "not read, because the folder also holds safetensors: pytorch_model.bin" in report.notes
+    found = open_checkpoint(tmp_path / "run").tensor("weight", "decoder.final_layernorm.weight")
+    assert torch.equal(found.read(), model.model.norm.weight)
+
+
+def test_a_pickle_of_before_torch_1_6(models: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(models["llama"], tmp_path / "model")
+    (tmp_path / "model" / "model.safetensors").unlink()
+    torch.save(
+        load_file(models["llama"] / "model.safetensors"), tmp_path / "model" / "pytorch_model.bin",
+        _use_new_zipfile_serialization=False,
+    )  # fmt: skip
+    with pytest.raises(UnsupportedCheckpointError, match=r"torch wrote before 1\.6"):
+        open_checkpoint(tmp_path / "model")
+
+
+def test_the_small_files_of_tokenizers(models: dict[str, Path], tmp_path: Path) -> None:
+    """Of a tokenizer of another model: its files and its tokens, but nothing of that model's shape."""
+    tokenizer = tmp_path / "tokenizer"
+    names = [
+        "tiktoken.model", "tokenization_kimi.py", "tokenizer.model.v3", "additional_chat_templates/tools.jinja",
+        "qwen.tiktoken",
+    ]  # fmt: skip
+    for name in names:
+        (tokenizer / name).parent.mkdir(parents=True, exist_ok=True)
+        (tokenizer / name).write_text(name)
+    (tokenizer / "modeling_kimi.py").write_text("")
+    config = {"model_type": "qwen3", "bos_token_id": 7, "eos_token_id": [8, 9], "layer_types": ["full_attention"] * 9}
+    (tokenizer / "config.json").write_text(json.dumps(config))
+    options = {"tokenizer": tokenizer, "vocab_size": VOCABULARY}
+    for name in ("qwen3", "llama"):
+        run = tmp_path / f"{name}-run"
+        mcore_ckpt_ext.convert(models[name], run, mcore_ckpt_ext.TorchDist())
+        report = mcore_ckpt_ext.convert(run, tmp_path / name, mcore_ckpt_ext.HuggingFace(**options))  # type: ignore[arg-type]
+        for companion in names:
+            assert (tmp_path / name / companion).read_text() == companion
+        assert not (tmp_path / name / "modeling_kimi.py").exists()
+        assert not any("bos_token_id" in note for note in report.notes)
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert (found.config.bos_token_id, found.config.eos_token_id) == (7, [8, 9])
+        assert found.generation_config.eos_token_id == [8, 9]
+        assert len(getattr(found.config, "layer_types", ["", ""])) == 2
+    mcore_ckpt_ext.convert(tmp_path / "llama", tmp_path / "llama-run", mcore_ckpt_ext.TorchDist(), force=True)
+    mcore_ckpt_ext.convert(tmp_path / "llama-run", tmp_path / "llama", mcore_ckpt_ext.HuggingFace(), force=True)
+    assert (tmp_path / "llama" / names[3]).exists()
+
+
+def test_the_version_that_will_read_it_is_told(models: dict[str, Path], tmp_path: Path) -> None:
+    told = mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist()).notes[0]
+    assert told.startswith("written for Megatron 0.")
+    report = mcore_ckpt_ext.convert(
+        models["llama"], tmp_path / "named", mcore_ckpt_ext.Legacy(megatron_version="0.16.1")
+    )
+    assert not any("written for" in note for note in report.notes)
