@@ -15,7 +15,7 @@ from mcore_ckpt_ext.planning.output import OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage.archive_draft import ArchiveDraft, draft_archive
 from mcore_ckpt_ext.storage.inert import placeholder_class
-from mcore_ckpt_ext.storage.pickling import DeclaredTensor, dumps, named_object
+from mcore_ckpt_ext.storage.pickling import INDEX_PROTOCOL, DeclaredTensor, dumps, named_object
 
 FILE_BYTES = 4 << 30
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -92,7 +92,7 @@ class DistcpFiles:
         }  # fmt: skip
         if with_shapes:
             state["mcore_data"] = self._shapes
-        return self._files, self._records, dumps(named_object(_METADATA, "Metadata", state))[0]
+        return self._files, self._records, dumps(named_object(_METADATA, "Metadata", state), INDEX_PROTOCOL)[0]
 
     def _file_away(self, draft: ArchiveDraft, key: str, offsets: tuple[int, ...] | None) -> str:
         if self._position and self._position + draft.length > self._file_bytes:

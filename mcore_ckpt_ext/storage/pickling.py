@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import io
 import pickle
+import types
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.inert import Placeholder, origin_of, placeholder_class
 from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES
 from mcore_ckpt_ext.storage.writable import CLASSES, check_output, checked_name, first_unwritable, is_own
+
+TORCH_PROTOCOL, INDEX_PROTOCOL = 2, 4
+"""Of what `torch.save` writes, and of `.metadata`, which torch writes by `pickle.dump`: such an index is read fast."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,8 +53,8 @@ class _Pickler(pickle._Pickler):
     get: Callable[[int], bytes]
     memoize: Callable[[object], None]
 
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, protocol=2)
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
+        super().__init__(file, protocol=protocol)
         self.leaves: list[Leaf] = []
         self._storages: dict[int, _Storage] = {}
         self._globals: dict[tuple[str, str], type[Placeholder]] = {}
@@ -71,6 +75,9 @@ class _Pickler(pickle._Pickler):
             self._save_global(self._named(obj.pickled_module, obj.pickled_name))
         elif isinstance(obj, Placeholder):
             self._save_placeholder(obj)
+        elif isinstance(obj, types.FunctionType):  # whose name the standard pickler would write by itself
+            if not self._remembered(obj):
+                self.save_global(obj)
         else:
             super().save(obj, save_persistent_id)  # type: ignore[misc]  # left out of the type stubs, too
 
@@ -139,8 +146,12 @@ class _Pickler(pickle._Pickler):
         self.memoize(leaf)
 
 
-def dumps(tree: Any) -> tuple[bytes, list[Leaf]]:
+def dumps(tree: Any, protocol: int = TORCH_PROTOCOL) -> tuple[bytes, list[Leaf]]:
     """Pickle a tree of plain objects, placeholders and tensors, as `torch.save` does.
+
+    Args:
+        tree: what is to be pickled.
+        protocol: of the pickle; torch's own safe reader reads what `torch.save` writes.
 
     Returns:
         The pickle, read back, and the leaves whose elements belong into the records `data/0`, `data/1`, ... of the
@@ -150,7 +161,7 @@ def dumps(tree: Any) -> tuple[bytes, list[Leaf]]:
         UnsupportedCheckpointError: something in it may not be written.
     """
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer)
+    pickler = _Pickler(buffer, protocol)
     try:
         pickler.dump(tree)
         check_output(buffer.getvalue())

@@ -48,12 +48,13 @@ def _patterns() -> tuple[re.Pattern[bytes], re.Pattern[bytes], re.Pattern[bytes]
     size = b"\x94\x85\x94R\x94"
     sizes = b"%b(?:\x85%b|%b(?:\x86%b|%b\x87%b))" % (number, size, number, size, number, size)
     follows = b"(?:%b|%b|%b)?" % (made, sizes, atoms)
-    others = rb"[}\]\x93\x94ubeas]+|\)\x81?|%b|t\x94?b|%b|G.{8}|\x80." % (mark, large)
+    name = rb"c[\w.]{1,99}\n[\w.]{1,99}\n"
+    others = rb"[}\]\x93\x94ubeas]+|\)\x81?|%b|t\x94?b|%b|%b|G.{8}|\x80." % (mark, large, name)
     unit = b"|".join((rb"j.{4}%b|h.%b" % (follows, follows), others, atoms, marked, texts))
     # Nothing is ever tried in another way, which Python 3.11 can be told; it is faster, too.
     runs = b"(?:%b){1,100}%b" % (unit, b"+" if sys.version_info >= (3, 11) else b"")
     # No repetition within the repetition: it would be tried in every way.
-    steps = rb"(?:[()}\]\x81\x93\x94ubeast\x85-\x87R]|h.|j.{4}|%b|%b|%b|G.{8}|\x80.)*" % (atom, large, text)
+    steps = rb"(?:[()}\]\x81\x93\x94ubeast\x85-\x87R]|h.|j.{4}|%b|%b|%b|%b|G.{8}|\x80.)*" % (atom, large, text, name)
     return re.compile(runs, re.DOTALL), re.compile(steps, re.DOTALL), re.compile(b"([t\x85-\x87])(\x94?)(R?)")
 
 

@@ -222,7 +222,10 @@ class _PlainUnpickler(SafeUnpickler):
         """A tuple that was to be looked at, or what a call makes."""
         *called, arguments = reference
         if not called:
-            if len(arguments) > _FEW or tuple in map(type, arguments) or self._is_one_of_many(arguments):
+            # The arguments of a size: a tuple of one of numbers, which are large or it would have been plain.
+            of_size = len(arguments) == 1 and type(arguments[0]) is tuple
+            values = arguments[0] if of_size else arguments
+            if len(values) > _FEW or tuple in map(type, values) or self._is_one_of_many(arguments):
                 raise _NotPlainError
             return arguments
         if isinstance(called[0], type) and issubclass(called[0], (Placeholder, Record)):

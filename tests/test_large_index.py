@@ -1,0 +1,67 @@
+"""Indexes of large checkpoints are read by the short way, whoever wrote them; the long one would refuse their size."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.storage import safe_pickle
+from mcore_ckpt_ext.storage.dcp_index import read_index
+
+# A gradient buffer of one bucket, beyond 2**31 elements, in so many pieces.
+PIECES, PIECE = 4000, 1 << 20
+
+
+def by_torch() -> bytes:
+    entries: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    chunks = []
+    for number in range(PIECES):
+        offsets, sizes = torch.Size((number * PIECE,)), torch.Size((PIECE,))
+        chunks.append(ChunkStorageMetadata(offsets, sizes))
+        place = torch.distributed.checkpoint.filesystem._StorageInfo("__0_0.distcp", number * 5 * PIECE, 5 * PIECE)
+        places[MetadataIndex("buffer", offsets, number)] = place
+    properties = TensorProperties(torch.float32)
+    entries["buffer"] = TensorStorageMetadata(properties, torch.Size((PIECES * PIECE,)), chunks)
+    return pickle.dumps(Metadata(entries, None, places))
+
+
+def by_this_package() -> bytes:
+    shape = (PIECES * PIECE,)
+    tensor = LogicalTensor("buffer", shape, "float32")
+    chunks = []
+    for number in range(PIECES):
+        part = Slice((Region.whole("buffer", shape),), number * PIECE, (number + 1) * PIECE)
+        chunks.append(Chunk((number * PIECE,), (PIECE,), WantedSlice("weight", part, {"buffer": tensor})))
+    files = DistcpFiles(1 << 40)
+    files.add_array(Array("buffer", shape, "float32", tuple(chunks)))
+    return files.finish(with_shapes=False)[2]
+
+
+@pytest.mark.parametrize("write", [by_torch, by_this_package], ids=lambda write: write.__name__)
+def test_an_index_beyond_two_thousand_million_elements(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def weigh(*_: Any) -> None:
+        raise AssertionError("the long way")
+
+    monkeypatch.setattr(safe_pickle, "weigh", weigh)
+    (tmp_path / ".metadata").write_bytes(write())
+    array = read_index(tmp_path).arrays["buffer"]
+    assert array.shape == (PIECES * PIECE,)
+    assert [chunk.offsets for chunk in array.chunks] == [(number * PIECE,) for number in range(PIECES)]
