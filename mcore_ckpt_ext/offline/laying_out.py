@@ -11,6 +11,7 @@ from typing import Any
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.wide_norms import WithWideNorms
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.bridge_files import run_config_file, train_state
 from mcore_ckpt_ext.formats.canonical import canonical_output
@@ -183,6 +184,14 @@ def _file(name: str, content: bytes, last: bool = False) -> OutputFile:
 def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
     _check_buildable(checkpoint, target)
     arguments = reader_arguments(checkpoint, target)
+    is_wide = isinstance(checkpoint, HuggingFaceCheckpoint) and isinstance(checkpoint.family, WithWideNorms)
+    if is_wide and (arguments.tensor_model_parallel_size or 1) > 1:
+        raise UnsupportedCheckpointError(
+            "it is not known how tensor-parallel ranks would hold the norms of this model's queries and keys",
+            found="norms of all heads together, which Megatron Core does not have",
+            where=str(checkpoint.folder),
+            helps="convert --to torch_dist, which Megatron-Bridge reads under any layout",
+        )
     return LegacyTarget(checkpoint, arguments, version_number(target.megatron_version)).output()
 
 
