@@ -428,7 +428,7 @@ def test_chunks_taken_out_of_the_index_are_missed(damaged: Fixture) -> None:
     bucket = next(key for key in arrays if key.endswith("exp_avg"))
     for key in ("decoder.layers.mlp.linear_fc1.weight", bucket):
         arrays[key] = replace(arrays[key], chunks=arrays[key].chunks[1:])
-    checkpoint._index = replace(checkpoint.index, arrays=arrays)
+    checkpoint.index = replace(checkpoint.index, arrays=arrays)
     (weight,) = coverage.check_weights(checkpoint)
     assert (weight.check, weight.where) == (COVERED, "weight decoder.layers.0.mlp.linear_fc1.weight")
     (flat,) = coverage.check_arrays(checkpoint.optimizer)
