@@ -1,22 +1,16 @@
-"""Programs on Megatron Core, run one after the other in one launch; and packages that lie beside the environment."""
+"""Programs on Megatron Core, run one after the other in one launch."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 
-import pytest
 from megatron_on_cpu import launch
 
 from tests.harness.jobs import RANK_SCRIPTS, TIME_LIMIT
 
 RANKS = 4
-_INSTALLING = 400
 
 
 class Programs:
@@ -58,17 +52,3 @@ class Programs:
         """What a program left alive; it must have ended well on all ranks."""
         assert self.ended[name] == {"done"}, self.ended[name]
         return self.folder / "dumps" / name
-
-
-@cache
-def beside(distribution: str, version: str) -> Path:
-    """The folder that a release is installed in from PyPI, without what it depends on."""
-    folder = Path(sys.prefix) / distribution / version
-    if not folder.exists():
-        partial = folder.with_name(f"{version}.partial-{os.getpid()}")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--target", str(partial), f"{distribution}=={version}"]
-        if subprocess.run(command, check=False, timeout=_INSTALLING).returncode:
-            pytest.skip(f"{distribution} {version} cannot be installed")
-        partial.rename(folder)
-    return folder

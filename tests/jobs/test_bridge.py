@@ -13,7 +13,8 @@ from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.targets import TorchDist
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
-from tests.harness.programs import Programs, beside
+from tests.harness.packages import installed_beside
+from tests.harness.programs import Programs
 
 BRIDGE = "0.3.1"
 
@@ -21,7 +22,7 @@ BRIDGE = "0.3.1"
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     """A run of dense layers and one of experts, each saved by Bridge and loaded by it under another layout."""
-    packages = beside("megatron-bridge", BRIDGE)
+    packages = installed_beside("megatron-bridge", BRIDGE, "--only-binary=:all:")
     script, found = RANK_SCRIPTS / "bridge_loop.py", Programs(tmp_path_factory.mktemp("bridge"))
     dense, experts = found.place("dense"), found.place("experts")
     found.add("dense", script, packages, 1, 4, "none", dense)

@@ -9,12 +9,13 @@ import pytest
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.offline.verification import verify
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
-from tests.harness.programs import Programs, beside
+from tests.harness.packages import installed_beside
+from tests.harness.programs import Programs
 
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
-    packages, script = beside("ms-swift", "4.6.0"), RANK_SCRIPTS / "swift_loop.py"
+    packages, script = installed_beside("ms-swift", "4.6.0", "--only-binary=:all:"), RANK_SCRIPTS / "swift_loop.py"
     found = Programs(tmp_path_factory.mktemp("swift"))
     run: Path = found.place("run")
     found.add("saved", script, packages, 1, 4, "none", run)
