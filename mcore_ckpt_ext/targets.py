@@ -152,6 +152,8 @@ class HuggingFace:
             name, given, value = text.partition("=")
             if not given or not name.isidentifier():
                 raise UsageError("an argument has no name, or no value", found=shortened(text), expected="NAME=VALUE")
+            if name in found:
+                raise UsageError("an argument is given twice", found=shortened(name), expected="each name once")
             try:
                 found[name] = json.loads(value)
             except (ValueError, RecursionError):

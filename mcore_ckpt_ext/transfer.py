@@ -69,10 +69,11 @@ class Block:
 class Transfer:
     """Moves the bytes of plans out of one checkpoint folder; payload positions are looked up once."""
 
-    def __init__(self, reader: FolderReader, workers: int = DEFAULT_WORKERS) -> None:
+    def __init__(self, reader: FolderReader, workers: int = DEFAULT_WORKERS, verifies: bool = False) -> None:
+        """Args: the folder's reader, the number of threads, whether checksums are compared (see `Payloads`)."""
         self._reader = reader
         self._workers = workers
-        self._payloads = Payloads(reader)
+        self._payloads = Payloads(reader, verifies)
         self._scratch = threading.local()
         self._stages = Stages()
 

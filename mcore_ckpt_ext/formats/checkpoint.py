@@ -96,7 +96,9 @@ def _open(folder: Path, witnesses: Sequence[ParameterOrder], facts: Facts) -> Ch
         raise UnsupportedCheckpointError(
             "the checkpoint's format is not read by this version",
             found=backend,
-            expected=" or ".join(_BACKENDS),
+            expected=" or ".join((*_BACKENDS, "legacy files", "a Hugging Face or canonical folder")),
             where=str(folder),
+            helps="Megatron itself resumes what it wrote in this format; to convert it, save once with "
+            "--ckpt-format torch_dist",
         )
     return _BACKENDS[backend](folder, witnesses, facts)

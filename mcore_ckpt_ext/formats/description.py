@@ -86,12 +86,12 @@ def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar |
 
 def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]:
     """The samples that Megatron-Bridge counts beside its checkpoint: tensors of one number, by name."""
+    if not (reader.folder / bridge.TRAIN_STATE).exists():
+        return {}, ()
     try:
         archive = TorchArchive(reader, bridge.TRAIN_STATE)
         content = archive.with_values(archive.load())
         counts = {name: int(content[name]) for name in bridge.COUNTED if name in content}
-    except FileNotFoundError:
-        return {}, ()
     except (CheckpointError, TypeError, ValueError, RuntimeError) as error:
         return {}, (f"{bridge.TRAIN_STATE} is not believed: {shortened(str(error))}",)
     return {name: count for name, count in counts.items() if count >= 0}, ()

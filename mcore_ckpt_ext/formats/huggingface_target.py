@@ -15,12 +15,12 @@ from typing import Any, cast
 
 import torch
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.config_keys import TOKENS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
 from mcore_ckpt_ext.families.flags import ignored
-from mcore_ckpt_ext.families.forward_pass import told
+from mcore_ckpt_ext.families.forward_pass import classified, told
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
@@ -64,6 +64,11 @@ class HuggingFaceTarget:
         self._companions = {**checkpoint.companions(), **tokenizer}
         names = checkpoint.weights.names()
         stated = options.stated_arguments()
+        if unknown := sorted(set(stated) - classified(stated)):
+            raise UsageError(
+                "Megatron has no such argument", found=unknown[0], expected="as Megatron's arguments are stored: "
+                "with underscores, and by their destination", helps="correct the name after --argument",
+            )  # fmt: skip
         model = complete(checkpoint.arguments.changed(**stated) if stated else checkpoint.arguments)
         self._check_ignored(model, stated)
         arguments = replace(model, vocab_size=self._vocabulary())

@@ -124,12 +124,14 @@ def _decoded(
     rows, columns = prod(shape[:-1]), shape[-1]
     for block in _blocks(pairing, shape):
         grid = (-(-rows // block[0]), -(-columns // block[1]))
-        if prod(scales.shape) == prod(grid) and not codes.first and not scales.first:
+        fits = prod(scales.shape) == prod(grid) and (pairing.block is None or scales.shape[-1:] == grid[1:])
+        if fits and not codes.first and not scales.first:
             extent = Scaled(codes.extent, scales.extent, rows, columns, block, dtype, pairing.packed)
             return StoredTensor(shape, extent)
     raise UnreadableCheckpointError(
         "the scales of quantised weights do not fit them", found=f"{scales.shape} beside {codes.shape}",
-        where=f"{where}: {name}",
+        expected=f"one for each block of {pairing.block}" if pairing.block else "one for each row, or one for all",
+        where=f"{where}: {name}", helps="the folder is damaged, or its config.json is of another model: fetch it again",
     )  # fmt: skip
 
 

@@ -69,8 +69,9 @@ def _check_drop(checkpoint: Checkpoint, unread: Collection[Unread], drop: Collec
     unknown = [kind for kind in drop if kind not in there]
     if unknown:
         raise UsageError(
-            "there is nothing of that kind to drop", found=_spelt(unknown), expected=", ".join(there) or "nothing",
-            where=str(checkpoint.folder), helps="leave the option out",
+            "that is carried, or is not there: only what cannot be carried is dropped by its kind",
+            found=_spelt(unknown), expected=", ".join(there) or "nothing", where=str(checkpoint.folder),
+            helps=f"leave the option out; for the weights alone, --drop {OPTIMIZER}",
         )  # fmt: skip
 
 

@@ -208,7 +208,7 @@ class _Filler:
         self._proof = checkpoint.proof
         self._source = Remembering(checkpoint)
         # The records are shared between threads already.
-        self._transfer = Transfer(checkpoint.reader, workers=1)
+        self._transfer = Transfer(checkpoint.reader, workers=1, verifies=True)
         self._accept_lost = accept_lost
         self._lock = threading.Lock()
 

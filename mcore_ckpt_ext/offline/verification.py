@@ -14,6 +14,7 @@ from mcore_ckpt_ext.errors import (
     UnsupportedCheckpointError,
     interpreting,
     readable,
+    some,
 )
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -153,7 +154,8 @@ class _Run:
             if not item.why:
                 what = f"{readable(item.nbytes)} that nothing here knows, so no check looked at them"
                 self.findings.append(warning(KNOWN, item.key, what))
-        self.checks.append(Check(KNOWN, f"all but {len(unread):,}" if unread else "all"))
+        others = f"all but {len(unread):,}: {some([item.key for item in unread])}"
+        self.checks.append(Check(KNOWN, others if unread else "all"))
 
     def _check_files(self, checkpoint: Checkpoint) -> set[str]:
         if not isinstance(checkpoint, TorchDistCheckpoint):

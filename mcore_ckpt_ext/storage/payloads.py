@@ -20,10 +20,16 @@ _STENCILS_OF_A_SIZE, _SIZES = 4, 1024
 
 
 class Payloads:
-    """The payloads of one checkpoint folder; safe to use from several threads."""
+    """The payloads of one checkpoint folder; safe to use from several threads.
 
-    def __init__(self, reader: FolderReader) -> None:
-        self._reader = reader
+    Args:
+        reader: of the folder.
+        verifies: whether the checksum of what is looked up is compared, once, before it is used. Whoever writes what
+            was read must: its own checksums would hide the damage, and nothing else would show that of a moment.
+    """
+
+    def __init__(self, reader: FolderReader, verifies: bool = False) -> None:
+        self._reader, self._verifies = reader, verifies
         self._payloads: dict[tuple[str, int, str], Payload] = {}
         self._archives: OrderedDict[tuple[str, int], TorchArchive] = OrderedDict()
         self._stencils: dict[tuple[int, str], list[Stencil]] = {}
@@ -41,8 +47,18 @@ class Payloads:
         if known is None:
             known = self._look_up(extent)
             with self._lock:
+                is_new = place not in self._payloads
                 self._payloads[place] = known
+            if is_new and self._verifies:
+                self._verify(extent)
         return known
+
+    def _verify(self, extent: PlainExtent) -> None:
+        """Compare a checksum; of bare numbers there is none."""
+        if isinstance(extent, ArchivedRecord):
+            self.archive(extent.file, extent.offset, extent.length).verify_checksums(only=f"data/{extent.record}")
+        elif isinstance(extent, ArchivedTensor):
+            TorchArchive(self._reader, extent.file, extent.offset, extent.length).verify_checksums()
 
     def archive(self, file: str, offset: int = 0, length: int | None = None) -> TorchArchive:
         """An archive of many objects; the directories of the latest are kept, since each may list thousands of records.

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.planning.extents import Scaled
 
 # E2M1: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0).
@@ -76,7 +77,14 @@ def _read(extent: Scaled, first: int, count: int, codes: ReadCodes) -> torch.Ten
 
 
 def _values(extent: Scaled, scales: torch.Tensor) -> torch.Tensor:
-    return torch.exp2(scales.float() - _EXPONENT_BIAS) if extent.packed else scales.float()
+    found = torch.exp2(scales.float() - _EXPONENT_BIAS) if extent.packed else scales.float()
+    if not torch.isfinite(found).all():
+        raise UnreadableCheckpointError(
+            "a scale of quantised weights is no finite number",
+            where=extent.scales.file,
+            helps="the folder is damaged: fetch it again",
+        )
+    return found
 
 
 def _unpacked(first: int, count: int, codes: ReadCodes) -> torch.Tensor:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import fixture_named
@@ -327,3 +327,15 @@ def test_matrices_that_lie_the_other_way_round_in_small_blocks(tmp_path: Path) -
     assert max(tensor.nbytes for tensor in tensors(tmp_path / "model").values()) > 5 * (1 << 16)
     assert_same_tensors(tmp_path / "model", tmp_path / "back")
     assert compare(tmp_path / "model", tmp_path / "more").equal
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["rotary_bas=1"], "Megatron has no such argument; found: rotary_bas"),
+        (["a=1", "a=2"], "an argument is given twice"),
+    ],
+)
+def test_an_argument_that_is_misspelt_or_given_twice_is_refused(given: list[str], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=said):
+        mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", mcore_ckpt_ext.HuggingFace(arguments=given))

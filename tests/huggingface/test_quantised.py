@@ -187,3 +187,14 @@ def test_codes_without_scales(tmp_path: Path) -> None:
     save_file({**stored, f"{name}_scale_inv": scales[:-1]}, tmp_path / "model.safetensors")
     with pytest.raises(UnreadableCheckpointError, match="do not fit them"):
         open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_is_refused(value: float) -> None:
+    scales = torch.tensor([[1.0, value]])
+    extent = Scaled(
+        RawArray("a", 0, 0, "float8_e4m3fn", 0), RawArray("b", 0, 0, "float32", 2), 2, 4, (2, 2), "bfloat16"
+    )
+    codes = torch.ones(8).to(FP8)
+    with pytest.raises(UnreadableCheckpointError, match="a scale of quantised weights is no finite number; where: b"):
+        decode(extent, 0, 8, lambda at, n: codes[at : at + n], lambda at, n: scales.view(-1)[at : at + n])

@@ -152,7 +152,7 @@ class TestDropping:
 
     @pytest.mark.parametrize("kind", ["exp_avg", "momentum_buffer"])
     def test_what_could_be_carried_or_is_not_there(self, kind: str, tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match=f"nothing of that kind to drop; found: --drop {kind}; exp"):
+        with pytest.raises(UsageError, match=f"is dropped by its kind; found: --drop {kind}; exp"):
             mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "o", mcore_ckpt_ext.TorchDist(), drop=[kind])
 
     def test_hugging_face_has_no_optimizer_to_drop(self, tmp_path: Path) -> None:

@@ -18,8 +18,10 @@ from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UsageError,
 )  # fmt: skip
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import INTACT, Fixture, fixture_named
+from tests.harness.damage import MATRIX, flip, payload_position
 
 Way = TypeVar("Way")
 # Of each target of `legacy`: TP, PP, virtual stages, EP; what a model cannot take is left out by hand below.
@@ -201,8 +203,23 @@ class TestRefusals:
         for key, wrong in differing.items():
             assert wrong <= report.lost[key.partition(".")[2]], key
 
-    def test_a_master_that_does_not_round_to_its_weight(self, tmp_path: Path) -> None:
-        """Of a format that shows every parameter's place: nothing but the proof sees the flipped bit."""
+    @pytest.mark.parametrize("name", ["p02", "p04", "p08"])
+    def test_a_flipped_bit_of_a_moment(self, name: str, tmp_path: Path) -> None:
+        """Only its checksum shows it, and what is written has checksums of its own."""
+        damaged = fixture_named(name).copy_to(tmp_path / name)
+        checkpoint = mcore_ckpt_ext.open_checkpoint(damaged.run)
+        file, position = payload_position(checkpoint, "exp_avg", MATRIX, 17)
+        file.chmod(0o644)
+        flip(file, position)
+        for target in (mcore_ckpt_ext.TorchDist(), mcore_ckpt_ext.Legacy(), mcore_ckpt_ext.Canonical()):
+            with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
+                mcore_ckpt_ext.convert(damaged.run, tmp_path / target.name, target)
+            assert not (tmp_path / target.name).exists()
+        mcore_ckpt_ext.convert(damaged.run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), drop=["optimizer"])
+
+    def test_a_master_that_does_not_round_to_its_weight(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """As somebody wrote it, with its checksum: nothing but the proof sees it."""
+        monkeypatch.setattr(TorchArchive, "verify_checksums", lambda self, only=None: None)
         damaged = fixture_named("p04").copy_to(tmp_path / "p04")
         name = "decoder.layers.1.mlp.linear_fc1.weight"
         data = damaged.truth[f"weight.{name}"].view(torch.uint8).numpy().tobytes()
