@@ -224,13 +224,13 @@ def test_elements_are_counted_of_shapes_that_can_be() -> None:
 @pytest.mark.parametrize(
     "data",
     [
-        b"\x80\x04)\x94h\x00\x85.",
-        b"\x80\x04K\x01\x85\x94(h\x00t.",
+        b"\x80\x04)\x94h\x00\x85\x94h\x01\x85.",
+        b"\x80\x04K\x01\x85\x94(h\x00h\x00t.",
         b"\x80\x04]\x94(" + b"h\x00" * 65 + b"t.",
         b"\x80\x04\x8c\x05torch\x8c\x04Size\x93]\x85R.",
         b"\x80\x04\x8c\x05parts\x8c\x05Thing\x93)\x81}(" + b"".join(b"K%cN" % n for n in range(65)) + b"ub.",
     ],
-    ids=["a tuple of a tuple", "with a mark", "a long one", "a size of a list", "a large state"],
+    ids=["a tuple of a tuple of a tuple", "a tuple of two tuples", "a long one", "a size of a list", "a large state"],
 )
 def test_what_its_opcodes_do_not_show_takes_the_long_way(data: bytes) -> None:
     plain = plain_form(data)

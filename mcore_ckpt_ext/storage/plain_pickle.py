@@ -6,8 +6,8 @@ tuples have one hash, and where it calls something with large arguments (`pickle
 - tuples of five or fewer texts and numbers below 2**31 are small, however often the pickle refers to them. Nobody
   foresees a text's hash, and there are too few such numbers: to find a thousand of one hash takes over 2**40 trials;
 - a tuple that becomes an object's state at once may hold anything: that object looks at it first;
-- any other tuple is shown to the unpickler's owner, which checks that it is short, holds no other tuple, and has a
-  hash of its own;
+- any other tuple is shown to the unpickler's owner, which checks that it is short, holds no other tuple, but for the
+  one that a size is made of, and has a hash of its own;
 - the arguments of a call are a small tuple, or else the owner makes the call, and only of what merely keeps them.
 
 The opcodes alone do not show the last two. So the pickle is rewritten: they become persistent references, of which a

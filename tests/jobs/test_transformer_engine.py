@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE, assemble, training_state
 
-from mcore_ckpt_ext import Legacy, convert, inspect, verify
+from mcore_ckpt_ext import Legacy, convert, inspect, open_checkpoint, verify
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from tests.harness.checkpoints import assert_converted
+from tests.harness.checkpoints import assert_converted, fixture_named
 from tests.harness.jobs import LAST, SAVED, assert_same_training_state, differing
 from tests.harness.layouts import SEQUENCE, Layout, experts_over
-from tests.harness.models import GATED_EXPERTS, LATENT, LLAMA
+from tests.harness.models import GATED_EXPERTS, LATENT, LLAMA, QUERIES
 from tests.harness.packages import with_transformer_engine
 from tests.harness.turns import Results, Turn, run_in_turn
 
@@ -90,6 +91,17 @@ GATHERING = {
 }
 
 
+# Written by jobs with a real build of Transformer Engine.
+BUILT = {
+    "p21": (Layout(2, 2, 4, vocabulary=256), [*LLAMA, "--add-qkv-bias", "--qk-layernorm"]),
+    "p22": (
+        SPREAD,
+        [*GROUPED, *QUERIES, "--moe-ffn-hidden-size", "16", "--moe-shared-expert-intermediate-size", "24",
+         "--moe-layer-freq", "[0,1,1,1]"],
+    ),
+}  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
     folder = tmp_path_factory.mktemp("engine")
@@ -102,6 +114,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
             saves=job.source in SAVES, until=LAST, newest=LAST, environment=both,
         )
         for name, job in (RESUMES | GATHERING).items()
+    ] + [
+        Turn(
+            folder / name, layout, more=[*model, *ENGINE], load=fixture_named(name).run, saves=True, until=LAST,
+            newest=LAST, environment=both,
+        )
+        for name, (layout, model) in BUILT.items()
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         with_transformer_engine(patch)
@@ -139,6 +157,23 @@ def test_resumed_and_gone_on_exactly(results: Results, name: str) -> None:
     assert ("they start empty, as in a fresh model" in resumed.output) == (name in EMPTY)
     if begun < LAST:
         assert differing(separate(dump(results, source, LAST)), separate(dump(results, name, LAST))) == []
+
+
+@pytest.mark.parametrize("name", BUILT)
+def test_the_stand_in_takes_and_writes_what_a_build_does(results: Results, name: str) -> None:
+    fixture, resumed = fixture_named(name), results.job(name)
+    assert differing(fixture.truth, assemble(resumed.at_load)) == []
+    of_build, own = (open_checkpoint(run) for run in (fixture.run, resumed.run))
+    assert {key: (array.shape, array.dtype) for key, array in of_model(of_build)} == {
+        key: (array.shape, array.dtype) for key, array in of_model(own)
+    }
+    states = [sorted(key for key in one.index.objects if "_extra_state" in key) for one in (of_build, own)]
+    assert states[0] == states[1]
+
+
+def of_model(checkpoint: Any) -> Iterator[tuple[str, Any]]:
+    arrays = checkpoint.index.arrays.items()
+    return ((key, array) for key, array in arrays if not key.startswith(("optimizer", "chained")))
 
 
 def of_the_optimizer(dumped: Path) -> dict[str, torch.Tensor]:
