@@ -26,7 +26,7 @@ from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.admission import check_kinds, check_lost, check_names, spelling_in, verify_checksums
-from mcore_ckpt_ext.online.agreement import agreed, agreed_here, gather
+from mcore_ckpt_ext.online.agreement import agreed, agreed_here, gather, rank_and_size
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.live_job import LiveJob, RankView, check_same_kinds
 from mcore_ckpt_ext.online.live_model import Spell, quantisation
@@ -116,12 +116,12 @@ def prepare(
         check_same_kinds(views)
         check_names(checkpoint, set(map(spell, names)))
         if verify_all:
-            verify_checksums(checkpoint, *_rank_and_size())
+            verify_checksums(checkpoint, *rank_and_size())
         if not accept_lost:
             check_lost(checkpoint)
         for buffers in checkpoint.optimizer.buffers:
-            check_digests(buffers, str(checkpoint.folder), _rank_and_size())
-        offloaded, share = bool(checkpoint.arguments.optimizer_cpu_offload), _rank_and_size()
+            check_digests(buffers, str(checkpoint.folder), rank_and_size())
+        offloaded, share = bool(checkpoint.arguments.optimizer_cpu_offload), rank_and_size()
         for shard in job.shards:
             check_kinds(checkpoint, shard)
         stored = with_step(checkpoint.param_groups(), checkpoint.common, checkpoint.arguments.constant_batch_size)
@@ -283,8 +283,3 @@ class Proven:
             differing=sum(differing),
             disbelieved=checkpoint.sidecar_problem,
         )
-
-
-def _rank_and_size() -> tuple[int, int]:
-    distributed = torch.distributed
-    return (distributed.get_rank(), distributed.get_world_size()) if distributed.is_initialized() else (0, 1)

@@ -52,8 +52,13 @@ class DescribedCheckpoint(Checkpoint):
     @cached_property
     @override
     def arguments(self) -> JobArguments:
-        own = stated_by_megatron(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
+        own = self._stated_by_megatron
         return own if own is not None and own.tells_all else self.description.arguments
+
+    @cached_property
+    def _stated_by_megatron(self) -> JobArguments | None:
+        """Megatron's arguments, all or some; None where the checkpoint has none."""
+        return stated_by_megatron(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
 
     @cached_property
     def description(self) -> Description:
@@ -62,7 +67,7 @@ class DescribedCheckpoint(Checkpoint):
         Raises:
             UsageError: the user states something else than the index shows.
         """
-        own = stated_by_megatron(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
+        own = self._stated_by_megatron
         if own is not None and own.tells_all:
             return Description(own)
         found = described(self.reader, own, self.sidecar, self._facts)

@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.hooks.announce import announce
@@ -26,7 +24,7 @@ from mcore_ckpt_ext.hooks.attended import Attended
 from mcore_ckpt_ext.hooks.first_look import megatron_version
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
-from mcore_ckpt_ext.online.agreement import agreed
+from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.optimizer_reshard import Prepared, prepare
@@ -117,7 +115,7 @@ def _planned(folder: Path, optimizer: Any) -> Planned | None:
     Raises:
         ResumeRefusedError: on every rank, when it cannot be filled either.
     """
-    if not agreed("looking at the checkpoint", lambda: _is_first() and _is_ours(folder, optimizer))[0]:
+    if not agreed("looking at the checkpoint", lambda: is_first_rank() and _is_ours(folder, optimizer))[0]:
         return None
     chunks = chunks_of(optimizer)
     running = live_arguments(chunks, optimizer)
@@ -126,10 +124,6 @@ def _planned(folder: Path, optimizer: Any) -> Planned | None:
         folder, chunks, optimizer, running, verify_all=VERIFY_ALL.value, accept_lost=ACCEPT_LOST.value
     )  # fmt: skip
     return plan
-
-
-def _is_first() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _is_ours(folder: Path, optimizer: Any) -> bool:

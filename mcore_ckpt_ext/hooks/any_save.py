@@ -15,8 +15,9 @@ from typing import Any
 
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.attended import Attended
-from mcore_ckpt_ext.hooks.direct import is_writer, recorder
+from mcore_ckpt_ext.hooks.direct import recorder
 from mcore_ckpt_ext.hooks.process import PROCESS
+from mcore_ckpt_ext.online.agreement import is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.saving.durable import Disk
@@ -83,7 +84,7 @@ def _text(optimizer: Any, iteration: object) -> str:
 
 def _publish(folder: Path, text: str) -> None:
     """Write it; a checkpoint without one is as good as before."""
-    if not text or not is_writer():
+    if not text or not is_first_rank():
         return
     try:
         Disk().publish(folder, text, None, "")

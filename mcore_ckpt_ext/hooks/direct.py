@@ -11,7 +11,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
-from mcore_ckpt_ext.online.agreement import agreed, agreed_here
+from mcore_ckpt_ext.online.agreement import agreed, agreed_here, is_first_rank
 from mcore_ckpt_ext.online.live_arguments import live_arguments, unwrapped
 from mcore_ckpt_ext.online.record import PackingRecorder
 from mcore_ckpt_ext.optimizer_reshard import prepare
@@ -84,7 +84,7 @@ def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object)
     text = recorder().prepared(lambda: chunks, optimizer, stated, iteration)(None)
 
     def write() -> None:
-        if text and is_writer():
+        if text and is_first_rank():
             Disk().publish(folder, text, None, "")
 
     agreed(f"writing {FILE_NAME}", write, _NONE)
@@ -95,9 +95,3 @@ def recorder() -> PackingRecorder:
     # After a plus sign Megatron puts the commit of whatever repository it lies in.
     megatron = str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown")).partition("+")[0]
     return PROCESS.one(PackingRecorder, lambda: PackingRecorder(announce, (__version__, megatron)))
-
-
-def is_writer() -> bool:
-    """Whether this process writes for all."""
-    distributed = sys.modules["torch"].distributed
-    return not distributed.is_initialized() or distributed.get_rank() == 0

@@ -131,10 +131,11 @@ def _load(asked: Any, folder: Path, opened: Checkpoint | None, stock: Callable[[
     def read() -> dict[int, Any]:
         # The small ones first: if one of them is damaged, nothing has been written.
         some = any(has_objects for _, has_objects, _ in plans)
-        stored = [entry for entry in leaves.objects if not any(entry is one for one in empty)]
+        absent = set(map(id, empty))
+        stored = [entry for entry in leaves.objects if id(entry) not in absent]
         objects = stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
         found = {id(entry): objects[str(number)] for number, entry in enumerate(stored)}
-        found |= dict.fromkeys(map(id, empty))
+        found |= dict.fromkeys(absent)
         return found | dict(zip(map(id, leaves.tensors), planned[0].read(), strict=True))
 
     values = agreed_here("reading the model", read, "it is partly written: do not train on, start again")

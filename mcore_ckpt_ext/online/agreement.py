@@ -22,6 +22,16 @@ Failure = CheckpointException
 """What torch and Megatron raise when some rank failed; it is no Exception."""
 
 
+def rank_and_size() -> tuple[int, int]:
+    """This rank, and how many there are; of a program without ranks, the only one."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def is_first_rank() -> bool:
+    """Whether this rank writes and speaks for all."""
+    return rank_and_size()[0] == 0
+
+
 def gather(item: Result) -> list[Result]:
     """One item from every rank, in rank order; items that several ranks have may be one object.
 

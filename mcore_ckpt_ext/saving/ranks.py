@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt_ext.errors import SaveFailedError
-from mcore_ckpt_ext.online.agreement import device_of_collectives, reasons_of_all
+from mcore_ckpt_ext.online.agreement import device_of_collectives, is_first_rank, reasons_of_all
 from mcore_ckpt_ext.saving.save import Point
 
 
@@ -16,7 +16,7 @@ class JobRanks:
     @property
     def is_first(self) -> bool:
         """Whether this rank publishes."""
-        return not dist.is_initialized() or dist.get_rank() == 0
+        return is_first_rank()
 
     def agree(self, point: Point, problem: str | None) -> str | None:
         """Meet; only three numbers are exchanged as long as all is well.

@@ -24,8 +24,9 @@ class Payloads:
 
     Args:
         reader: of the folder.
-        verifies: whether the checksum of what is looked up is compared, once, before it is used. Whoever writes what
-            was read must: its own checksums would hide the damage, and nothing else would show that of a moment.
+        verifies: whether the checksum of what is looked up is compared, once; another thread may use it meanwhile.
+            Whoever publishes what was read must: its own checksums would hide the damage, and nothing else shows that
+            of a moment.
     """
 
     def __init__(self, reader: FolderReader, verifies: bool = False) -> None:
