@@ -235,19 +235,24 @@ class TorchArchive:
     def with_values(self, tree: Any) -> Any:
         """A small object of this archive, as `load` gives it, with its tensors read: a gradient scaler's scale.
 
-        What the archive refers to twice is read once, and is one tensor.
+        What the archive refers to twice is read once, and is one tensor; nobody else compares these checksums.
 
         Raises:
-            UnreadableCheckpointError: a tensor is not there.
+            UnreadableCheckpointError: a tensor is not there, or is damaged.
             OverBudgetError: its tensors are many views of the same elements.
         """
         budget = Budget(self._length, self.where)
         read: dict[TensorReference, torch.Tensor] = {}
+        verified: set[str] = set()
 
         def values(node: Any) -> Any:
             if isinstance(node, TensorReference):
                 if node not in read:
-                    read[node] = self._values(node, budget)
+                    place = self.payload(node)
+                    if node.storage.key not in verified:
+                        self.verify_checksums(only=f"data/{node.storage.key}")
+                        verified.add(node.storage.key)
+                    read[node] = self._values(place, budget)
                 return read[node]
             if isinstance(node, dict):
                 return {key: values(value) for key, value in node.items()}
@@ -259,8 +264,7 @@ class TorchArchive:
 
         return values(tree)
 
-    def _values(self, tensor: TensorReference, budget: Budget) -> torch.Tensor:
-        place = self.payload(tensor)
+    def _values(self, place: Payload, budget: Budget) -> torch.Tensor:
         nbytes = place.numel * place.dtype.itemsize
         budget.spend(_STEPS_TO_KEEP * nbytes, "copies of its tensors")
         data = self._reader.read(place.file, place.offset, nbytes)

@@ -217,6 +217,19 @@ class TestRefusals:
             assert not (tmp_path / target.name).exists()
         mcore_ckpt_ext.convert(damaged.run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), drop=["optimizer"])
 
+    @pytest.mark.parametrize("name", ["p02", "p08"])
+    def test_a_flipped_bit_of_a_random_state(self, name: str, tmp_path: Path) -> None:
+        """A tensor among pickled objects, which no plan reads."""
+        damaged = fixture_named(name).copy_to(tmp_path / name)
+        (states, *_) = mcore_ckpt_ext.open_checkpoint(damaged.run).random_states().values()
+        state = (states[0] if isinstance(states, list) else states)["torch_rng_state"].numpy().tobytes()
+        file = next(file for file in sorted(damaged.iteration.rglob("*")) if file.is_file() and state in file.read_bytes())
+        file.chmod(0o644)
+        flip(file, file.read_bytes().index(state) + 300, bit=1)
+        with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
+            mcore_ckpt_ext.convert(damaged.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+        assert not (tmp_path / "out").exists()
+
     def test_a_master_that_does_not_round_to_its_weight(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """As somebody wrote it, with its checksum: nothing but the proof sees it."""
         monkeypatch.setattr(TorchArchive, "verify_checksums", lambda self, only=None: None)
