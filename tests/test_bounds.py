@@ -188,7 +188,7 @@ def test_a_tensor_is_read_once_however_often_it_is_referred_to(tmp_path: Path) -
         values = archive.with_values(archive.load())
         assert len(values) == 1500
         assert len({tensor.data_ptr() for tensor in values}) == 1
-        assert reader.bytes_read < 2 * MEBIBYTE
+        assert reader.bytes_read < 3 * MEBIBYTE  # and once more to compare its checksum
 
 
 def test_many_views_of_one_tensor_are_refused(tmp_path: Path) -> None:

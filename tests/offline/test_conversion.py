@@ -223,7 +223,8 @@ class TestRefusals:
         damaged = fixture_named(name).copy_to(tmp_path / name)
         (states, *_) = mcore_ckpt_ext.open_checkpoint(damaged.run).random_states().values()
         state = (states[0] if isinstance(states, list) else states)["torch_rng_state"].numpy().tobytes()
-        file = next(file for file in sorted(damaged.iteration.rglob("*")) if file.is_file() and state in file.read_bytes())
+        files = sorted(path for path in damaged.iteration.rglob("*") if path.is_file())
+        file = next(path for path in files if state in path.read_bytes())
         file.chmod(0o644)
         flip(file, file.read_bytes().index(state) + 300, bit=1)
         with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
