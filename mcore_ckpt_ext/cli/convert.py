@@ -15,6 +15,7 @@ from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.errors import UsageError, readable
 from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.loops.facts import FactsOfSource
 from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, Report, convert
 from mcore_ckpt_ext.offline.team import Team
 from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, LOOPS, TARGETS, Target
@@ -99,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for option in _OPTIONS:
             if option.targets == targets:
                 group.add_argument(option.flag, dest=option.field, default=argparse.SUPPRESS, **option.how)
-    add_facts(parser, "source-")
+    add_facts(parser, FactsOfSource)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,18 +6,20 @@ import argparse
 from dataclasses import fields
 
 from mcore_ckpt_ext.cli.sizes import parse_count
-from mcore_ckpt_ext.loops.facts import Facts
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 
 _NAMES = [field.name for field in fields(Facts)]
 
 
-def add_facts(parser: argparse.ArgumentParser, prefix: str = "") -> None:
-    """An option for each fact; `prefix` tells it from the option of the same name for the reader."""
+def add_facts(parser: argparse.ArgumentParser, kind: type[Facts] = Facts) -> None:
+    """An option for each fact, as this kind of them spells it."""
+    parser.set_defaults(kind_of_facts=kind)
+    options = kind()
     group = parser.add_argument_group("only for a checkpoint without Megatron's arguments: the job that wrote it")
     for name in _NAMES:
         what = name.removesuffix("_size").replace("_", "-")
         group.add_argument(
-            f"--{prefix}{name.replace('_', '-')}", dest=f"fact_{name}", type=parse_count, metavar="N",
+            options.option(name), dest=f"fact_{name}", type=parse_count, metavar="N",
             help=f"its {what} size",
         )  # fmt: skip
 
@@ -28,4 +30,6 @@ def facts_of(arguments: argparse.Namespace) -> Facts:
     Raises:
         UsageError: a value makes no sense.
     """
-    return Facts(**{name: getattr(arguments, f"fact_{name}") for name in _NAMES})
+    stated = {name: getattr(arguments, f"fact_{name}") for name in _NAMES}
+    kind: type[Facts] = arguments.kind_of_facts
+    return kind(**stated) if any(size is not None for size in stated.values()) else NOTHING

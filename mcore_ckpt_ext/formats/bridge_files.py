@@ -39,7 +39,7 @@ def run_config_file(checkpoint: Checkpoint, random_states: bool) -> tuple[Output
     if layout.unknown & {"tensor", "pipeline"}:
         raise UnsupportedCheckpointError(
             "Megatron-Bridge asks for the layout that a checkpoint was written under, and it is not known",
-            where=str(checkpoint.folder), helps="state it: --source-tensor-model-parallel-size and so on",
+            where=checkpoint.arguments.source, helps="state it: --source-tensor-model-parallel-size and so on",
         )  # fmt: skip
     has_optimizer = checkpoint.optimizer_format is not None
     content = with_facts(
@@ -60,15 +60,16 @@ def _content(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], list[str]]:
     if found is not None:
         kept, emptied = harmless(found)
         return kept, [f"left out of {RUN_CONFIG}: {place}, which Megatron-Bridge would run" for place in emptied]
+    tokenizer = {"tokenizer": {"vocab_size": checkpoint.tokens}} if checkpoint.tokens else {}
     try:
         model = complete(checkpoint.arguments)
         fit = family_of_megatron(model, checkpoint.names(WEIGHT))
     except CheckpointError:
         without = f"{RUN_CONFIG} names no model class, for the model belongs to no family that is known here: "
-        return {"model": {}}, [f"{without}training resumes, but AutoBridge cannot export it"]
+        return {"model": {}, **tokenizer}, [f"{without}training resumes, but AutoBridge cannot export it"]
     section = bridge_model(fit.family, fit.arguments)
     rows = {"vocab_size": checkpoint.vocabulary_rows, "should_pad_vocab": False}
-    return {"model": {**section, **rows}}, []
+    return {"model": {**section, **rows}, **tokenizer}, []
 
 
 def train_state(checkpoint: Checkpoint) -> bytes:

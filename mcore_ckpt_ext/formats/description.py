@@ -5,7 +5,7 @@ The index was made by the ranks themselves, so it decides where another source s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.loops import bridge, verl
 from mcore_ckpt_ext.loops.facts import Facts
+from mcore_ckpt_ext.storage.budget import OverBudgetError
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import parsed
@@ -81,7 +82,7 @@ def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar |
     recorded = {_RECORDED[name]: size for name, size in sidecar.layout.items() if name in _RECORDED} if sidecar else {}
     stated = {**description.arguments.stated, **counted, **recorded, **facts.stated()}
     told = (*description.problems, *problems)
-    return replace(description, arguments=_partial(stated, folder), problems=told)
+    return replace(description, arguments=_partial(stated, folder, told), problems=told)
 
 
 def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]:
@@ -106,7 +107,7 @@ def refuse_facts(facts: Facts, where: Path) -> None:
     name, size = next(iter(facts.stated().items()))
     raise UsageError(
         "the checkpoint itself says under which layout it was written",
-        found=f"--{name.replace('_', '-')} {size}", where=str(where), helps="leave the option out",
+        found=f"{facts.option(name)} {size}", where=str(where), helps="leave the option out",
     )  # fmt: skip
 
 
@@ -128,18 +129,20 @@ def completed(description: Description, shown: Mapping[str, Any], facts: Facts, 
         if facts.stated().get(name) == stated[name]:
             raise UsageError(
                 "the checkpoint's index shows that its job was another one",
-                found=f"--{name.replace('_', '-')} {stated[name]}", expected=f"{shown[name]}", where=str(folder),
+                found=f"{facts.option(name)} {stated[name]}", expected=f"{shown[name]}", where=str(folder),
                 helps="leave the option out: the index is believed anyway",
             )  # fmt: skip
     source = description.source or SIDECAR_FILE
     told = [f"{source} says {name} {stated[name]}, but the index shows {shown[name]}, which counts"
             for name in contradicted]  # fmt: skip
     merged = {**stated, **{name: value for name, value in shown.items() if value is not None or name not in stated}}
-    return replace(description, arguments=_partial(merged, folder), problems=(*description.problems, *told))
+    arguments = _partial(merged, folder, description.problems)
+    return replace(description, arguments=arguments, problems=(*description.problems, *told))
 
 
-def _partial(stated: Mapping[str, Any], folder: Path) -> JobArguments:
-    return JobArguments.of(stated, source=f"what is known of the job of {folder}", tells_all=False)
+def _partial(stated: Mapping[str, Any], folder: Path, problems: Sequence[str] = ()) -> JobArguments:
+    because = "".join(f" ({problem})" for problem in problems)
+    return JobArguments.of(stated, source=f"what is known of the job of {folder}{because}", tells_all=False)
 
 
 def _of_bridge(folder: Path) -> Description | None:
@@ -171,12 +174,18 @@ def run_config_of(folder: Path) -> dict[str, Any] | None:
 
 
 def _read(folder: Path, name: str, arguments_of: Callable[[str, str], JobArguments]) -> Description | None:
-    """What a file says; a file that cannot be believed is one source fewer, and told."""
+    """What a file says; a file that cannot be believed is one source fewer, and told.
+
+    Raises:
+        OverBudgetError: it was made to keep its reader busy; a checkpoint with such a file is not to be trusted.
+    """
     where = str(folder / name)
     try:
         return Description(arguments_of(read_file(folder, name, MOST_BYTES).decode(), where), name)
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OverBudgetError:
+        raise
     except OSError as error:
         problem = error.strerror or str(error)
     except (ValueError, CheckpointError) as error:

@@ -16,12 +16,15 @@ from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity
 from mcore_ckpt_ext.storage.writable import first_unwritable, hides_a_pickle
 
 WRITTEN_FOR = "mcore_ckpt_ext_written_for"
-"""The argument by which a converted checkpoint is known: the version of Megatron that it was written for."""
+"""The argument by which a converted checkpoint is known: the version of Megatron that it was written for.
+
+Without arguments, the entry of the common state.
+"""
 SHARDING_MARK = "param_state_sharding_type"
 """What the entry of a distributed optimizer in a chain has, and no other's."""
 
 # Kept by the job's own state machine for its own ranks; stock does without it when the layout has changed.
-_NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine", "args")
+_NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine", "args", WRITTEN_FOR)
 # Members of Megatron's own enums come and go with its versions; `--use-checkpoint-args` does without them.
 _ENUMS = ("megatron.core.", "signal.Signals", "megatron.training.")
 # What a parameter group holds beside its settings; the classes are those of `HybridDeviceOptimizer`.

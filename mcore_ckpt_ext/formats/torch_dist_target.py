@@ -21,6 +21,7 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.portable_state import (
     SHARDING_MARK,
+    WRITTEN_FOR,
     PortableState,
     distinct_groups,
     known_arguments,
@@ -233,7 +234,7 @@ class TorchDistTarget:
                 content["distrib_optim_fully_reshardable_mem_efficient"] = False
             common["content_metadata"] = content
         if not self._with_arguments:
-            del common["args"]
+            common[WRITTEN_FOR] = getattr(common.pop("args"), WRITTEN_FOR)
         return common
 
     def _chain(self, encoding: str) -> list[dict[str, Any]]:

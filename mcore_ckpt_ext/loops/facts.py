@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from typing import ClassVar
 
 from mcore_ckpt_ext.errors import UsageError
 
@@ -26,6 +27,8 @@ class Facts:
     expert_tensor_parallel_size: int | None = None
     context_parallel_size: int | None = None
 
+    prefix: ClassVar[str] = ""
+
     def __post_init__(self) -> None:
         """Check what can be checked without a checkpoint.
 
@@ -39,6 +42,16 @@ class Facts:
     def stated(self) -> dict[str, int]:
         """What is stated, by name."""
         return {name: size for name, size in asdict(self).items() if size is not None}
+
+    def option(self, name: str) -> str:
+        """What a user of the command line types to state one."""
+        return f"--{self.prefix}{name.replace('_', '-')}"
+
+
+class FactsOfSource(Facts):
+    """The same beside options of the same names that speak of the job that will read."""
+
+    prefix = "source-"
 
 
 NOTHING = Facts()

@@ -79,10 +79,11 @@ def writer_of(checkpoint: Checkpoint) -> Writer:
     if recorded:
         only = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)
         return Writer(_by_loop(checkpoint, recorded), (only,), parse_version(recorded) or OLDEST)
-    if written_for := checkpoint.arguments.stated.get(WRITTEN_FOR):
+    if written_for := _written_for(checkpoint):
         # Its arguments are those of the job that wrote the source, and its index has no plans of ranks.
-        only = Evidence("`mcore-ckpt convert` wrote it, as its arguments record", str(written_for), str(written_for))
-        return Writer(f"mcore-ckpt convert, for Megatron {written_for}", (only,), parse_version(written_for) or OLDEST)
+        only = Evidence("`mcore-ckpt convert` wrote it, as it records itself", written_for, written_for)
+        whom = f"{'Megatron-Bridge on ' if _is_of_bridge(checkpoint) else ''}Megatron {written_for}"
+        return Writer(f"mcore-ckpt convert, for {whom}", (only,), parse_version(written_for) or OLDEST)
     bounds = list(_bounds(checkpoint))
     first = max((low for _, low, _ in bounds if low), default=OLDEST)
     last = min((high for _, _, high in bounds if high), default=NEWEST)
@@ -93,11 +94,19 @@ def writer_of(checkpoint: Checkpoint) -> Writer:
     return Writer(_by_loop(checkpoint, span), evidence, first)
 
 
+def _written_for(checkpoint: Checkpoint) -> str:
+    """The version that a conversion was written for; empty where it is none."""
+    found = checkpoint.arguments.stated.get(WRITTEN_FOR)
+    return str(found or (checkpoint.common.get(WRITTEN_FOR) if not checkpoint.arguments.tells_all else "") or "")
+
+
+def _is_of_bridge(checkpoint: Checkpoint) -> bool:
+    return isinstance(checkpoint, TorchDistCheckpoint) and checkpoint.description.source == RUN_CONFIG
+
+
 def _by_loop(checkpoint: Checkpoint, version: str) -> str:
     """A version of Megatron, with the loop that ran on it where it was another one."""
-    if isinstance(checkpoint, TorchDistCheckpoint) and checkpoint.description.source == RUN_CONFIG:
-        return f"Megatron-Bridge on Megatron Core {version}"
-    return version
+    return f"Megatron-Bridge on Megatron Core {version}" if _is_of_bridge(checkpoint) else version
 
 
 _Bound = tuple[str, Version | None, Version | None]
@@ -181,7 +190,7 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
 
 def _of_another_loop(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> Iterator[Resumption]:
     """Who resumes a checkpoint without Megatron's arguments, which `load_checkpoint` there asks for its layout."""
-    described = isinstance(checkpoint, TorchDistCheckpoint) and checkpoint.description.source == RUN_CONFIG
+    described = _is_of_bridge(checkpoint)
     other = stock_can_load(checkpoint.optimizer_format, True, NEWEST)
     own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
     who = "Megatron-Bridge" if described else "the training loop that wrote it"
@@ -203,7 +212,10 @@ def _stock(checkpoint: Checkpoint, placement_changed: bool, version: Version) ->
 def _stock_note(checkpoint: Checkpoint) -> str:
     if checkpoint.optimizer_format is None:
         return "it holds no optimizer"
-    return "; ".join(encoding.note for encoding in encodings_named(checkpoint.optimizer_format) if encoding.note)
+    # What Megatron may have done wrongly when it saved, a conversion has not.
+    intact = FULLY_RESHARDABLE if _written_for(checkpoint) else None
+    encodings = encodings_named(checkpoint.optimizer_format)
+    return "; ".join(encoding.note for encoding in encodings if encoding.note and encoding.name != intact)
 
 
 def _span(versions: Sequence[Version]) -> str:

@@ -44,7 +44,7 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
         raise UnsupportedCheckpointError(
             "the optimizer state lies in flat buffers, whose layout follows from that of the job, and the checkpoint "
             "does not say under which parallel layout it was written",
-            found="no arguments of the job",
+            found=holder.arguments.source,
             where=str(holder.folder),
             helps="state it (--tensor-model-parallel-size and so on; of a source --source-tensor-model-parallel-size); "
             "--drop optimizer converts its weights alone",

@@ -13,7 +13,7 @@ import torch
 import yaml
 
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.shown import layout_shown, model_shown
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
@@ -227,6 +227,57 @@ def test_of_megatrons_own_checkpoint(tmp_path: Path) -> None:
     assert_bridge_resumes(tmp_path / "llama")
     report = convert(fixture_named("p22").run, tmp_path / "other", TorchDist(loop="bridge"))
     assert any("AutoBridge cannot export it" in note for note in report.notes)
+
+
+def test_what_was_written_for_bridge_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither is its writer a riddle, nor is it suspected of what Megatron did; its tokens are those of the source."""
+    run = fixture_named("p02").run
+    convert(run, tmp_path / "bridge", TorchDist(loop="bridge", megatron_version="0.19.2"))
+    found = inspect(tmp_path / "bridge")
+    assert found.writer.version == "mcore-ckpt convert, for Megatron-Bridge on Megatron 0.19"
+    assert main(["inspect", str(tmp_path / "bridge")]) == 0
+    shown = capsys.readouterr().out
+    assert "contradict" not in shown
+    assert "shifted" not in shown
+    assert open_checkpoint(tmp_path / "bridge").tokens == open_checkpoint(run).tokens == 128
+    convert(tmp_path / "bridge", tmp_path / "back", TorchDist())
+    assert inspect(tmp_path / "back").writer.version.startswith("mcore-ckpt convert, for Megatron 0.")
+    assert "mcore_ckpt_ext_written_for" not in open_checkpoint(tmp_path / "back").common
+
+
+def test_a_broken_description_is_named_where_it_is_missed(bridge: Fixture, tmp_path: Path) -> None:
+    (bridge.iteration / "run_config.yaml").write_text("model: {num_layers: 4")
+    with pytest.raises(CheckpointError, match=r"\(run_config.yaml is not believed: "):
+        convert(bridge.run, tmp_path / "hf", HuggingFace())
+    edit_index(bridge, lambda key: key.startswith(("rng_state", "embedding.", "output_layer.")))
+    for target in (Canonical(), TorchDist(loop="bridge")):
+        with pytest.raises(UnsupportedCheckpointError, match=r"\(run_config.yaml is not believed: .*state it"):
+            convert(bridge.run, tmp_path / "out", target)
+
+
+def test_a_description_that_explodes(bridge: Fixture, tmp_path: Path) -> None:
+    """Whoever wrote it meant no good, whatever the rest of the checkpoint looks like."""
+    lines = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 10)]
+    (bridge.iteration / "run_config.yaml").write_text("\n".join([*lines, "model: {num_layers: 4}"]))
+    found = verify(bridge.run)
+    assert not found.sound
+    assert any("asks for far more than it holds" in finding.what for finding in found.findings)
+    with pytest.raises(UnreadableCheckpointError, match=r"far more than it holds.*run_config.yaml"):
+        convert(bridge.run, tmp_path / "out", TorchDist())
+
+
+def test_facts_are_repeated_as_they_were_typed(bridge: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
+    run, out = str(bridge.run), str(bridge.folder / "out")
+    assert main(["convert", run, out, "--to", "torch_dist", "--source-tensor-model-parallel-size", "4"]) == 2
+    assert "found: --source-tensor-model-parallel-size 4;" in capsys.readouterr().err
+    assert main(["verify", run, "--tensor-model-parallel-size", "4"]) == 2
+    assert "found: --tensor-model-parallel-size 4;" in capsys.readouterr().err
+    assert (
+        main(["convert", str(fixture_named("p02").run), out, "--to", "legacy", "--source-context-parallel-size", "1"])
+        == 2
+    )
+    assert "found: --source-context-parallel-size 1;" in capsys.readouterr().err
 
 
 def test_hugging_face(tmp_path: Path) -> None:
