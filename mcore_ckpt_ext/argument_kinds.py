@@ -59,6 +59,16 @@ def number() -> Any:
     return of(Kind("a finite number", _is_finite))
 
 
+def not_negative() -> Any:
+    """A field for a finite number that is 0 or more."""
+    return of(Kind("a finite number, 0 or more", lambda value: _is_finite(value) and value >= 0))
+
+
+def above_zero() -> Any:
+    """A field for a finite number above 0."""
+    return of(Kind("a finite number above 0", lambda value: _is_finite(value) and value > 0))
+
+
 def numbers() -> Any:
     """A field for a finite number, or several."""
 

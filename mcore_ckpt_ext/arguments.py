@@ -126,13 +126,13 @@ class JobArguments:
     heterogeneous_layers_config_encoded_json: str | None = kinds.text()
     untie_embeddings_and_output_weights: bool | None = kinds.flag()
     normalization: str | None = kinds.text()
-    layernorm_epsilon: float | None = kinds.number()
-    norm_epsilon: float | None = kinds.number()
+    layernorm_epsilon: float | None = kinds.not_negative()
+    norm_epsilon: float | None = kinds.not_negative()
     layernorm_zero_centered_gamma: bool | None = kinds.flag()
     apply_layernorm_1p: bool | None = kinds.flag()
     apply_residual_connection_post_layernorm: bool | None = kinds.flag()
     add_bias_linear: bool | None = kinds.flag()
-    init_method_std: float | None = kinds.number()
+    init_method_std: float | None = kinds.not_negative()
     hidden_dropout: float | None = kinds.number()
     scaled_embeddings: bool | None = kinds.flag()
     final_logit_softcap: float | None = kinds.number()
@@ -140,23 +140,23 @@ class JobArguments:
     # Positions.
     position_embedding_type: str | None = kinds.text()
     use_rotary_position_embeddings: bool | None = kinds.flag()
-    rotary_base: float | None = kinds.number()
-    rotary_percent: float | None = kinds.number()
+    rotary_base: float | None = kinds.above_zero()
+    rotary_percent: float | None = kinds.not_negative()
     rotary_interleaved: bool | None = kinds.flag()
-    rotary_seq_len_interpolation_factor: float | None = kinds.number()
+    rotary_seq_len_interpolation_factor: float | None = kinds.above_zero()
     use_rope_scaling: bool | None = kinds.flag()
-    rope_scaling_factor: float | None = kinds.number()
+    rope_scaling_factor: float | None = kinds.above_zero()
     no_rope_freq: int | Sequence[int] | None = kinds.frequency()
     rope_type: str | None = kinds.text()
-    rotary_scaling_factor: float | None = kinds.number()
+    rotary_scaling_factor: float | None = kinds.above_zero()
     mscale: float | None = kinds.number()
     mscale_all_dim: float | None = kinds.number()
-    beta_fast: float | None = kinds.number()
-    beta_slow: float | None = kinds.number()
+    beta_fast: float | None = kinds.above_zero()
+    beta_slow: float | None = kinds.above_zero()
     original_max_position_embeddings: int | None = kinds.whole(_MOST_ELEMENTS)
     yarn_original_max_position_embeddings: int | None = kinds.whole(_MOST_ELEMENTS)
-    yarn_beta_fast: float | None = kinds.number()
-    yarn_beta_slow: float | None = kinds.number()
+    yarn_beta_fast: float | None = kinds.above_zero()
+    yarn_beta_slow: float | None = kinds.above_zero()
     yarn_correction_range_round_to_int: bool | None = kinds.flag()
 
     # Attention.
@@ -275,10 +275,10 @@ class JobArguments:
         """Samples of an iteration where all had as many; None where it is not known, or grew (`rampup_batch_size`)."""
         return None if self.rampup_batch_size else self.global_batch_size
 
-    def changed(self, **changes: Any) -> JobArguments:
-        """The arguments of a job with these values in place of the present ones."""
+    def changed(self, *, source: str | None = None, **changes: Any) -> JobArguments:
+        """The arguments of a job with these values in place of the present ones; `source`: what states them now."""
         return JobArguments.of(
-            {**self.stated, **changes}, source=self.source, version=self.version, tells_all=self.tells_all
+            {**self.stated, **changes}, source=source or self.source, version=self.version, tells_all=self.tells_all
         )
 
     def _refused(self, name: str, found: str, expected: str) -> UnreadableCheckpointError:

@@ -96,6 +96,12 @@ def printable(text: str, keeps: str = "") -> str:
     )
 
 
+def with_article(noun: str) -> str:
+    """The noun after "a" or "an", as it is spoken: a name that begins with a letter read by itself counts, too."""
+    alone = noun.startswith(("lm_", "mtp")) or (noun[:2].isupper() and noun[0] in "AEFHILMNORSX")
+    return f"{'an' if alone or noun[:1] in 'aeioAEIO' else 'a'} {noun}"
+
+
 _MOST_TEXT = 300
 
 

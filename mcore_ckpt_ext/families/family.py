@@ -152,7 +152,7 @@ class Family:
                 found |= setting.arguments(config)
             check_plain(found)
             return complete(JobArguments.of(found, source="config.json"))
-        except (KeyError, TypeError, ValueError, ArithmeticError) as error:
+        except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise UnsupportedCheckpointError(
                 "config.json lacks a key, or one has a value that it cannot have", found=str(error), where="config.json"
             ) from error

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_article
 from mcore_ckpt_ext.families.arcee import Arcee
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
@@ -41,11 +41,21 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class Fit:
-    """A family, and the reasons why a checkpoint does not belong to it; none where it does."""
+    """A family, and the reasons why a checkpoint does not belong to it; none where it does.
+
+    `by_names`: the arguments would fit.
+    """
 
     family: Family
     arguments: ModelArguments
     reasons: Sequence[str]
+    by_names: bool = True
+
+    @property
+    def told(self) -> list[str]:
+        """The first of the reasons, and how many there are beside them."""
+        more = len(self.reasons) - _SHOWN
+        return [*self.reasons[:_SHOWN], *([f"and {more} more"] if more > 0 else [])]
 
 
 def family_named(name: str) -> Family:
@@ -103,7 +113,11 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
 
 
 def family_of_megatron(
-    arguments: ModelArguments, names: Collection[str], wanted: Family | None = None, once: str | None = None
+    arguments: ModelArguments,
+    names: Collection[str],
+    wanted: Family | None = None,
+    once: str | None = None,
+    where: str | None = None,
 ) -> Fit:
     """The one family that a Megatron checkpoint fits, with the arguments under which it does.
 
@@ -112,6 +126,7 @@ def family_of_megatron(
         names: of its weights, in model space.
         wanted: the family that the user names.
         once: the `model_type` that it had in a Hugging Face folder, if it came from one.
+        where: the checkpoint, for messages.
 
     Raises:
         UnsupportedCheckpointError: none fits, or several do.
@@ -126,16 +141,16 @@ def family_of_megatron(
     if fitting:
         raise UnsupportedCheckpointError(
             "the checkpoint fits several families", found=", ".join(found.family.name for found in fitting),
-            helps=f"name the right one: --family {fitting[0].family.name}",
+            where=where, helps=f"name the right one: --family {fitting[0].family.name}",
         )  # fmt: skip
-    fits.sort(key=lambda found: len(found.reasons))
+    fits.sort(key=lambda found: (not found.by_names, len(found.reasons)))
     raise UnsupportedCheckpointError(
         "the checkpoint belongs to no family that is known here" if wanted is None else
         f"the checkpoint does not belong to the family {wanted.name}",
         found="; ".join(
-            f"not {found.family.name}: {', '.join(found.reasons[:_SHOWN])}" for found in fits[: 1 if wanted else 3]
+            f"not {found.family.name}: {', '.join(found.told)}" for found in fits[: 1 if fits[0].by_names else 3]
         ),
-        expected=f"one of {', '.join(family.name for family in FAMILIES)}",
+        expected=f"one of {', '.join(family.name for family in FAMILIES)}", where=where,
         helps="name it, --family NAME, or write its family (CONTRIBUTING.md shows how): --family path.py:Name",
     )  # fmt: skip
 
@@ -143,7 +158,7 @@ def family_of_megatron(
 def fit(family: Family, arguments: ModelArguments, names: Collection[str]) -> Fit:
     """How a Megatron checkpoint fits a family, under the layer spec that its names follow."""
     if misfits := family.misfits(arguments):
-        return Fit(family, arguments, misfits)
+        return Fit(family, arguments, misfits, by_names=False)
     left_out = set(matching(names, family.megatron_left_out))
     found: list[Fit] = []
     for spec in dict.fromkeys((arguments.transformer_impl, "transformer_engine", "local")):
@@ -154,6 +169,6 @@ def fit(family: Family, arguments: ModelArguments, names: Collection[str]) -> Fi
             found.append(Fit(family, under, [str(error)]))
             continue
         differing = [f"no {name}" for name in sorted(expected - set(names))]
-        differing += [f"a {name}" for name in sorted(set(names) - expected - left_out)]
+        differing += [with_article(name) for name in sorted(set(names) - expected - left_out)]
         found.append(Fit(family, under, differing))
     return min(found, key=lambda one: len(one.reasons))

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from math import log
 from typing import Any
 
+from mcore_ckpt_ext.errors import shortened
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.settings import Both, Config, Setting, misfits, unrepresentable
 
@@ -32,18 +33,21 @@ _OF_KIND = {
 def rope_parameters(config: Config, theta: float = 10000.0) -> dict[str, Any]:
     """RoPE as `config.json` says it, with `rope_theta` and `rope_type`; keys without a value are left out.
 
-    Until transformers 4 in `rope_theta` and `rope_scaling` (there `type` before 4.43), since 5 in `rope_parameters`.
+    Until transformers 4 in `rope_theta` and `rope_scaling` (there `type` before 4.43), since 5 in `rope_parameters`: of
+    both, the first counts (`convert_rope_params_to_dict`).
 
     Raises:
         UnsupportedCheckpointError: a kind of scaling, or a key of it, that Megatron has no arguments for.
     """
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(given, Mapping):
+        raise unrepresentable("rope_scaling", shortened(repr(given)), "keys with values, or null")
     found = {key: value for key, value in given.items() if value is not None}
     old = found.pop("type", "default")
     found = {"rope_theta": config.get("rope_theta", theta), "rope_type": old, **found}
     if "partial_rotary_factor" in config:
         found.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
-    kind = found["rope_type"]
+    kind = str(found["rope_type"])
     if kind not in _OF_KIND:
         raise unrepresentable("rope_scaling", given, ", ".join(_OF_KIND))
     if strange := sorted(found.keys() - _ALWAYS - _OF_KIND[kind]):

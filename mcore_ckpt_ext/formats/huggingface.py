@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, with_article
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
@@ -128,7 +128,7 @@ class HuggingFaceCheckpoint(Checkpoint):
             if name in stored and stored[name].shape != tensor.shape
         ]
         if missing or surplus or wrong:
-            told = [f"no {name}" for name in missing[:_SHOWN]] + [f"a {name}" for name in surplus[:_SHOWN]]
+            told = [f"no {name}" for name in missing[:_SHOWN]] + [with_article(name) for name in surplus[:_SHOWN]]
             more = max(0, len(missing) - _SHOWN) + max(0, len(surplus) - _SHOWN) + max(0, len(wrong) - _SHOWN)
             raise UnreadableCheckpointError(
                 f"the tensors are not those of the {self.family.name} that config.json describes",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, with_article
 from mcore_ckpt_ext.planning.extents import PlainExtent, Scaled
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
@@ -126,7 +126,7 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
     if missing or surplus:
         raise UnreadableCheckpointError(
             "the index and the files disagree about the tensors",
-            found=", ".join([*(f"no {name}" for name in missing[:4]), *(f"a {name}" for name in surplus[:4])]),
+            found=", ".join([*(f"no {name}" for name in missing[:4]), *map(with_article, surplus[:4])]),
             where=str(path),
             helps="files of different models or uploads are mixed: fetch them anew",
         )

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, with_article
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.config_keys import TOKENS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
@@ -69,11 +69,13 @@ class HuggingFaceTarget:
                 "Megatron has no such argument", found=unknown[0], expected="as Megatron's arguments are stored: "
                 "with underscores, and by their destination", helps="correct the name after --argument",
             )  # fmt: skip
-        model = complete(checkpoint.arguments.changed(**stated) if stated else checkpoint.arguments)
+        self._where = "".join((str(checkpoint.folder), *(f", --argument {text}" for text in options.arguments)))
+        known = checkpoint.arguments
+        model = complete(known.changed(source=self._where, **stated) if stated else known)
         self._check_ignored(model, stated)
         arguments = replace(model, vocab_size=self._vocabulary())
         once = json_of(self._companions, CONFIG).get("model_type")
-        self.fit: Fit = family_of_megatron(arguments, names, family, once)
+        self.fit: Fit = family_of_megatron(arguments, names, family, once, self._where)
         self.left_out = matching(names, self.fit.family.megatron_left_out)
         asked = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
         self._masters = set(checkpoint.names(FP32_PARAM)) if asked else set()
@@ -174,13 +176,13 @@ class HuggingFaceTarget:
         if wrong:
             raise UnsupportedCheckpointError(
                 "the checkpoint's arguments contradict its parameters", found="; ".join(wrong[:_SHOWN]),
-                where=str(self._checkpoint.folder), helps="is --vocab-size right?",
+                where=self._where, helps="name the arguments, and --vocab-size, as the model was computed",
             )  # fmt: skip
 
     def _notes(self, missing: Sequence[str]) -> Iterator[str]:
         """What a user who loads the folder should know; `missing`: tokens that `config.json` has no number for."""
         family = self.fit.family
-        yield f"the model is a {family.name}"
+        yield f"the model is {with_article(family.name)}"
         yield from family.notices(self.fit.arguments)
         yield from told(self.fit.arguments)
         shapes = parameter_shapes(self._tensors)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, StoredTensor
 from mcore_ckpt_ext.planning.extents import Scaled
 
@@ -84,9 +84,14 @@ def _pairing(config: Mapping[str, Any], where: str) -> _Pairing | None:
         block = settings.get("weight_block_size")
         if block is None or _is_block(block):
             return _Pairing(".weight", ".weight_scale_inv", tuple(block) if block else None)
-    elif method == "mxfp4":
+        raise UnreadableCheckpointError(
+            "the blocks of quantised weights have sizes that they cannot have",
+            found=f"weight_block_size {shortened(repr(block))}", expected="two whole numbers above 0",
+            where=f"{where}/{CONFIG}", helps="the folder's config.json is damaged: fetch it again",
+        )  # fmt: skip
+    if method == "mxfp4":
         return _Pairing("_blocks", "_scales", (1, _MX_BLOCK), packed=True)
-    elif method == "compressed-tensors" and _is_fp8(settings):
+    if method == "compressed-tensors" and _is_fp8(settings):
         return _Pairing(".weight", ".weight_scale")
     raise UnsupportedCheckpointError(
         "the model is quantised, and its weights cannot be converted without changing them", found=method,

@@ -33,7 +33,7 @@ from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.output import Output, OutputFile
-from mcore_ckpt_ext.storage.paths import as_path
+from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.storage.runs import RELEASE, TRACKER_FILE, iteration_name
 from mcore_ckpt_ext.targets import (
     Canonical,
@@ -219,9 +219,12 @@ def _tokenizer(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
     found = companions(as_path(path))
     if not found:
         refused = "; ".join(f"{name}: {why}" for name, why in refused_companions(as_path(path)).items())
+        there = is_remote(as_path(path)) or as_path(path).is_dir()
         raise UnreadableCheckpointError(
-            "the folder holds no tokenizer", found=refused or None, where=str(path), helps="--tokenizer PATH"
-        )
+            "the folder holds no tokenizer" if there else "there is no such folder", found=refused or None,
+            expected="the small files of a tokenizer or model, such as tokenizer.json or config.json", where=str(path),
+            helps="name the folder of a tokenizer or model on this machine: --tokenizer PATH",
+        )  # fmt: skip
     return found
 
 

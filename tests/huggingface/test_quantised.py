@@ -162,7 +162,6 @@ def test_four_bit_floats_are_those_of_transformers() -> None:
     [
         ({"quant_method": "gptq", "bits": 4}, "gptq"), ({"quant_method": "awq"}, "awq"),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "fp8"),
         (json.loads(json.dumps(COMPRESSED).replace("8", "4")), "compressed-tensors"),
         (json.loads(json.dumps(COMPRESSED).replace("channel", "group")), "compressed-tensors"),
     ],
