@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -22,7 +22,7 @@ class CheckpointError(Exception):
         found: what the checkpoint, the disk or the live model holds.
         expected: what had to be there.
         where: file, tensor, rank.
-        helps: which flag or step leads out.
+        helps: which flag or step leads out; unless told, what mostly does for this kind of error.
 
     Example:
         >>> try:
@@ -31,6 +31,8 @@ class CheckpointError(Exception):
         ...     print(type(error).__name__)
         DestinationError
     """
+
+    _mostly_helps: ClassVar[str | None] = None
 
     def __init__(
         self,
@@ -42,7 +44,8 @@ class CheckpointError(Exception):
         helps: str | None = None,
     ) -> None:
         parts = [printable(what, keeps="\n\t")]  # as PyTorch's own messages have them
-        for label, value in (("found", found), ("expected", expected), ("where", where), ("what helps", helps)):
+        helping = self._mostly_helps if helps is None else helps
+        for label, value in (("found", found), ("expected", expected), ("where", where), ("what helps", helping)):
             if value is not None:
                 parts.append(f"{label}: {printable(value if isinstance(value, str) else shown(value))}")
         super().__init__("; ".join(parts))
@@ -52,9 +55,13 @@ class CheckpointError(Exception):
 class UnreadableCheckpointError(CheckpointError):
     """A file is missing, truncated, damaged, or not what its metadata says."""
 
+    _mostly_helps = "use another iteration, or another copy of this one"
+
 
 class UnsafePickleError(CheckpointError):
     """A pickle asks for something that reading a checkpoint never needs."""
+
+    _mostly_helps = "ask whoever wrote it, and open it nowhere else before: other readers may do what it asks"
 
 
 class UnsupportedCheckpointError(CheckpointError):

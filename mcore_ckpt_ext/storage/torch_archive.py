@@ -298,9 +298,7 @@ class TorchArchive:
 
     def _damaged(self, record: str) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(
-            "a record of the checkpoint is damaged: its checksum differs",
-            where=f"{self.where}, record {record}",
-            helps="use another iteration, or another copy of this one",
+            "a record of the checkpoint is damaged: its checksum differs", where=f"{self.where}, record {record}"
         )
 
     def _record(self, name: str) -> tuple[int, Member]:
