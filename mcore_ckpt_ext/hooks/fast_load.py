@@ -20,9 +20,10 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.announce import announce
-from mcore_ckpt_ext.online.agreement import agreed, agreed_here
+from mcore_ckpt_ext.online.admission import verify_checksums
+from mcore_ckpt_ext.online.agreement import agreed, agreed_here, rank_and_size
 from mcore_ckpt_ext.online.sharded_load import ShardedLoad, extra_states_of_nobody, respelled, stumbling_block
-from mcore_ckpt_ext.settings import LOAD
+from mcore_ckpt_ext.settings import LOAD, VERIFY_ALL
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
 _MAPPING = "megatron.core.dist_checkpointing.mapping"
@@ -107,6 +108,8 @@ def _load(asked: Any, folder: Path, opened: Checkpoint | None, stock: Callable[[
         except UnsupportedCheckpointError as error:
             return str(error)
         empty.extend(extra_states_of_nobody(leaves.objects, checkpoint))
+        if VERIFY_ALL.value and checkpoint is not opened:  # of one that is open already, it is done
+            verify_checksums(checkpoint, *rank_and_size())
         return "some of it is stored quantized" if planned[0].is_quantized else None
 
     def plan() -> tuple[str | None, bool, int]:

@@ -5,16 +5,21 @@ The layout is the one that was saved, but for the data-parallel ranks; `test_for
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 from megatron_on_cpu.dump_optimizer import assemble
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, WEIGHT
+from mcore_ckpt_ext.settings import VERIFY_ALL
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from tests.harness.cases import Case, Outcomes, load_all
 from tests.harness.checkpoints import fixture_named
-from tests.harness.damage import flip
-from tests.harness.jobs import copy_of, differing
+from tests.harness.damage import MATRIX, flip, payload_position
+from tests.harness.jobs import RANK_SCRIPTS, TIME_LIMIT, copy_of, differing, run_job
 from tests.harness.layouts import Layout
 
 LAYOUT = Layout(1, 4, 4)
@@ -42,6 +47,13 @@ def outcomes(folder: Path) -> Outcomes:
         Case("asked by argument", p10, {"ckpt_ext_load": "fast"}, STOCK),
         Case("another shape", p10, environment=FAST, model={"ffn_hidden_size": 64}),
         Case("damaged", damaged(folder / "damaged"), environment=FAST),
+        Case("another weight", with_a_flip(folder / "weight", WEIGHT), environment=FAST),
+        Case("another moment", with_a_flip(folder / "moment", EXP_AVG), environment=FAST),
+        Case("another moment, checked", folder / "moment", environment={**FAST, VERIFY_ALL.name: "full"}),
+        Case("all checked", p10, environment={**FAST, VERIFY_ALL.name: "full"}),
+        Case("cut short", cut_short(folder / "short"), environment=FAST),
+        Case("objects damaged", damaged_object(folder / "object"), environment=FAST),
+        Case("the disk is gone", p10, environment={**FAST, "TEST_READ_FAILS": "2"}),
     ]
     return load_all(folder / "job", LAYOUT, cases)
 
@@ -52,6 +64,34 @@ def damaged(run: Path) -> Path:
     checkpoint = open_checkpoint(copy)
     weights = checkpoint.stored("weight", "decoder.layers.3.mlp.linear_fc1.weight")
     flip(checkpoint.folder / weights[0].extent.file, weights[0].extent.offset + 70)
+    return copy
+
+
+def with_a_flip(run: Path, kind: str) -> Path:
+    """A copy with a flipped bit in one element of a tensor."""
+    copy = copy_of(fixture_named("p10").run, run)
+    path, position = payload_position(open_checkpoint(copy), kind, MATRIX, 5)
+    flip(path, position + 1)
+    return copy
+
+
+def cut_short(run: Path) -> Path:
+    """A copy of which a file lacks its second half."""
+    copy = copy_of(fixture_named("p10").run, run)
+    file = max(copy.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(file, file.stat().st_size // 2)
+    return copy
+
+
+def damaged_object(run: Path) -> Path:
+    """A copy in which the pickled state of a random generator is none."""
+    copy = copy_of(fixture_named("p10").run, run)
+    checkpoint = open_checkpoint(copy)
+    assert isinstance(checkpoint, TorchDistCheckpoint)
+    for key, extent in checkpoint.index.objects.items():
+        if key.startswith("rng_state/"):
+            archive = TorchArchive(checkpoint.reader, extent.file, extent.offset, extent.length)
+            flip(checkpoint.folder / extent.file, extent.offset + archive._record("data.pkl")[0] + 2, 0xFF)
     return copy
 
 
@@ -110,3 +150,47 @@ def test_damage_stops_every_rank_before_anything_is_written(outcomes: Outcomes) 
         assert "nothing is written yet" in rank["error"]
         assert "data.pkl" in rank["error"]
         assert rank["after"] == rank["before"]
+
+
+def test_a_weight_that_is_not_its_masters_stops_every_rank(outcomes: Outcomes) -> None:
+    for rank in outcomes["another weight"]:
+        assert rank["error"].startswith("ProofError: after this load 1 parameters have masters that do not round")
+        assert f"{MATRIX}, element 5: master " in rank["error"]
+
+
+def test_checksums_show_what_no_proof_can_where_they_are_asked_for(outcomes: Outcomes) -> None:
+    """Nothing says what a moment should be; Megatron's own loader looks at no checksum."""
+    assert all(rank["error"] is None for rank in outcomes["another moment"])
+    for rank in outcomes["another moment, checked"]:
+        assert rank["error"].startswith("ResumeRefusedError: mcore_ckpt_ext refused while planning the load")
+        assert "checksum" in rank["error"]
+        assert rank["after"] == rank["before"]
+    for rank, unchecked in zip(outcomes["all checked"], outcomes["p10 fast"], strict=True):
+        assert (rank["error"], rank["after"]) == (None, unchecked["after"])
+
+
+def test_a_file_that_is_cut_short_stops_every_rank_before_anything_is_written(outcomes: Outcomes) -> None:
+    for rank in outcomes["cut short"]:
+        assert ".distcp" in rank["error"]
+        assert "bytes" in rank["error"]
+        assert rank["after"] == rank["before"]
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"), [("objects damaged", "UnpicklingError"), ("the disk is gone", "rank 2: OSError")]
+)
+def test_what_goes_wrong_while_it_is_read_stops_every_rank(name: str, reason: str, outcomes: Outcomes) -> None:
+    for rank in outcomes[name]:
+        assert "refused while reading the model; it is partly written: do not train on, start again" in rank["error"]
+        assert reason in rank["error"]
+        assert rank["iteration"] is None
+
+
+def test_of_a_rank_that_dies_while_it_reads_the_others_die(tmp_path: Path) -> None:
+    environment = {**FAST, "PYTHONUNBUFFERED": "1"}
+    run = fixture_named("p10").run
+    ended = run_job(tmp_path, LAYOUT, load=run, environment=environment, plugins=[RANK_SCRIPTS / "die_reading.py"])
+    assert ended.returncode != 0
+    assert ended.seconds < TIME_LIMIT / 2
+    assert "successfully loaded checkpoint" not in ended.output
+    assert not (tmp_path / "losses.json").exists()

@@ -1,12 +1,14 @@
 """Runs the genuine `load_checkpoint` once for each case of the order, and reports what each rank saw.
 
 A case is an object with a `name`, and, where wanted, `arguments` and `environment` to change for its time, `model`
-with arguments to build a model of its own, and `dump`, a folder for the live optimizer afterwards.
+with arguments to build a model of its own, and `dump`, a folder for the live optimizer afterwards. TEST_READ_FAILS
+names a rank whose disk is gone once this package has read the tensors that Megatron asks for.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import functools
 import importlib
 import json
@@ -65,7 +67,10 @@ class Witness:
         @functools.wraps(original)
         def read(load: Any) -> Any:
             self.fast.append(load.bytes_read)
-            return original(load)
+            result = original(load)
+            if str(torch.distributed.get_rank()) == os.environ.get("TEST_READ_FAILS"):
+                raise OSError(errno.EIO, "the disk is gone")
+            return result
 
         return read
 

@@ -1,0 +1,28 @@
+"""Plugin: rank 1 is killed while this package reads the tensors that Megatron asks for, half of them done."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from typing import Any
+
+from mcore_ckpt_ext.planning.plan import Plan
+from mcore_ckpt_ext.transfer import Transfer
+
+
+def install() -> None:
+    """Wrap the execution of plans."""
+    original = Transfer.execute
+
+    @functools.wraps(original)
+    def execute(self: Transfer, plan: Plan, destinations: Any) -> None:
+        if os.environ["RANK"] == "1" and len(plan.copies) > 1:
+            original(self, Plan(plan.wanted, plan.copies[::2]), destinations)
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(self, plan, destinations)
+
+    Transfer.execute = execute  # type: ignore[method-assign]
+
+
+install()

@@ -1,0 +1,173 @@
+"""`--ckpt-ext-load fast` beside Megatron's own loader: every real checkpoint that Megatron can load at all.
+
+Each is loaded under its own layout (but for the data-parallel ranks) and, where stock reshards, under another, once by
+stock alone and once with `fast`, and trained one step further: model, optimizer, settings and loss are the same in
+every bit. What stock loads wrong or not at all is resumed by this package with both ways of reading the weights.
+All jobs are one launch. With MEGATRON_LM_PATH, a checkout runs them as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_on_cpu import launch
+from megatron_on_cpu.dump_optimizer import assemble, parameter_settings, training_state
+from megatron_on_cpu.precision_aware import REMAINDERS_VARIABLE
+
+from mcore_ckpt_ext.settings import LOAD
+from tests.harness.checkouts import EITHER, version
+from tests.harness.checkpoints import fixture_named
+from tests.harness.jobs import SAVED, differing
+from tests.harness.layouts import Layout, experts_over
+from tests.harness.models import GATED_EXPERTS, LLAMA, QUERIES, experts
+from tests.harness.packages import with_transformer_engine
+from tests.harness.turns import Results, Turn, run_in_turn
+
+RANKS = 4
+WHOLE, MUON = (), ("--optimizer", "muon")
+AWARE = ["--use-precision-aware-optimizer"]
+REDUCED = [*AWARE, "--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "bf16"]
+OFFLOAD = [*AWARE, "--optimizer-cpu-offload", "--optimizer-offload-fraction"]
+ENGINE = ["--transformer-impl", "transformer_engine", "--clip-grad", "0"]
+FAST, SLOW = {LOAD.name: "fast"}, {LOAD.name: "stock"}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A load of a real checkpoint.
+
+    Attributes:
+        fixture: its name.
+        layout: of the job that loads it.
+        options: of `Turn`.
+        by_stock: whether stock alone loads it, and right.
+        stumbles: how the first step fails both ways: the groups of torch's AdamW lack what the fused one looks for.
+    """
+
+    fixture: str
+    layout: Layout
+    options: dict[str, Any] = field(default_factory=dict)
+    by_stock: bool = True
+    stumbles: str | None = None
+
+
+def more(*arguments: str) -> dict[str, Any]:
+    """Arguments of the model."""
+    return {"more": arguments}
+
+
+LOADS = {
+    "p01": Loaded("p01", Layout(1, 4, 4)),
+    "p02": Loaded("p02", Layout(2, 2, 4), more(*LLAMA)),
+    "p03": Loaded("p03", Layout(1, 2, 4, virtual=True)),
+    "p04": Loaded("p04", Layout(1, 4, 4)),
+    "p04, TP2": Loaded("p04", Layout(2, 2, 4)),
+    "p05": Loaded("p05", Layout(1, 4, 4), by_stock=False),
+    "p06": Loaded("p06", Layout(1, 4, 4)),
+    "p09": Loaded("p09", Layout(1, 2, 4), more(*experts(2), "--no-load-rng")),  # 0.16 keeps them under other keys
+    "p12": Loaded("p12", Layout(1, 2, 4), more("--num-layers", "2"), stumbles="KeyError: 'bias_correction'"),
+    "p41": Loaded("p41", Layout(2, 2, 4), {"optimizer": WHOLE}),
+    "p41, TP1": Loaded("p41", Layout(1, 4, 4), {"optimizer": WHOLE}),
+    "p42": Loaded("p42", Layout(1, 2, 4), {"optimizer": WHOLE, "precision": (), **more(*LLAMA)}),
+    "p43": Loaded("p43", Layout(1, 2, 4), {"optimizer": MUON, **more(*LLAMA)}),
+    "p43, TP2": Loaded("p43", Layout(2, 2, 4), {"optimizer": MUON, **more(*LLAMA)}),
+    "p44": Loaded("p44", Layout(1, 2, 4), {"optimizer": (*MUON, "--use-distributed-optimizer")}),
+    "p44, TP2": Loaded("p44", Layout(2, 2, 4), {"optimizer": (*MUON, "--use-distributed-optimizer")}),
+    "p45": Loaded("p45", Layout(1, 2, 4), more(*OFFLOAD, "1.0"), by_stock=False),
+    "p46": Loaded("p46", Layout(2, 1, 4), more(*LLAMA, *OFFLOAD, "0.5"), by_stock=False),
+    "p47": Loaded("p47", Layout(1, 2, 4), more(*AWARE)),
+    "p48": Loaded("p48", Layout(2, 1, 4), {"environment": {REMAINDERS_VARIABLE: "0"}, **more(*LLAMA, *REDUCED)}),
+    "p49": Loaded("p49", Layout(2, 2, 4), more(*LLAMA), by_stock=False),
+}
+# Written by jobs with a real build of Transformer Engine; see `test_transformer_engine`.
+ENGINE_LOADS = {
+    "p21": Loaded("p21", Layout(2, 2, 4), more(*LLAMA, "--add-qkv-bias", "--qk-layernorm", *ENGINE)),
+    "p22": Loaded(
+        "p22", experts_over(1, 2, 4, 2),
+        more(*GATED_EXPERTS, *QUERIES, "--moe-grouped-gemm", "--moe-ffn-hidden-size", "16",
+             "--moe-shared-expert-intermediate-size", "24", "--moe-layer-freq", "[0,1,1,1]", *ENGINE),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=EITHER)
+def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Every load both ways."""
+    folder = tmp_path_factory.mktemp("both_ways")
+    loads = {name: LOADS[name] for name in known(request.param)}
+    plugins = [launch.PRECISION_AWARE, launch.CPU_OFFLOAD]
+    return run_in_turn(folder, in_order(folder, loads), plugins, of_checkout=request.param)
+
+
+@pytest.fixture(scope="module")
+def with_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
+    """The same with the modules of Transformer Engine, whose extra states are objects."""
+    folder = tmp_path_factory.mktemp("engine")
+    with pytest.MonkeyPatch.context() as patch:
+        with_transformer_engine(patch)
+        yield run_in_turn(folder, in_order(folder, ENGINE_LOADS), [launch.SYNTHETIC_TRAINING])
+
+
+def in_order(folder: Path, loads: Mapping[str, Loaded]) -> list[Turn]:
+    """Stock's own turns last, since they take this package out of the process."""
+    turns = [turn for name, load in loads.items() for turn in both_ways(folder, name, load)]
+    return sorted(turns, key=lambda turn: bool(turn.order["stock"]))
+
+
+def known(of_checkout: bool) -> list[str]:
+    """Loads that the running Megatron knows the format of: 0.16 does not look where 0.19 keeps the common state."""
+    old = of_checkout and version() == "0.16"
+    return [name for name, load in LOADS.items() if not (old and "_v0190_" in fixture_named(load.fixture).folder.name)]
+
+
+def both_ways(folder: Path, name: str, load: Loaded) -> list[Turn]:
+    source = fixture_named(load.fixture)
+    layout = replace(load.layout, vocabulary=source.job["args"]["padded_vocab_size"])
+    options = {"load": source.run, **load.options}
+    own = options.pop("environment", {})
+    return [
+        Turn(folder / f"{name} fast", layout, environment={**own, **FAST}, **options),
+        Turn(folder / f"{name} other", layout, environment={**own, **SLOW}, stock=load.by_stock, **options),
+    ]
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_model_optimizer_and_loss_are_those_of_stock(name: str, results: Results) -> None:
+    if name not in known(results.of_checkout):
+        pytest.skip("written by a later Megatron than the one that runs")
+    check_same(LOADS[name], name, results)
+
+
+@pytest.mark.parametrize("name", ENGINE_LOADS)
+def test_modules_of_transformer_engine_are_loaded_the_same(name: str, with_engine: Results) -> None:
+    check_same(ENGINE_LOADS[name], name, with_engine)
+
+
+def check_same(load: Loaded, name: str, results: Results) -> None:
+    """Model, optimizer, settings, schedule; and the next loss."""
+    check_trained(load, name, results)
+    at_load = [results.folder(f"{name} {way}") / "dump" / "after_load" for way in ("fast", "other")]
+    loaded, expected = map(assemble, at_load)
+    assert len(expected) > 50
+    assert differing(expected, loaded) == []
+    for part in (parameter_settings, training_state):
+        assert part(at_load[0]) == part(at_load[1])
+
+
+def check_trained(load: Loaded, name: str, results: Results) -> None:
+    """What the first step made of it."""
+    names = (f"{name} fast", f"{name} other")
+    if load.stumbles:
+        for output in (results[each].output for each in names):
+            assert load.stumbles in output
+            assert "[mcore_ckpt_ext]" not in output
+        return
+    fast, other = map(results.job, names)
+    assert list(fast.losses) == [SAVED + 1]
+    assert fast.losses == other.losses
+    # Of a load that stock can do, nothing is said; all else is summed up in one line.
+    assert len(fast.said) == len(other.said) == (not load.by_stock)
