@@ -17,7 +17,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.planning.extents import Extent, Scaled, Transposed
+from mcore_ckpt_ext.planning.extents import Extent, Rearranged, Scaled
 from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, WantedSlice, derivation_of, make_plan
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.huge_pages import ask_for_huge_pages
@@ -104,9 +104,10 @@ class Transfer:
 
     def _blocks_of(self, payload: Payload, run: Run, extent: Extent, block_bytes: int) -> Iterator[Block]:
         source, target, length, count, source_stride, target_stride = run
-        size = (getattr(torch, extent.dtype) if isinstance(extent, Scaled) else payload.dtype).itemsize
+        decodes = isinstance(extent, (Rearranged, Scaled))
+        size = (getattr(torch, extent.dtype) if decodes else payload.dtype).itemsize
         limit = max(1, block_bytes // (size if payload.scaled is None else _DECODED_BYTES))
-        near = not isinstance(extent, (Transposed, Scaled)) and _are_near(length, count, source_stride, size)
+        near = not decodes and _are_near(length, count, source_stride, size)
         at_once = max(1, limit // (source_stride if near else length))
         for row in range(0, count, at_once):
             rows = min(at_once, count - row)
@@ -122,7 +123,7 @@ class Transfer:
         """Where the elements of a stored array lie; errors as of `Payloads.locate`."""
         if isinstance(extent, Scaled):
             return self.locate(extent.codes)
-        return self._payloads.locate(extent.matrix if isinstance(extent, Transposed) else extent)
+        return self.locate(extent.array) if isinstance(extent, Rearranged) else self._payloads.locate(extent)
 
     def archive(self, file: str) -> TorchArchive:
         """The archive that fills a file, of many objects; errors as of `Payloads.archive`."""
@@ -137,7 +138,7 @@ class Transfer:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)
-            is_plain = payload.scaled is None and not isinstance(copy.extent, (Transposed, Scaled))
+            is_plain = payload.scaled is None and not isinstance(copy.extent, (Rearranged, Scaled))
             if is_plain and destination.dtype == payload.dtype:
                 if destination.device.type == "cpu":
                     self._read_in_place(payload, copy.runs.rows(), destination)
@@ -214,8 +215,8 @@ class Transfer:
         if isinstance(extent, Scaled):
             codes, scales = (partial(self._read_one, self.locate(part)) for part in (extent.codes, extent.scales))
             return torch.cat([decode(extent, first + row * stride, length, codes, scales) for row in range(count)])
-        if isinstance(extent, Transposed):
-            return self._read_transposed(payload, first, length, count, stride, extent.columns)
+        if isinstance(extent, Rearranged):
+            return self._read_rearranged(payload, first, length, count, stride, extent)
         size = payload.dtype.itemsize
         span = (count - 1) * stride + length
         # Of a transposed matrix, more rows come at once than a block has room for what lies between them.
@@ -234,16 +235,31 @@ class Transfer:
     def _read_one(self, payload: Payload, first: int, length: int) -> torch.Tensor:
         return self._read_rows(payload, first, length, 1, length)
 
-    def _read_transposed(
-        self, payload: Payload, first: int, length: int, count: int, stride: int, columns: int
+    def _read_rearranged(
+        self, payload: Payload, first: int, length: int, count: int, stride: int, extent: Rearranged
     ) -> torch.Tensor:
-        """Like `_read_rows`, from the stored matrix's transpose: the columns that hold the elements are read whole."""
-        height = payload.numel // columns
+        """Like `_read_rows`, of a matrix that lies otherwise: the rows that hold the elements are read whole."""
         last = first + (count - 1) * stride + length
-        left, right = first // height, -(-last // height)
-        stored = self._read_rows(payload, left, right - left, height, columns)
-        transposed = stored.view(height, right - left).t().reshape(-1)
-        return transposed.as_strided((count, length), (stride, 1), first - left * height).reshape(-1)
+        top, bottom = first // extent.columns, -(-last // extent.columns)
+        height = extent.rows // extent.interleaved
+        rows = [
+            self._read_part(payload, part, max(top - part * height, 0), min(bottom - part * height, height), extent)
+            for part in range(top // height, -(-bottom // height))
+        ]
+        elements = torch.cat(rows).view(-1)
+        start = first - top * extent.columns
+        return elements.as_strided((count, length), (stride, 1), start).reshape(-1).contiguous()
+
+    def _read_part(self, payload: Payload, part: int, top: int, bottom: int, extent: Rearranged) -> torch.Tensor:
+        """Rows `[top, bottom)` of one of the parts that take turns, `[rows, columns]`."""
+        array = extent.array if isinstance(extent.array, Scaled) else None
+        columns, step = extent.columns, extent.interleaved
+        begin, span = top * step + part, (bottom - top - 1) * step + 1
+        if extent.transposed:
+            found = self._read_rows(payload, extent.first + begin, span, columns, extent.rows, array)
+            return found.view(columns, span)[:, ::step].t().contiguous()
+        found = self._read_rows(payload, extent.first + begin * columns, span * columns, 1, span * columns, array)
+        return found.view(span, columns)[::step].contiguous()
 
 
 def _are_near(length: int, count: int, stride: int, size: int) -> bool:

@@ -197,6 +197,8 @@ def parameter_shape(name: str, arguments: ModelArguments) -> tuple[int, ...]:
     module, leaf = module_and_leaf(name)
     if leaf in ("expert_bias", "gate_weight"):
         return (arguments.num_experts or 0,) if leaf == "expert_bias" else (1, arguments.hidden_size)
+    if leaf == "softmax_offset":
+        return (arguments.num_attention_heads,)
     found = _linear(name, module, arguments) or _norm(module, leaf, arguments)
     if found is None:
         raise UnsupportedCheckpointError("the shape of a parameter is not known", where=name)

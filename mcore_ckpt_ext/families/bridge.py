@@ -19,7 +19,7 @@ _SAME = (
     "vocab_size", "normalization", "layernorm_epsilon", "layernorm_zero_centered_gamma", "add_bias_linear",
     "add_qkv_bias", "qk_layernorm", "position_embedding_type", "rotary_base", "rotary_percent", "rotary_interleaved",
     "attention_dropout", "hidden_dropout", "init_method_std", "window_size", "window_attn_skip_freq",
-    "no_rope_freq", "mtp_num_layers",
+    "no_rope_freq", "mtp_num_layers", "softmax_type", "glu_linear_offset", "activation_func_clamp_value",
 )  # fmt: skip
 _EXPERTS = (
     "moe_ffn_hidden_size", "moe_router_topk", "moe_layer_freq", "moe_router_pre_softmax", "moe_router_score_function",
@@ -90,6 +90,8 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
 def _activation(arguments: ModelArguments) -> str:
     if arguments.swiglu:
         return "torch.nn.functional.silu"
+    if arguments.quick_geglu:
+        return "megatron.core.fusions.fused_bias_geglu.quick_gelu"
     if arguments.squared_relu:
         return "megatron.core.activations.squared_relu"
     approximated = arguments.bias_gelu_fusion or arguments.openai_gelu

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import (
+    MOST_COUNTED,
     Both,
     Config,
     Fixed,
@@ -71,6 +73,65 @@ def window(size: int | None) -> dict[str, Any]:
 def window_of(arguments: ModelArguments) -> int | None:
     """The size of the sliding window in tokens, the token itself among them; None without."""
     return int(arguments.window_size[0]) + 1 if arguments.window_size else None
+
+
+def windows_in_some_layers(size: int | None, every: int) -> Setting:
+    """A sliding window that only some layers see, as `layer_types` says.
+
+    Megatron counts layers from 1, and the window is skipped in each whose number the frequency divides, or in which a
+    list has a 0 (`is_layer_window_attention`, megatron/core/transformer/utils.py, core_v0.16 to 0.19.2).
+
+    Args:
+        size: of the window where the key is missing.
+        every: each such layer is without one, where `layer_types` is missing.
+    """
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        frequency, layers = arguments.window_attn_skip_freq, range(arguments.num_layers)
+        if not arguments.window_size:
+            sees = [False for _ in layers]
+        elif isinstance(frequency, Sequence):
+            sees = [bool(one) for one in frequency]
+        else:
+            sees = [not frequency or (layer + 1) % frequency != 0 for layer in layers]
+        return {
+            "sliding_window": window_of(arguments),
+            "layer_types": ["sliding_attention" if one else "full_attention" for one in sees],
+        }
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        layers = range(config["num_hidden_layers"])
+        usual = [(layer + 1) % every != 0 for layer in layers]
+        kinds = config.get("layer_types")
+        sees = usual if kinds is None else [kind == "sliding_attention" for kind in kinds]
+        if len(sees) != len(layers) or not {*(kinds or ())} <= {"sliding_attention", "full_attention"}:
+            raise unrepresentable("layer_types", kinds, "sliding_attention or full_attention, for each layer")
+        width = config.get("sliding_window", size)
+        if any(sees) and not width:
+            raise unrepresentable("sliding_window", width, "a number, where layers see a window")
+        frequency = None if all(sees) or not any(sees) else every if sees == usual else [int(one) for one in sees]
+        return {**window(width if any(sees) else None), "window_attn_skip_freq": frequency}
+
+    expressed = ("window_size", "window_attn_skip_freq")
+    return Both(("sliding_window", "layer_types"), to_config, to_arguments, expressed=expressed)
+
+
+def experts_in_every_layer(count: int, key: str = "num_local_experts") -> Setting:
+    """Experts in every layer, whose width is `intermediate_size`; `count` is the default of Hugging Face's class."""
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        return {key: arguments.num_experts, "intermediate_size": arguments.moe_ffn_hidden_size}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        found = checked_size(key, config.get(key, count), MOST_COUNTED)
+        return {"num_experts": found, "moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]}
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        ours = bool(arguments.num_experts) and arguments.moe_layer_freq == 1
+        return [] if ours else ["no experts in all layers"]
+
+    expressed = ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size")
+    return Both((key, "intermediate_size"), to_config, to_arguments, why_not, expressed)
 
 
 RMS_NORM = Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": False})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from mcore_ckpt_ext.arguments import JobArguments
@@ -86,13 +86,15 @@ class Rule:
 class HuggingFaceTensor:
     """A Hugging Face tensor: its name, its shape, and the regions that it consists of, one after the other.
 
-    `transposed`: the regions are rows of one matrix, and the tensor is the transpose of that matrix.
+    `transposed`: the regions of each parameter are rows of one matrix, and the tensor holds the transpose of that
+    matrix. `interleaved`: its rows come by turns from so many parts of the parameter, of equal height.
     """
 
     name: str
     shape: tuple[int, ...]
     regions: tuple[Region, ...]
     transposed: bool = False
+    interleaved: int = 1
     keeps_dtype: bool = False
 
 
@@ -245,7 +247,7 @@ class Family:
             yield from parts
         else:
             regions = tuple(region for part in parts for region in part.regions)
-            yield HuggingFaceTensor(parts[0].name, (len(parts), *parts[0].shape), regions)
+            yield replace(parts[0], shape=(len(parts), *parts[0].shape), regions=regions)
 
     def _tensor(self, rule: Rule, places: _Places, expert: int, arguments: ModelArguments) -> HuggingFaceTensor:
         generic = rule.megatron.format(expert=expert, **places)
@@ -258,7 +260,7 @@ class Family:
         turned = rule.rows.transposed
         return HuggingFaceTensor(
             rule.hugging_face.format(expert=expert, **places),
-            (*inner, rows) if turned else (rows, *inner), regions, turned, rule.keeps_dtype,
+            (*inner, rows) if turned else (rows, *inner), regions, turned, rule.rows.interleaved, rule.keeps_dtype,
         )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ _VALUES: dict[str, Any] = {
     "rotary_seq_len_interpolation_factor": None,
     "normalization": "LayerNorm", "layernorm_epsilon": None, "init_method_std": 0.02, "attention_dropout": 0.1,
     "hidden_dropout": 0.1, "window_size": None, "window_attn_skip_freq": None, "no_rope_freq": None,
+    "softmax_type": "vanilla", "glu_linear_offset": 0.0, "activation_func_clamp_value": None,
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {
     "num_experts": None, "moe_ffn_hidden_size": None, "moe_router_topk": 2, "moe_layer_freq": 1,
@@ -34,7 +35,7 @@ _YARN: dict[str, Any] = {
     "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
 }  # fmt: skip
 _SWITCHES = (
-    "swiglu", "squared_relu", "rotary_interleaved", "qk_layernorm", "add_qkv_bias",
+    "swiglu", "squared_relu", "quick_geglu", "rotary_interleaved", "qk_layernorm", "add_qkv_bias",
     "untie_embeddings_and_output_weights", "use_rope_scaling", "multi_latent_attention",
     "layernorm_zero_centered_gamma", "moe_router_pre_softmax", "moe_router_enable_expert_bias",
     "moe_shared_expert_gate", "moe_grouped_gemm",

@@ -13,27 +13,13 @@ from mcore_ckpt_ext.families.common_settings import (
     TRAINING,
     head_size,
     query_groups,
-    window,
-    window_of,
+    windows_in_some_layers,
 )
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets, unrepresentable
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
-
-
-def _windows(config: Config) -> dict[str, Any]:
-    """Every second layer sees a window, beginning with the first."""
-    kinds = config.get("layer_types")
-    expected = ["full_attention" if layer % 2 else "sliding_attention" for layer in range(config["num_hidden_layers"])]
-    if kinds is not None and kinds != expected:
-        raise unrepresentable("layer_types", kinds, "sliding_attention and full_attention, alternating")
-    return {**window(config.get("sliding_window", 4096)), "window_attn_skip_freq": 2}
-
-
-def _why_not(arguments: ModelArguments) -> list[str]:
-    return [] if arguments.window_size and arguments.window_attn_skip_freq == 2 else ["no alternating windows"]
 
 
 def _scale(config: Config) -> dict[str, Any]:
@@ -75,8 +61,7 @@ class Gemma2(Family):
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         Fixed("hidden_activation", "gelu_pytorch_tanh", {"gated_linear_unit": True, "swiglu": False}),
         Sets({"bias_gelu_fusion": True}),
-        Both(("sliding_window", "layer_types"), lambda arguments: {"sliding_window": window_of(arguments)}, _windows,
-             _why_not, expressed=("window_size", "window_attn_skip_freq")),
+        windows_in_some_layers(4096, every=2),
         Both(("query_pre_attn_scalar",), _scalar, _scale, expressed=("softmax_scale",)),
         Both(("attn_logit_softcapping",), lambda arguments: {"attn_logit_softcapping": arguments.attention_softcap},
              lambda config: {"attention_softcap": config.get("attn_logit_softcapping", 50.0)},

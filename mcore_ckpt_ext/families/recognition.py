@@ -18,6 +18,7 @@ from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
 from mcore_ckpt_ext.families.gemma2 import Gemma2
 from mcore_ckpt_ext.families.glm4_moe import Glm4MoE
 from mcore_ckpt_ext.families.gpt2 import GPT2
+from mcore_ckpt_ext.families.gpt_oss import GptOss
 from mcore_ckpt_ext.families.llama import Llama
 from mcore_ckpt_ext.families.minimax_m2 import MiniMaxM2
 from mcore_ckpt_ext.families.mistral import Mistral
@@ -35,6 +36,7 @@ from mcore_ckpt_ext.families.starcoder2 import StarCoder2
 FAMILIES: tuple[Family, ...] = (
     GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
     KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
+    GptOss(),
 )  # fmt: skip
 _SHOWN = 4
 

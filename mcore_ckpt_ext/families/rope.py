@@ -62,8 +62,9 @@ def base_of(found: Mapping[str, Any]) -> float:
 
 
 def rope(
-    theta: float = 10000.0, *, partial: float | None = None, interleaved: bool = False, width: str = ""
-) -> Setting:
+    theta: float = 10000.0, *, partial: float | None = None, interleaved: bool = False, width: str = "",
+    scaling: Mapping[str, Any] | None = None,
+) -> Setting:  # fmt: skip
     """Rotary positions: plain, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
 
     Args:
@@ -71,6 +72,7 @@ def rope(
         partial: the part of a head that is rotated, by default; None: the family always rotates all of it.
         width: the key, if any, of old folders that says how much of a head is rotated.
         interleaved: neighbours are rotated together, not halves.
+        scaling: what the class has where no key says any.
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -85,7 +87,8 @@ def rope(
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling, **part}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        found = rope_parameters(config, theta)
+        unsaid = scaling is not None and not any(config.get(key) for key in ("rope_scaling", "rope_parameters"))
+        found = rope_parameters({**config, "rope_scaling": scaling} if unsaid else config, theta)
         if width in config:
             found.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
         kind, part = found["rope_type"], found.get("partial_rotary_factor", partial or 1.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_ckpt_ext.families.arguments import ModelArguments
 
@@ -13,13 +13,17 @@ Span = tuple[int, int]
 
 @dataclass(frozen=True)
 class Rows:
-    """Spans of rows, one after the other; `transposed`: Hugging Face stores the matrix transposed.
+    """Spans of rows, one after the other.
 
-    `spans` is told the number of rows and the job's arguments.
+    Attributes:
+        spans: told the number of rows and the job's arguments.
+        transposed: Hugging Face stores the matrix transposed.
+        interleaved: Hugging Face's rows are by turns of so many parts of equal height of the span, which is one.
     """
 
     spans: Callable[[int, ModelArguments], Sequence[Span]]
     transposed: bool = False
+    interleaved: int = 1
 
 
 def _whole(rows: int, arguments: ModelArguments) -> Sequence[Span]:
@@ -48,6 +52,8 @@ def _half(which: int) -> Callable[[int, ModelArguments], Sequence[Span]]:
 WHOLE = Rows(_whole)
 QUERY, KEY, VALUE = (Rows(_of_groups(which)) for which in ("query", "key", "value"))
 GATE, UP = Rows(_half(0)), Rows(_half(1))
+GATE_AND_UP_BY_TURNS = Rows(_whole, interleaved=2)
+"""A row of the gate, then one of the up projection (gpt-oss)."""
 
 
 def joined(*parts: Rows) -> Rows:
@@ -56,5 +62,5 @@ def joined(*parts: Rows) -> Rows:
 
 
 def transposed(rows: Rows) -> Rows:
-    """The same, where Hugging Face stores the matrix transposed (GPT-2's Conv1D)."""
-    return Rows(rows.spans, transposed=True)
+    """The same, where Hugging Face stores the matrix transposed (GPT-2's Conv1D, the experts of gpt-oss)."""
+    return replace(rows, transposed=True)

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.families.arguments import ModelArguments
 
 Config = Mapping[str, Any]
 # More than any model has, and little enough to count through.
-_MANY = 1 << 16
+MOST_COUNTED = 1 << 16
 
 
 class Setting:
@@ -89,7 +89,7 @@ class Size(Same):
     @override
     def arguments(self, config: Config) -> dict[str, Any]:
         found = super().arguments(config)
-        checked_size(self.key, found[self.argument], _MANY if self.counted else 1 << 40)
+        checked_size(self.key, found[self.argument], MOST_COUNTED if self.counted else 1 << 40)
         return found
 
 
@@ -210,7 +210,7 @@ class Both(Setting):
         return self.why_not(arguments)
 
 
-def checked_size(key: str, value: Any, limit: int = _MANY) -> int:
+def checked_size(key: str, value: Any, limit: int = MOST_COUNTED) -> int:
     """A size that `config.json` gives.
 
     Raises:

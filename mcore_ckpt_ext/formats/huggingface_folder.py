@@ -51,11 +51,15 @@ COMPANION_PATTERN = "|".join([*map(re.escape, COMPANIONS), _FURTHER_PATTERN])
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor of the folder: its shape in elements, the array that holds it, and the first of its elements there."""
+    """A tensor of the folder: its shape in elements, the array that holds it, and the first of its elements there.
+
+    `turned`: the array holds the matrices of the last two axes transposed.
+    """
 
     shape: tuple[int, ...]
     extent: PlainExtent | Scaled
     first: int = 0
+    turned: bool = False
 
 
 def is_huggingface(folder: Path) -> bool:

@@ -27,7 +27,7 @@ from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG,
 from mcore_ckpt_ext.model_space.names import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
+from mcore_ckpt_ext.planning.output import Arrangement, Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage.archive_draft import draft_archive
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
@@ -208,14 +208,19 @@ class HuggingFaceTarget:
             kind = FP32_PARAM if name in self._masters else WEIGHT
             source = self._checkpoint.named_tensor(kind, name)
             part = Slice.whole(tuple(regions))
-            turned = tensor.shape[1] if tensor.transposed else 0
-            placed.append(Placed(start, WantedSlice(kind, part, {name: source}), turned))
+            placed.append(Placed(start, WantedSlice(kind, part, {name: source}), _arrangement(tensor, part)))
             start += part.numel
             dtypes.add(source.dtype)
         dtype = dtypes.pop()
         if self._options.dtype and not tensor.keeps_dtype and getattr(torch, dtype).is_floating_point:
             dtype = self._options.dtype
         return _Tensor(Declared(tensor.name, tensor.shape, dtype), tuple(placed))
+
+
+def _arrangement(tensor: HuggingFaceTensor, part: Slice) -> Arrangement | None:
+    if not tensor.transposed and tensor.interleaved == 1:
+        return None
+    return Arrangement(sum(region.sizes[0] for region in part.regions), tensor.transposed, tensor.interleaved)
 
 
 def _shards(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.families.family import HuggingFaceTensor, parameter_shapes
 from mcore_ckpt_ext.formats.huggingface_folder import StoredTensor
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.extents import Extent, Scaled, Transposed
+from mcore_ckpt_ext.planning.extents import Rearranged
 from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
 
 
@@ -62,16 +62,18 @@ class ModelSpaceWeights(StoredOnce):
 
 def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[str, StoredSlice]]:
     """The slices that a tensor holds of each parameter, whose regions lie one after the other in it."""
-    extent: Extent = stored.extent
-    if tensor.transposed:
-        if stored.first or isinstance(stored.extent, Scaled) or extent.numel != prod(tensor.shape):
-            raise UnsupportedCheckpointError("a matrix shares its storage with others", where=tensor.name)
-        extent = Transposed(stored.extent, tensor.shape[1])
+    transposed = tensor.transposed != stored.turned
     regions: dict[str, list[Region]] = {}
     for region in tensor.regions:
         regions.setdefault(region.name, []).append(region)
     first = stored.first
     for name, parts in regions.items():
         part = Slice.whole(tuple(parts))
-        yield name, StoredSlice(part, extent, first)
+        if transposed or tensor.interleaved > 1:
+            rows = sum(region.sizes[0] for region in parts)
+            columns = prod(parts[0].sizes[1:])
+            matrix = Rearranged(stored.extent, first, rows, columns, transposed, tensor.interleaved)
+            yield name, StoredSlice(part, matrix, 0)
+        else:
+            yield name, StoredSlice(part, stored.extent, first)
         first += part.numel

@@ -132,7 +132,10 @@ def _decoded(
         fits = prod(scales.shape) == prod(grid) and (pairing.block is None or scales.shape[-1:] == grid[1:])
         if fits and not codes.first and not scales.first:
             extent = Scaled(codes.extent, scales.extent, rows, columns, block, dtype, pairing.packed)
-            return StoredTensor(shape, extent)
+            # As transformers has it, which transposes what it unpacks (`convert_moe_packed_tensors`).
+            return StoredTensor(
+                (*shape[:-2], shape[-1], shape[-2]) if pairing.packed else shape, extent, 0, pairing.packed
+            )
     raise UnreadableCheckpointError(
         "the scales of quantised weights do not fit them", found=f"{scales.shape} beside {codes.shape}",
         expected=f"one for each block of {pairing.block}" if pairing.block else "one for each row, or one for all",

@@ -201,6 +201,8 @@ def _cut(
     module, leaf = module_and_leaf(name)
     if ranks == 1 or leaf in _REPLICATED_LEAVES or module in _REPLICATED:
         return None
+    if leaf == "softmax_offset":  # one for each head (dot_product_attention.py)
+        return _Cut(0)
     if leaf in ("weight", "bias"):
         if is_first_linear(name):
             return _Cut(0, 2 if arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit else 1)

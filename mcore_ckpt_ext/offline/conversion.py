@@ -21,7 +21,7 @@ from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
-from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.account import settle
 from mcore_ckpt_ext.offline.destination import checked_destination
@@ -220,12 +220,11 @@ class _Filler:
             CheckpointError: the source is damaged or incomplete.
         """
         rooms = [(placed, elements[placed.start : placed.stop]) for placed in block.content]
-        self._read([(placed.wanted, room) for placed, room in rooms if not placed.turned_rows])
+        self._read([(placed.wanted, room) for placed, room in rooms if placed.arranged is None])
         for placed, room in rooms:
-            if placed.turned_rows:
-                self._read_turned(placed, room)
+            self._read_arranged(placed, room)
             if record.dtype == "float16":
-                check_fits(placed, room, self._read_turned if placed.turned_rows else self._read_placed)
+                check_fits(placed, room, self._read_placed if placed.arranged is None else self._read_arranged)
 
     def _read_placed(self, placed: Placed, room: torch.Tensor) -> None:
         self._read([(placed.wanted, room)])
@@ -254,17 +253,16 @@ class _Filler:
             if values is not room:
                 room.copy_(values)
 
-    def _read_turned(self, placed: Placed, room: torch.Tensor) -> None:
-        """Read the columns that hold a part of a transpose."""
-        height, part = placed.turned_rows, placed.wanted.slice
-        left, right = part.start // height, -(-part.stop // height)
-        regions = tuple(
-            Region(region.name, (region.offsets[0], left), (region.sizes[0], right - left)) for region in part.regions
-        )
-        columns = torch.empty(height * (right - left), dtype=room.dtype)
-        self._read([(replace(placed.wanted, slice=Slice.whole(regions)), columns)])
-        turned = columns.view(height, right - left).t().reshape(-1)
-        room.copy_(turned[part.start - left * height : part.stop - left * height])
+    def _read_arranged(self, placed: Placed, room: torch.Tensor) -> None:
+        """Read the rows or columns that hold a part of a matrix, and put its elements into the record's order."""
+        if placed.arranged is None:
+            return
+        reading = placed.arranged.reading(placed.wanted.slice)
+        matrix = Slice.whole(reading.regions)
+        elements = torch.empty(matrix.numel, dtype=room.dtype)
+        self._read([(replace(placed.wanted, slice=matrix), elements)])
+        ordered = elements.view(reading.shape).permute(reading.order).reshape(-1)
+        room.copy_(ordered[reading.before : reading.before + room.numel()])
 
     def _prove(self, wanted: WantedSlice, masters: torch.Tensor, plan: Plan, index: int) -> None:
         tensors = {name: self._weight(name, tensor) for name, tensor in wanted.tensors.items()}

@@ -192,6 +192,13 @@ def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
             where=str(checkpoint.folder),
             helps="convert --to torch_dist, which Megatron-Bridge reads under any layout",
         )
+    if arguments.num_experts and arguments.add_bias_linear and (arguments.tensor_model_parallel_size or 1) > 1:
+        raise UnsupportedCheckpointError(  # `TransformerConfig.__post_init__`, core_v0.12 to 0.19.2
+            "Megatron shares no experts with biases among tensor-parallel ranks",
+            found=f"--tensor-model-parallel-size {arguments.tensor_model_parallel_size}",
+            where=str(checkpoint.folder),
+            helps="leave the size out, or convert --to torch_dist, which a job reads under any layout",
+        )
     return LegacyTarget(checkpoint, arguments, version_number(target.megatron_version)).output()
 
 

@@ -42,39 +42,6 @@ class RawArray(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Transposed:
-    """A matrix of `columns` columns, whose elements are counted in the order of its transpose."""
-
-    matrix: ArchivedTensor | ArchivedRecord | RawArray
-    columns: int
-
-    @property
-    def file(self) -> str:
-        """As the matrix has it."""
-        return self.matrix.file
-
-    @property
-    def offset(self) -> int:
-        """As the matrix has it."""
-        return self.matrix.offset
-
-    @property
-    def length(self) -> int:
-        """As the matrix has it."""
-        return self.matrix.length
-
-    @property
-    def dtype(self) -> str:
-        """As the matrix has it."""
-        return self.matrix.dtype
-
-    @property
-    def numel(self) -> int:
-        """As the matrix has it."""
-        return self.matrix.numel
-
-
-@dataclass(frozen=True, slots=True)
 class Scaled:
     """A quantised matrix, whose elements are counted as those of the numbers that its codes stand for.
 
@@ -118,4 +85,52 @@ class Scaled:
 
 
 PlainExtent = ArchivedTensor | ArchivedRecord | RawArray
-Extent = PlainExtent | Transposed | Scaled
+
+
+@dataclass(frozen=True, slots=True)
+class Rearranged:
+    """A matrix that lies in an array otherwise than its elements are counted, which is row by row.
+
+    Attributes:
+        array: what holds the matrix.
+        first: the element of the array that the matrix begins with.
+        rows: of the matrix, as its elements are counted.
+        columns: of the matrix.
+        transposed: the array holds the transpose.
+        interleaved: in the array that many parts of the matrix, of equal height, take turns row by row; 1: none do.
+    """
+
+    array: PlainExtent | Scaled
+    first: int
+    rows: int
+    columns: int
+    transposed: bool = False
+    interleaved: int = 1
+
+    @property
+    def file(self) -> str:
+        """As the array has it."""
+        return self.array.file
+
+    @property
+    def offset(self) -> int:
+        """As the array has it."""
+        return self.array.offset
+
+    @property
+    def length(self) -> int:
+        """As the array has it."""
+        return self.array.length
+
+    @property
+    def dtype(self) -> str:
+        """As the array has it."""
+        return self.array.dtype
+
+    @property
+    def numel(self) -> int:
+        """Elements of the matrix."""
+        return self.rows * self.columns
+
+
+Extent = PlainExtent | Scaled | Rearranged

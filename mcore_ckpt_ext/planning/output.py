@@ -8,22 +8,73 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
-from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """How a record holds a matrix of `rows` rows otherwise than row by row.
+
+    `transposed`: it holds the transpose. `interleaved`: that many parts of equal height take turns, row by row; of such
+    a matrix there is one region.
+    """
+
+    rows: int
+    transposed: bool
+    interleaved: int
+
+    def reading(self, part: Slice) -> Reading:
+        """What has to be read for a part of the record."""
+        height, turns = self.rows // self.interleaved, self.interleaved
+        if self.transposed:
+            left, right = part.start // self.rows, -(-part.stop // self.rows)
+            regions = [
+                replace(region, offsets=(region.offsets[0], left), sizes=(region.sizes[0], right - left))
+                for region in part.regions
+            ]
+            return Reading(tuple(regions), (turns, height, right - left), (2, 1, 0), part.start - left * self.rows)
+        (whole,) = part.regions
+        columns = prod(whole.sizes[1:])
+        top, bottom = part.start // (turns * columns), -(-part.stop // (turns * columns))
+        regions = [
+            replace(
+                whole,
+                offsets=(whole.offsets[0] + turn * height + top, *whole.offsets[1:]),
+                sizes=(bottom - top, *whole.sizes[1:]),
+            )
+            for turn in range(turns)
+        ]
+        before = part.start - top * turns * columns
+        return Reading(tuple(regions), (turns, bottom - top, columns), (1, 0, 2), before)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Regions to be read; their elements in `shape`, its axes in this `order`, are those of the record.
+
+    `before`: how many of these come before those that are asked for.
+    """
+
+    regions: tuple[Region, ...]
+    shape: tuple[int, int, int]
+    order: tuple[int, int, int]
+    before: int
 
 
 @dataclass(frozen=True, slots=True)
 class Placed:
     """A wanted slice whose first element is element `start` of its record.
 
-    `turned_rows`: the slice's regions are whole rows of one matrix with that many rows, and the record holds the
-    transpose; the slice's `start` and `stop` then count in the transpose. 0 in all other cases.
+    `arranged`: the slice's regions are whole rows of one matrix that the record holds otherwise; the slice's `start`
+    and `stop` then count in the record's order.
     """
 
     start: int
     wanted: WantedSlice
-    turned_rows: int = 0
+    arranged: Arrangement | None = None
 
     @property
     def stop(self) -> int:
@@ -79,7 +130,7 @@ def _parts(content: Sequence[Placed], first: int, start: int, stop: int) -> Iter
         low, high = max(start, placed.start), min(stop, placed.stop)
         begin = placed.wanted.slice.start + low - placed.start
         part = Slice(placed.wanted.slice.regions, begin, begin + high - low)
-        yield Placed(low - start, replace(placed.wanted, slice=part), placed.turned_rows)
+        yield Placed(low - start, replace(placed.wanted, slice=part), placed.arranged)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.family import Family
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGE = REPOSITORY / "mcore_ckpt_ext"
@@ -148,6 +152,26 @@ def _text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
     return _UNKNOWN
 
 
+def families() -> str:
+    """A row for each file of families: its models, and what the tests show of them."""
+    from mcore_ckpt_ext.families.recognition import FAMILIES
+    from tests.harness.witnesses import BUILT_BY_MEGATRON, SHOWN
+
+    by_file: dict[str, list[Family]] = defaultdict(list)
+    for family in FAMILIES:
+        by_file[type(family).__module__].append(family)
+    rows = []
+    for module, found in by_file.items():
+        models = (sys.modules[module].__doc__ or "").partition("\n")[0].rstrip(".")
+        types = {family.model_type for family in found}
+        layouts = dict.fromkeys(
+            layout for name in BUILT_BY_MEGATRON if SHOWN[name].model_type in types for layout in SHOWN[name].layouts
+        )
+        said = ", ".join(layouts) if layouts else f"not shown: {found[0].only_bridge}"
+        rows.append((models, ", ".join(f"`{family.model_type}`" for family in found), said))
+    return _table(("family", "`model_type`", "genuine Megatron 0.19.2 answers as transformers 5.23 does"), rows)
+
+
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)])
@@ -169,7 +193,12 @@ def _capital(text: str | None) -> str:
     return f"{text[0].upper()}{text[1:]}" if text else ""
 
 
-PARTS: dict[str, Callable[[], str]] = {"command line": command_line, "settings": settings, "errors": errors}
+PARTS: dict[str, Callable[[], str]] = {
+    "command line": command_line,
+    "settings": settings,
+    "errors": errors,
+    "families": families,
+}
 
 if __name__ == "__main__":
     sys.path.insert(0, str(REPOSITORY))

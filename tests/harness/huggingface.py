@@ -100,13 +100,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         rope_parameters={"rope_theta": 5000000.0, "rope_type": "default", "partial_rotary_factor": 0.5},
     ),
     "olmoe": _configured("OlmoeConfig", **_SIZES, num_experts=4, num_experts_per_tok=2),
+    "gpt_oss": _configured(
+        "GptOssConfig", **_SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+    ),
     "gemma2": _configured("Gemma2Config", **_SIZES, head_dim=8, sliding_window=16, query_pre_attn_scalar=24),
 }  # fmt: skip
 
-# Megatron Core's GPTModel has no Gemma 2, MiniMax-M2 or OLMoE, 0.19 no latent attention without compressed queries, and
-# pretrain_gpt.py no linear scaling of positions.
-_NOT_BUILT = ("gemma2", "minimax_m2", "olmoe", "deepseek_v2_lite", "llama_linear")
-BUILT_BY_MEGATRON = [name for name in CONFIGS if name not in _NOT_BUILT]
 _VERSIONS = {"deepseek_v2_lite": "0.18.0"}
 
 

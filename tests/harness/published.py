@@ -109,6 +109,16 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False, "output_router_logits": False,
         "router_aux_loss_coef": 0.01, "rope_scaling": None, "num_key_value_heads": 32,
     },
+    "gpt-oss-20b": {
+        **_LLAMA, "model_type": "gpt_oss", "attention_bias": True, "attention_dropout": 0.0, "experts_per_token": 4,
+        "head_dim": 64, "hidden_size": 2880, "intermediate_size": 2880, "initial_context_length": 4096,
+        "layer_types": ["sliding_attention", "full_attention"] * 16, "num_attention_heads": 64,
+        "num_experts_per_tok": 4, "num_local_experts": 32, "output_router_logits": False, "router_aux_loss_coef": 0.9,
+        "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                         "rope_type": "yarn", "truncate": False},
+        "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0,
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
+    },
     "Gemma 2 9B": {
         **_LLAMA, "model_type": "gemma2", "attention_bias": False, "attention_dropout": 0.0,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",

@@ -157,6 +157,35 @@ def test_four_bit_floats_are_those_of_transformers() -> None:
         assert torch.equal(found, expected[first : first + count])
 
 
+def test_experts_of_gpt_oss(tmp_path: Path) -> None:
+    """4-bit experts, whose gate and up rows take turns: exported, they are what transformers unpacks."""
+    folder, generator = tmp_path / "model", torch.Generator().manual_seed(3)
+    make("gpt_oss", folder, torch.bfloat16)
+    config = json.loads((folder / "config.json").read_text())
+    hidden, width, experts = config["hidden_size"], 64, config["num_local_experts"]
+    config |= {"intermediate_size": width, "quantization_config": {"quant_method": "mxfp4"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    stored, expected = load_file(folder / "model.safetensors"), {}
+    for name in list(stored):
+        if name.endswith("gate_up_proj_bias"):
+            stored[name] = torch.randn(experts, 2 * width, generator=generator).bfloat16()
+        elif name.endswith(("gate_up_proj", "down_proj")):
+            del stored[name]
+            rows, columns = (2 * width, hidden) if "up" in name else (hidden, width)
+            blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
+            scales = torch.randint(120, 130, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            expected[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+    save_file(stored, folder / "model.safetensors")
+    mcore_ckpt_ext.convert(folder, tmp_path / "run", torch_dist("gpt_oss"), memory_limit=1)
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace(), memory_limit=1)
+    found = tensors(tmp_path / "back")
+    expected |= {name: tensor for name, tensor in stored.items() if not name.endswith(("_blocks", "_scales"))}
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -21,14 +21,12 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.families.forward_pass import classified
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import LOCAL, HuggingFaceCheckpoint
-from tests.harness.huggingface import BUILT_BY_MEGATRON, MISTAKES, VOCABULARY, add_further_layer
+from tests.harness.huggingface import MISTAKES, VOCABULARY, add_further_layer
 from tests.harness.jobs import TIME_LIMIT, WITNESS
+from tests.harness.witnesses import BUILT_BY_MEGATRON, CASES, LAYOUTS
 
 TOLERANCE = 1e-5
 PROMPT, NEW_TOKENS = 16, 64
-EXPERTS = [name for name in BUILT_BY_MEGATRON if any(sign in name for sign in ("moe", "mixtral", "deepseek"))]
-LAYOUTS = {"TP1": (1, 1), "TP2": (2, 1), "EP2": (1, 2)}
-CASES = [(name, layout) for name in BUILT_BY_MEGATRON for layout in LAYOUTS if layout != "EP2" or name in EXPERTS]
 # Models to which a layer is added that predicts a further token.
 FURTHER = ["deepseek_v3", "glm4_moe"]
 WRONG = ["ExchangedQueriesAndKeys", "InterleavedHalves"]

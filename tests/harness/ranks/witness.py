@@ -58,9 +58,11 @@ def build(case: dict[str, Any]) -> Any:
     destroy_global_vars()
     destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
+    # Megatron shares no experts with biases among tensor-parallel ranks.
+    expert_tensor = 1 if "--softmax-type" in case["flags"] else case["tensor"]
     layout = [
         "--tensor-model-parallel-size", str(case["tensor"]), "--expert-model-parallel-size", str(case["expert"]),
-        "--expert-tensor-parallel-size", str(case["tensor"]),
+        "--expert-tensor-parallel-size", str(expert_tensor),
     ]  # fmt: skip
     more = [
         "--tokenizer-type", "NullTokenizer", "--vocab-size", str(case["vocabulary"]), "--micro-batch-size", "1",
@@ -73,7 +75,7 @@ def build(case: dict[str, Any]) -> Any:
     sys.argv = [sys.argv[0], *cpu, *layout, *more, *case["flags"]]
     args = parse_and_validate_args()
     parallel_state.initialize_model_parallel(
-        case["tensor"], expert_model_parallel_size=case["expert"], expert_tensor_parallel_size=case["tensor"]
+        case["tensor"], expert_model_parallel_size=case["expert"], expert_tensor_parallel_size=expert_tensor
     )
     model_parallel_cuda_manual_seed(1234)
     config = gpt_config_from_args(args)

@@ -1,0 +1,50 @@
+"""Which tiny models genuine Megatron answers for, under which layouts: what tests run and the documentation says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+LAYOUTS: dict[str, tuple[int, int]] = {"TP1": (1, 1), "TP2": (2, 1), "EP2": (1, 2)}
+"""Tensor-parallel and expert-parallel size, of two ranks."""
+_DENSE, _EXPERTS = ("TP1", "TP2"), ("TP1", "TP2", "EP2")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """A model of `tests/harness/huggingface.py`: its family, and the layouts under which its logits are compared."""
+
+    model_type: str
+    layouts: tuple[str, ...] = ()
+
+
+SHOWN: dict[str, Shown] = {
+    "gpt2": Shown("gpt2", _DENSE),
+    "llama": Shown("llama", _DENSE),
+    "llama3_tied": Shown("llama", _DENSE),
+    "llama_linear": Shown("llama"),  # pretrain_gpt.py has no linear scaling of positions
+    "qwen2_yarn": Shown("qwen2", _DENSE),
+    "mistral": Shown("mistral", _DENSE),
+    "qwen2": Shown("qwen2", _DENSE),
+    "qwen3": Shown("qwen3", _DENSE),
+    "mixtral": Shown("mixtral", _EXPERTS),
+    "qwen2_moe": Shown("qwen2_moe", _EXPERTS),
+    "qwen3_moe": Shown("qwen3_moe", _EXPERTS),
+    "deepseek_v2": Shown("deepseek_v2", _EXPERTS),
+    "deepseek_v2_lite": Shown("deepseek_v2"),  # 0.19 has no latent attention without compressed queries
+    "deepseek_v3": Shown("deepseek_v3", _EXPERTS),
+    "glm4_moe": Shown("glm4_moe", _EXPERTS),
+    "glm4_moe_air": Shown("glm4_moe", _EXPERTS),
+    "seed_oss": Shown("seed_oss", _DENSE),
+    "ernie4_5": Shown("ernie4_5", _DENSE),
+    "smollm3": Shown("smollm3", _DENSE),
+    "starcoder2": Shown("starcoder2", _DENSE),
+    "phi3": Shown("phi3", _DENSE),
+    "phi4_mini": Shown("phi3", _DENSE),
+    "arcee": Shown("arcee", _DENSE),
+    "gpt_oss": Shown("gpt_oss", _EXPERTS),
+    "minimax_m2": Shown("minimax_m2"),
+    "olmoe": Shown("olmoe"),
+    "gemma2": Shown("gemma2"),
+}
+BUILT_BY_MEGATRON = [name for name, shown in SHOWN.items() if shown.layouts]
+CASES = [(name, layout) for name, shown in SHOWN.items() for layout in shown.layouts]
