@@ -17,6 +17,7 @@ from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
+from mcore_ckpt_ext.formats.nemo_folder import NemoCheckpoint, is_nemo
 from mcore_ckpt_ext.formats.plain_dcp import NAMES, is_plain_dcp
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
@@ -87,6 +88,8 @@ def _open(folder: Path, witnesses: Sequence[ParameterOrder], facts: Facts) -> Ch
         return CanonicalCheckpoint(folder, witnesses)
     if is_legacy(folder):
         return LegacyCheckpoint(folder, witnesses)
+    if is_nemo(folder):
+        return NemoCheckpoint(folder, witnesses, facts)
     if is_verl(folder):
         return VerlCheckpoint(folder, witnesses, facts)
     if not any(path.suffix == ".distcp" or path.name in (CONFIG_FILE, METADATA_FILE) for path in folder.iterdir()):

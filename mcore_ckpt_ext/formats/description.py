@@ -14,7 +14,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, UsageError, shortened
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.loops import bridge, verl
+from mcore_ckpt_ext.loops import bridge, nemo, verl
 from mcore_ckpt_ext.loops.facts import Facts
 from mcore_ckpt_ext.storage.budget import OverBudgetError
 from mcore_ckpt_ext.storage.checked_files import read_file
@@ -159,7 +159,19 @@ def _of_verl(folder: Path) -> Description | None:
     return None
 
 
-_READERS = (_of_bridge, _of_verl)
+def _of_nemo(folder: Path) -> Description | None:
+    if folder.name != nemo.WEIGHTS:
+        return None
+    context = folder.parent / nemo.CONTEXT
+    told = _read(context, nemo.EVERYTHING_FILE, lambda text, where: nemo.of_everything(parsed(text), where))
+    model = _read(context, nemo.MODEL_FILE, lambda text, where: nemo.of_model(parsed_yaml(text, where), where))
+    if told is None or model is None:
+        return model or told
+    stated = {**model.arguments.stated, **told.arguments.stated}
+    return Description(_partial(stated, folder), model.source, (*told.problems, *model.problems))
+
+
+_READERS = (_of_bridge, _of_verl, _of_nemo)
 
 
 def run_config_of(folder: Path) -> dict[str, Any] | None:

@@ -23,6 +23,9 @@ Without arguments, the entry of the common state.
 SHARDING_MARK = "param_state_sharding_type"
 """What the entry of a distributed optimizer in a chain has, and no other's."""
 
+# How Megatron Core arranges the rows of attention (`set_checkpoint_version`, megatron/training/checkpointing.py); loops
+# other than Megatron's own do not say it.
+_VERSION = 3.0
 # Kept by the job's own state machine for its own ranks; stock does without it when the layout has changed.
 _NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine", "args", WRITTEN_FOR)
 # Members of Megatron's own enums come and go with its versions; `--use-checkpoint-args` does without them.
@@ -57,7 +60,7 @@ class PortableState:
             version: the version of Megatron that will read it.
         """
         stored = {key: value for key, value in checkpoint.common.items() if key not in _NOT_CARRIED}
-        common, notes = _writable(stored, "the common state")
+        common, notes = _writable({"checkpoint_version": _VERSION, **stored}, "the common state")
         common["args"], about_arguments = portable_arguments(arguments, version)
         states, about_experts = of_each_expert(checkpoint.extra_states(), checkpoint.arguments.num_experts or 0)
         extra_states, about_extra_states = writable_extra_states(states)

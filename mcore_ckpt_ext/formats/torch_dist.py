@@ -69,6 +69,9 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     @cached_property
     def common(self) -> dict[str, Any]:
         """The common state: arguments, iteration, scheduler and the like."""
+        return self._read_common()
+
+    def _read_common(self) -> dict[str, Any]:
         if (self.folder / COMMON_FILE).exists():
             archive = TorchArchive(self.reader, COMMON_FILE)
             common = archive.with_values(archive.load())

@@ -82,11 +82,8 @@ def job_arguments(content: Any, source: str) -> JobArguments:
     model = content["model"]
     inner = model.get("transformer")  # a model's configuration may hold that of its transformer
     stated = model_arguments({**(inner if isinstance(inner, Mapping) else {}), **model})
-    for section, names in _SECTIONS.items():
-        fields = _section(content, section)
-        for name, argument in names.items():
-            if name in fields and is_plain(fields[name]):
-                stated[argument] = fields[name]
+    for section in _SECTIONS:
+        stated |= section_arguments(section, _section(content, section))
     for name, argument in _TURNED.items():
         value = _section(content, "checkpoint").get(name)
         if isinstance(value, bool):
@@ -99,6 +96,12 @@ def job_arguments(content: Any, source: str) -> JobArguments:
         stated["seq_length"] = model["seq_length"]
         stated.setdefault("max_position_embeddings", model["seq_length"])
     return JobArguments.of(stated, source=source, tells_all=False)
+
+
+def section_arguments(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments that the fields of a section are, as far as their values are plain."""
+    names = _SECTIONS[section]
+    return {names[name]: value for name, value in fields.items() if name in names and is_plain(value)}
 
 
 def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -27,6 +27,7 @@ from mcore_ckpt_ext.storage.runs import (
     TRACKER_FILE,
     Tracker,
     check_folder_exists,
+    inner_folder,
     iteration_folders,
     iteration_number,
     no_checkpoint,
@@ -52,6 +53,7 @@ def locate(path: Path) -> Located:
     iterations = iteration_folders(path)
     if tracker := read_tracker(path / TRACKER_FILE):
         return _tracked(tracker, iterations)
+    path = inner_folder(path)
     if _is_iteration(path):
         return Located(path, tuple(_ahead_of_tracker(path)))
     if is_colossalai(path):

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, some
+from mcore_ckpt_ext.loops.nemo import WEIGHTS
 from mcore_ckpt_ext.storage.checked_files import read_start
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 
 TRACKER_FILE = "latest_checkpointed_iteration.txt"
 RELEASE = "release"
@@ -92,7 +94,7 @@ def iteration_folder(path: Path) -> Path:
     check_folder_exists(path)
     tracker = read_tracker(path / TRACKER_FILE)
     if tracker is None:
-        return path
+        return inner_folder(path)
     if tracker.folder is None:
         raise UnreadableCheckpointError(
             "the tracker file names no iteration", found=repr(tracker.text), where=str(tracker.path)
@@ -103,6 +105,12 @@ def iteration_folder(path: Path) -> Path:
             expected=tracker.folder.name, where=str(tracker.path), helps="name one of the others, by its folder",
         )  # fmt: skip
     return tracker.folder
+
+
+def inner_folder(path: Path) -> Path:
+    """Of NeMo's checkpoint the folder that holds it; `path` itself in all other cases."""
+    inner = path / WEIGHTS
+    return inner if (inner / METADATA_FILE).exists() and not (path / METADATA_FILE).exists() else path
 
 
 def check_folder_exists(path: Path) -> None:

@@ -1,0 +1,138 @@
+"""NeMo 2's checkpoint: `weights/` as Megatron Core writes it, without arguments, and `context/` beside it.
+
+Source: `TrainerContext.io_dump` (nemo/lightning/io/pl.py, io/mixin.py), `ckpt_utils.py` and
+`MegatronStrategy.save_checkpoint` (nemo/lightning/pytorch/strategies/megatron_strategy.py) of NeMo 2.3.2: `io.json` is
+the Fiddle configuration of model and trainer, in which only what was stated stands; `model.yaml`, which older releases
+lack, is that of the model with its defaults. Nothing that they name is imported.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.loops.bridge import section_arguments
+from mcore_ckpt_ext.loops.transformer import is_plain, model_arguments
+
+WEIGHTS, CONTEXT = "weights", "context"
+"""The two folders of a checkpoint."""
+MODEL_FILE, EVERYTHING_FILE = "model.yaml", "io.json"
+"""In the second."""
+PREFIX = "module."
+"""What its keys begin with, where Megatron's own do not (`MegatronParallel.sharded_state_dict`)."""
+
+_ATTRIBUTE = re.compile(r"Attr\(name='(\w+)'\)", re.ASCII)
+_LAYOUT = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size", "sequence_parallel",
+)  # fmt: skip
+
+
+def of_model(content: Any, source: str) -> JobArguments:
+    """The arguments that `model.yaml` states.
+
+    Args:
+        content: the parsed file.
+        source: the file, for messages.
+
+    Raises:
+        ValueError: it is no such file.
+        UnreadableCheckpointError: an argument has a value that no job can have.
+    """
+    if not isinstance(content, Mapping):
+        raise ValueError("it is no object")
+    return JobArguments.of(_of_model(content), source=source, tells_all=False)
+
+
+def of_everything(content: Any, source: str) -> JobArguments:
+    """The arguments that `io.json` states: of the model, and of the trainer's strategy.
+
+    Args:
+        content: the parsed file.
+        source: the file, for messages.
+
+    Raises:
+        ValueError: it is no such file.
+        UnreadableCheckpointError: an argument has a value that no job can have.
+    """
+    reader = _Fiddle(content)
+    root = reader.fields(reader.root)
+    model = reader.fields(root.get("model"))
+    plain = {"config": reader.plain(model.get("config")), "optim": {"config": _inner(reader, model, "optim", "config")}}
+    strategy = _inner(reader, root, "trainer", "strategy")
+    layout = {name: strategy[name] for name in _LAYOUT if strategy.get(name) is not None and is_plain(strategy[name])}
+    buffers = section_arguments("ddp", _inner(reader, root, "trainer", "strategy", "ddp"))
+    return JobArguments.of({**_of_model(plain), **layout, **buffers}, source=source, tells_all=False)
+
+
+def _of_model(model: Mapping[str, Any]) -> dict[str, Any]:
+    config = model.get("config")
+    if not isinstance(config, Mapping) or not config:
+        raise ValueError("it has no configuration of a model")
+    # A dtype that nobody taught YAML is written as its class.
+    known = {name: value for name, value in config.items() if value != {"_target_": "torch.dtype", "_call_": True}}
+    stated = model_arguments(known)
+    if isinstance(length := config.get("seq_length"), int):
+        stated |= {"seq_length": length, "max_position_embeddings": length}
+    optim = model.get("optim")
+    optimizer = optim.get("config") if isinstance(optim, Mapping) else None
+    return stated | section_arguments("optimizer", optimizer if isinstance(optimizer, Mapping) else {})
+
+
+def _inner(reader: _Fiddle, root: Mapping[str, Any], *path: str) -> Mapping[str, Any]:
+    """The plain fields of what lies below; nothing where a step of the path is missing."""
+    fields = root
+    for name in path[:-1]:
+        fields = reader.fields(fields.get(name))
+    return reader.plain(fields.get(path[-1]))
+
+
+class _Fiddle:
+    """Fiddle's JSON (`serialization.dump_json`, fiddle 0.3): objects by key, which refer to one another.
+
+    Objects may refer to each other in circles, or many times to one; here only what lies at a few fixed paths is
+    looked at, so that the work is bounded.
+    """
+
+    def __init__(self, content: Any) -> None:
+        if not isinstance(content, Mapping) or not isinstance(content.get("objects"), Mapping):
+            raise ValueError("it has no objects")
+        self._objects: Mapping[str, Any] = content["objects"]
+        self.root = content.get("root")
+
+    def fields(self, value: Any) -> dict[str, Any]:
+        """The fields of a configuration, as they stand in the file."""
+        node = self._resolved(value)
+        items = node.get("items") if isinstance(node, Mapping) else None
+        found: dict[str, Any] = {}
+        for item in items if isinstance(items, list) else ():
+            if isinstance(item, list) and len(item) == 2 and (name := _ATTRIBUTE.fullmatch(str(item[0])[:200])):
+                found[name[1]] = item[1]
+        return found
+
+    def plain(self, value: Any) -> dict[str, Any]:
+        """The fields that are plain values, lists of such, or names of classes, functions and dtypes."""
+        fields = self.fields(value)
+        return {name: found for name, item in fields.items() if (found := self._value(item)) is not None}
+
+    def _value(self, value: Any) -> Any:
+        node = self._resolved(value)
+        if not isinstance(node, Mapping):
+            return node if is_plain(node) else None
+        if node.get("type") == "leaf":
+            return node["value"] if is_plain(node.get("value")) else None
+        if node.get("type") == "pyref":
+            return {"_target_": f"{node.get('module')}.{node.get('name')}", "_call_": False}
+        kind = node.get("type")
+        if isinstance(kind, Mapping) and kind.get("name") in ("list", "tuple") and isinstance(node.get("items"), list):
+            leaves = [item[1] for item in node["items"] if isinstance(item, list) and len(item) == 2]
+            values = [leaf.get("value") if isinstance(leaf, Mapping) else leaf for leaf in leaves]
+            return values if is_plain(values) else None
+        return None
+
+    def _resolved(self, value: Any) -> Any:
+        if isinstance(value, Mapping) and value.get("type") == "ref":
+            return self._objects.get(str(value.get("key")))
+        return value
