@@ -247,6 +247,8 @@ class Transfer:
             for part in range(top // height, -(-bottom // height))
         ]
         elements = torch.cat(rows).view(-1)
+        if extent.shift:
+            elements = (elements.float() + extent.shift).to(elements.dtype)
         start = first - top * extent.columns
         return elements.as_strided((count, length), (stride, 1), start).reshape(-1).contiguous()
 

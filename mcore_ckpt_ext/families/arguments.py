@@ -69,6 +69,13 @@ class ModelArguments:
     add_qkv_bias: bool = False
     qk_layernorm: bool = False
     qk_l2_norm: bool = False
+    experimental_attention_variant: str | None = None
+    linear_attention_freq: int | Sequence[int] | None = None
+    linear_conv_kernel_dim: int = 4
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+    linear_num_key_heads: int = 16
+    linear_num_value_heads: int = 32
     attention_output_gate: bool = False
     attention_dropout: float = 0.1
     attention_softcap: float | None = None
@@ -214,7 +221,7 @@ def _linear(name: str, module: str, arguments: ModelArguments) -> tuple[int, int
         return int(arguments.value(argument) or 0)
 
     hidden, heads = size("hidden_size"), size("num_attention_heads")
-    gates = 2 if is_gated(arguments) else 1
+    gates, gated = 2 if is_gated(arguments) else 1, 2 if arguments.attention_output_gate else 1
     ffn = size(
         "moe_ffn_hidden_size" if of_experts(name)
         else "moe_shared_expert_intermediate_size" if ".shared_experts." in name
@@ -226,7 +233,7 @@ def _linear(name: str, module: str, arguments: ModelArguments) -> tuple[int, int
         "word_embeddings": (size("vocab_size"), hidden),
         "position_embeddings": (size("max_position_embeddings"), hidden),
         "output_layer": (size("vocab_size"), hidden),
-        "linear_qkv": ((heads + 2 * size("num_query_groups")) * size("kv_channels"), hidden),
+        "linear_qkv": ((gated * heads + 2 * size("num_query_groups")) * size("kv_channels"), hidden),
         "linear_proj": (hidden, heads * values),
         "linear_q_proj": (heads * latent, hidden),
         "linear_q_down_proj": (size("q_lora_rank"), hidden),

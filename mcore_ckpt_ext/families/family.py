@@ -36,6 +36,10 @@ Condition = Callable[[ModelArguments, int], bool]
 """Says, for a job's arguments and a decoder layer (0 outside the layers), whether a rule holds there."""
 
 
+Piece = tuple[str, int, int]
+"""Of a parameter that is stored in several: the end of its name, the first row, and the number of rows."""
+
+
 def always(arguments: ModelArguments, layer: int) -> bool:
     """In every model and layer."""
     return True
@@ -73,6 +77,7 @@ class Rule:
         rows: which of the parameter's rows; by default all.
         where: in which models and layers.
         keeps_dtype: `--dtype` leaves it as it is.
+        pieces: where the parameter is stored in several, what the tensor consists of; `rows` does not count then.
     """
 
     hugging_face: str
@@ -80,6 +85,7 @@ class Rule:
     rows: Rows = WHOLE
     where: Condition = always
     keeps_dtype: bool = False
+    pieces: Callable[[ModelArguments], Sequence[Piece]] | None = None
 
 
 @dataclass(frozen=True)
@@ -87,7 +93,8 @@ class HuggingFaceTensor:
     """A Hugging Face tensor: its name, its shape, and the regions that it consists of, one after the other.
 
     `transposed`: the regions of each parameter are rows of one matrix, and the tensor holds the transpose of that
-    matrix. `interleaved`: its rows come by turns from so many parts of the parameter, of equal height.
+    matrix. `interleaved`: its rows come by turns from so many parts of the parameter, of equal height. `shift`: what
+    its numbers are more.
     """
 
     name: str
@@ -95,6 +102,7 @@ class HuggingFaceTensor:
     regions: tuple[Region, ...]
     transposed: bool = False
     interleaved: int = 1
+    shift: float = 0.0
     keeps_dtype: bool = False
 
 
@@ -113,6 +121,7 @@ class Family:
         without_effect: keys of `config.json`, beside those of every family, that say nothing about what it computes.
         optional_prefix: a beginning that names in folders in the wild may lack.
         only_bridge: why Megatron Core's `GPTModel` has no such model, and Megatron-Bridge has; empty where it has one.
+        needs_engine: Megatron builds it of Transformer Engine's layers only.
         bridge_provider: the family's own class in Megatron-Bridge, below `megatron.bridge.models`, if it needs one.
     """
 
@@ -127,6 +136,7 @@ class Family:
     without_effect: ClassVar[Sequence[str]] = ()
     optional_prefix: ClassVar[str] = ""
     only_bridge: ClassVar[str] = ""
+    needs_engine: ClassVar[bool] = False
     bridge_provider: ClassVar[str] = ""
 
     @property
@@ -251,22 +261,29 @@ class Family:
 
     def _tensor(self, rule: Rule, places: _Places, expert: int, arguments: ModelArguments) -> HuggingFaceTensor:
         generic = rule.megatron.format(expert=expert, **places)
-        shape = self.shape(generic, arguments)
+        if rule.pieces is not None:
+            pieces = rule.pieces(arguments)
+        else:
+            pieces = [("", *span) for span in rule.rows.spans(self.shape(generic, arguments)[0], arguments)]
+        inner = self.shape(generic + pieces[0][0], arguments)[1:]
         name = spec_name(generic, arguments)
-        spans = rule.rows.spans(shape[0], arguments)
-        inner = shape[1:]
-        regions = tuple(Region(name, (start, *(0 for _ in inner)), (count, *inner)) for start, count in spans)
-        rows = sum(count for _, count in spans)
+        regions = tuple(
+            Region(name + end, (start, *(0 for _ in inner)), (count, *inner)) for end, start, count in pieces
+        )
+        rows = sum(count for _, _, count in pieces)
         turned = rule.rows.transposed
         return HuggingFaceTensor(
             rule.hugging_face.format(expert=expert, **places),
-            (*inner, rows) if turned else (rows, *inner), regions, turned, rule.rows.interleaved, rule.keeps_dtype,
+            (*inner, rows) if turned else (rows, *inner), regions, turned, rule.rows.interleaved, rule.rows.shift,
+            rule.keeps_dtype,
         )  # fmt: skip
 
 
 def _places(rule: Rule, arguments: ModelArguments) -> Iterator[tuple[int, _Places]]:
     """Each layer that a rule is about: as its condition knows it, and what its names are filled with."""
-    if "{next}" in rule.hugging_face:  # such a layer is built as the decoder's last one (`get_gpt_mtp_block_spec`)
+    if (
+        "{next}" in rule.hugging_face or "{step}" in rule.megatron
+    ):  # such a layer is built as the decoder's last one (`get_gpt_mtp_block_spec`)
         layers = arguments.num_layers
         yield from (
             (layers - 1, {"next": layers + step, "step": step}) for step in range(arguments.mtp_num_layers or 0)
@@ -277,7 +294,7 @@ def _places(rule: Rule, arguments: ModelArguments) -> Iterator[tuple[int, _Place
 
 
 def _pattern(template: str) -> re.Pattern[str]:
-    return re.compile(re.sub(r"\\\{(layer|expert|next)\\\}", r"\\d+", re.escape(template)))
+    return re.compile(re.sub(r"\\\{(layer|expert|next|step)\\\}", r"\\d+", re.escape(template)))
 
 
 def matching(names: Collection[str], patterns: Sequence[str]) -> list[str]:

@@ -30,13 +30,17 @@ _LATENT: dict[str, Any] = {
     "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
     "rope_type": None, "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0,
 }  # fmt: skip
+_LINEAR: dict[str, Any] = {
+    "experimental_attention_variant": None, "linear_attention_freq": None, "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
 _YARN: dict[str, Any] = {
     "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "yarn_original_max_position_embeddings": None,
     "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
 }  # fmt: skip
 _SWITCHES = (
     "swiglu", "squared_relu", "quick_geglu", "rotary_interleaved", "qk_layernorm", "add_qkv_bias",
-    "untie_embeddings_and_output_weights", "use_rope_scaling", "multi_latent_attention",
+    "attention_output_gate", "untie_embeddings_and_output_weights", "use_rope_scaling", "multi_latent_attention",
     "layernorm_zero_centered_gamma", "moe_router_pre_softmax", "moe_router_enable_expert_bias",
     "moe_shared_expert_gate", "moe_grouped_gemm",
 )  # fmt: skip
@@ -54,6 +58,8 @@ def training_flags(arguments: ModelArguments) -> list[str]:
     values = dict(_VALUES)
     if arguments.num_experts:
         values |= _EXPERTS
+    if arguments.linear_attention_freq:
+        values |= _LINEAR
     if arguments.multi_latent_attention:
         values |= _LATENT
         del values["kv_channels"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from mcore_ckpt_ext.families.family import Condition, Rule, always, dense, untied, with_experts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.family import Condition, Rule, always, dense, set_in, untied, with_experts
 from mcore_ckpt_ext.families.rows import GATE, KEY, QUERY, UP, VALUE
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
@@ -87,6 +88,39 @@ REPEATED_FOR_FURTHER_TOKENS = (
     Rule("model.layers.{next}.shared_head.head.weight", "output_layer.weight", where=untied),
 )
 """Megatron has one embedding and one output layer; released folders repeat them in each such layer."""
+
+
+def one_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """The same where folders have one such layer at most, beside the model's (`mtp.layers.0`): the Qwen families.
+
+    Args:
+        rules: of a decoder's layer as the last one is.
+    """
+    ours = "mtp.layers.{step}"
+    named = {
+        "pre_fc_norm_embedding": "enorm",
+        "pre_fc_norm_hidden": "hnorm",
+        "fc": "eh_proj",
+        "norm": "final_layernorm",
+    }
+    return (
+        *(Rule(f"mtp.{one}.weight", f"{ours}.{other}.weight", where=set_in("mtp_num_layers"))
+          for one, other in named.items()),
+        *(
+            replace(
+                rule,
+                hugging_face=rule.hugging_face.replace("model.layers.{layer}", "mtp.layers.{step}"),
+                megatron=rule.megatron.replace(_OURS, f"{ours}.transformer_layer"),
+            )
+            for rule in rules
+        ),
+    )  # fmt: skip
+
+
+def several_further_tokens(arguments: ModelArguments) -> list[str]:
+    """Why such a folder cannot hold a model; empty where it can."""
+    return ["mtp_num_layers is more than 1"] if (arguments.mtp_num_layers or 0) > 1 else []
+
 
 _EXPERT = f"{_OURS}.mlp.experts.experts.{{expert}}"
 

@@ -4,14 +4,9 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
-from mcore_ckpt_ext.families.family import Family, Rule, with_experts
-from mcore_ckpt_ext.families.qwen_experts import expert_settings
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.qwen_experts import SHARED_EXPERT_GATE, expert_settings
 from mcore_ckpt_ext.families.settings import Fixed, Needs, Size
-
-_SHARED_GATE = Rule(
-    "model.layers.{layer}.mlp.shared_expert_gate.weight", "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
-    where=with_experts,
-)  # fmt: skip
 
 
 class Qwen2MoE(Family):
@@ -22,7 +17,7 @@ class Qwen2MoE(Family):
     without_effect = ("sliding_window", "max_window_layers")
     rules = (
         *parts.DECODER, *parts.attention("bias"), *parts.experts(), *parts.shared_experts("shared_expert"),
-        _SHARED_GATE,
+        SHARED_EXPERT_GATE,
     )  # fmt: skip
     also_read = parts.STACKED_EXPERTS
     settings = (

@@ -5,7 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
+from mcore_ckpt_ext.families.family import Rule, with_experts
 from mcore_ckpt_ext.families.settings import Both, Config, Same, Setting, Size, checked_size
+
+SHARED_EXPERT_GATE = Rule(
+    "model.layers.{layer}.mlp.shared_expert_gate.weight", "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
+    where=with_experts,
+)  # fmt: skip
 
 
 def expert_layers() -> Setting:
@@ -57,16 +63,17 @@ def normalised_choice(by_default: bool = False) -> Setting:
     )
 
 
-def expert_settings(count: int, chosen: int, width: int) -> tuple[Setting, ...]:
+def expert_settings(count: int, chosen: int, width: int, *, normalised: bool = False) -> tuple[Setting, ...]:
     """All of them; the numbers are the defaults of Hugging Face's class.
 
     Args:
         count: experts.
         chosen: experts that a token goes to.
         width: the width of an expert.
+        normalised: the chosen experts' probabilities are normalised among themselves.
     """
     return (
-        expert_count(count), expert_layers(), normalised_choice(),
+        expert_count(count), expert_layers(), normalised_choice(normalised),
         Size("num_experts_per_tok", "moe_router_topk", chosen),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", width),
         Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),

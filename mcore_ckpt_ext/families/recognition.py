@@ -29,6 +29,7 @@ from mcore_ckpt_ext.families.qwen2 import Qwen2
 from mcore_ckpt_ext.families.qwen2_moe import Qwen2MoE
 from mcore_ckpt_ext.families.qwen3 import Qwen3
 from mcore_ckpt_ext.families.qwen3_moe import Qwen3MoE
+from mcore_ckpt_ext.families.qwen3_next import Qwen3Next
 from mcore_ckpt_ext.families.seed_oss import SeedOss
 from mcore_ckpt_ext.families.smollm3 import SmolLM3
 from mcore_ckpt_ext.families.starcoder2 import StarCoder2
@@ -36,7 +37,7 @@ from mcore_ckpt_ext.families.starcoder2 import StarCoder2
 FAMILIES: tuple[Family, ...] = (
     GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
     KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
-    GptOss(),
+    GptOss(), Qwen3Next(),
 )  # fmt: skip
 _SHOWN = 4
 

@@ -18,12 +18,14 @@ class Rows:
     Attributes:
         spans: told the number of rows and the job's arguments.
         transposed: Hugging Face stores the matrix transposed.
+        shift: what Hugging Face's numbers are more than Megatron's.
         interleaved: Hugging Face's rows are by turns of so many parts of equal height of the span, which is one.
     """
 
     spans: Callable[[int, ModelArguments], Sequence[Span]]
     transposed: bool = False
     interleaved: int = 1
+    shift: float = 0.0
 
 
 def _whole(rows: int, arguments: ModelArguments) -> Sequence[Span]:
@@ -31,15 +33,22 @@ def _whole(rows: int, arguments: ModelArguments) -> Sequence[Span]:
 
 
 def _of_groups(which: str) -> Callable[[int, ModelArguments], Sequence[Span]]:
-    """`linear_qkv` holds, one query group after the other, its queries, its key and its value (attention.py)."""
+    """`linear_qkv` holds, one query group after the other, its queries, gates if any, key and value (attention.py)."""
 
     def spans(rows: int, arguments: ModelArguments) -> Iterator[Span]:
         head = arguments.kv_channels
         groups = arguments.num_query_groups
         queries = arguments.num_attention_heads // groups
-        first, count = {"query": (0, queries), "key": (queries, 1), "value": (queries + 1, 1)}[which]
+        gates = queries if arguments.attention_output_gate else 0
+        places = {
+            # Hugging Face has each head's gate behind its queries, Megatron all of a group's gates behind all queries.
+            "query": [(at, 1) for query in range(queries) for at in range(query, queries + gates, queries)]
+            if gates else [(0, queries)],
+            "key": [(queries + gates, 1)], "value": [(queries + gates + 1, 1)],
+        }[which]  # fmt: skip
         for group in range(groups):
-            yield (group * (queries + 2) + first) * head, count * head
+            for first, count in places:
+                yield (group * (queries + gates + 2) + first) * head, count * head
 
     return lambda rows, arguments: list(spans(rows, arguments))
 
@@ -64,3 +73,8 @@ def joined(*parts: Rows) -> Rows:
 def transposed(rows: Rows) -> Rows:
     """The same, where Hugging Face stores the matrix transposed (GPT-2's Conv1D, the experts of gpt-oss)."""
     return replace(rows, transposed=True)
+
+
+def shifted(by: float) -> Rows:
+    """All rows, whose numbers are more by so much in Hugging Face's tensor; rounded once."""
+    return Rows(_whole, shift=by)

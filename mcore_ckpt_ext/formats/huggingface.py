@@ -80,6 +80,11 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._below = below
         self.config = read_config(folder / below)
         self.family = family or family_of_config(self.config, str(folder / below / CONFIG))
+        if self.family.needs_engine and transformer_impl == LOCAL:
+            raise UnsupportedCheckpointError(
+                f"Megatron builds {with_article(self.family.name)} of Transformer Engine's layers only",
+                found=f"--transformer-impl {LOCAL}", where=str(folder), helps="leave the option out",
+            )  # fmt: skip
         self._model = replace(self.family.arguments(self.config), transformer_impl=transformer_impl)
         stored, unread = read_tensors(self.reader, below)
         self._stale = [f"not read, because the folder also holds safetensors: {', '.join(unread)}"] if unread else []
@@ -312,8 +317,9 @@ class HuggingFaceCheckpoint(Checkpoint):
     def extra_states(self) -> Mapping[str, Any]:
         """What newly made modules store: Megatron would miss it otherwise.
 
-        With the Transformer Engine spec every linear and norm has an empty one; with the local spec linears have None
-        (`get_extra_state`, extensions/transformer_engine.py and tensor_parallel/layers.py, core_v0.12 to 0.19.2).
+        With the Transformer Engine spec every linear, norm and attention with sinks has an empty one; with the local
+        spec linears have None (`get_extra_state`, extensions/transformer_engine.py and
+        tensor_parallel/layers.py, core_v0.12 to 0.19.2).
         """
         engine = self._model.transformer_impl == TRANSFORMER_ENGINE
         modules = dict.fromkeys(
@@ -322,7 +328,9 @@ class HuggingFaceCheckpoint(Checkpoint):
         states: dict[str, Any] = {}
         for module in modules:
             kind = module.rpartition(".")[2]
-            if kind.startswith(("linear_", "eh_proj")) or (engine and kind.endswith("norm")):
+            if kind.startswith(("linear_", "eh_proj", "in_proj", "out_proj")) or (
+                engine and kind.endswith(("norm", "core_attention"))
+            ):
                 states[f"{module}.{EXTRA_STATE}"] = torch.empty(0, dtype=torch.uint8) if engine else None
         return states
 

@@ -218,9 +218,10 @@ class HuggingFaceTarget:
 
 
 def _arrangement(tensor: HuggingFaceTensor, part: Slice) -> Arrangement | None:
-    if not tensor.transposed and tensor.interleaved == 1:
+    if not tensor.transposed and tensor.interleaved == 1 and not tensor.shift:
         return None
-    return Arrangement(sum(region.sizes[0] for region in part.regions), tensor.transposed, tensor.interleaved)
+    rows = sum(region.sizes[0] for region in part.regions)
+    return Arrangement(rows, tensor.transposed, tensor.interleaved, tensor.shift)
 
 
 def _shards(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import groupby
 from math import prod
 
 from typing_extensions import override
@@ -10,7 +11,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import HuggingFaceTensor, parameter_shapes
 from mcore_ckpt_ext.formats.huggingface_folder import StoredTensor
-from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.extents import Rearranged
 from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
@@ -63,16 +64,14 @@ class ModelSpaceWeights(StoredOnce):
 def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[str, StoredSlice]]:
     """The slices that a tensor holds of each parameter, whose regions lie one after the other in it."""
     transposed = tensor.transposed != stored.turned
-    regions: dict[str, list[Region]] = {}
-    for region in tensor.regions:
-        regions.setdefault(region.name, []).append(region)
     first = stored.first
-    for name, parts in regions.items():
-        part = Slice.whole(tuple(parts))
-        if transposed or tensor.interleaved > 1:
+    for name, found in groupby(tensor.regions, key=lambda region: region.name):
+        parts = tuple(found)
+        part = Slice.whole(parts)
+        if transposed or tensor.interleaved > 1 or tensor.shift:
             rows = sum(region.sizes[0] for region in parts)
             columns = prod(parts[0].sizes[1:])
-            matrix = Rearranged(stored.extent, first, rows, columns, transposed, tensor.interleaved)
+            matrix = Rearranged(stored.extent, first, rows, columns, transposed, tensor.interleaved, -tensor.shift)
             yield name, StoredSlice(part, matrix, 0)
         else:
             yield name, StoredSlice(part, stored.extent, first)

@@ -259,8 +259,10 @@ class _Filler:
             return
         reading = placed.arranged.reading(placed.wanted.slice)
         matrix = Slice.whole(reading.regions)
-        elements = torch.empty(matrix.numel, dtype=room.dtype)
+        shift = placed.arranged.shift
+        elements = torch.empty(matrix.numel, dtype=torch.float32 if shift else room.dtype)
         self._read([(replace(placed.wanted, slice=matrix), elements)])
+        elements += shift
         ordered = elements.view(reading.shape).permute(reading.order).reshape(-1)
         room.copy_(ordered[reading.before : reading.before + room.numel()])
 

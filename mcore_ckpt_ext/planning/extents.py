@@ -98,6 +98,7 @@ class Rearranged:
         columns: of the matrix.
         transposed: the array holds the transpose.
         interleaved: in the array that many parts of the matrix, of equal height, take turns row by row; 1: none do.
+        shift: what the numbers of the matrix are more than those of the array; rounded once.
     """
 
     array: PlainExtent | Scaled
@@ -106,6 +107,7 @@ class Rearranged:
     columns: int
     transposed: bool = False
     interleaved: int = 1
+    shift: float = 0.0
 
     @property
     def file(self) -> str:

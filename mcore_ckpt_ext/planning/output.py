@@ -19,12 +19,13 @@ class Arrangement:
     """How a record holds a matrix of `rows` rows otherwise than row by row.
 
     `transposed`: it holds the transpose. `interleaved`: that many parts of equal height take turns, row by row; of such
-    a matrix there is one region.
+    a matrix there is one region. `shift`: what the record's numbers are more, rounded once.
     """
 
     rows: int
     transposed: bool
     interleaved: int
+    shift: float = 0.0
 
     def reading(self, part: Slice) -> Reading:
         """What has to be read for a part of the record."""

@@ -155,7 +155,7 @@ def _text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
 def families() -> str:
     """A row for each file of families: its models, and what the tests show of them."""
     from mcore_ckpt_ext.families.recognition import FAMILIES
-    from tests.harness.witnesses import BUILT_BY_MEGATRON, SHOWN
+    from tests.harness.witnesses import SHOWN
 
     by_file: dict[str, list[Family]] = defaultdict(list)
     for family in FAMILIES:
@@ -165,7 +165,7 @@ def families() -> str:
         models = (sys.modules[module].__doc__ or "").partition("\n")[0].rstrip(".")
         types = {family.model_type for family in found}
         layouts = dict.fromkeys(
-            layout for name in BUILT_BY_MEGATRON if SHOWN[name].model_type in types for layout in SHOWN[name].layouts
+            layout for shown in SHOWN.values() if shown.model_type in types for layout in shown.layouts + shown.engine
         )
         said = ", ".join(layouts) if layouts else f"not shown: {found[0].only_bridge}"
         rows.append((models, ", ".join(f"`{family.model_type}`" for family in found), said))

@@ -40,6 +40,9 @@ PRECISION_AWARE = Path(__file__).with_name("precision_aware.py")
 SYNTHETIC_TRAINING = Path(__file__).with_name("synthetic_training.py")
 """Plugin for jobs whose model cannot run on a CPU."""
 
+ENGINE_PASSES = Path(__file__).with_name("engine_passes.py")
+"""Plugin that lets models of Transformer Engine's modules answer on a CPU."""
+
 CPU_OFFLOAD = Path(__file__).with_name("cpu_offload.py")
 """Plugin for jobs with ``--optimizer-cpu-offload``."""
 

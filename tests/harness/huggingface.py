@@ -32,6 +32,9 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 8, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
 }  # fmt: skip
 _MIXTURE: dict[str, Any] = {**_SIZES, "moe_intermediate_size": 16, "num_experts_per_tok": 2}
+_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+}  # fmt: skip
 _LLAMA_3_ROPE = {
     "rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -102,6 +105,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "olmoe": _configured("OlmoeConfig", **_SIZES, num_experts=4, num_experts_per_tok=2),
     "gpt_oss": _configured(
         "GptOssConfig", **_SIZES, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16,
+    ),
+    "qwen3_next": _configured(
+        "Qwen3NextConfig", **{**_MIXTURE, "num_hidden_layers": 4}, head_dim=16, num_experts=4, **_NET,
+        shared_expert_intermediate_size=24,
     ),
     "gemma2": _configured("Gemma2Config", **_SIZES, head_dim=8, sliding_window=16, query_pre_attn_scalar=24),
 }  # fmt: skip

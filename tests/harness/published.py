@@ -119,6 +119,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 150000, "sliding_window": 128, "swiglu_limit": 7.0,
         "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn"]},
     },
+    "Qwen3-Next 80B-A3B": {
+        **_LLAMA, **_QWEN_EXPERTS, "model_type": "qwen3_next", "attention_bias": False, "attention_dropout": 0.0,
+        "full_attention_interval": 4, "head_dim": 256, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128, "num_experts": 512,
+        "num_experts_per_tok": 10, "partial_rotary_factor": 0.25, "rope_scaling": None, "rms_norm_eps": 1e-6,
+        "shared_expert_intermediate_size": 512, "use_sliding_window": False,
+    },
     "Gemma 2 9B": {
         **_LLAMA, "model_type": "gemma2", "attention_bias": False, "attention_dropout": 0.0,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",

@@ -11,15 +11,24 @@ _DENSE, _EXPERTS = ("TP1", "TP2"), ("TP1", "TP2", "EP2")
 
 @dataclass(frozen=True)
 class Shown:
-    """A model of `tests/harness/huggingface.py`: its family, and the layouts under which its logits are compared."""
+    """A model of `tests/harness/huggingface.py`.
+
+    Attributes:
+        model_type: of its family.
+        layouts: under which its logits are compared, with the local layer spec.
+        engine: those with Transformer Engine's.
+        tolerance: of the logits, relative to the largest.
+    """
 
     model_type: str
     layouts: tuple[str, ...] = ()
+    engine: tuple[str, ...] = ()
+    tolerance: float = 1e-5
 
 
 SHOWN: dict[str, Shown] = {
     "gpt2": Shown("gpt2", _DENSE),
-    "llama": Shown("llama", _DENSE),
+    "llama": Shown("llama", _DENSE, engine=("TP2",)),
     "llama3_tied": Shown("llama", _DENSE),
     "llama_linear": Shown("llama"),  # pretrain_gpt.py has no linear scaling of positions
     "qwen2_yarn": Shown("qwen2", _DENSE),
@@ -31,7 +40,7 @@ SHOWN: dict[str, Shown] = {
     "qwen3_moe": Shown("qwen3_moe", _EXPERTS),
     "deepseek_v2": Shown("deepseek_v2", _EXPERTS),
     "deepseek_v2_lite": Shown("deepseek_v2"),  # 0.19 has no latent attention without compressed queries
-    "deepseek_v3": Shown("deepseek_v3", _EXPERTS),
+    "deepseek_v3": Shown("deepseek_v3", _EXPERTS, engine=("EP2",)),
     "glm4_moe": Shown("glm4_moe", _EXPERTS),
     "glm4_moe_air": Shown("glm4_moe", _EXPERTS),
     "seed_oss": Shown("seed_oss", _DENSE),
@@ -41,10 +50,15 @@ SHOWN: dict[str, Shown] = {
     "phi3": Shown("phi3", _DENSE),
     "phi4_mini": Shown("phi3", _DENSE),
     "arcee": Shown("arcee", _DENSE),
-    "gpt_oss": Shown("gpt_oss", _EXPERTS),
+    "gpt_oss": Shown("gpt_oss", _EXPERTS, engine=("TP2",)),
+    "qwen3_next": Shown("qwen3_next", engine=_EXPERTS, tolerance=5e-5),  # of the recurrence, in fp32
     "minimax_m2": Shown("minimax_m2"),
     "olmoe": Shown("olmoe"),
     "gemma2": Shown("gemma2"),
 }
 BUILT_BY_MEGATRON = [name for name, shown in SHOWN.items() if shown.layouts]
-CASES = [(name, layout) for name, shown in SHOWN.items() for layout in shown.layouts]
+CASES = [("local", name, layout) for name, shown in SHOWN.items() for layout in shown.layouts] + [
+    ("transformer_engine", name, layout) for name, shown in SHOWN.items() for layout in shown.engine
+]
+"""Layer spec, model, layout."""
+WITNESSED = list(dict.fromkeys(name for _, name, _ in CASES))

@@ -136,7 +136,8 @@ def test_a_key_that_is_not_known_is_refused(tmp_path: Path, models: dict[str, Pa
 # Of the same meaning in other words: `type` of old releases, and keys that say what is so anyway.
 IN_OTHER_WORDS = {
     "SmolLM3 3B": {"layer_types"}, "Phi-3-mini 4k": {"attention_bias"}, "AFM 4.5B": {"rope_scaling"},
-    "Seed-OSS 36B": {"rope_scaling"}, "gpt-oss-20b": {"rope_scaling"},
+    "Seed-OSS 36B": {"rope_scaling"}, "Qwen3-Next 80B-A3B": {"full_attention_interval"},
+    "gpt-oss-20b": {"rope_scaling"},
     "MiniMax-M2": {"rotary_dim", "shared_intermediate_size"},
 }  # fmt: skip
 SAME_POSITIONS = {"DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-V3", "Kimi-K2"}

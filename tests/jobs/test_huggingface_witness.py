@@ -1,7 +1,8 @@
 """The independent witness: genuine Megatron loads what was converted, and answers as transformers does.
 
-One world of two ranks serves all models: TP1 on both, TP2, and for experts EP2. The deliberate mistakes are families
-of a user's own file, so they show `--family`, too.
+Two ranks serve all models: TP1 on both, TP2, and for experts EP2; first with the local layer spec, then with
+Transformer Engine's, whose modules are genuine and compute in torch what their kernels would (`engine_passes`). The
+deliberate mistakes are families of a user's own file, so they show `--family`, too.
 """
 
 from __future__ import annotations
@@ -20,12 +21,16 @@ from transformers import AutoModelForCausalLM
 import mcore_ckpt_ext
 from mcore_ckpt_ext.families.forward_pass import classified
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.huggingface import LOCAL, HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
+from mcore_ckpt_ext.targets import LayerSpec
 from tests.harness.huggingface import MISTAKES, VOCABULARY, add_further_layer
 from tests.harness.jobs import TIME_LIMIT, WITNESS
-from tests.harness.witnesses import BUILT_BY_MEGATRON, CASES, LAYOUTS
+from tests.harness.packages import with_transformer_engine
+from tests.harness.witnesses import CASES, LAYOUTS, SHOWN, WITNESSED
 
-TOLERANCE = 1e-5
+Case = tuple[str, str, str]
+LOCAL: LayerSpec = "local"
+ENGINE: LayerSpec = "transformer_engine"
 PROMPT, NEW_TOKENS = 16, 64
 # Models to which a layer is added that predicts a further token.
 FURTHER = ["deepseek_v3", "glm4_moe"]
@@ -42,7 +47,7 @@ class Truth:
 
 @pytest.fixture(scope="module")
 def truths(models: dict[str, Path]) -> dict[str, Truth]:
-    return {name: _truth(models[name]) for name in BUILT_BY_MEGATRON}
+    return {name: _truth(models[name]) for name in WITNESSED}
 
 
 def _truth(folder: Path) -> Truth:
@@ -57,32 +62,34 @@ def _truth(folder: Path) -> Truth:
 
 
 @pytest.fixture(scope="module")
-def answers(models: dict[str, Path], truths: dict[str, Truth], root: Path) -> dict[tuple[str, str], torch.Tensor]:
-    """Megatron's logits of transformers' tokens, by model and layout."""
-    cases = []
-    for name in BUILT_BY_MEGATRON:
-        mcore_ckpt_ext.convert(models[name], root / name, mcore_ckpt_ext.TorchDist(transformer_impl=LOCAL))
-        torch.save(truths[name].tokens, root / f"{name}.tokens")
-        cases += [_case(models, root, name, name, layout) for one, layout in CASES if one == name]
+def answers(models: dict[str, Path], truths: dict[str, Truth], root: Path) -> dict[Case, torch.Tensor]:
+    """Megatron's logits of transformers' tokens, by layer spec, model and layout; each spec has a launch."""
+    for name, truth in truths.items():
+        torch.save(truth.tokens, root / f"{name}.tokens")
+    local = [_case(models[name], root, LOCAL, name, layout) for spec, name, layout in CASES if spec == LOCAL]
     for name in FURTHER:
-        longer = f"{name}_further"
-        models = {**models, longer: root / f"{longer}-model"}
-        shutil.copytree(models[name], models[longer])
-        add_further_layer(models[longer])
-        mcore_ckpt_ext.convert(models[longer], root / longer, mcore_ckpt_ext.TorchDist(transformer_impl=LOCAL))
-        cases.append({**_case(models, root, longer, longer, "TP2"), "tokens": str(root / f"{name}.tokens")})
+        longer = root / f"{name}_further-model"
+        shutil.copytree(models[name], longer)
+        add_further_layer(longer)
+        local.append({**_case(longer, root, LOCAL, f"{name}_further", "TP2"), "tokens": str(root / f"{name}.tokens")})
     for wrong in WRONG:
-        mcore_ckpt_ext.convert(
-            models["llama"],
-            root / wrong,
-            mcore_ckpt_ext.TorchDist(transformer_impl=LOCAL),
-            family=f"{MISTAKES}:{wrong}",
-        )
-        cases.append(_case(models, root, "llama", wrong, "TP1"))
-    (root / "cases.json").write_text(json.dumps(cases))
-    result = launch.run(2, WITNESS, [str(root / "cases.json")], timeout=TIME_LIMIT, log_file=root / "log")
+        case = _case(models["llama"], root, LOCAL, wrong, "TP1", family=f"{MISTAKES}:{wrong}")
+        local.append({**case, "tokens": str(root / "llama.tokens")})
+    answers = _answers(root / LOCAL, local)
+    with pytest.MonkeyPatch.context() as patch:
+        with_transformer_engine(patch)
+        engine = [_case(models[name], root, spec, name, layout) for spec, name, layout in CASES if spec != LOCAL]
+        return answers | _answers(root / ENGINE, engine, launch.ENGINE_PASSES)
+
+
+def _answers(folder: Path, cases: list[dict[str, Any]], *plugins: Path) -> dict[Case, torch.Tensor]:
+    folder.mkdir(exist_ok=True)
+    (folder / "cases.json").write_text(json.dumps(cases))
+    result = launch.run(
+        2, WITNESS, [str(folder / "cases.json")], timeout=TIME_LIMIT, log_file=folder / "log", plugin_files=plugins
+    )
     assert result.returncode == 0, result.output[-6000:]
-    return {(case["name"], case["layout"]): torch.load(case["answer"]) for case in cases}
+    return {(folder.name, case["name"], case["layout"]): torch.load(case["answer"]) for case in cases}
 
 
 @pytest.fixture(scope="module")
@@ -90,14 +97,21 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("witness")
 
 
-def _case(models: dict[str, Path], root: Path, model: str, name: str, layout: str) -> dict[str, Any]:
-    checkpoint = open_checkpoint(models[model], transformer_impl=LOCAL)
+def _case(
+    model: Path, root: Path, spec: LayerSpec, name: str, layout: str, family: str | None = None
+) -> dict[str, Any]:
+    """One question; the model is converted for the first of its layouts."""
+    run = root / spec / name
+    if not run.exists():
+        mcore_ckpt_ext.convert(model, run, mcore_ckpt_ext.TorchDist(transformer_impl=spec), family=family)
+    checkpoint = open_checkpoint(model, transformer_impl=spec)
     assert isinstance(checkpoint, HuggingFaceCheckpoint)
     tensor, expert = LAYOUTS[layout]
     return {
-        "name": name, "layout": layout, "run": str(root / name), "flags": checkpoint.training_flags(),
-        "tensor": tensor, "expert": expert, "vocabulary": VOCABULARY, "tokens": str(root / f"{model}.tokens"),
-        "answer": str(root / f"{name}-{layout}.answer"),
+        "name": name, "layout": layout, "run": str(run),
+        "flags": [*checkpoint.training_flags(), "--transformer-impl", spec],
+        "tensor": tensor, "expert": expert, "vocabulary": VOCABULARY, "tokens": str(root / f"{name}.tokens"),
+        "answer": str(root / f"{name}-{layout}-{spec}.answer"),
     }  # fmt: skip
 
 
@@ -117,33 +131,34 @@ def decodes_alike(answer: torch.Tensor, truth: Truth) -> bool:
     return torch.equal(chosen, truth.tokens[:, PROMPT:])
 
 
-@pytest.mark.parametrize(("name", "layout"), CASES)
+@pytest.mark.parametrize(("spec", "name", "layout"), CASES)
 def test_megatron_answers_as_transformers_does(
-    name: str, layout: str, answers: dict[tuple[str, str], torch.Tensor], truths: dict[str, Truth]
+    spec: str, name: str, layout: str, answers: dict[Case, torch.Tensor], truths: dict[str, Truth]
 ) -> None:
-    assert answers[name, layout].dtype == torch.float32
-    assert difference(answers[name, layout], truths[name]) <= TOLERANCE
-    assert decodes_alike(answers[name, layout], truths[name])
+    answer = answers[spec, name, layout]
+    assert answer.dtype == torch.float32
+    assert difference(answer, truths[name]) <= SHOWN[name].tolerance
+    assert decodes_alike(answer, truths[name])
 
 
 @pytest.mark.parametrize("name", FURTHER)
 def test_megatron_takes_up_the_layer_that_predicts_a_further_token(
-    name: str, answers: dict[tuple[str, str], torch.Tensor], truths: dict[str, Truth]
+    name: str, answers: dict[Case, torch.Tensor], truths: dict[str, Truth]
 ) -> None:
     """Every parameter of it is found under its name and in its shape; the model's own answer is what it was."""
-    assert difference(answers[f"{name}_further", "TP2"], truths[name]) <= TOLERANCE
+    assert difference(answers[LOCAL, f"{name}_further", "TP2"], truths[name]) <= SHOWN[name].tolerance
 
 
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_deliberate_mistake_is_seen(
-    mistake: str, answers: dict[tuple[str, str], torch.Tensor], truths: dict[str, Truth]
+    mistake: str, answers: dict[Case, torch.Tensor], truths: dict[str, Truth]
 ) -> None:
-    assert difference(answers[mistake, "TP1"], truths["llama"]) > 1000 * TOLERANCE
-    assert not decodes_alike(answers[mistake, "TP1"], truths["llama"])
+    assert difference(answers[LOCAL, mistake, "TP1"], truths["llama"]) > 1000 * SHOWN["llama"].tolerance
+    assert not decodes_alike(answers[LOCAL, mistake, "TP1"], truths["llama"])
 
 
-def test_every_argument_of_the_parser_is_classified(answers: dict[tuple[str, str], torch.Tensor], root: Path) -> None:
+def test_every_argument_of_the_parser_is_classified(answers: dict[Case, torch.Tensor], root: Path) -> None:
     """The installed Megatron's own parser: what a new release adds has to be read, and given a class."""
-    names = set(json.loads((root / "arguments.json").read_text())) - {"help"}
+    names = set(json.loads((root / LOCAL / "arguments.json").read_text())) - {"help"}
     assert len(names) > 400
     assert sorted(names - classified(names)) == []

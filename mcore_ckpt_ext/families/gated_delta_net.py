@@ -1,0 +1,156 @@
+"""Models in which most layers have a gated delta net in place of attention: rules, settings, shapes.
+
+Sources: megatron/core/ssm/gated_delta_net/ and models/gpt/experimental_attention_variant_module_specs.py
+(core_v0.19.2), which stores rows of `in_proj` and `conv1d` in parts under keys of their own; transformers/models/
+qwen3_next/modeling_qwen3_next.py (5.23), which stores them head by head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.family import Family, Piece, Rule
+from mcore_ckpt_ext.families.rows import shifted
+from mcore_ckpt_ext.families.settings import Both, Config, Needs, Setting, Size, unrepresentable
+
+_OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.linear_attn"
+_LINEAR, _FULL = "linear_attention", "full_attention"
+
+
+def is_linear(arguments: ModelArguments, layer: int) -> bool:
+    """Whether a layer has a gated delta net (`get_linear_attention_pattern`)."""
+    frequency = arguments.linear_attention_freq
+    if isinstance(frequency, Sequence):
+        return bool(frequency[layer])
+    return frequency is not None and (layer + 1) % frequency != 0
+
+
+def has_attention(arguments: ModelArguments, layer: int) -> bool:
+    """Whether a layer has attention."""
+    return not is_linear(arguments, layer)
+
+
+def _sizes(arguments: ModelArguments) -> dict[str, int]:
+    """Rows of each part, by its name, for one key head."""
+    keys, values = arguments.linear_key_head_dim, arguments.linear_value_head_dim
+    heads = arguments.linear_num_value_heads // arguments.linear_num_key_heads
+    return {
+        "query": keys, "key": keys, "value": heads * values, "z": heads * values, "beta": heads, "alpha": heads,
+    }  # fmt: skip
+
+
+def by_heads(*names: str) -> Any:
+    """Rows of the named parts, for one key head after the other."""
+
+    def pieces(arguments: ModelArguments) -> Iterator[Piece]:
+        sizes = _sizes(arguments)
+        for head in range(arguments.linear_num_key_heads):
+            yield from ((f".{name}", head * sizes[name], sizes[name]) for name in names)
+
+    return lambda arguments: list(pieces(arguments))
+
+
+def by_parts(*names: str) -> Any:
+    """The named parts, one after the other."""
+
+    def pieces(arguments: ModelArguments) -> list[Piece]:
+        sizes, heads = _sizes(arguments), arguments.linear_num_key_heads
+        return [(f".{name}", 0, heads * sizes[name]) for name in names]
+
+    return pieces
+
+
+def _net(theirs: str, ours: str, **more: Any) -> Rule:
+    return Rule(f"{_THEIRS}.{theirs}", f"{_OURS}.{ours}", where=is_linear, **more)
+
+
+ATTENTION = (
+    *parts.attention(where=has_attention), replace(parts.ATTENTION_OUTPUT, where=has_attention),
+    *parts.query_key_norms(has_attention), replace(parts.ATTENTION_NORM, where=has_attention),
+)  # fmt: skip
+"""Of the layers that have attention."""
+NET = (
+    Rule("model.layers.{layer}.input_layernorm.weight", f"{_OURS}.in_proj.layer_norm_weight", where=is_linear),
+    _net("conv1d.weight", "conv1d.weight", pieces=by_parts("query", "key", "value")),
+    _net("A_log", "A_log", keeps_dtype=True), _net("dt_bias", "dt_bias"), _net("out_proj.weight", "out_proj.weight"),
+    # Among norms that are stored less 1, transformers stores this one as it is, and Megatron like all others.
+    _net("norm.weight", "out_norm.weight", rows=shifted(1.0), keeps_dtype=True),
+)  # fmt: skip
+"""Of the others, but for the projection before them."""
+BY_HEADS = (
+    _net("in_proj_qkvz.weight", "in_proj.weight", pieces=by_heads("query", "key", "value", "z")),
+    _net("in_proj_ba.weight", "in_proj.weight", pieces=by_heads("beta", "alpha")),
+)
+BY_PARTS = (
+    _net("in_proj_qkv.weight", "in_proj.weight", pieces=by_parts("query", "key", "value")),
+    _net("in_proj_z.weight", "in_proj.weight", pieces=by_parts("z")),
+    _net("in_proj_b.weight", "in_proj.weight", pieces=by_parts("beta")),
+    _net("in_proj_a.weight", "in_proj.weight", pieces=by_parts("alpha")),
+)
+
+
+def _layers() -> Setting:
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        layers = range(arguments.num_layers)
+        return {"layer_types": [_LINEAR if is_linear(arguments, layer) else _FULL for layer in layers]}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        layers, interval = range(config["num_hidden_layers"]), config.get("full_attention_interval") or 4
+        usual = [(layer + 1) % interval != 0 for layer in layers]
+        kinds = config.get("layer_types")
+        found = usual if kinds is None else [kind == _LINEAR for kind in kinds]
+        if len(found) != len(layers) or not {*(kinds or ())} <= {_LINEAR, _FULL}:
+            raise unrepresentable("layer_types", kinds, f"{_LINEAR} or {_FULL}, for each layer")
+        return {"linear_attention_freq": interval if found == usual else [int(one) for one in found]}
+
+    keys = ("layer_types", "full_attention_interval")
+    return Both(keys, to_config, to_arguments, expressed=("linear_attention_freq",))
+
+
+SETTINGS: tuple[Setting, ...] = (
+    _layers(), Size("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
+    Size("linear_key_head_dim", "linear_key_head_dim", 128),
+    Size("linear_value_head_dim", "linear_value_head_dim", 128),
+    Size("linear_num_key_heads", "linear_num_key_heads", 16, counted=True),
+    Size("linear_num_value_heads", "linear_num_value_heads", 32, counted=True),
+    Needs({
+        "experimental_attention_variant": "gated_delta_net", "attention_output_gate": True, "qk_layernorm": True,
+        "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True,
+    }),
+)  # fmt: skip
+
+
+class WithGatedDeltaNets(Family):
+    """A family with such layers."""
+
+    needs_engine = True
+
+    @override
+    def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:
+        sizes, heads = _sizes(arguments), arguments.linear_num_key_heads
+        rows = {part: heads * size for part, size in sizes.items()}
+        whole, _, part = name.rpartition(".")
+        if part in rows:
+            is_filter = whole.endswith("conv1d.weight")
+            return (rows[part], *((1, arguments.linear_conv_kernel_dim) if is_filter else (arguments.hidden_size,)))
+        shapes = {
+            "A_log": (arguments.linear_num_value_heads,), "dt_bias": (arguments.linear_num_value_heads,),
+            "in_proj.layer_norm_weight": (arguments.hidden_size,),
+            "out_norm.weight": (arguments.linear_value_head_dim,),
+            "out_proj.weight": (arguments.hidden_size, rows["value"]),
+        }  # fmt: skip
+        found = shapes.get(name.rpartition(".self_attention.")[2])
+        return super().shape(name, arguments) if found is None else found
+
+    @override
+    def notices(self, arguments: ModelArguments) -> list[str]:
+        return [
+            "the norms behind gated delta nets: Megatron stores them less 1, Hugging Face as they are; in a dtype that "
+            "is coarser near 1 than near 0, such as bfloat16, the difference is rounded once"
+        ]

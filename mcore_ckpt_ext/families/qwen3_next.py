@@ -1,0 +1,52 @@
+"""Qwen3-Next."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_HEADS, NET, SETTINGS, WithGatedDeltaNets
+from mcore_ckpt_ext.families.qwen_experts import SHARED_EXPERT_GATE, expert_settings
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Size
+
+EXPERTS = (*parts.experts(), *parts.shared_experts("shared_expert"), SHARED_EXPERT_GATE)
+
+
+class Qwen3Next(WithGatedDeltaNets):
+    """Gated delta nets in three layers of four, gated attention in the fourth; experts, one of them shared.
+
+    The layer that predicts a further token is the only one with a place in a folder.
+    """
+
+    model_type = "qwen3_next"
+    architecture = "Qwen3NextForCausalLM"
+    rules = (
+        parts.EMBEDDING, *ATTENTION, *NET, *BY_HEADS, *parts.MLP, *EXPERTS, *parts.MLP_NORM, *parts.OUTPUT,
+        *parts.one_further_token((*ATTENTION, *parts.MLP, *EXPERTS, *parts.MLP_NORM)),
+    )  # fmt: skip
+    also_read = parts.STACKED_EXPERTS
+    without_effect = ("use_sliding_window", "max_window_layers")
+    megatron_left_out = (r"\.local_tokens_per_expert$",)
+    settings = (
+        *SIZES, query_groups(2), head_size(always=True, default=256), rope(partial=0.25), tied(by_default=False),
+        *TRAINING, SILU, Same("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
+        *expert_settings(512, 10, 512, normalised=True),
+        Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Needs({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
+        Both((), lambda arguments: {}, lambda config: {"mtp_num_layers": 1}, parts.several_further_tokens),
+    )  # fmt: skip
+
+    @override
+    def further_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
+        return int("mtp.fc.weight" in names)
+
+    @override
+    def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
+        left = set() if arguments.mtp_num_layers else {name for name in names if name.startswith("mtp.")}
+        return super().without_place(names, arguments, config) | left
