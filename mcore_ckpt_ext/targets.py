@@ -33,7 +33,8 @@ class TorchDist:
         megatron_version: the version that will read it; by default the installed one, else the newest known.
         expert_model_parallel_size: of the job that will read it; only says whether experts have an optimizer of their
             own.
-        transformer_impl: layer spec of the job that will read it, for a Hugging Face source: its names differ.
+        transformer_impl: layer spec of the job that will read it, whose names and extra states differ; by default that
+            of the source, and Transformer Engine's for a Hugging Face one.
         loop: the training loop that will read it: Megatron's own, or Megatron-Bridge, whose checkpoints have
             `run_config.yaml` and `train_state.pt` instead of Megatron's arguments.
 
@@ -74,7 +75,8 @@ class Legacy:
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank, likewise.
         expert_model_parallel_size: likewise.
         vocab_size: the tokenizer's size, to pad the vocabulary as that job pads it.
-        transformer_impl: layer spec of the job that will read it, for a Hugging Face source: its names differ.
+        transformer_impl: layer spec of the job that will read it, whose names and extra states differ; by default that
+            of the source, and Transformer Engine's for a Hugging Face one.
 
     Example:
         >>> report = convert("run", "legacy", Legacy(tensor_model_parallel_size=1, pipeline_model_parallel_size=4))
@@ -177,7 +179,8 @@ class Canonical:
     """The layout-free view itself, in safetensors and one JSON file, for other people's tools.
 
     Attributes:
-        transformer_impl: the layer spec under whose names a Hugging Face source is written.
+        transformer_impl: the layer spec under whose names it is written; by default that of the source, and Transformer
+            Engine's for a Hugging Face one.
 
     Example:
         >>> report = convert("run", "canonical", Canonical())

@@ -55,7 +55,7 @@ _OPTIONS = (
         help="model chunks per pipeline rank of the reader",
     ),
     _option("expert_model_parallel_size", type=parse_count, metavar="N", help="expert-parallel ranks of the reader"),
-    _option("transformer_impl", choices=LAYER_SPECS, help="layer spec of the reader; only for a Hugging Face source"),
+    _option("transformer_impl", choices=LAYER_SPECS, help="layer spec of the reader (default: the source's)"),
     _option("loop", "--for", choices=LOOPS, help="the training loop that will read it (default: megatron)"),
     _option("vocab_size", type=parse_count, metavar="N", help="the tokenizer's size: legacy pads to it, hf cuts to it"),
     _option("tokenizer", metavar="PATH", help="folder of a tokenizer whose files are copied"),

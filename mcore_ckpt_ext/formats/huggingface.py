@@ -21,6 +21,7 @@ from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface_folder import (
     CONFIG,
     StoredTensor,
@@ -30,7 +31,6 @@ from mcore_ckpt_ext.formats.huggingface_folder import (
 from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.quantised import dequantised
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.extents import RawArray, Scaled
 from mcore_ckpt_ext.storage.budget import Budget
@@ -315,24 +315,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         return None
 
     def extra_states(self) -> Mapping[str, Any]:
-        """What newly made modules store: Megatron would miss it otherwise.
-
-        With the Transformer Engine spec every linear, norm and attention with sinks has an empty one; with the local
-        spec linears have None (`get_extra_state`, extensions/transformer_engine.py and
-        tensor_parallel/layers.py, core_v0.12 to 0.19.2).
-        """
-        engine = self._model.transformer_impl == TRANSFORMER_ENGINE
-        modules = dict.fromkeys(
-            name.rpartition(".")[0] for name in self._weights.names() if name.startswith(("decoder.", "mtp."))
-        )
-        states: dict[str, Any] = {}
-        for module in modules:
-            kind = module.rpartition(".")[2]
-            if kind.startswith(("linear_", "eh_proj", "in_proj", "out_proj")) or (
-                engine and kind.endswith(("norm", "core_attention"))
-            ):
-                states[f"{module}.{EXTRA_STATE}"] = torch.empty(0, dtype=torch.uint8) if engine else None
-        return states
+        """What newly made modules store: Megatron would miss it otherwise."""
+        return fresh_extra_states(self._weights.names(), self._model.transformer_impl == TRANSFORMER_ENGINE)
 
     @override
     def random_states(self) -> Mapping[tuple[int, ...], Any]:

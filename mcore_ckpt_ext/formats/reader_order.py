@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.respelled import Respelled
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, known_orders
 from mcore_ckpt_ext.model_space.names import of_experts, split_layer
 
@@ -40,7 +41,9 @@ def order_for(checkpoint: Checkpoint, arguments: JobArguments, experts_apart: bo
 
 def _registered(checkpoint: Checkpoint) -> list[list[str]]:
     """Names in registration order, a list for each buffer whose packing is proven; the buffers hold them in reverse."""
-    buffers = checkpoint.optimizer.buffers if checkpoint.optimizer_format else ()
+    # Under another layer spec parameters are registered in another order.
+    shown = checkpoint.optimizer_format and not isinstance(checkpoint, Respelled)
+    buffers = checkpoint.optimizer.buffers if shown else ()
     found = []
     for packing in (part.packing_of(group).packing for part in buffers for group in part.groups.values()):
         for buffer in sorted({key.buffer for key in packing}):

@@ -30,18 +30,24 @@ def _norm(module: str) -> tuple[str, ...]:
 
 
 _QKV, _PROJ, _FC1, _FC2 = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
-_QK_NORMS = _both("self_attention.q_layernorm", "self_attention.k_layernorm")
+_QK_NORMS = _both(*(f"self_attention.{name}" for name in ("q_layernorm", "k_layernorm", "kv_layernorm")))
+# Of latent attention (multi_latent_attention.py): queries are compressed, or not.
+_LATENT = [
+    f"self_attention.{name}"
+    for name in ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
+]
 _EXPERTS = ("experts",)
 _SHARED = _both("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2") + ("mlp.shared_experts.gate_weight",)
 
 # Parameters of one decoder layer in registration order, by their sharded-key suffix. "experts" stands for all
 # parameters of all experts. The local spec stores its separate norms under the fused keys of the other one.
 _LOCAL = (
-    *_norm(_QKV), *_both("input_layernorm", _PROJ, _QKV), *_QK_NORMS,
+    *_norm(_QKV), *_both("input_layernorm", _PROJ, _QKV, *_LATENT), *_QK_NORMS,
     *_norm(_FC1), *_both("pre_mlp_layernorm", _FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
 )  # fmt: skip
 _TRANSFORMER_ENGINE = (
-    *_both("input_layernorm", _PROJ), *_norm(_QKV), *_both(_QKV), *_QK_NORMS,
+    *_both("input_layernorm", _PROJ),
+    *(name for linear in (_QKV, *_LATENT) for name in (*_norm(linear), *_both(linear))), *_QK_NORMS,
     *_both("pre_mlp_layernorm"), *_norm(_FC1), *_both(_FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
 )  # fmt: skip
 

@@ -16,6 +16,7 @@ from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import LOCAL, HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.respelled import spelled_as
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.names import VOCABULARY
@@ -204,7 +205,7 @@ def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
 def _sides(
     a: str | os.PathLike[str], b: str | os.PathLike[str], family: str | None, facts: Facts
 ) -> tuple[_Side, _Side]:
-    """Both checkpoints, a Hugging Face folder under the names and with the vocabulary of the other."""
+    """Both checkpoints, a Hugging Face folder with the vocabulary of the other, B under the names of A's layer spec."""
     of_family = family_named(family) if family else None
     opened = [open_checkpoint(path, family=of_family) for path in (a, b)]
     if facts != NOTHING:
@@ -218,7 +219,7 @@ def _sides(
             rows[1 - index] = this.vocabulary
             if set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
                 opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
-    return _Side(opened[0], rows[0]), _Side(opened[1], rows[1])
+    return _Side(opened[0], rows[0]), _Side(spelled_as(opened[1], opened[0]), rows[1])
 
 
 class _Side:

@@ -16,6 +16,7 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.bridge_files import run_config_file, train_state
 from mcore_ckpt_ext.formats.canonical import canonical_output
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
 from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import (
     CONFIG,
@@ -28,6 +29,7 @@ from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceTarget
 from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.torch_dist_target import TorchDistTarget
+from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
 from mcore_ckpt_ext.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.names import of_experts
@@ -83,11 +85,7 @@ def open_source(
         # Which rank of a pipeline holds the layers that predict further tokens, no legacy file says.
         checkpoint = checkpoint.without_further_tokens() if checkpoint.predicts_further_tokens else checkpoint
     if wanted is not None and not from_hugging_face:
-        raise UsageError(
-            "the layer spec can be chosen only for a Hugging Face source: a Megatron checkpoint has one already",
-            found=f"--transformer-impl {wanted}, a source in {checkpoint.format}", where=str(checkpoint.folder),
-            helps="leave the option out",
-        )  # fmt: skip
+        checkpoint = _under_layer_spec(checkpoint, target, wanted)
     if family is not None and not from_hugging_face and not isinstance(target, HuggingFace):
         raise UsageError(
             "a model family is used only where a Hugging Face folder is read or written",
@@ -95,6 +93,23 @@ def open_source(
             helps="leave the option out",
         )  # fmt: skip
     return checkpoint
+
+
+def _under_layer_spec(checkpoint: Checkpoint, target: Target, spec: str) -> Checkpoint:
+    """A checkpoint of Megatron under the names of a layer spec, which may be its own.
+
+    Raises:
+        UsageError: the option makes no sense for this source or target.
+        UnsupportedCheckpointError: the other spec has no such layers.
+    """
+    for_bridge = isinstance(target, TorchDist) and target.loop == "bridge"
+    if for_bridge or isinstance(checkpoint, ColossalAICheckpoint):
+        raise UsageError(
+            "the layer spec is chosen for jobs of Megatron-LM, from checkpoints of Megatron or from Hugging Face",
+            found=f"--transformer-impl {spec}, {'--for bridge' if for_bridge else f'a source in {checkpoint.format}'}",
+            where=str(checkpoint.folder), helps="leave the option out",
+        )  # fmt: skip
+    return checkpoint if checkpoint.arguments.transformer_impl == spec else UnderLayerSpec(checkpoint, spec)
 
 
 def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> LaidOut:

@@ -62,7 +62,7 @@ def test_a_dry_run_estimates(tmp_path: Path) -> None:
         (["--to", "torch_dist", "--from", "weight"], "--from has no meaning for --to torch_dist"),
         (["--to", "hf", "--megatron-version", "0.16"], "it belongs to --to torch_dist or legacy"),
         (["--to", "torch_dist", "--tensor-model-parallel-size", "2"], "it belongs to --to legacy"),
-        (["--to", "torch_dist", "--transformer-impl", "local"], "only for a Hugging Face source"),
+        (["--to", "torch_dist", "--for", "bridge", "--transformer-impl", "local"], "for jobs of Megatron-LM"),
         (["--to", "legacy", "--megatron-version", "new"], "not a version of Megatron"),
         (["--to", "hdf5"], "invalid choice"),
         ([], "--to"),

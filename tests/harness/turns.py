@@ -34,6 +34,7 @@ class Turn:
         environment: Mapping[str, str] | None = None,
         stock: bool = False,
         newest: int = SAVED,
+        commands: Sequence[Sequence[str]] = (),
         **options: Any,
     ) -> None:
         """Describe it.
@@ -46,6 +47,7 @@ class Turn:
             environment: variables for its time.
             stock: it runs without this package; saves come before such a turn, for their wrappers do not come back.
             newest: the iteration of which the checkpoint of a job that saves is the newest, whatever comes after it.
+            commands: of `mcore-ckpt`, which the first rank runs before it.
             options: of `run_job`: `load` (the run of an earlier turn may be one), `more`, `optimizer`, `precision`.
         """
         self.folder, self.layout = folder, layout
@@ -56,6 +58,7 @@ class Turn:
             "arguments": arguments,
             "environment": {**recording, **(environment or {})},
             "stock": stock,
+            "commands": [list(map(str, words)) for words in commands],
             "newest": {str(tracker): str(newest)} if saves else {},
         }
 

@@ -17,10 +17,10 @@ import torch
 from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE, assemble, training_state
 
-from mcore_ckpt_ext import Legacy, convert, inspect, open_checkpoint, verify
+from mcore_ckpt_ext import Legacy, TorchDist, compare, convert, inspect, open_checkpoint, verify
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from tests.harness.checkpoints import assert_converted, fixture_named
-from tests.harness.jobs import LAST, SAVED, assert_same_training_state, differing
+from tests.harness.checkpoints import assert_converted, everything_in, fixture_named
+from tests.harness.jobs import LAST, LEGACY, SAVED, Job, assert_same_training_state, differing
 from tests.harness.layouts import SEQUENCE, Layout, experts_over
 from tests.harness.models import GATED_EXPERTS, LATENT, LLAMA, QUERIES
 from tests.harness.packages import with_transformer_engine
@@ -91,6 +91,50 @@ GATHERING = {
 }
 
 
+LOCAL = ("local", tuple(_EXACT))
+ENGINE_IMPL = ("transformer_engine", tuple(ENGINE))
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A job of genuine Megatron without this package, which resumes what was converted to its layer spec."""
+
+    source: str
+    to: str
+    layout: Layout
+    model: list[str]
+    spec: tuple[str, tuple[str, ...]]
+
+    def commands(self, folder: Path) -> list[list[Any]]:
+        """Of `mcore-ckpt`."""
+        words: list[Any] = ["convert", folder / self.source / "checkpoints", self.run(folder), "--to", self.to]
+        return [[*words, "--transformer-impl", self.spec[0], "--megatron-version", "0.19.2"]]
+
+    def run(self, folder: Path) -> Path:
+        return folder / f"{self.source} in {self.to} of {self.spec[0]}"
+
+    @property
+    def arguments(self) -> list[str]:
+        return [*self.model, *self.spec[1], *(LEGACY if self.to == "legacy" else ())]
+
+
+# Legacy files are for the layout of the source, torch_dist for any.
+CONVERTED = {
+    f"{source} in {to}, converted": Converted(
+        source, to, SAVES[source][0] if to == "legacy" else elsewhere, model, spec
+    )
+    for source, elsewhere, model, spec in (
+        ("dense", LONG, LLAMA, LOCAL),
+        ("grouped", experts_over(2, 1, 4, 2), GATED_EXPERTS, LOCAL),
+        ("latent", LONG, LATENT, LOCAL),
+        ("local", WIDE, LLAMA, ENGINE_IMPL),
+        ("local experts", experts_over(1, 1, 4, 4), GATED_EXPERTS, ENGINE_IMPL),
+        ("local latent", LONG, LATENT, ENGINE_IMPL),
+    )
+    for to in ("torch_dist", "legacy")
+}
+
+
 # Written by jobs with a real build of Transformer Engine.
 BUILT = {
     "p21": (Layout(2, 2, 4, vocabulary=256), [*LLAMA, "--add-qkv-bias", "--qk-layernorm"]),
@@ -120,6 +164,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
             newest=LAST, environment=both,
         )
         for name, (layout, model) in BUILT.items()
+    ] + [
+        Turn(
+            folder / name, job.layout, more=[*job.arguments, "--no-load-rng"], load=job.run(folder), stock=True,
+            until=LAST, commands=job.commands(folder), environment=both,
+        )
+        for name, job in CONVERTED.items()
     ]  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         with_transformer_engine(patch)
@@ -157,6 +207,28 @@ def test_resumed_and_gone_on_exactly(results: Results, name: str) -> None:
     assert ("they start empty, as in a fresh model" in resumed.output) == (name in EMPTY)
     if begun < LAST:
         assert differing(separate(dump(results, source, LAST)), separate(dump(results, name, LAST))) == []
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_stock_resumes_what_was_converted_to_the_other_layer_spec(results: Results, name: str, tmp_path: Path) -> None:
+    """Equal in the live job, and offline, there and back to the names of the source's spec."""
+    job, folder = CONVERTED[name], tmp_path
+    source, resumed = results.job(job.source), results.job(name)
+    assert resumed.said == []
+    assert list(resumed.losses) == list(range(SAVED + 1, LAST + 1))
+    assert differing(separate(source.at_save), separate(resumed.at_load)) == []
+    assert training_state(source.at_save) == training_state(resumed.at_load)
+    run = job.run(resumed.folder.parent)
+    assert verify(run).sound
+    assert compare(source.run, run).equal
+    convert(run, folder / "back", TorchDist(transformer_impl=impl_of(source)))
+    truth, found = assemble(source.at_save), everything_in(open_checkpoint(folder / "back"))
+    assert found.keys() == truth.keys()
+    assert differing(truth, found) == []
+
+
+def impl_of(job: Job) -> Any:
+    return inspect(job.run).model["layer spec"]
 
 
 @pytest.mark.parametrize("name", BUILT)

@@ -292,10 +292,10 @@ class TestRefusals:
             mcore_ckpt_ext.convert(fixture_named("p01").run, tmp_path / "out", target)
         assert not list(tmp_path.iterdir())
 
-    @pytest.mark.parametrize("target", [mcore_ckpt_ext.TorchDist, mcore_ckpt_ext.Legacy, mcore_ckpt_ext.Canonical])
-    def test_a_layer_spec_for_a_source_that_has_one(self, target: Callable[..., Target], tmp_path: Path) -> None:
-        with pytest.raises(UsageError, match="only for a Hugging Face source.*--transformer-impl local"):
-            mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", target(transformer_impl="local"))
+    def test_a_layer_spec_for_another_loop_that_names_its_own(self, tmp_path: Path) -> None:
+        target = mcore_ckpt_ext.TorchDist(transformer_impl="local", loop="bridge")
+        with pytest.raises(UsageError, match="for jobs of Megatron-LM.*--transformer-impl local, --for bridge"):
+            mcore_ckpt_ext.convert(fixture_named("p21").run, tmp_path / "out", target)
         assert not list(tmp_path.iterdir())
 
     def test_a_family_where_none_is_needed(self, tmp_path: Path) -> None:

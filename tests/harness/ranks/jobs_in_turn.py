@@ -20,6 +20,7 @@ import torch
 from megatron_on_cpu.groups import leave_groups
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import main as main_of_command
 from mcore_ckpt_ext.hooks.announce import Said
 from mcore_ckpt_ext.hooks.process import PROCESS
 
@@ -45,6 +46,10 @@ def code_of(job: Callable[[], None]) -> int:
 
 def run(job: dict[str, Any]) -> None:
     """One job, from its command line to its end; then Megatron forgets it."""
+    if rank() == 0:
+        for words in job["commands"]:
+            if main_of_command(words):
+                raise RuntimeError(f"mcore-ckpt {' '.join(words)}")
     (mcore_ckpt_ext.uninstall if job["stock"] else mcore_ckpt_ext.install)()
     PROCESS.one(Said).clear()
     os.environ.update(job["environment"])
@@ -59,10 +64,15 @@ def run(job: dict[str, Any]) -> None:
     gc.collect()
     leave_groups()
     torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0 and code == 0:
+    if rank() == 0 and code == 0:
         for path, text in job["newest"].items():
             Path(path).write_text(text)
     torch.distributed.barrier()
+
+
+def rank() -> int:
+    """Of this process, before there are any groups, too."""
+    return int(os.environ["RANK"])
 
 
 def train() -> None:

@@ -1,0 +1,33 @@
+"""The extra states of a model that has just been built, which Megatron asks a checkpoint for.
+
+With Transformer Engine's spec every linear, norm and attention with sinks has an empty one; with the local spec linears
+have None, and the others none at all (`get_extra_state`, extensions/transformer_engine.py and tensor_parallel/layers.py, core_v0.12 to 0.19.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE
+
+_BLOCKS = ("decoder.", "mtp.")
+_LINEAR = ("linear_", "eh_proj", "in_proj", "out_proj")
+_OF_ENGINE = ("norm", "core_attention")
+
+
+def fresh_extra_states(names: Iterable[str], engine: bool) -> dict[str, Any]:
+    """The extra states of new modules, by model-space name.
+
+    Args:
+        names: of all weights.
+        engine: the layers are of Transformer Engine's spec.
+    """
+    states: dict[str, Any] = {}
+    for module in dict.fromkeys(name.rpartition(".")[0] for name in names if name.startswith(_BLOCKS)):
+        kind = module.rpartition(".")[2]
+        if kind.startswith(_LINEAR) or (engine and kind.endswith(_OF_ENGINE)):
+            states[f"{module}.{EXTRA_STATE}"] = torch.empty(0, dtype=torch.uint8) if engine else None
+    return states

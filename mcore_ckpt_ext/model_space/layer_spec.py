@@ -1,0 +1,84 @@
+"""A model's norms under the names of either layer spec.
+
+Both specs have the same norms. Transformer Engine's fuses a norm with the linear that follows it, where one follows;
+the local one has modules of their own, but writes those of plain layers under the fused keys
+(`sharded_state_dict_keys_map`). Source: megatron/core/models/gpt/gpt_layer_specs.py, core_v0.12.1 to 0.19.2.
+
+    norm before                 Transformer Engine                             local
+    attention                   linear_qkv.layer_norm_                         linear_qkv.layer_norm_
+    latent attention            input_layernorm.                               input_layernorm.
+    its up projections          linear_q_up_proj.layer_norm_, linear_kv_...    q_layernorm., kv_layernorm.
+    a dense MLP                 mlp.linear_fc1.layer_norm_                     mlp.linear_fc1.layer_norm_
+    a dense MLP, latent         mlp.linear_fc1.layer_norm_                     pre_mlp_layernorm.
+    experts                     pre_mlp_layernorm.                             mlp.linear_fc1.layer_norm_
+    experts, latent             pre_mlp_layernorm.                             pre_mlp_layernorm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+
+_IN_LAYER = re.compile(r"^(.*\blayers\.\d+\.(?:transformer_layer\.)?)(.+)$")
+_ATTENTION = "self_attention."
+_MLP = ("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
+_LATENT = (
+    (f"{_ATTENTION}linear_q_up_proj.layer_norm_", f"{_ATTENTION}q_layernorm."),
+    (f"{_ATTENTION}linear_kv_up_proj.layer_norm_", f"{_ATTENTION}kv_layernorm."),
+)
+_KNOWN = (f"{_ATTENTION}linear_qkv.layer_norm_", _MLP[0], *(fused for fused, _ in _LATENT))
+_ONLY_ENGINE = ("mixer.", "cross_attention.", "linear_attn.")
+
+
+def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
+    """What each of a model's names is under a layer spec, whichever of the two it has now.
+
+    Args:
+        names: model-space names of all weights.
+        engine: the spec is Transformer Engine's, else the local one.
+
+    Raises:
+        UnsupportedCheckpointError: a layer is of a kind that only one of the two specs has.
+    """
+    layers: dict[str, list[str]] = {}
+    for name in names:
+        if match := _IN_LAYER.match(name):
+            layers.setdefault(match[1], []).append(match[2])
+    strange = [layer + suffix for layer, suffixes in layers.items() for suffix in suffixes if _is_strange(suffix)]
+    if strange:
+        raise UnsupportedCheckpointError(
+            "it is not known how the other layer spec holds a layer of this model", found=some(strange, 3),
+            expected="attention, plain or latent, and an MLP or experts",
+            helps="keep the layer spec: leave --transformer-impl out",
+        )  # fmt: skip
+    renamed = {
+        layer + suffix: layer + _replaced(suffix, dict(_pairs(suffixes, engine)))
+        for layer, suffixes in layers.items()
+        for suffix in suffixes
+    }
+    return {name: renamed.get(name, name) for name in names}
+
+
+def _is_strange(suffix: str) -> bool:
+    fused = ".layer_norm_" in suffix and not suffix.startswith(_KNOWN)
+    return fused or suffix.startswith(_ONLY_ENGINE)
+
+
+def _pairs(suffixes: Collection[str], engine: bool) -> Iterator[tuple[str, str]]:
+    """What is replaced by what in the names of one layer."""
+    latent = any(suffix.startswith(f"{_ATTENTION}linear_kv_up_proj.") for suffix in suffixes)
+    experts = any(suffix.startswith(("mlp.experts.", "mlp.router.")) for suffix in suffixes)
+    fused, separate = _MLP
+    is_fused = not experts if engine else not latent
+    yield (separate, fused) if is_fused else (fused, separate)
+    if latent:
+        yield from ((separate, fused) if engine else (fused, separate) for fused, separate in _LATENT)
+
+
+def _replaced(suffix: str, pairs: dict[str, str]) -> str:
+    for old, new in pairs.items():
+        if suffix.startswith(old):
+            return new + suffix.removeprefix(old)
+    return suffix
