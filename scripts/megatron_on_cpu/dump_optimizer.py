@@ -121,6 +121,7 @@ def dump(folder: Path, iteration: int, model: list[torch.nn.Module], optimizer: 
             "scheduler": scheduler.state_dict(),
             "grad_scalers": [scaler.state_dict() for scaler in scalers if scaler is not None],
         },
+        "scaling": _scaling(model),
         "pieces": [
             asdict(piece)
             for index, chunk in enumerate(model)
@@ -129,6 +130,11 @@ def dump(folder: Path, iteration: int, model: list[torch.nn.Module], optimizer: 
     }
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(content, folder / f"rank_{torch.distributed.get_rank():05d}.pt")
+
+
+def _scaling(model: list[torch.nn.Module]) -> dict[str, torch.Tensor]:
+    told: Any = importlib.import_module("megatron_on_cpu.fp8_scaling").told  # which needs the names from here
+    return {name: values for chunk in model for name, values in told(chunk).items()}
 
 
 def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool) -> Iterator[Piece]:
@@ -227,6 +233,15 @@ def assemble(folder: Path | str, *, copies_may_differ: bool = False) -> dict[str
 def training_state(folder: Path | str) -> dict[str, Any]:
     """Return the iteration, consumed samples, scheduler and gradient scalers, on which all ranks must agree."""
     return _common("training state", [content["training"] for content in _contents(folder)])
+
+
+def scaling_state(folder: Path | str) -> dict[str, torch.Tensor]:
+    """Return the fp8 scales and histories of the whole model's modules, on which ranks must agree."""
+    found: dict[str, torch.Tensor] = {}
+    for content in _contents(folder):
+        for name, values in content["scaling"].items():
+            _require_same_bits(name, found.setdefault(name, values), values)
+    return found
 
 
 def parameter_settings(folder: Path | str) -> dict[str, dict[str, Any]]:

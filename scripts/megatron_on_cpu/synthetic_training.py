@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_on_cpu import fp8_scaling
+
 _SIZE = 2.0**-4
 # Neither has a short period among the numbers that bf16 holds.
 _OF_WEIGHT, _OF_ITERATION = 1013.13, 0.618034
@@ -62,6 +64,7 @@ def _passes(*, model: Any, **_: Any) -> list[dict[str, torch.Tensor]]:
     """What a schedule of Megatron leaves behind: reduced gradients, and the losses on the last stage."""
     iteration = importlib.import_module("megatron.training").get_args().curr_iteration
     chunks = model if isinstance(model, list) else [model]
+    fp8_scaling.advance(chunks, iteration)
     for chunk in chunks:
         for parameter, factor in _scaled(chunk):
             values = parameter.dequantize() if hasattr(parameter, "dequantize") else parameter
