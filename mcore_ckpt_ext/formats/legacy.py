@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.expert_states import grouped_experts, split_state
 from mcore_ckpt_ext.formats.legacy_ranks import (
     MODEL_FILE,
     OPTIMIZER_FILE,
@@ -57,6 +58,7 @@ from mcore_ckpt_ext.optimizers.legacy_masters import NAME as PER_PARAMETER
 from mcore_ckpt_ext.optimizers.masters import with_masters
 from mcore_ckpt_ext.optimizers.refusals import check_provable
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.storage.engine_state import UnknownStateError
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
@@ -222,8 +224,17 @@ class LegacyCheckpoint(Checkpoint):
             archive = self.transfer.archive(rank.place.file)
             for name, value in self.weights.extra_states(rank):
                 if name not in found:
-                    found[name] = archive.with_values(value)
+                    found |= self._of_experts(name, archive.with_values(value), rank)
         return found
+
+    def _of_experts(self, name: str, state: Any, rank: RankModel) -> dict[str, Any]:
+        """A state under its name, or that of a rank's grouped experts as one of each, where it is known how."""
+        count = (self.arguments.num_experts or 0) // self.layout.expert
+        names = grouped_experts(name, range(rank.expert * count, (rank.expert + 1) * count))
+        try:
+            return dict(zip(names, split_state(state, count), strict=True)) if names else {name: state}
+        except UnknownStateError:
+            return {name: state}
 
     @override
     def random_states(self) -> Mapping[tuple[int, ...], Any]:

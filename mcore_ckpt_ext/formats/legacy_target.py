@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import product
 from typing import Any, cast
@@ -16,15 +16,17 @@ from typing import Any, cast
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.expert_states import about_emptied, emptied_state, joined_state
 from mcore_ckpt_ext.formats.legacy_flat_state import FlatStates
 from mcore_ckpt_ext.formats.legacy_models import TargetModels
 from mcore_ckpt_ext.formats.legacy_ranks import MODEL_FILE, OPTIMIZER_FILE, LegacyRank
 from mcore_ckpt_ext.formats.legacy_whole_state import WholeStates
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK, PortableState, portable_chain, undistributed
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.model_space.names import EXTRA_STATE
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.storage.archive_draft import draft_archive
+from mcore_ckpt_ext.storage.engine_state import UnknownStateError
 
 OLDEST = (0, 9)
 
@@ -45,6 +47,7 @@ class LegacyTarget:
         self._checkpoint = checkpoint
         self._arguments = arguments
         self._version = version
+        self._unjoined: list[str] = []
         self.layout = ParallelLayout.from_arguments(arguments)
         if self.layout.expert > 1 and self.layout.expert_tensor != self.layout.tensor:
             raise UnsupportedCheckpointError(
@@ -92,6 +95,7 @@ class LegacyTarget:
             if stored > rows:
                 yield f"rows {rows} to {stored - 1} of the vocabulary are cut: that job has {rows}"
         yield from self._state.notes
+        yield from about_emptied(self._unjoined)
         if not self._same_ranks:
             yield "the state of the random generators belongs to other ranks: resume with --no-load-rng"
 
@@ -106,8 +110,7 @@ class LegacyTarget:
 
     @cached_property
     def _state(self) -> PortableState:
-        found = PortableState.of(self._checkpoint, argparse.Namespace(**self._arguments.stated), self._version)
-        return found.with_grouped_experts() if self._arguments.moe_grouped_gemm else found
+        return PortableState.of(self._checkpoint, argparse.Namespace(**self._arguments.stated), self._version)
 
     def _rank_state(self, rank: LegacyRank) -> dict[str, Any]:
         """What `generate_state_dict` puts together."""
@@ -133,11 +136,23 @@ class LegacyTarget:
         chunk: OrderedDict[str, Any] = OrderedDict()
         for name in [*models.parameters(rank, stage), *models.module_buffers(rank, stage)]:
             chunk[models.local_name(name, rank, stage, tied_copy)] = models.part(name, rank)
+        by_module: dict[str, list[str]] = {}
         for name in models.extra_states(rank, stage, self._state.extra_states):
-            chunk[models.local_name(name, rank, stage)] = self._state.extra_states[name]
+            by_module.setdefault(models.local_name(name, rank, stage), []).append(name)
+        for module, names in by_module.items():
+            chunk[module] = self._extra_state(names)
         if last:
             chunk.setdefault(f"output_layer.{EXTRA_STATE}", None)  # the output layer is a ColumnParallelLinear
         return chunk
+
+    def _extra_state(self, names: Sequence[str]) -> Any:
+        """The state of a module, or that of grouped experts together."""
+        states = [self._state.extra_states[name] for name in sorted(names, key=lambda name: parse(name).expert or 0)]
+        try:
+            return joined_state(states) if len(states) > 1 else states[0]
+        except UnknownStateError:
+            self._unjoined.append(names[0])
+            return emptied_state(states[0])
 
     @property
     def _same_ranks(self) -> bool:

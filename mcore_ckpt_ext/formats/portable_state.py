@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, printable
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import PARTIAL
-from mcore_ckpt_ext.formats.expert_states import content_of, emptied_state, of_all_experts, of_each_expert
+from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, of_each_expert
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity
-from mcore_ckpt_ext.storage.writable import first_unwritable, hides_a_pickle
+from mcore_ckpt_ext.storage.engine_state import UnknownStateError
+from mcore_ckpt_ext.storage.writable import first_unwritable
 
 WRITTEN_FOR = "mcore_ckpt_ext_written_for"
 """The argument by which a converted checkpoint is known: the version of Megatron that it was written for.
@@ -68,11 +69,6 @@ class PortableState:
         notes += [*about_arguments, *about_experts, *about_extra_states, *about_random_states]
         return cls(common, extra_states, random_states, tuple(notes))
 
-    def with_grouped_experts(self) -> PortableState:
-        """The same for a job whose grouped linears have one extra state for all their experts."""
-        states, notes = of_all_experts(self.extra_states)
-        return replace(self, extra_states=states, notes=(*self.notes, *notes))
-
 
 def known_arguments(arguments: JobArguments) -> argparse.Namespace:
     """The arguments of a job as a checkpoint holds them; marked where they are no more than what is known of it."""
@@ -92,9 +88,21 @@ def portable_arguments(arguments: argparse.Namespace, version: tuple[int, int]) 
 
 
 def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The extra states, emptied where they hold what their owner would run on loading; then there is a note."""
-    emptied = [name for name, state in states.items() if not _is_harmless(state)]
-    found = {name: emptied_state(state) if name in emptied else state for name, state in states.items()}
+    """The extra states with what they hold; emptied, with a note, where that is more than data and known recipes.
+
+    Whoever loads them runs what they name, so none is carried as the source wrote it unless it names nothing.
+    """
+    found: dict[str, Any] = {}
+    emptied = []
+    for name, state in states.items():
+        try:
+            found[name] = carried_state(state)
+            known = first_unwritable(found[name]) is None
+        except UnknownStateError:
+            known = False
+        if not known:
+            emptied.append(name)
+            found[name] = emptied_state(state)
     if not emptied:
         return found, []
     return found, [
@@ -128,11 +136,6 @@ def _writable(
         if not reason.startswith(unmentioned)
     ]
     return {key: value for key, value in state.items() if key not in reasons}, notes
-
-
-def _is_harmless(state: Any) -> bool:
-    content = content_of(state)
-    return first_unwritable(state) is None and not (content is not None and hides_a_pickle(content))
 
 
 def distinct_groups(groups: Iterable[Mapping[str, Any]], experts_apart: bool) -> list[list[dict[str, Any]]]:

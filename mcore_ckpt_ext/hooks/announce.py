@@ -62,3 +62,11 @@ def announce(line: str, *, every_rank: bool = False) -> None:
     if (every_rank or is_first_rank()) and text not in said:
         said.add(text)
         own_logger().info("%s", text)
+
+
+def states_of_nobody(count: int) -> str:
+    """The line about extra states that a checkpoint of the other layer spec does not have."""
+    return (
+        f"{count} extra states of this model's modules are not in the checkpoint, whose modules are of another kind: "
+        "they start empty, as in a fresh model"
+    )

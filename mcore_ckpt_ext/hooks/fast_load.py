@@ -19,7 +19,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
-from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.announce import announce, states_of_nobody
 from mcore_ckpt_ext.online.admission import verify_checksums
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here, rank_and_size
 from mcore_ckpt_ext.online.sharded_load import ShardedLoad, extra_states_of_nobody, respelled, stumbling_block
@@ -126,10 +126,7 @@ def _load(asked: Any, folder: Path, opened: Checkpoint | None, stock: Callable[[
             return stock(asked)
 
     if missing := sum(number for *_, number in plans):
-        announce(
-            f"{missing} extra states of this model's modules are not in the checkpoint, whose modules are of another "
-            "kind: they start empty, as in a fresh model"
-        )
+        announce(states_of_nobody(missing))
 
     def read() -> dict[int, Any]:
         # The small ones first: if one of them is damaged, nothing has been written.

@@ -27,15 +27,16 @@ from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.zarr import NAME as ZARR
 from mcore_ckpt_ext.formats.zarr import is_zarr
-from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.announce import announce, states_of_nobody
 from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.online.admission import check_names
+from mcore_ckpt_ext.online.admission import check_names, spelling_in
 from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_names, live_parameters
+from mcore_ckpt_ext.online.live_states import FoundStates, states_for
 from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
 from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folder, iteration_name
 
@@ -126,7 +127,17 @@ def fed(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any]) ->
     arguments = scope["get_args"]()
     live = {name for names in agreed("reading the live model", lambda: live_names(chunks)) for name in names}
     state: dict[str, Any] = {}
-    agreed("cutting the weights", lambda: state.update(_rank_state(folder, chunks, arguments, live)))
+
+    def cut() -> tuple[int, int]:
+        found, missing, unknown = _rank_state(folder, chunks, arguments, live)
+        state.update(found)
+        return missing, unknown
+
+    missing, unknown = map(sum, zip(*agreed("cutting the weights", cut), strict=True))
+    if missing:
+        announce(states_of_nobody(missing))
+    if unknown:
+        announce(f"extra states of {unknown} modules hold what is not known: they start empty, and fp8 scaling anew")
 
     def load_base_checkpoint(*_: Any, **__: Any) -> tuple[Any, ...]:
         if "set_loaded_iteration" in scope:  # since 0.16
@@ -139,23 +150,34 @@ def fed(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any]) ->
         yield
 
 
-def _rank_state(folder: Path, chunks: Sequence[Any], arguments: Any, live: set[str]) -> dict[str, Any]:
-    """What this rank's `model_optim_rng.pt` would hold, without optimizer and random state."""
+def _rank_state(folder: Path, chunks: Sequence[Any], arguments: Any, live: set[str]) -> tuple[dict[str, Any], int, int]:
+    """What this rank's `model_optim_rng.pt` would hold, without optimizer and random state.
+
+    Returns:
+        It, and how many extra states are not in the checkpoint, or not known.
+    """
     checkpoint = open_checkpoint(folder)
     try:
-        check_names(checkpoint, live)
+        spell = spelling_in(checkpoint, live)
+        check_names(checkpoint, set(map(spell, live)))
         written = Namespace(**checkpoint.args)
         vars(written).update({name: getattr(arguments, name) for name in _FOLLOWS_LAYOUT if hasattr(arguments, name)})
-        described = live_parameters(chunks)
-        models = [_model_state(checkpoint, chunk, described) for chunk in chunks]
+        described, states = live_parameters(chunks, spell), checkpoint.extra_states()
+        models, found = zip(*(_model_state(checkpoint, chunk, described, states) for chunk in chunks), strict=True)
         keys = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
-        return {**checkpoint.common, "args": written, **dict(zip(keys, models, strict=True))}
+        state = {**checkpoint.common, "args": written, **dict(zip(keys, models, strict=True))}
+        return state, sum(len(one.missing) for one in found), sum(len(one.unknown) for one in found)
     finally:
         checkpoint.reader.close()
 
 
-def _model_state(checkpoint: Checkpoint, chunk: Any, described: Mapping[int, LiveParameter]) -> dict[str, Any]:
-    """A `state_dict` for one model chunk under its own names; what is not a tensor stays as the live chunk has it."""
+def _model_state(
+    checkpoint: Checkpoint, chunk: Any, described: Mapping[int, LiveParameter], states: Mapping[str, Any]
+) -> tuple[dict[str, Any], FoundStates]:
+    """A `state_dict` for one model chunk under its own names; what the checkpoint lacks stays as the live chunk has it.
+
+    `states`: the checkpoint's extra states.
+    """
     state: dict[str, Any] = dict(chunk.state_dict(keep_vars=True))
     local = [name for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(name)]
     for name in local:
@@ -165,6 +187,8 @@ def _model_state(checkpoint: Checkpoint, chunk: Any, described: Mapping[int, Liv
     wanted = [WantedSlice(WEIGHT, Slice.whole(live.regions), live.tensors, live.may_pad) for live in tensors]
     filled = [torch.empty(live.parameter.numel(), dtype=live.parameter.dtype, device="cpu") for live in tensors]
     checkpoint.transfer.execute(make_plan(wanted, checkpoint), filled)
-    return state | {
+    found = states_for(state, dict(zip(local, tensors, strict=True)), states)
+    values = {
         name: values.view(live.parameter.shape) for name, live, values in zip(local, tensors, filled, strict=True)
     }
+    return state | values | dict(found.states), found

@@ -20,7 +20,7 @@ import torch
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.storage.inert import Placeholder, origin_of, placeholder_class
 from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES
-from mcore_ckpt_ext.storage.writable import CLASSES, check_output, checked_name, first_unwritable, is_own
+from mcore_ckpt_ext.storage.writable import CLASSES, Name, check_output, checked_name, first_unwritable, is_own
 
 TORCH_PROTOCOL, INDEX_PROTOCOL = 2, 4
 """Of what `torch.save` writes, and of `.metadata`, which torch writes by `pickle.dump`: such an index is read fast."""
@@ -44,7 +44,7 @@ class _Storage:
         self.dtype, self.key, self.numel = dtype, key, numel
 
 
-class _Pickler(pickle._Pickler):
+class TreePickler(pickle._Pickler):
     """The pickler in Python, which can write a global without importing it."""
 
     # What the standard library's own class has, and its type stubs leave out.
@@ -61,11 +61,13 @@ class _Pickler(pickle._Pickler):
         self._texts: dict[str | bytes, str | bytes] = {}
 
     def persistent_id(self, obj: Any) -> Any:
+        """A storage is a record of the archive."""
         if not isinstance(obj, _Storage):
             return None
         return ("storage", self._named("torch", STORAGE_NAMES[obj.dtype]), obj.key, "cpu", obj.numel)
 
     def save(self, obj: Any, save_persistent_id: bool = True) -> None:
+        """Of the standard pickler: any object."""
         if type(obj) in (str, bytes):
             # Which equal strings are one object depends on what the process did before; the pickle must not.
             obj = self._texts.setdefault(obj, obj)
@@ -93,8 +95,16 @@ class _Pickler(pickle._Pickler):
         self.memoize(obj)
 
     def _write_global(self, module: str, name: str) -> None:
-        module, name = checked_name(module, name)
+        module, name = self._checked(module, name)
         self.write(pickle.GLOBAL + f"{module}\n{name}\n".encode())
+
+    def _checked(self, module: str, name: str) -> Name:
+        """A name that may be written."""
+        return checked_name(module, name)
+
+    def _check_placeholder(self, obj: Placeholder) -> None:
+        if not is_own(obj) and (found := first_unwritable(obj)):
+            raise TypeError(found)
 
     def _named(self, module: str, name: str) -> type[Placeholder]:
         return self._globals.setdefault((module, name), placeholder_class(module, name))
@@ -113,8 +123,7 @@ class _Pickler(pickle._Pickler):
     def _save_placeholder(self, obj: Placeholder) -> None:
         if self._remembered(obj):
             return
-        if not is_own(obj) and (found := first_unwritable(obj)):
-            raise TypeError(found)
+        self._check_placeholder(obj)
         origin = origin_of(obj)
         self.save(type(obj))
         self.save(tuple(obj.arguments))
@@ -161,7 +170,7 @@ def dumps(tree: Any, protocol: int = TORCH_PROTOCOL) -> tuple[bytes, list[Leaf]]
         UnsupportedCheckpointError: something in it may not be written.
     """
     buffer = io.BytesIO()
-    pickler = _Pickler(buffer, protocol)
+    pickler = TreePickler(buffer, protocol)
     try:
         pickler.dump(tree)
         check_output(buffer.getvalue())

@@ -205,7 +205,7 @@ def hides_a_pickle(data: bytes) -> bool:
     Transformer Engine unpickles the bytes of its extra states (module/base.py, `set_extra_state`, 1.x to 2.x).
     """
     try:
-        pickled = _pickle_in(data)
+        pickled = pickle_in(data)
         if not pickled:
             return False
         # Another pickle may follow, which torch's oldest format would load as well.
@@ -216,7 +216,7 @@ def hides_a_pickle(data: bytes) -> bool:
         return True
 
 
-def _pickle_in(data: bytes) -> bytes:
+def pickle_in(data: bytes) -> bytes:
     """The pickle in bytes: the bytes themselves, or that of a torch archive that all zip readers agree on.
 
     Raises:
