@@ -1,7 +1,8 @@
 """The extra states of a model that has just been built, which Megatron asks a checkpoint for.
 
 With Transformer Engine's spec every linear, norm and attention with sinks has an empty one; with the local spec linears
-have None, and the others none at all (`get_extra_state`, extensions/transformer_engine.py and tensor_parallel/layers.py, core_v0.12 to 0.19.2).
+have None, and the others none at all (`get_extra_state`, extensions/transformer_engine.py and
+tensor_parallel/layers.py, core_v0.12 to 0.19.2).
 """
 
 from __future__ import annotations
