@@ -106,15 +106,20 @@ def one_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     return (
         *(Rule(f"mtp.{one}.weight", f"{ours}.{other}.weight", where=set_in("mtp_num_layers"))
           for one, other in named.items()),
-        *(
-            replace(
-                rule,
-                hugging_face=rule.hugging_face.replace("model.layers.{layer}", "mtp.layers.{step}"),
-                megatron=rule.megatron.replace(_OURS, f"{ours}.transformer_layer"),
-            )
-            for rule in rules
-        ),
+        *of_further_token(rules),
     )  # fmt: skip
+
+
+def of_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """Rules of a decoder's layer as those of such a layer."""
+    return tuple(
+        replace(
+            rule,
+            hugging_face=rule.hugging_face.replace("model.layers.{layer}", "mtp.layers.{step}"),
+            megatron=rule.megatron.replace(_OURS, "mtp.layers.{step}.transformer_layer"),
+        )
+        for rule in rules
+    )
 
 
 def several_further_tokens(arguments: ModelArguments) -> list[str]:

@@ -17,30 +17,10 @@ from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, S
 EXPERTS = (*parts.experts(), *parts.shared_experts("shared_expert"), SHARED_EXPERT_GATE)
 
 
-class Qwen3Next(WithGatedDeltaNets):
-    """Gated delta nets in three layers of four, gated attention in the fourth; experts, one of them shared.
+class WithOneFurtherToken(WithGatedDeltaNets):
+    """A family whose folders have one layer that predicts a further token at most, beside the model."""
 
-    The layer that predicts a further token is the only one with a place in a folder.
-    """
-
-    model_type = "qwen3_next"
-    architecture = "Qwen3NextForCausalLM"
-    rules = (
-        parts.EMBEDDING, *ATTENTION, *NET, *BY_HEADS, *parts.MLP, *EXPERTS, *parts.MLP_NORM, *parts.OUTPUT,
-        *parts.one_further_token((*ATTENTION, *parts.MLP, *EXPERTS, *parts.MLP_NORM)),
-    )  # fmt: skip
-    also_read = parts.STACKED_EXPERTS
-    without_effect = ("use_sliding_window", "max_window_layers")
     megatron_left_out = (r"\.local_tokens_per_expert$",)
-    settings = (
-        *SIZES, query_groups(2), head_size(always=True, default=256), rope(partial=0.25), tied(by_default=False),
-        *TRAINING, SILU, Same("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
-        *expert_settings(512, 10, 512, normalised=True),
-        Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
-        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Needs({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
-        Both((), lambda arguments: {}, lambda config: {"mtp_num_layers": 1}, parts.several_further_tokens),
-    )  # fmt: skip
 
     @override
     def further_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
@@ -50,3 +30,25 @@ class Qwen3Next(WithGatedDeltaNets):
     def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
         left = set() if arguments.mtp_num_layers else {name for name in names if name.startswith("mtp.")}
         return super().without_place(names, arguments, config) | left
+
+
+class Qwen3Next(WithOneFurtherToken):
+    """Gated delta nets in three layers of four, gated attention in the fourth; experts, one of them shared."""
+
+    model_type = "qwen3_next"
+    architecture = "Qwen3NextForCausalLM"
+    rules = (
+        parts.EMBEDDING, *ATTENTION, *NET, *BY_HEADS, *parts.MLP, *EXPERTS, *parts.MLP_NORM, *parts.OUTPUT,
+        *parts.one_further_token((*ATTENTION, *parts.MLP, *EXPERTS, *parts.MLP_NORM)),
+    )  # fmt: skip
+    also_read = parts.STACKED_EXPERTS
+    without_effect = ("use_sliding_window", "max_window_layers")
+    settings = (
+        *SIZES, query_groups(2), head_size(always=True, default=256), rope(partial=0.25), tied(by_default=False),
+        *TRAINING, SILU, Same("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
+        *expert_settings(512, 10, 512, normalised=True),
+        Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Needs({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
+        Both((), lambda arguments: {}, lambda config: {"mtp_num_layers": 1}, parts.several_further_tokens),
+    )  # fmt: skip

@@ -28,6 +28,7 @@ from mcore_ckpt_ext.families.phi3 import Phi3
 from mcore_ckpt_ext.families.qwen2 import Qwen2
 from mcore_ckpt_ext.families.qwen2_moe import Qwen2MoE
 from mcore_ckpt_ext.families.qwen3 import Qwen3
+from mcore_ckpt_ext.families.qwen3_5 import Qwen35, Qwen35MoE
 from mcore_ckpt_ext.families.qwen3_moe import Qwen3MoE
 from mcore_ckpt_ext.families.qwen3_next import Qwen3Next
 from mcore_ckpt_ext.families.seed_oss import SeedOss
@@ -37,7 +38,7 @@ from mcore_ckpt_ext.families.starcoder2 import StarCoder2
 FAMILIES: tuple[Family, ...] = (
     GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
     KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
-    GptOss(), Qwen3Next(),
+    GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(),
 )  # fmt: skip
 _SHOWN = 4
 

@@ -7,7 +7,7 @@ yarn_rotary_pos_embedding.py (core_v0.12.1 to 0.19.2). Non-latent attention know
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from math import log
 from typing import Any
 
@@ -17,6 +17,7 @@ from mcore_ckpt_ext.families.settings import Both, Config, Setting, misfits, unr
 
 KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # Keys that each kind of scaling may have, beside the ones that all have.
 _ALWAYS = {"rope_theta", "rope_type", "partial_rotary_factor"}
 _OF_KIND = {
@@ -30,11 +31,11 @@ _OF_KIND = {
 }  # fmt: skip
 
 
-def rope_parameters(config: Config, theta: float = 10000.0) -> dict[str, Any]:
+def rope_parameters(config: Config, theta: float = 10000.0, ignored: Collection[str] = ()) -> dict[str, Any]:
     """RoPE as `config.json` says it, with `rope_theta` and `rope_type`; keys without a value are left out.
 
     Until transformers 4 in `rope_theta` and `rope_scaling` (there `type` before 4.43), since 5 in `rope_parameters`: of
-    both, the first counts (`convert_rope_params_to_dict`).
+    both, the first counts (`convert_rope_params_to_dict`). Some keys may be `ignored`.
 
     Raises:
         UnsupportedCheckpointError: a kind of scaling, or a key of it, that Megatron has no arguments for.
@@ -42,7 +43,7 @@ def rope_parameters(config: Config, theta: float = 10000.0) -> dict[str, Any]:
     given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, Mapping):
         raise unrepresentable("rope_scaling", shortened(repr(given)), "keys with values, or null")
-    found = {key: value for key, value in given.items() if value is not None}
+    found = {key: value for key, value in given.items() if value is not None and key not in ignored}
     old = found.pop("type", "default")
     found = {"rope_theta": config.get("rope_theta", theta), "rope_type": old, **found}
     if "partial_rotary_factor" in config:
@@ -63,7 +64,7 @@ def base_of(found: Mapping[str, Any]) -> float:
 
 def rope(
     theta: float = 10000.0, *, partial: float | None = None, interleaved: bool = False, width: str = "",
-    scaling: Mapping[str, Any] | None = None,
+    scaling: Mapping[str, Any] | None = None, images: bool = False,
 ) -> Setting:  # fmt: skip
     """Rotary positions: plain, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
 
@@ -72,6 +73,7 @@ def rope(
         partial: the part of a head that is rotated, by default; None: the family always rotates all of it.
         width: the key, if any, of old folders that says how much of a head is rotated.
         interleaved: neighbours are rotated together, not halves.
+        images: there may be keys that only count where a text holds images.
         scaling: what the class has where no key says any.
     """
 
@@ -88,7 +90,9 @@ def rope(
 
     def to_arguments(config: Config) -> dict[str, Any]:
         unsaid = scaling is not None and not any(config.get(key) for key in ("rope_scaling", "rope_parameters"))
-        found = rope_parameters({**config, "rope_scaling": scaling} if unsaid else config, theta)
+        found = rope_parameters(
+            {**config, "rope_scaling": scaling} if unsaid else config, theta, _OF_IMAGES if images else ()
+        )
         if width in config:
             found.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
         kind, part = found["rope_type"], found.get("partial_rotary_factor", partial or 1.0)

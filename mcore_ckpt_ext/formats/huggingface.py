@@ -20,6 +20,7 @@ from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.recognition import family_of_config
+from mcore_ckpt_ext.families.text_parts import text_config, text_names
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface_folder import (
@@ -79,6 +80,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         super().__init__(folder, witnesses)
         self._below = below
         self.config = read_config(folder / below)
+        text = text_config(self.config)
+        self._of_images: list[str] = []
+        self._whole = str(self.config.get("model_type")) if text else ""
+        self.config = text or self.config
         self.family = family or family_of_config(self.config, str(folder / below / CONFIG))
         if self.family.needs_engine and transformer_impl == LOCAL:
             raise UnsupportedCheckpointError(
@@ -88,6 +93,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._model = replace(self.family.arguments(self.config), transformer_impl=transformer_impl)
         stored, unread = read_tensors(self.reader, below)
         self._stale = [f"not read, because the folder also holds safetensors: {', '.join(unread)}"] if unread else []
+        if text:
+            names = text_names(stored)
+            self._of_images = [name for name, ours in names.items() if ours is None]
+            stored = {ours: stored[name] for name, ours in names.items() if ours is not None}
         stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
         further = self.family.further_layers(stored, self._model) if further_tokens else 0
         self._model = replace(self._model, mtp_num_layers=further or None)
@@ -124,7 +133,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         expected = {tensor.name: tensor for tensor in self.family.tensors(self._model, stored)}
         stored = self._without_copies(stored, expected.values())
         ignored = self.family.without_place(stored.keys(), self._model, self.config) - expected.keys()
-        self.left_out = sorted([*ignored, *self._of_activations])
+        self.left_out = sorted([*ignored, *self._of_activations, *self._of_images])
         missing = [name for name in expected if name not in stored]
         surplus = [name for name in stored if name not in expected and name not in ignored]
         wrong = [
@@ -250,6 +259,8 @@ class HuggingFaceCheckpoint(Checkpoint):
     def notices(self) -> list[str]:
         """What a user should know about this model."""
         found = self.family.notices(self._model)
+        if self._whole:
+            found.append(f"of {self._whole} only the text is read, as {with_article(self.family.name)}")
         if self.left_out:
             more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
             found.append(f"left out, because Megatron has no place for it: {', '.join(self.left_out[:_SHOWN])}{more}")

@@ -22,6 +22,7 @@ from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, 
 from mcore_ckpt_ext.families.flags import ignored
 from mcore_ckpt_ext.families.forward_pass import classified, told
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
+from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
 from mcore_ckpt_ext.model_space.names import VOCABULARY
@@ -74,7 +75,8 @@ class HuggingFaceTarget:
         model = complete(known.changed(source=self._where, **stated) if stated else known)
         self._check_ignored(model, stated)
         arguments = replace(model, vocab_size=self._vocabulary())
-        once = json_of(self._companions, CONFIG).get("model_type")
+        beside = json_of(self._companions, CONFIG)
+        once = (text_config(beside) or beside).get("model_type")
         self.fit: Fit = family_of_megatron(arguments, names, family, once, self._where)
         self.left_out = matching(names, self.fit.family.megatron_left_out)
         asked = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
@@ -149,6 +151,7 @@ class HuggingFaceTarget:
         family = self.fit.family
         config = family.config(self.fit.arguments)
         beside = json_of(self._companions, CONFIG)
+        beside = text_config(beside) or beside
         same = beside.get("model_type") == family.model_type
         # A tokenizer may come from a model of another family: then only its tokens are this model's, too.
         kept = family.kept(beside) if same else {key: beside[key] for key in TOKENS if key in beside}

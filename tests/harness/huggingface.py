@@ -110,6 +110,11 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         "Qwen3NextConfig", **{**_MIXTURE, "num_hidden_layers": 4}, head_dim=16, num_experts=4, **_NET,
         shared_expert_intermediate_size=24,
     ),
+    "qwen3_5": _configured("Qwen3_5TextConfig", **{**_SIZES, "num_hidden_layers": 4}, head_dim=16, **_NET),
+    "qwen3_5_moe": _configured(
+        "Qwen3_5MoeTextConfig", **{**_MIXTURE, "num_hidden_layers": 4}, head_dim=16, num_experts=4, **_NET,
+        shared_expert_intermediate_size=24,
+    ),
     "gemma2": _configured("Gemma2Config", **_SIZES, head_dim=8, sliding_window=16, query_pre_attn_scalar=24),
 }  # fmt: skip
 

@@ -52,6 +52,8 @@ SHOWN: dict[str, Shown] = {
     "arcee": Shown("arcee", _DENSE),
     "gpt_oss": Shown("gpt_oss", _EXPERTS, engine=("TP2",)),
     "qwen3_next": Shown("qwen3_next", engine=_EXPERTS, tolerance=5e-5),  # of the recurrence, in fp32
+    "qwen3_5": Shown("qwen3_5_text", engine=_DENSE, tolerance=5e-5),
+    "qwen3_5_moe": Shown("qwen3_5_moe_text", engine=_EXPERTS, tolerance=5e-5),
     "minimax_m2": Shown("minimax_m2"),
     "olmoe": Shown("olmoe"),
     "gemma2": Shown("gemma2"),

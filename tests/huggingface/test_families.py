@@ -37,7 +37,10 @@ _RELEASED = {"aux_loss_alpha", "moe_layer_freq", "topk_method", "scoring_func"}
 SAID_OTHERWISE = {
     "minimax_m2": {"use_qk_norm", "use_routing_bias", "qk_norm_type", "scoring_func"},
     "gpt_oss": {"rope_parameters"},  # without the betas that all have
-    "qwen3_next": {"partial_rotary_factor"}, "phi3": {"partial_rotary_factor"}, "phi4_mini": {"partial_rotary_factor"},
+    "qwen3_next": {"partial_rotary_factor"},
+    "qwen3_5": {"partial_rotary_factor", "mtp_num_hidden_layers", "attn_output_gate"},
+    "qwen3_5_moe": {"partial_rotary_factor", "mtp_num_hidden_layers", "attn_output_gate", "norm_topk_prob"},
+    "phi3": {"partial_rotary_factor"}, "phi4_mini": {"partial_rotary_factor"},
     "deepseek_v2": _RELEASED, "deepseek_v2_lite": _RELEASED, "deepseek_v3": _RELEASED,
     "glm4_moe": _RELEASED, "glm4_moe_air": _RELEASED,
 }  # fmt: skip
@@ -107,7 +110,7 @@ def test_through_the_legacy_files_of_two_tensor_ranks(name: str, models: dict[st
     assert_same_tensors(models[name], tmp_path / "back")
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen2_moe", "qwen3_5_moe", "deepseek_v3", "glm4_moe"])
 def test_experts_that_are_stored_stacked_are_read(name: str, models: dict[str, Path], tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(models[name])
     model.save_pretrained(tmp_path / "stacked", save_original_format=False)

@@ -137,6 +137,9 @@ def test_a_key_that_is_not_known_is_refused(tmp_path: Path, models: dict[str, Pa
 IN_OTHER_WORDS = {
     "SmolLM3 3B": {"layer_types"}, "Phi-3-mini 4k": {"attention_bias"}, "AFM 4.5B": {"rope_scaling"},
     "Seed-OSS 36B": {"rope_scaling"}, "Qwen3-Next 80B-A3B": {"full_attention_interval"},
+    "Qwen3.5 397B-A17B": {
+        "full_attention_interval", "mlp_only_layers", "mtp_use_dedicated_embeddings", "rope_parameters",
+    },
     "gpt-oss-20b": {"rope_scaling"},
     "MiniMax-M2": {"rotary_dim", "shared_intermediate_size"},
 }  # fmt: skip

@@ -1,0 +1,76 @@
+"""Qwen3.5 and 3.6, dense and with experts: their text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_PARTS, NET, SETTINGS
+from mcore_ckpt_ext.families.qwen3_next import EXPERTS, WithOneFurtherToken
+from mcore_ckpt_ext.families.qwen_experts import expert_count
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Setting, Size, Without
+
+
+def _further() -> Setting:
+    key = "mtp_num_hidden_layers"
+    return Both(
+        (key,),
+        lambda arguments: {key: arguments.mtp_num_layers or 0},
+        lambda config: {"mtp_num_layers": 1},  # what the folder holds counts
+        parts.several_further_tokens,
+    )
+
+
+def _common(groups: int) -> tuple[Setting, ...]:
+    return (
+        query_groups(groups), head_size(always=True, default=256), rope(partial=0.25, images=True),
+        tied(by_default=False), *TRAINING, SILU, Same("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Fixed("attn_output_gate", True, {}), Without("mlp_only_layers", "mtp_use_dedicated_embeddings"), _further(),
+    )  # fmt: skip
+
+
+class Qwen35(WithOneFurtherToken):
+    """Gated delta nets in three layers of four, gated attention in the fourth."""
+
+    model_type = "qwen3_5_text"
+    architecture = "Qwen3_5ForCausalLM"
+    rules = (
+        parts.EMBEDDING, *ATTENTION, *NET, *BY_PARTS, *parts.MLP, *parts.MLP_NORM, *parts.OUTPUT,
+        *parts.one_further_token((*ATTENTION, *parts.MLP, *parts.MLP_NORM)),
+    )  # fmt: skip
+    without_effect = ("mamba_ssm_dtype",)
+    settings = (*SIZES, *_common(4))
+
+
+def _everywhere(config: Config) -> dict[str, Any]:
+    return {"moe_layer_freq": 1, "ffn_hidden_size": config.get("moe_intermediate_size", 512)}
+
+
+def _why_not(arguments: ModelArguments) -> list[str]:
+    return [] if arguments.num_experts and arguments.moe_layer_freq == 1 else ["no experts in all layers"]
+
+
+class Qwen35MoE(WithOneFurtherToken):
+    """The same with experts, one of them shared."""
+
+    model_type = "qwen3_5_moe_text"
+    architecture = "Qwen3_5MoeForCausalLM"
+    rules = (
+        parts.EMBEDDING, *ATTENTION, *NET, *BY_PARTS, *EXPERTS, *parts.MLP_NORM, *parts.OUTPUT,
+        *parts.one_further_token((*ATTENTION, *EXPERTS, *parts.MLP_NORM)),
+    )  # fmt: skip
+    also_read = (*parts.STACKED_EXPERTS, *parts.of_further_token(parts.STACKED_EXPERTS))
+    without_effect = ("mamba_ssm_dtype", "intermediate_size")
+    settings = (
+        *(size for size in SIZES if size.keys != ("intermediate_size",)), *_common(2), expert_count(256),
+        Both((), lambda arguments: {}, _everywhere, _why_not, expressed=("moe_layer_freq",)),
+        Size("num_experts_per_tok", "moe_router_topk", 8), Size("moe_intermediate_size", "moe_ffn_hidden_size", 512),
+        Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
+        Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
+        Fixed("norm_topk_prob", True, {"moe_router_pre_softmax": False}),
+        Needs({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
+    )  # fmt: skip

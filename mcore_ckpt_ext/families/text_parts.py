@@ -1,0 +1,61 @@
+"""The text of models that also see images: what their folders say of it, and what its tensors are called there.
+
+Of positions in a text without images, the three axes of such a model are one, and so are its rotations (`mrope`).
+Sources: the classes for conditional generation of transformers 4.49 to 5.23.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# The model's type, and the family of its text.
+TEXT_OF: Mapping[str, str] = {
+    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_5": "qwen3_5_text",
+    "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "kimi_vl": "deepseek_v3",
+}  # fmt: skip
+_OF_IMAGES = (
+    "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
+    "vision_token_id", "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image",
+    "media_placeholder_token_id", "ignore_index",
+)  # fmt: skip
+_OF_THE_WHOLE = ("tie_word_embeddings", "quantization_config", "torch_dtype", "dtype")
+_ROPE, _AXES = ("rope_scaling", "rope_parameters"), ("mrope_section", "mrope_interleaved")
+_NAMES = (
+    (re.compile(r"^(model\.language_model\.|language_model\.model\.)"), "model."),
+    (re.compile(r"^language_model\.lm_head\."), "lm_head."),
+)
+_IMAGES = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector)\.")
+
+
+def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What `config.json` says of a model's text, as the family of that text says it; None where it is a text's own."""
+    kind = TEXT_OF.get(str(config.get("model_type")))
+    if kind is None:
+        return None
+    inside = config.get("text_config")
+    whole = {key: config[key] for key in _OF_THE_WHOLE if key in config}
+    found = {**whole, **inside} if isinstance(inside, Mapping) else dict(config)
+    for key in (*_OF_IMAGES, "text_config"):
+        found.pop(key, None)
+    for key in _ROPE:
+        if isinstance(found.get(key), Mapping):
+            found[key] = _of_one_axis(found[key])
+    return {**found, "model_type": kind, "architectures": None}
+
+
+def _of_one_axis(scaling: Mapping[str, Any]) -> dict[str, Any]:
+    found = {key: value for key, value in scaling.items() if key not in _AXES}
+    return {key: "default" if value == "mrope" else value for key, value in found.items()}
+
+
+def text_names(names: Iterable[str]) -> dict[str, str | None]:
+    """What the tensors of such a folder are called in one of its text alone; None for those of images."""
+    found: dict[str, str | None] = {}
+    for name in names:
+        text = name
+        for pattern, ours in _NAMES:
+            text = pattern.sub(ours, text)
+        found[name] = None if _IMAGES.match(name) else text
+    return found
