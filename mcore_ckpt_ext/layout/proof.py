@@ -225,5 +225,9 @@ def proof_of(arguments: JobArguments) -> Proof:
         return WITHIN_FP8
     if not arguments.use_precision_aware_optimizer:
         return BY_ROUNDING
-    half = str(arguments.main_params_dtype) in _HALF_PRECISION
-    return WITHIN_HALF_PRECISION if half else BY_EITHER_ROUNDING
+    return WITHIN_HALF_PRECISION if half_precision(arguments) else BY_EITHER_ROUNDING
+
+
+def half_precision(arguments: JobArguments) -> bool:
+    """Whether a precision-aware optimizer keeps masters in fp16."""
+    return bool(arguments.use_precision_aware_optimizer) and str(arguments.main_params_dtype) in _HALF_PRECISION

@@ -62,7 +62,6 @@ SAVES = {
 RESUMES = {
     "interleaved": Resumed("dense", Layout(1, 2, 4, virtual=True), LLAMA),
     "sequence parallel": Resumed("dense", Layout(2, 1, 4, more=SEQUENCE), LLAMA),
-    "once more": Resumed("sequence parallel", Layout(1, 4, 4), LLAMA),
     "grouped, TP2": Resumed("grouped", experts_over(2, 1, 4, 1), GROUPED),
     "grouped, ETP2": Resumed(
         "grouped",
@@ -80,6 +79,20 @@ RESUMES = {
     "experts from the local spec": Resumed("local experts", experts_over(2, 1, 4, 2), GROUPED),
     "latent, to the local spec": Resumed("latent", LONG, LATENT, tuple(_EXACT)),
     "latent from the local spec": Resumed("local latent", Layout(1, 4, 4), LATENT),
+}
+# What a resumed job saved, resumed in turn: under a third layout, or as the job that began it.
+AGAIN = {
+    "dense again": Resumed("sequence parallel", Layout(1, 4, 4), LLAMA),
+    "grouped again": Resumed("grouped, TP2", experts_over(1, 1, 4, 4), GROUPED),
+    "one by one again": Resumed("one by one", experts_over(2, 1, 4, 2), GROUPED),
+    "latent again": Resumed("latent, TP1", SQUARE, LATENT),
+    "predicting again": Resumed("predicting, PP2", Layout(2, 2, 4), PREDICTING),
+    "tensorwise again": Resumed("tensorwise, TP1", SQUARE, TENSORWISE),
+    "dense, back from the local spec": Resumed("to the local spec", SQUARE, LLAMA),
+    "experts, back to the local spec": Resumed(
+        "experts from the local spec", experts_over(1, 2, 4, 2), GATED_EXPERTS, tuple(_EXACT)
+    ),
+    "latent, back to the local spec": Resumed("latent from the local spec", SQUARE, LATENT, tuple(_EXACT)),
 }
 # Where modules of Transformer Engine ask for extra states that nobody has written.
 EMPTY = ("experts from the local spec", "latent from the local spec")
@@ -157,7 +170,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
             folder / name, job.layout, more=[*job.model, *job.spec], load=folder / job.source / "checkpoints",
             saves=job.source in SAVES, until=LAST, newest=LAST, environment=both,
         )
-        for name, job in (RESUMES | GATHERING).items()
+        for name, job in (RESUMES | AGAIN | GATHERING).items()
     ] + [
         Turn(
             folder / name, layout, more=[*model, *ENGINE], load=fixture_named(name).run, saves=True, until=LAST,
@@ -194,9 +207,9 @@ def separate(dumped: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("name", RESUMES)
+@pytest.mark.parametrize("name", [*RESUMES, *AGAIN])
 def test_resumed_and_gone_on_exactly(results: Results, name: str) -> None:
-    source, resumed = RESUMES[name].source, results.job(name)
+    source, resumed = (RESUMES | AGAIN)[name].source, results.job(name)
     begun = LAST if source in RESUMES else SAVED
     assert any("proven equal to their weights" in line for line in resumed.said)
     saved = dump(results, source, begun)

@@ -16,12 +16,17 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.layout.proof import BY_ROUNDING, WITHIN_HALF_PRECISION, Proof
+from mcore_ckpt_ext.layout.proof import WITHIN_HALF_PRECISION, Proof
 from mcore_ckpt_ext.online.homes.distributed import DistributedHome
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.optimizers.remainders import join, split
 
 _MASTER = "master_param"
+
+
+def keeps_halves(optimizer: Any) -> bool:
+    """Whether the fused optimizer of a DistributedOptimizer has masters in fp16 (`--main-params-dtype fp16`)."""
+    return bool(getattr(optimizer.config, "main_params_dtype", torch.float32) == torch.float16)
 
 
 class PrecisionAwareHome(DistributedHome):
@@ -40,8 +45,8 @@ class PrecisionAwareHome(DistributedHome):
         """Every pair of a weight and a remainder is some master's."""
         if self._has_remainder(shard):
             return None
-        half = getattr(self._optimizer.config, "main_params_dtype", torch.float32) == torch.float16
-        return WITHIN_HALF_PRECISION if half and self._is_inside(shard) else BY_ROUNDING
+        is_half = keeps_halves(self._optimizer) and self._is_inside(shard)
+        return WITHIN_HALF_PRECISION if is_half else super().proof(shard)
 
     @override
     def master(self, shard: LiveShard) -> torch.Tensor:

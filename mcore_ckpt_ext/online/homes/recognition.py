@@ -10,11 +10,12 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.proof import half_precision
 from mcore_ckpt_ext.online.homes.distributed import DistributedHome
 from mcore_ckpt_ext.online.homes.home import Home
 from mcore_ckpt_ext.online.homes.layer_wise import LayerWiseHome
 from mcore_ckpt_ext.online.homes.offloaded import OffloadedHome
-from mcore_ckpt_ext.online.homes.precision_aware import PrecisionAwareHome
+from mcore_ckpt_ext.online.homes.precision_aware import PrecisionAwareHome, keeps_halves
 from mcore_ckpt_ext.online.homes.undistributed import UndistributedHome, is_sgd, kept_by
 
 # megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2.
@@ -164,6 +165,8 @@ def switched(
         found.append("use_precision_aware_optimizer")
     elif aware and not found and stored_remainders() != any(map(keeps_remainders, optimizers)):
         found.append("store_param_remainders")
+    elif aware and not found and half_precision(written) != any(map(keeps_halves, optimizers)):
+        found.append("main_params_dtype")
     return [*found, *(["optimizer"] if is_another_kind(written, kind) else [])]
 
 
