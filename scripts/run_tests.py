@@ -34,6 +34,8 @@ JOBS, COLOSSALAI = "tests/jobs", "tests/colossalai"
 # short. More than four would each start a Megatron of their own for few files.
 PROCESSES = min(max(2, len(os.sched_getaffinity(0))), 4)
 IN_TURN = ("-n", str(PROCESSES), "--dist", "loadfile", "--no-loadscope-reorder")
+# Without jobs, tests of a file share little: whichever process is free takes some of what the other still has.
+BALANCED = ("-n", str(PROCESSES), "--dist", "worksteal")
 
 
 def main() -> int:
@@ -60,7 +62,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="checkpoints-") as unpacked:
         os.environ["TEST_DATA_UNPACKED"] = unpacked
         if beside is None:
-            return _pytest(python, [*IN_TURN, f"--ignore={JOBS}"])
+            return _pytest(python, [*BALANCED, f"--ignore={JOBS}"])
         if not arguments:
             # The main environment leaves ColossalAI's tests out by itself.
             statuses = [_pytest(beside, [*IN_TURN, COLOSSALAI]), _pytest(python, IN_TURN)]

@@ -60,29 +60,43 @@ def test_inspect(without_frameworks: dict[str, str], capsys: pytest.CaptureFixtu
     assert (code, json.loads(document)["layout"]["PP"]) == (0, 4)
 
 
-def test_verify_and_its_exit_codes(
-    without_frameworks: dict[str, str], damaged: Fixture, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_that_is_offline_needs_no_framework(without_frameworks: dict[str, str], tmp_path: Path) -> None:
+    """One process runs the commands, one after the other."""
+    source, converted = str(fixture_named("p02").run), str(tmp_path / "converted")
+    commands = [
+        ["convert", source, converted, "--to", "legacy"],
+        ["verify", converted],
+        ["diff", source, converted],
+    ]
+    program = "import sys; from mcore_ckpt_ext.cli.main import main; print([main(words) for words in %r])"
+    done = subprocess.run(
+        [sys.executable, "-c", program % commands],
+        env=without_frameworks, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.stdout.splitlines()[-1:], done.stderr) == (["[0, 0, 0]"], "")
+
+
+def test_verify_and_its_exit_codes(damaged: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, "verify", damaged.run)
     assert (code, out.splitlines()[-1]) == (0, "sound")
     path, position = payload_position(open_checkpoint(damaged.run), "weight", MATRIX, 700)
     flip(path, position)
-    unsound = command(without_frameworks, "verify", damaged.run)
-    assert (unsound.returncode, unsound.stdout.splitlines()[-1]) == (1, "NOT SOUND: 2 errors")
-    assert MATRIX in unsound.stdout
+    code, out, _ = said(capsys, "verify", damaged.run)
+    assert (code, out.splitlines()[-1]) == (1, "NOT SOUND: 2 errors")
+    assert MATRIX in out
     code, out, err = said(capsys, "verify", damaged.run / "nothing")
     assert (code, out) == (2, "")
     assert "no such folder" in err
 
 
-def test_diff_and_its_exit_codes(without_frameworks: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_diff_and_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     p01, p08b, p10 = (fixture_named(name).run for name in ("p01", "p08b", "p10"))
     code, out, _ = said(capsys, "diff", p01, p08b)
     assert (code, out.splitlines()[-1]) == (0, "equal in every bit")
-    other = command(without_frameworks, "diff", p01, p10, "--kinds", "weight")
-    assert (other.returncode, other.stdout.splitlines()[-1]) == (1, "DIFFERENT")
-    assert "2,279 of 4,096 elements differ; by at most 0.00492859; the first at (0, 0)" in other.stdout
-    assert "and 12 more of weight: --json lists them" in other.stdout
+    code, out, _ = said(capsys, "diff", p01, p10, "--kinds", "weight")
+    assert (code, out.splitlines()[-1]) == (1, "DIFFERENT")
+    assert "2,279 of 4,096 elements differ; by at most 0.00492859; the first at (0, 0)" in out
+    assert "and 12 more of weight: --json lists them" in out
 
 
 def test_doctor_without_megatron(without_frameworks: dict[str, str]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import socket
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -15,34 +18,65 @@ from tests.harness.checkpoints import fixture_named
 TIME_LIMIT = 120
 
 
-def convert(*words: object, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m"]
-    if processes > 1:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        command += ["torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(port), "-m"]
-    command += ["mcore_ckpt_ext", "convert", *map(str, words)]
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def torchrun(processes: int, *words: object) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", free_port()]
+    command = [sys.executable, *launcher, "-m", "mcore_ckpt_ext", "convert", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIME_LIMIT, check=False)
+
+
+def one_of_many(environment: dict[str, str], output: Path, words: list[str]) -> None:
+    """A process as a launcher starts it."""
+    os.environ.update(environment)
+    with output.open("w") as file, redirect_stdout(file), redirect_stderr(file):
+        code = main(["convert", *words])
+    raise SystemExit(code)
+
+
+def in_processes(count: int, folder: Path, *words: object) -> list[str]:
+    """What each of so many processes says; forked from one that has imported torch, since that takes longest."""
+    forks = multiprocessing.get_context("forkserver")
+    forks.set_forkserver_preload([__name__])
+    together = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count)}
+    outputs = [folder / f"said_by_{rank}" for rank in range(count)]
+    ranks = [
+        forks.Process(target=one_of_many, args=({**together, "RANK": str(rank)}, output, list(map(str, words))))
+        for rank, output in enumerate(outputs)
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(TIME_LIMIT)
+    said = [output.read_text() for output in outputs]
+    assert [rank.exitcode for rank in ranks] == [0] * count, said
+    return said
 
 
 def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_it_says_what_it_did(tmp_path: Path) -> None:
-    result = convert(fixture_named("p01").run, tmp_path / "out", "--to", "legacy", "--tensor-model-parallel-size", 2)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.startswith(f"wrote {tmp_path / 'out'}: 17 files")
-    assert "masters round to their weights" in result.stdout
-    assert "note: the state of the random generators belongs to other ranks: resume with --no-load-rng" in result.stdout
-    assert result.stderr == ""
+def test_it_says_what_it_did(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(fixture_named("p01").run), str(tmp_path / "out"), "--to", "legacy", "--tensor-model-parallel-size=2"]
+    assert main(["convert", *words]) == 0
+    told = capsys.readouterr()
+    assert told.out.startswith(f"wrote {tmp_path / 'out'}: 17 files")
+    assert "masters round to their weights" in told.out
+    assert "note: the state of the random generators belongs to other ranks: resume with --no-load-rng" in told.out
+    assert told.err == ""
 
 
-def test_a_dry_run_estimates(tmp_path: Path) -> None:
-    result = convert(fixture_named("p01").run, tmp_path / "out", "--to", "torch_dist", "--dry-run")
-    assert result.returncode == 0, result.stderr
-    assert [line.split()[:2] for line in result.stdout.splitlines()[:2]] == [["would", "write"], ["would", "read"]]
+def test_a_dry_run_estimates(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(fixture_named("p01").run), str(tmp_path / "out"), "--to=torch_dist", "--dry-run"]) == 0
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[:2]] == [
+        ["would", "write"],
+        ["would", "read"],
+    ]
     assert not list(tmp_path.iterdir())
 
 
@@ -121,19 +155,19 @@ def test_each_target_has_its_own_options_in_the_help(capsys: pytest.CaptureFixtu
 
 def test_four_processes_write_the_identical_folder(tmp_path: Path) -> None:
     source = fixture_named("p09").run
-    assert convert(source, tmp_path / "one", "--to", "torch_dist").returncode == 0
-    result = convert(source, tmp_path / "four", "--to", "torch_dist", processes=4)
-    assert result.returncode == 0, result.stderr[-3000:]
+    assert main(["convert", str(source), str(tmp_path / "one"), "--to", "torch_dist"]) == 0
+    first, *others = in_processes(4, tmp_path, source, tmp_path / "four", "--to", "torch_dist", "--join")
     assert files(tmp_path / "one") == files(tmp_path / "four")
     # The first process speaks for all, and counts what all have proven.
-    assert result.stdout.count("wrote ") == 1
-    assert "proven: 123,680 masters" in result.stdout
+    assert first.count("wrote ") == 1
+    assert "proven: 123,680 masters" in first
+    assert not any("wrote " in said for said in others)
 
 
 def test_the_failure_of_one_process_is_that_of_all(tmp_path: Path) -> None:
     """The first process finds the destination taken; the other waits for it in no collective."""
     (tmp_path / "out").mkdir()
-    result = convert(fixture_named("p02").run, tmp_path / "out", "--to", "torch_dist", processes=2)
+    result = torchrun(2, fixture_named("p02").run, tmp_path / "out", "--to", "torch_dist")
     assert result.returncode != 0
     assert "the destination exists already" in result.stderr
     assert "process 0 failed, so all stop" in result.stderr

@@ -7,34 +7,29 @@ import torch
 import mcore_ckpt_ext
 assert torch.ones(2).sum() == 2
 """
-STATES = TELL + "json.dump([s._asdict() for s in mcore_ckpt_ext.status()], sys.stdout)"
+STATES = "json.dump(sorted({s.state for s in mcore_ckpt_ext.status()}), sys.stdout); print()\n"
 
 
 def _states(finished):
+    """What each `STATES` of the program told."""
     assert finished.returncode == 0, finished.stderr
-    return {status["state"] for status in json.loads(finished.stdout)}
+    return [json.loads(line) for line in finished.stdout.splitlines()]
 
 
-def test_import_torch_installs_the_hooks(python):
-    finished = python(STATES)
-    assert _states(finished) == {"waiting for import"}
+def test_import_torch_installs_the_hooks_until_they_are_uninstalled(python):
+    finished = python(TELL + STATES + "mcore_ckpt_ext.uninstall()\n" + STATES)
+    assert _states(finished) == [["waiting for import"], ["not patched"]]
     assert finished.stderr == ""
 
 
 def test_the_switch_keeps_them_out(python):
-    assert _states(python(STATES, MCORE_CKPT_EXT="0")) == {"not patched"}
-    by_hand = STATES.replace("import mcore_ckpt_ext\n", "import mcore_ckpt_ext\nmcore_ckpt_ext.install()\n")
-    assert _states(python(by_hand, MCORE_CKPT_EXT="0")) == {"not patched"}
-    assert _states(python(by_hand, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) == {"waiting for import"}
+    finished = python(TELL + STATES + "mcore_ckpt_ext.install()\n" + STATES, MCORE_CKPT_EXT="0")
+    assert _states(finished) == [["not patched"], ["not patched"]]
 
 
-def test_without_torch_s_autoload_nothing_is_installed(python):
-    assert _states(python(STATES, TORCH_DEVICE_BACKEND_AUTOLOAD="0")) == {"not patched"}
-
-
-def test_uninstall_by_hand(python):
-    code = STATES.replace("import mcore_ckpt_ext\n", "import mcore_ckpt_ext\nmcore_ckpt_ext.uninstall()\n")
-    assert _states(python(code)) == {"not patched"}
+def test_without_torch_s_autoload_they_are_installed_by_hand(python):
+    finished = python(TELL + STATES + "mcore_ckpt_ext.install()\n" + STATES, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+    assert _states(finished) == [["not patched"], ["waiting for import"]]
 
 
 def test_a_broken_hook_does_not_break_import_torch(python):

@@ -22,7 +22,10 @@ print(any(seam.state == "patched" for seam in mcore_ckpt_ext.status()))
 
 
 def is_served(folder: Path) -> bool:
-    """Whether the hooks are in place in a process with Megatron from a folder, torch's autoload switched off."""
+    """Whether the hooks are in place in a process with Megatron from a folder, torch's autoload switched off.
+
+    `test_autoload` shows that without it they are not.
+    """
     paths = os.pathsep.join([str(folder), str(REPOSITORY)])
     environment = os.environ | {"PYTHONPATH": paths, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run([sys.executable, "-c", IMPORT], env=environment, capture_output=True, text=True, check=False)
@@ -44,15 +47,16 @@ def test_a_patch_adds_our_lines_and_carries_nothing_of_the_framework(patch: Path
 def test_a_patched_megatron_switches_the_hooks_on(tmp_path: Path) -> None:
     found = importlib.util.find_spec("megatron.training")
     assert found is not None and found.origin is not None
-    shutil.copytree(Path(found.origin).parents[1], tmp_path / "megatron")
+    shutil.copytree(Path(found.origin).parents[1], tmp_path / "megatron", copy_function=os.symlink)
+    patched = tmp_path / "megatron" / "training" / "__init__.py"
+    before = patched.read_bytes()
+    patched.unlink()
+    patched.write_bytes(before)
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
-    before = (tmp_path / "megatron" / "training" / "__init__.py").read_bytes()
-    # Negative control: without the patch nothing is served there.
-    assert not is_served(tmp_path)
     git_apply(PATCH, tmp_path)
     assert is_served(tmp_path)
     git_apply(PATCH, tmp_path, "--reverse")
-    assert (tmp_path / "megatron" / "training" / "__init__.py").read_bytes() == before
+    assert patched.read_bytes() == before
 
 
 @pytest.mark.parametrize("variable", ["MEGATRON_LM_PATH", "COLOSSALAI_PATH"])

@@ -12,20 +12,16 @@ def _run(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-def test_install_says_what_is_missing() -> None:
-    done = _run(ABSENT + "from mcore_ckpt_ext import zero_strict_state_dict; zero_strict_state_dict.install()")
+def test_status_and_names_need_nothing_and_install_says_what_is_missing() -> None:
+    done = _run(
+        ABSENT + "from mcore_ckpt_ext import zero_strict_state_dict as z; "
+        "print(*{seam.state for seam in z.status()}); print(z.get_static_torch_model.__name__); z.install()"
+    )
+    assert done.stdout.splitlines() == ["not patched", "get_static_torch_model"], done.stderr
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert "ZeroDDP or GeminiDDP is not here" in last
     assert "pip install colossalai==0.5.0" in last
-
-
-def test_status_and_names_need_nothing() -> None:
-    done = _run(
-        ABSENT + "from mcore_ckpt_ext import zero_strict_state_dict as z; "
-        "print(*{seam.state for seam in z.status()}); print(z.get_static_torch_model.__name__)"
-    )
-    assert done.stdout.splitlines() == ["not patched", "get_static_torch_model"], done.stderr
 
 
 def test_importing_it_imports_neither_torch_nor_colossalai() -> None:
