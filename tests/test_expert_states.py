@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import io
 import pickle
 import sys
 import types
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -201,6 +203,11 @@ HOSTILE: dict[str, Callable[[Any], Any]] = {
     "a tensor of one element, a billion times": lambda recipe: Runs(
         torch._utils._rebuild_tensor_v2, from_bytes(oldest(torch.zeros(2))), 0, (1 << 30,), (0,), False, {}
     ),
+    "elements upon each other": lambda recipe: Runs(
+        torch._utils._rebuild_tensor_v2, from_bytes(oldest(torch.zeros(8))), 0, (2, 2, 2, 2), (1, 1, 1, 1), False, {}
+    ),
+    "a compressed archive": lambda recipe: from_bytes(archived(torch.zeros(9), zipfile.ZIP_DEFLATED)),
+    "records upon each other": lambda recipe: from_bytes(archived(torch.zeros(9), zipfile.ZIP_STORED, copies=9)),
     "an attribute": lambda recipe: Runs(getattr, recipe.Format, "__class__"),
 }
 
@@ -209,6 +216,20 @@ def oldest(values: torch.Tensor) -> bytes:
     """A storage in torch's oldest format, as a pickled tensor has it."""
     typed = torch.storage.TypedStorage(wrap_storage=values.untyped_storage(), dtype=values.dtype, _internal=True)
     return saved(typed, _use_new_zipfile_serialization=False)
+
+
+def archived(found: Any, compression: int, copies: int = 0) -> bytes:
+    """A torch archive whose records are written in such a way, and whose directory names the last one again."""
+    content = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(saved(found))) as source, zipfile.ZipFile(content, "w", compression) as target:
+        for record in source.infolist():
+            target.writestr(record.filename, source.read(record))
+        last = target.infolist()[-1]
+        for number in range(copies):
+            again = copy.copy(last)
+            again.filename = f"{last.filename}{number}"
+            target.filelist.append(again)
+    return content.getvalue()
 
 
 def saved(found: Any, **how: Any) -> bytes:
@@ -225,6 +246,14 @@ def test_what_is_more_than_data_is_not_written(name: str, recipe: Any) -> None:
     found, (note,) = writable_extra_states({OTHER: state})
     assert content_of(found[OTHER]) == b""
     assert "with other classes" in note
+
+
+def test_many_copies_of_one_storage_are_not_made() -> None:
+    """Each a transposed view, which would be copied."""
+    shared, rebuild = from_bytes(oldest(torch.zeros(1 << 18))), torch._utils._rebuild_tensor_v2
+    views = [Runs(rebuild, shared, 0, (512, 512), (1, 512), False, {}) for _ in range(5000)]
+    with pytest.raises(UnknownStateError, match="OverBudgetError"):
+        read_state(pickle.dumps({"scale_fwd": views}))
 
 
 def test_a_member_as_python_3_11_pickles_it(recipe: Any) -> None:

@@ -11,6 +11,7 @@ Nothing of the source's bytes is written again: whoever loads them runs what the
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import zipfile
 from collections.abc import Mapping
@@ -46,7 +47,7 @@ _PLAIN = {("collections", "OrderedDict"), ("torch", "Size"), ("torch._utils", "_
 _PLAIN |= {(module, name) for module in ("builtins", "__builtin__") for name in ("getattr", "dict", "list", "tuple")}
 # What torch's oldest format begins with: two numbers, pickled (torch/serialization.py, `_legacy_save`).
 _OLDEST = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
-_DEEPEST = 20
+_DEEPEST, _STEPS_TO_COPY = 20, 16
 PROTOCOL = 4
 
 
@@ -142,11 +143,19 @@ def _parts_of(node: Placeholder) -> list[Any]:
 
 
 class _Records:
-    """The tensors of a torch archive in memory."""
+    """The tensors of a torch archive in memory.
+
+    Raises:
+        ValueError: it has compressed records, or more in them than it has bytes.
+    """
 
     def __init__(self, content: bytes) -> None:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            self._data = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
+            records = archive.infolist()
+            sizes = sum(record.file_size for record in records)
+            if sizes > len(content) or any(record.compress_type != zipfile.ZIP_STORED for record in records):
+                raise ValueError("an archive that holds more than it has bytes")
+            self._data = {record.filename.partition("/")[2]: archive.read(record) for record in records}
 
     def storage(self, key: object) -> bytes:
         return self._data[f"data/{key}"]
@@ -157,7 +166,7 @@ class _Unpickler(SafeUnpickler):
 
     def __init__(self, data: bytes, archive: _Records | None) -> None:
         super().__init__(data, "an extra state")
-        self._archive = archive
+        self._archive, self._budget = archive, Budget(len(data), "an extra state")
 
     @classmethod
     def whole(cls, data: bytes, archive: _Records | None) -> Any:
@@ -170,7 +179,7 @@ class _Unpickler(SafeUnpickler):
         if (module, name) in _OF_BYTES:
             return _stored
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _tensor
+            return self._tensor
         if module == "torch" and name.endswith("Storage"):
             return super().find_class(module, name)
         if (module, name) == _FORMAT:
@@ -188,6 +197,15 @@ class _Unpickler(SafeUnpickler):
         if tag != "storage" or not isinstance(kind, StorageType) or self._archive is None:
             raise TypeError("a reference to something else than a record")
         return _numbers(self._archive.storage(key), kind, numel)
+
+    def _tensor(self, storage: object, offset: Any, shape: Any, stride: Any, *_: object) -> torch.Tensor:
+        numel = math.prod(shape)
+        if type(storage) is not torch.Tensor or len(shape) != len(stride) or min((offset, *shape, *stride)) < 0:
+            raise TypeError("a tensor that cannot be")
+        if numel > storage.numel():  # elements of such a view lie upon each other
+            raise ValueError("a tensor larger than its storage")
+        self._budget.spend(_STEPS_TO_COPY * numel * storage.itemsize, "copies of its tensors")
+        return torch.as_strided(storage, tuple(shape), tuple(stride), offset).contiguous()
 
 
 class _Oldest(_Unpickler):
@@ -229,15 +247,6 @@ def _numbers(data: bytes, kind: StorageType, numel: object) -> torch.Tensor:
     if type(numel) is not int or len(data) != numel * kind.dtype.itemsize:
         raise ValueError("a storage of another length")
     return torch.frombuffer(bytearray(data), dtype=kind.dtype) if data else torch.empty(0, dtype=kind.dtype)
-
-
-def _tensor(storage: object, offset: Any, shape: Any, stride: Any, *_: object) -> torch.Tensor:
-    if type(storage) is not torch.Tensor or len(shape) != len(stride) or min((offset, *shape, *stride)) < 0:
-        raise TypeError("a tensor that cannot be")
-    # Without strides of zero it has no more elements than its storage, whose end torch checks.
-    if any(step == 0 and size > 1 for step, size in zip(stride, shape, strict=True)):
-        raise ValueError("a tensor larger than its storage")
-    return torch.as_strided(storage, tuple(shape), tuple(stride), offset).contiguous()
 
 
 def _format(value: object) -> Placeholder:
