@@ -263,7 +263,8 @@ class Coordinator:
         Raises:
             SaveFailedError: the user did not choose to go on.
         """
-        saves = [save for save in saves if save.state is not State.FAILED]  # by a call within `save_checkpoint`
+        # A call within `save_checkpoint` may have failed it already, or told it and failed for the one before.
+        saves = [save for save in saves if save.state not in (State.FAILED, State.TOLD)]
         for save in saves:
             save.become(State.FAILED)
         self._saves = [save for save in self._saves if save not in saves]

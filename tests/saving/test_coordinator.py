@@ -122,6 +122,17 @@ def test_one_failure_costs_one_save(fault: str, rank: int, asynchronous: bool, t
     assert job.states() == [*expected, State.TOLD]
 
 
+def test_a_save_that_is_told_outlives_the_failure_of_the_one_before(tmp_path: Path) -> None:
+    """Both end while `save_checkpoint` waits for the second."""
+    orders = [Order(2, faults=frozenset({("settle", 0)}), steps=0), Order(4, waits=True), Order(6)]
+    job = Job(tmp_path, orders, goes_on=False).train()
+    assert_sound(job)
+    assert job.states() == [State.FAILED, State.TOLD]
+    assert "iteration 2 was not saved" in str(job.members[0].raised)
+    assert job.is_whole(job.folder_of(4)) and not job.folder_of(2).exists()
+    assert (job.run / TRACKER).read_text() == "4"
+
+
 @pytest.mark.parametrize(("fault", "rank", "asynchronous"), faults())
 def test_one_failure_stops_every_rank_unless_the_user_says_otherwise(
     fault: str, rank: int, asynchronous: bool, tmp_path: Path
