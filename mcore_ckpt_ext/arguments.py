@@ -141,6 +141,7 @@ class JobArguments:
     position_embedding_type: str | None = kinds.text()
     use_rotary_position_embeddings: bool | None = kinds.flag()
     rotary_base: float | None = kinds.above_zero()
+    rotary_base_local: float | None = kinds.above_zero()
     rotary_percent: float | None = kinds.not_negative()
     rotary_interleaved: bool | None = kinds.flag()
     rotary_seq_len_interpolation_factor: float | None = kinds.above_zero()

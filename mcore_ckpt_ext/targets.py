@@ -20,9 +20,11 @@ DTYPES = ("float32", "bfloat16", "float16")
 LAYER_SPECS = ("transformer_engine", "local")
 LOOPS = ("megatron", "bridge")
 EXPORTED_KINDS = ("weight", "fp32_param")
+QUANTIZATIONS = ("fp8-block",)
 
 LayerSpec: TypeAlias = Literal["transformer_engine", "local"]
 Loop: TypeAlias = Literal["megatron", "bridge"]
+Quantization: TypeAlias = Literal["fp8-block"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,6 +126,7 @@ class HuggingFace:
         kind: what is exported: `weight`, or `fp32_param` for the optimizer's masters.
         max_shard_size: the most bytes of tensors that a file holds, unless it is one tensor.
         pickled: `pytorch_model.bin` instead of safetensors.
+        quantize: `fp8-block` for weights of linear layers in fp8 with a scale for each block of 128 x 128.
         arguments: `NAME=VALUE` of the job's arguments as its model was computed, where the checkpoint cannot tell.
 
     Example:
@@ -141,6 +144,7 @@ class HuggingFace:
     kind: Literal["weight", "fp32_param"] = "weight"
     max_shard_size: int = SHARD_BYTES
     pickled: bool = False
+    quantize: Quantization | None = None
     arguments: Sequence[str] = ()
 
     def stated_arguments(self) -> dict[str, Any]:
@@ -172,6 +176,12 @@ class HuggingFace:
         _check_sizes(vocab_size=self.vocab_size, max_shard_size=self.max_shard_size)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kind", self.kind, EXPORTED_KINDS)
+        _check_choice("quantize", self.quantize, QUANTIZATIONS)
+        if self.quantize is not None and self.pickled:
+            raise UsageError(
+                "quantised weights are written as safetensors only", found="--bin and --quantize",
+                helps="leave one of them out",
+            )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import FactsOfSource
 from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, Report, convert
 from mcore_ckpt_ext.offline.team import Team
-from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, LOOPS, TARGETS, Target
+from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, LOOPS, QUANTIZATIONS, TARGETS, Target
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 
 _NUMBER = re.compile(r"\b\d+\b")
@@ -69,6 +69,7 @@ _OPTIONS = (
         metavar="NAME=VALUE",
         help="an argument of the job as its model was computed, where the checkpoint cannot tell; repeat it",
     ),
+    _option("quantize", choices=QUANTIZATIONS, help="quantise the weights of linear layers: fp8 by 128 x 128 blocks"),
     _option("pickled", "--bin", action="store_true", help="write pytorch_model.bin instead of safetensors"),
 )
 

@@ -48,6 +48,7 @@ class ModelArguments:
 
     position_embedding_type: str = "learned_absolute"
     rotary_base: float = 10000
+    rotary_base_local: float | None = None
     rotary_percent: float = 1.0
     rotary_interleaved: bool = False
     rotary_seq_len_interpolation_factor: float | None = None

@@ -65,7 +65,6 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
     model |= {
         "_target_": f"megatron.bridge.models.{family.bridge_provider or provider}",
         "_call_": True,
-        **family.bridge_fields(arguments),
         "activation_func": _named(_activation(arguments)),
         "gated_linear_unit": is_gated(arguments),
         "share_embeddings_and_output_weights": not arguments.untie_embeddings_and_output_weights,
@@ -81,6 +80,7 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
         "params_dtype": _named(str(arguments.job.params_dtype)),
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
+        **family.bridge_fields(arguments),
     }
     if family.bridge_provider:
         del model["activation_func"]  # the family's own

@@ -68,6 +68,8 @@ def _rope() -> Setting:
 
     def to_arguments(config: Config) -> dict[str, Any]:
         found = rope_parameters(config)
+        if found.get("partial_rotary_factor", 1.0) != 1.0:
+            raise unrepresentable("partial_rotary_factor", found["partial_rotary_factor"], "1.0")
         arguments: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": base_of(found)}
         if found["rope_type"] == "default":
             return arguments | {"rope_type": "rope"}
@@ -194,24 +196,35 @@ def expert_sizes(routed: int | None = None, chosen: int | None = None, width: in
     )  # fmt: skip
 
 
-SETTINGS: tuple[Setting, ...] = (
-    *SIZES, tied(by_default=False), *TRAINING, SILU, RMS_NORM, _rope(),
-    Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
-    Both(
-        ("num_key_value_heads",),
-        lambda arguments: {"num_key_value_heads": arguments.num_attention_heads},
-        lambda config: {},
-    ),
-    # Megatron's own width of a head, which latent attention does not use.
-    Both(("head_dim", "qk_head_dim"), lambda arguments: {}, lambda config: {}),
-    Both(
-        ("q_lora_rank",),
-        lambda arguments: {"q_lora_rank": arguments.q_lora_rank},
-        lambda config: {"q_lora_rank": config.get("q_lora_rank", 1536)},
-        expressed=("q_lora_rank",),
-    ),
-    Size("kv_lora_rank", "kv_lora_rank", 512), Size("qk_nope_head_dim", "qk_head_dim", 128),
-    Size("qk_rope_head_dim", "qk_pos_emb_head_dim", 64), Size("v_head_dim", "v_head_dim", 128),
-    Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-    Needs({"multi_latent_attention": True, "qk_layernorm": True}),
-)  # fmt: skip
+def latent_settings(
+    *, queries: int = 1536, keys: int = 128, values: int = 128, epsilon: float = 1e-6
+) -> tuple[Setting, ...]:
+    """What these families share; the numbers are the defaults of the class.
+
+    Args:
+        queries: the rank of compressed queries.
+        keys: the part of a head's keys that is not rotated.
+        values: the width of a head's values.
+        epsilon: of norms.
+    """
+    return (
+        *SIZES, tied(by_default=False), *TRAINING, SILU, RMS_NORM, _rope(),
+        Same("rms_norm_eps", "layernorm_epsilon", epsilon),
+        Both(
+            ("num_key_value_heads",),
+            lambda arguments: {"num_key_value_heads": arguments.num_attention_heads},
+            lambda config: {},
+        ),
+        # Megatron's own width of a head, which latent attention does not use.
+        Both(("head_dim", "qk_head_dim"), lambda arguments: {}, lambda config: {}),
+        Both(
+            ("q_lora_rank",),
+            lambda arguments: {"q_lora_rank": arguments.q_lora_rank},
+            lambda config: {"q_lora_rank": config.get("q_lora_rank", queries)},
+            expressed=("q_lora_rank",),
+        ),
+        Size("kv_lora_rank", "kv_lora_rank", 512), Size("qk_nope_head_dim", "qk_head_dim", keys),
+        Size("qk_rope_head_dim", "qk_pos_emb_head_dim", 64), Size("v_head_dim", "v_head_dim", values),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Needs({"multi_latent_attention": True, "qk_layernorm": True}),
+    )  # fmt: skip

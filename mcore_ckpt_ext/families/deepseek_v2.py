@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS, dense_first, expert_sizes, scaled_gates
+from mcore_ckpt_ext.families.deepseek import RULES, dense_first, expert_sizes, latent_settings, scaled_gates
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Same, unrepresentable
 
@@ -40,7 +40,7 @@ class DeepSeekV2(Family):
     rules = RULES
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *SETTINGS,
+        *latent_settings(),
         *expert_sizes(),
         dense_first(0),
         Both(("topk_method", "n_group", "topk_group"), _groups, _limits, expressed=_GROUPED),

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.deepseek import RULES, SETTINGS, dense_first, expert_sizes, sigmoid_routing
+from mcore_ckpt_ext.families.deepseek import RULES, dense_first, expert_sizes, latent_settings, sigmoid_routing
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Setting
 
@@ -57,7 +57,7 @@ class DeepSeekV3(WithFurtherTokens):
     rules = (*_RULES, *parts.further_tokens(_RULES))
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *SETTINGS, *expert_sizes(256, 8, 2048), dense_first(3), *sigmoid_routing(8, 4, 2.5), further_layers(),
+        *latent_settings(), *expert_sizes(256, 8, 2048), dense_first(3), *sigmoid_routing(8, 4, 2.5), further_layers(),
         Fixed("rope_interleave", True, {}),
     )  # fmt: skip
 

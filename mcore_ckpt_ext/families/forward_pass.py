@@ -61,7 +61,7 @@ NEUTRAL: Mapping[str, Any] = {
     "hybrid_mlp_ratio": None, "is_hybrid_model": False, "yaml_cfg": None, "retro_add_retriever": False,
     # Of Megatron-Bridge's providers, not of the parser.
     "gated_linear_unit": False, "softmax_scale": None, "scaled_embeddings": False, "attention_softcap": None,
-    "final_logit_softcap": None,
+    "final_logit_softcap": None, "rotary_base_local": None,
 }  # fmt: skip
 """Arguments that change the forward pass, and the value under which they do not."""
 

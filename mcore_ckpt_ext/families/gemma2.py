@@ -17,19 +17,36 @@ from mcore_ckpt_ext.families.common_settings import (
 )
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets
+from mcore_ckpt_ext.families.settings import Both, Fixed, Needs, Same, Sets, Setting
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
 
-def _scale(config: Config) -> dict[str, Any]:
-    return {"softmax_scale": config.get("query_pre_attn_scalar", 256) ** -0.5}
+def query_scalar() -> Setting:
+    """By what products of queries and keys are divided, squared."""
+    return Both(
+        ("query_pre_attn_scalar",),
+        lambda arguments: {"query_pre_attn_scalar": attention_scalar(arguments)},
+        lambda config: {"softmax_scale": config.get("query_pre_attn_scalar", 256) ** -0.5},
+        expressed=("softmax_scale",),
+    )
 
 
-def _scalar(arguments: ModelArguments) -> dict[str, Any]:
+def attention_scalar(arguments: ModelArguments) -> float:
+    """The same of a job, as a whole number where it is one."""
     scale = arguments.softmax_scale or arguments.kv_channels**-0.5
     scalar = round(scale**-2, 6)
-    return {"query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar}
+    return int(scalar) if scalar == int(scalar) else scalar
+
+
+RULES = (
+    parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, parts.ATTENTION_NORM,
+    Rule(f"{_THEIRS}.post_attention_layernorm.weight",
+         f"{_OURS}.self_attention.linear_proj.post_layernorm.weight"),
+    Rule(f"{_THEIRS}.pre_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight"),
+    Rule(f"{_THEIRS}.post_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc2.post_layernorm.weight"),
+    Rule("model.norm.weight", "decoder.final_layernorm.weight"),
+)  # fmt: skip
 
 
 class Gemma2(Family):
@@ -43,14 +60,7 @@ class Gemma2(Family):
     architecture = "Gemma2ForCausalLM"
     only_bridge = "Megatron Core has no norms after a block, no caps of logits and no scaled embeddings"
     bridge_provider = "gemma.gemma2_provider.Gemma2ModelProvider"
-    rules = (
-        parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT, *parts.MLP, parts.ATTENTION_NORM,
-        Rule(f"{_THEIRS}.post_attention_layernorm.weight",
-             f"{_OURS}.self_attention.linear_proj.post_layernorm.weight"),
-        Rule(f"{_THEIRS}.pre_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight"),
-        Rule(f"{_THEIRS}.post_feedforward_layernorm.weight", f"{_OURS}.mlp.linear_fc2.post_layernorm.weight"),
-        Rule("model.norm.weight", "decoder.final_layernorm.weight"),
-    )  # fmt: skip
+    rules = RULES
     without_effect = ("hidden_act", "sliding_window_size")  # `hidden_activation` and `sliding_window` are looked at
     settings = (
         *SIZES, query_groups(4), head_size(always=True, default=256), rope(), *TRAINING,
@@ -62,7 +72,7 @@ class Gemma2(Family):
         Fixed("hidden_activation", "gelu_pytorch_tanh", {"gated_linear_unit": True, "swiglu": False}),
         Sets({"bias_gelu_fusion": True}),
         windows_in_some_layers(4096, every=2),
-        Both(("query_pre_attn_scalar",), _scalar, _scale, expressed=("softmax_scale",)),
+        query_scalar(),
         Both(("attn_logit_softcapping",), lambda arguments: {"attn_logit_softcapping": arguments.attention_softcap},
              lambda config: {"attention_softcap": config.get("attn_logit_softcapping", 50.0)},
              expressed=("attention_softcap",)),
@@ -77,7 +87,7 @@ class Gemma2(Family):
     @override
     def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:
         return {
-            **_scalar(arguments),
+            "query_pre_attn_scalar": attention_scalar(arguments),
             "attn_logit_softcapping": arguments.attention_softcap,
             "final_logit_softcapping": arguments.final_logit_softcap,
         }

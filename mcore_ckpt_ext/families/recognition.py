@@ -16,16 +16,19 @@ from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, KimiK2
 from mcore_ckpt_ext.families.ernie4_5 import Ernie45
 from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
 from mcore_ckpt_ext.families.gemma2 import Gemma2
+from mcore_ckpt_ext.families.gemma3 import Gemma3
 from mcore_ckpt_ext.families.glm4_moe import Glm4MoE
+from mcore_ckpt_ext.families.glm4_moe_lite import Glm4MoELite
 from mcore_ckpt_ext.families.gpt2 import GPT2
 from mcore_ckpt_ext.families.gpt_oss import GptOss
+from mcore_ckpt_ext.families.internlm3 import InternLM3
 from mcore_ckpt_ext.families.llama import Llama
 from mcore_ckpt_ext.families.minimax_m2 import MiniMaxM2
 from mcore_ckpt_ext.families.mistral import Mistral
 from mcore_ckpt_ext.families.mixtral import Mixtral
 from mcore_ckpt_ext.families.olmoe import OLMoE
 from mcore_ckpt_ext.families.phi3 import Phi3
-from mcore_ckpt_ext.families.qwen2 import Qwen2
+from mcore_ckpt_ext.families.qwen2 import MiMo, Qwen2
 from mcore_ckpt_ext.families.qwen2_moe import Qwen2MoE
 from mcore_ckpt_ext.families.qwen3 import Qwen3
 from mcore_ckpt_ext.families.qwen3_5 import Qwen35, Qwen35MoE
@@ -38,8 +41,18 @@ from mcore_ckpt_ext.families.starcoder2 import StarCoder2
 FAMILIES: tuple[Family, ...] = (
     GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
     KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
-    GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(),
+    GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
 )  # fmt: skip
+_NORMS_BEHIND = "it norms what comes out of a block, and Megatron what goes into it"
+_FACTORS = "it multiplies embeddings, residuals and logits by factors that Megatron has no arguments for"
+_CHUNKS = "its attention sees chunks, and its queries have a temperature, for which Megatron has no arguments"
+# Read in the classes of transformers 5.23, and in `TransformerConfig` of core_v0.19.2.
+NOT_IN_MEGATRON: Mapping[str, str] = {
+    "glm4": _NORMS_BEHIND, "olmo2": _NORMS_BEHIND, "olmo3": _NORMS_BEHIND, "granite": _FACTORS, "granitemoe": _FACTORS,
+    "llama4": _CHUNKS, "llama4_text": _CHUNKS,
+    "ernie4_5_moe": "a bias chooses its experts by softmax, and Megatron's routers have one for sigmoids only",
+}  # fmt: skip
+"""Families that no release of Megatron Core up to 0.19.2 has a model of, and why, by `model_type`."""
 _SHOWN = 4
 
 
@@ -107,6 +120,11 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     for family in FAMILIES:
         if config.get("model_type") == family.model_type:
             return family
+    if why := NOT_IN_MEGATRON.get(str(config.get("model_type"))):
+        raise UnsupportedCheckpointError(
+            "Megatron Core has no such model, up to 0.19.2", found=f"model_type {config['model_type']}: {why}",
+            where=where, helps="a family of your own can map it to layers of your own: --family path.py:Name",
+        )  # fmt: skip
     raise UnsupportedCheckpointError(
         "the model belongs to no family that is known here",
         found=f"model_type {config.get('model_type')}",

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from math import prod
 from typing import Any, cast
 
@@ -25,10 +25,10 @@ from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
-from mcore_ckpt_ext.model_space.names import VOCABULARY
+from mcore_ckpt_ext.model_space.names import VOCABULARY, module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.planning.output import Arrangement, Output, OutputFile, Placed, Record
+from mcore_ckpt_ext.planning.output import Arrangement, Output, OutputFile, Placed, Quantised, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage.archive_draft import draft_archive
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
@@ -40,12 +40,19 @@ _OF_PRETRAIN_GPT = "use_checkpoint_args"
 _SHOWN = 6
 
 
+_BLOCK, _SCALES = 128, "_scale_inv"
+_FP8 = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK],
+}  # fmt: skip
+
+
 @dataclass(frozen=True)
 class _Tensor:
-    """A tensor to be written."""
+    """A tensor to be written; `quantised`: as what it holds of a matrix."""
 
     declared: Declared
     content: tuple[Placed, ...]
+    quantised: Quantised | None = None
 
 
 class HuggingFaceTarget:
@@ -105,7 +112,7 @@ class HuggingFaceTarget:
     def output(self) -> Output:
         """All files, and where each tensor goes."""
         repeated = self.fit.family.copies(self.fit.arguments)
-        tensors = [self._laid_out(tensor) for tensor in (*self._tensors, *repeated)]
+        tensors = list(chain.from_iterable(self._written(tensor) for tensor in (*self._tensors, *repeated)))
         shards = list(_shards(tensors, self._options.max_shard_size))
         stem, suffix = ("pytorch_model", "bin") if self._options.pickled else ("model", "safetensors")
         files: list[OutputFile] = []
@@ -126,11 +133,15 @@ class HuggingFaceTarget:
             files.append(json_file(f"{stem}.{suffix}.index.json", index))
         sizes: dict[str, int] = {}
         for tensor in tensors:
+            if tensor.quantised is not None:
+                continue
             sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
         config = self._config()
         missing = [key for key in TOKENS[:2] if key not in config]
         # The classes' own defaults belong to the released models, and are wrong for any other vocabulary.
         config |= {**dict.fromkeys(missing), "torch_dtype": max(sizes, key=lambda dtype: sizes[dtype])}
+        if self._options.quantize:
+            config["quantization_config"] = {**_FP8, "modules_to_not_convert": _left_as_they_are(tensors)}
         return Output([*files, *self._small_files(config)], records, tuple(self._notes(missing)))
 
     def _small_files(self, config: Mapping[str, Any]) -> list[OutputFile]:
@@ -204,6 +215,25 @@ class HuggingFaceTarget:
             lacking = " and ".join(missing)
             yield f"config.json has no {lacking}: name a folder that has (--tokenizer PATH), or edit config.json"
 
+    def _written(self, tensor: HuggingFaceTensor) -> Iterator[_Tensor]:
+        """What is written of a tensor: itself, or its codes and their scales."""
+        laid_out = self._laid_out(tensor)
+        if not self._options.quantize or not _is_linear(tensor):
+            yield laid_out
+            return
+        name = tensor.name
+        if tensor.transposed or tensor.interleaved > 1:
+            raise UnsupportedCheckpointError(
+                f"the weights of {with_article(self.fit.family.name)} lie otherwise than those that are quantised",
+                found=name, where=str(self._checkpoint.folder), helps="leave --quantize out",
+            )  # fmt: skip
+        rows, columns = tensor.shape
+        for scales in (False, True):
+            matrix = Quantised(name, laid_out.content, rows, columns, _BLOCK, _BLOCK, scales)
+            grid = (-(-rows // _BLOCK), -(-columns // _BLOCK))
+            codes = Declared(name, (rows, columns), "float8_e4m3fn")
+            yield _Tensor(Declared(name + _SCALES, grid, "float32") if scales else codes, (), matrix)
+
     def _laid_out(self, tensor: HuggingFaceTensor) -> _Tensor:
         placed, start = [], 0
         dtypes = set()
@@ -218,6 +248,20 @@ class HuggingFaceTarget:
         if self._options.dtype and not tensor.keeps_dtype and getattr(torch, dtype).is_floating_point:
             dtype = self._options.dtype
         return _Tensor(Declared(tensor.name, tensor.shape, dtype), tuple(placed))
+
+
+def _is_linear(tensor: HuggingFaceTensor) -> bool:
+    """Whether a tensor is a weight of a linear layer of attention, an MLP or an expert, which fp8 is for."""
+    places = {module_and_leaf(region.name) for region in tensor.regions}
+    return all(module.startswith("linear_") and leaf == "weight" for module, leaf in places)
+
+
+def _left_as_they_are(tensors: Sequence[_Tensor]) -> list[str]:
+    """Modules with matrices that are not quantised, as readers ask for them."""
+    return [
+        tensor.declared.key.removesuffix(".weight") for tensor in tensors
+        if tensor.quantised is None and len(tensor.declared.shape) > 1 and tensor.declared.key.endswith(".weight")
+    ]  # fmt: skip
 
 
 def _arrangement(tensor: HuggingFaceTensor, part: Slice) -> Arrangement | None:
@@ -243,7 +287,9 @@ def _shards(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
 def _plain(name: str, shard: Sequence[_Tensor]) -> tuple[OutputFile, list[Record]]:
     file, starts = lay_out_file(name, [tensor.declared for tensor in shard])
     records = [
-        Record(name, start, tensor.declared.dtype, prod(tensor.declared.shape), tensor.content)
+        Record(
+            name, start, tensor.declared.dtype, prod(tensor.declared.shape), tensor.content, quantised=tensor.quantised
+        )
         for tensor, start in zip(shard, starts, strict=True)
     ]
     return file, records

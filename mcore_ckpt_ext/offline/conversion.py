@@ -8,35 +8,28 @@ from __future__ import annotations
 
 import hashlib
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-
-import torch
 
 from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckpointError, interpreting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
-from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.account import settle
 from mcore_ckpt_ext.offline.destination import checked_destination
 from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
-from mcore_ckpt_ext.offline.half import check_fits
+from mcore_ckpt_ext.offline.filling import Filler
 from mcore_ckpt_ext.offline.laying_out import LaidOut, lay_out, open_source
-from mcore_ckpt_ext.offline.reading import Remembering
 from mcore_ckpt_ext.offline.team import Alone, Team
 from mcore_ckpt_ext.optimizers.copies import differing_masters, in_words
 from mcore_ckpt_ext.optimizers.digests import check_digests
-from mcore_ckpt_ext.planning.output import Block, Output, Placed, Record
-from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, derivation_of, make_plan
+from mcore_ckpt_ext.planning.output import Output
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.targets import HuggingFace, Target
-from mcore_ckpt_ext.transfer import DEFAULT_WORKERS, Transfer, read_wanted
+from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 from mcore_ckpt_ext.writing import BLOCK_BYTES
 
 DEFAULT_MEMORY = 1 << 30
@@ -144,7 +137,7 @@ def convert(
         if laid_out.reads_optimizer and checkpoint.optimizer_format and not dry_run:
             _check_digests(checkpoint, team)
     block_bytes = max(1 << 16, min(BLOCK_BYTES, memory_limit // (workers * _BLOCKS_AT_ONCE)))
-    filler = _Filler(checkpoint, accept_lost)
+    filler = Filler(checkpoint, accept_lost)
     if not dry_run:
         identity = (str(checkpoint.folder), before, target, family, accept_lost, sorted(drop), facts)
         fingerprint = _fingerprint(identity, output)
@@ -198,96 +191,6 @@ def _checked_losses(checkpoint: Checkpoint, accept_lost: bool) -> dict[str, int]
             helps="use another iteration, or accept the loss: --accept-lost",
         )
     return lost
-
-
-class _Filler:
-    """Reads the content of blocks, and proves the masters in them."""
-
-    def __init__(self, checkpoint: Checkpoint, accept_lost: bool) -> None:
-        self.proven = 0
-        self._proof = checkpoint.proof
-        self._source = Remembering(checkpoint)
-        # The records are shared between threads already.
-        self._transfer = Transfer(checkpoint.reader, workers=1, verifies=True)
-        self._accept_lost = accept_lost
-        self._lock = threading.Lock()
-
-    def fill(self, record: Record, block: Block, elements: torch.Tensor) -> None:
-        """Read the content of one block of a record, and prove the masters in it.
-
-        Raises:
-            ProofError: a master does not round to its weight.
-            CheckpointError: the source is damaged or incomplete.
-        """
-        rooms = [(placed, elements[placed.start : placed.stop]) for placed in block.content]
-        self._read([(placed.wanted, room) for placed, room in rooms if placed.arranged is None])
-        for placed, room in rooms:
-            self._read_arranged(placed, room)
-            if record.dtype == "float16":
-                check_fits(placed, room, self._read_placed if placed.arranged is None else self._read_arranged)
-
-    def _read_placed(self, placed: Placed, room: torch.Tensor) -> None:
-        self._read([(placed.wanted, room)])
-
-    def _read(self, parts: Sequence[tuple[WantedSlice, torch.Tensor]]) -> None:
-        """Read slices; what is stored is copied, what is derived computed."""
-        stored = []
-        for wanted, room in parts:
-            if derivation_of(self._source, wanted.kind, wanted.slice.regions[0].name) is None:
-                stored.append((wanted, room))
-            else:
-                room.copy_(read_wanted(self._source, self._transfer, wanted, self._accept_lost))
-        self._read_stored(stored)
-
-    def _read_stored(self, parts: Sequence[tuple[WantedSlice, torch.Tensor]]) -> None:
-        """Read slices, and prove the masters among them before any rounding."""
-        exact = [
-            torch.empty(room.numel()) if wanted.kind == FP32_PARAM and room.dtype != torch.float32 else room
-            for wanted, room in parts
-        ]
-        plan = make_plan([wanted for wanted, _ in parts], self._source, self._accept_lost)
-        self._transfer.execute(plan, exact)
-        for index, ((wanted, room), values) in enumerate(zip(parts, exact, strict=True)):
-            if wanted.kind == FP32_PARAM:
-                self._prove(wanted, values, plan, index)
-            if values is not room:
-                room.copy_(values)
-
-    def _read_arranged(self, placed: Placed, room: torch.Tensor) -> None:
-        """Read the rows or columns that hold a part of a matrix, and put its elements into the record's order."""
-        if placed.arranged is None:
-            return
-        reading = placed.arranged.reading(placed.wanted.slice)
-        matrix = Slice.whole(reading.regions)
-        shift = placed.arranged.shift
-        elements = torch.empty(matrix.numel, dtype=torch.float32 if shift else room.dtype)
-        self._read([(replace(placed.wanted, slice=matrix), elements)])
-        elements += shift
-        ordered = elements.view(reading.shape).permute(reading.order).reshape(-1)
-        room.copy_(ordered[reading.before : reading.before + room.numel()])
-
-    def _prove(self, wanted: WantedSlice, masters: torch.Tensor, plan: Plan, index: int) -> None:
-        tensors = {name: self._weight(name, tensor) for name, tensor in wanted.tensors.items()}
-        dtype = next(iter(tensors.values())).dtype
-        weights = torch.empty(masters.numel(), dtype=getattr(torch, dtype))
-        beside = make_plan([replace(wanted, kind=WEIGHT, tensors=tensors)], self._source)
-        self._transfer.execute(beside, [weights])
-        for fill in plan.fills:
-            if fill.target == index:
-                # These masters are stored nowhere: padding of the vocabulary (zero on both sides), or accepted losses.
-                masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
-        self._proof.check(
-            masters, weights, lambda position: f"element {position} of {wanted.slice}", ": use another iteration"
-        )
-        with self._lock:
-            self.proven += masters.numel()
-
-    def _weight(self, name: str, master: LogicalTensor) -> LogicalTensor:
-        """The weight beside a master, in the shape that the target wants."""
-        weight = self._source.logical_tensor(WEIGHT, name)
-        if weight is None:
-            raise UnreadableCheckpointError("a parameter with optimizer state has no weight", where=name)
-        return replace(weight, shape=master.shape)
 
 
 def _differing_copies(checkpoint: Checkpoint) -> list[str]:

@@ -84,10 +84,45 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantised:
+    """A matrix that a record holds the codes or the scales of: one scale for each block of it.
+
+    Attributes:
+        name: for messages.
+        content: its numbers, row by row.
+        rows: of the matrix.
+        columns: of the matrix.
+        height: rows of a block; the last ones may have fewer.
+        width: columns of a block; likewise.
+        scales: the record holds the scales, not the codes.
+    """
+
+    name: str
+    content: tuple[Placed, ...]
+    rows: int
+    columns: int
+    height: int
+    width: int
+    scales: bool
+
+    @property
+    def unit(self) -> int:
+        """Elements of the record that are made of one band of the matrix, `height` rows."""
+        return -(-self.columns // self.width) if self.scales else self.height * self.columns
+
+    def band(self, number: int) -> Block:
+        """The numbers of one band."""
+        size = self.height * self.columns
+        start, stop = number * size, min((number + 1) * size, self.rows * self.columns)
+        return Block(start, stop, tuple(_parts(self.content, 0, start, stop)))
+
+
+@dataclass(frozen=True, slots=True)
 class Record:
     """An array of an output file: `numel` elements of `dtype` from byte `offset` on, zero where nothing is placed.
 
-    `checksums`: byte positions in the file that hold the CRC-32 of the array's bytes, little-endian.
+    `checksums`: byte positions in the file that hold the CRC-32 of the array's bytes, little-endian. `quantised`: the
+    elements are made of a matrix; then nothing is placed.
     """
 
     file: str
@@ -96,6 +131,7 @@ class Record:
     numel: int
     content: tuple[Placed, ...]
     checksums: tuple[int, ...] = ()
+    quantised: Quantised | None = None
 
     @property
     def nbytes(self) -> int:
@@ -104,7 +140,8 @@ class Record:
 
     def blocks(self, limit: int) -> Iterator[Block]:
         """The record cut into blocks of at most `limit` bytes, in order."""
-        step = max(1, limit // ITEM_SIZE[self.dtype])
+        unit = self.quantised.unit if self.quantised else 1
+        step = max(1, limit // ITEM_SIZE[self.dtype] // unit) * unit
         first = 0
         for start in range(0, self.numel, step):
             stop = min(start + step, self.numel)

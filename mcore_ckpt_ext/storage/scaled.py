@@ -1,4 +1,4 @@
-"""From codes and scales to numbers.
+"""From codes and scales to numbers, and back.
 
 The arithmetic is that of transformers on a CPU, bit by bit: `Fp8Dequantize` (integrations/finegrained_fp8.py, 5.23)
 multiplies in float32 and rounds once; `convert_moe_packed_tensors` (integrations/mxfp4.py) scales by powers of two.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.planning.extents import Scaled
 
 # E2M1: a sign, two bits of exponent, one of mantissa (OCP Microscaling Formats 1.0).
@@ -92,3 +92,30 @@ def _unpacked(first: int, count: int, codes: ReadCodes) -> torch.Tensor:
     packed = codes(begin, -(-(first + count) // 2) - begin)
     halves = torch.stack([packed & 0xF, packed >> 4], dim=-1).view(-1)
     return _E2M1[halves[first - 2 * begin :][:count].int()]
+
+
+def block_scales(band: torch.Tensor, width: int, name: str) -> torch.Tensor:
+    """The scale of each block of a band: its largest absolute value becomes the largest of fp8 (E4M3).
+
+    As DeepSeek's `act_quant` has it (DeepSeek-V3, inference/kernel.py); of zeros alone it is 1.
+
+    Args:
+        band: `[rows of a block, columns]`, in float32.
+        width: columns of a block.
+        name: of the matrix, for messages.
+
+    Raises:
+        UnsupportedCheckpointError: a number is not finite.
+    """
+    if not band.isfinite().all():
+        raise UnsupportedCheckpointError(
+            "a weight is no finite number, and cannot be quantised", where=name, helps="leave --quantize out",
+        )  # fmt: skip
+    largest = torch.stack([part.abs().max() for part in torch.split(band, width, dim=1)])
+    return torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, torch.ones(()))
+
+
+def encode(band: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
+    """The codes of a band for the scales of its blocks, `[rows, columns]`."""
+    spread = scales.repeat_interleave(width)[: band.shape[1]]
+    return (band / spread).to(torch.float8_e4m3fn)

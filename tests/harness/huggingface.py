@@ -115,6 +115,15 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         "Qwen3_5MoeTextConfig", **{**_MIXTURE, "num_hidden_layers": 4}, head_dim=16, num_experts=4, **_NET,
         shared_expert_intermediate_size=24,
     ),
+    "glm4_moe_lite": _configured(
+        "Glm4MoeLiteConfig",
+        **{key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"}, routed_scaling_factor=1.5,
+    ),
+    "internlm3": _configured("InternLM3Config", **_SIZES, head_dim=16),
+    "gemma3": _configured(
+        "Gemma3TextConfig", **{**_SIZES, "num_hidden_layers": 6}, head_dim=8, sliding_window=16,
+        query_pre_attn_scalar=24,
+    ),
     "gemma2": _configured("Gemma2Config", **_SIZES, head_dim=8, sliding_window=16, query_pre_attn_scalar=24),
 }  # fmt: skip
 
@@ -132,7 +141,7 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     with torch.no_grad():
         for label, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in label or "ln_" in label:
-                tensor.copy_(0.3 * torch.randn_like(tensor) + (name != "gemma2"))
+                tensor.copy_(0.3 * torch.randn_like(tensor) + (name not in ("gemma2", "gemma3")))
             elif "inv_freq" not in label:
                 tensor.copy_(0.3 * torch.randn_like(tensor))
     model.save_pretrained(folder)

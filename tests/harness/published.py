@@ -139,6 +139,32 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
                             "rope_theta": 10000000, "rope_type": "default"},
     },
+    "GLM-4.7-Flash": {
+        **{key: value for key, value in _DEEPSEEK_V3.items()
+           if key not in ("aux_loss_alpha", "moe_layer_freq", "rope_scaling", "scoring_func", "quantization_config")},
+        "model_type": "glm4_moe_lite", "first_k_dense_replace": 1, "kv_lora_rank": 512, "moe_intermediate_size": 1536,
+        "n_group": 1, "topk_group": 1, "n_routed_experts": 64, "num_attention_heads": 20, "num_experts_per_tok": 4,
+        "num_hidden_layers": 47, "num_key_value_heads": 20, "partial_rotary_factor": 1.0, "q_lora_rank": 768,
+        "qk_nope_head_dim": 192, "rms_norm_eps": 1e-5, "rope_theta": 1000000, "rope_scaling": None,
+        "routed_scaling_factor": 1.8, "v_head_dim": 256,
+    },
+    "InternLM3 8B": {
+        **_LLAMA, "model_type": "internlm3", "attention_dropout": 0.0, "bias": False, "qkv_bias": False,
+        "head_dim": 128, "num_key_value_heads": 2, "pad_token_id": 2, "rope_theta": 50000000,
+        "rope_scaling": None,
+    },
+    "MiMo 7B": {
+        **_QWEN, "model_type": "mimo", "attention_bias": True, "num_nextn_predict_layers": 1, "rope_theta": 640000,
+        "rope_scaling": None,
+    },
+    "Gemma 3 27B": {
+        **{key: value for key, value in _LLAMA.items() if key not in ("hidden_act", "rope_theta")},
+        "model_type": "gemma3_text", "attention_bias": False, "attention_dropout": 0.0, "attn_logit_softcapping": None,
+        "final_logit_softcapping": None, "cache_implementation": "hybrid", "head_dim": 128, "num_key_value_heads": 16,
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 168, "rms_norm_eps": 1e-6,
+        "rope_local_base_freq": 10000.0, "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "rope_theta": 1000000.0, "sliding_window": 1024, "sliding_window_pattern": 6, "tie_word_embeddings": True,
+    },
     "Gemma 2 9B": {
         **_LLAMA, "model_type": "gemma2", "attention_bias": False, "attention_dropout": 0.0,
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "cache_implementation": "hybrid",

@@ -54,6 +54,9 @@ SHOWN: dict[str, Shown] = {
     "qwen3_next": Shown("qwen3_next", engine=_EXPERTS, tolerance=5e-5),  # of the recurrence, in fp32
     "qwen3_5": Shown("qwen3_5_text", engine=_DENSE, tolerance=5e-5),
     "qwen3_5_moe": Shown("qwen3_5_moe_text", engine=_EXPERTS, tolerance=5e-5),
+    "glm4_moe_lite": Shown("glm4_moe_lite", _EXPERTS),
+    "internlm3": Shown("internlm3", _DENSE),
+    "gemma3": Shown("gemma3_text"),
     "minimax_m2": Shown("minimax_m2"),
     "olmoe": Shown("olmoe"),
     "gemma2": Shown("gemma2"),

@@ -31,7 +31,9 @@ from tests.harness.witnesses import BUILT_BY_MEGATRON, SHOWN
 # What Megatron has no place for, or what belongs to the file and not to the model.
 NOT_THE_MODEL = {"transformers_version", "_name_or_path"}
 # DeepSeek-V3: layers that predict further tokens, of which transformers has none.
-LOST = dict.fromkeys(("deepseek_v3", "glm4_moe", "glm4_moe_air"), {"num_nextn_predict_layers", "num_mtp_layers"})
+LOST = dict.fromkeys(
+    ("deepseek_v3", "glm4_moe", "glm4_moe_air", "glm4_moe_lite"), {"num_nextn_predict_layers", "num_mtp_layers"}
+)
 # Of two ways to say the same the other one is written; released DeepSeek models say more than transformers knows.
 _RELEASED = {"aux_loss_alpha", "moe_layer_freq", "topk_method", "scoring_func"}
 SAID_OTHERWISE = {
@@ -40,6 +42,8 @@ SAID_OTHERWISE = {
     "qwen3_next": {"partial_rotary_factor"},
     "qwen3_5": {"partial_rotary_factor", "mtp_num_hidden_layers", "attn_output_gate"},
     "qwen3_5_moe": {"partial_rotary_factor", "mtp_num_hidden_layers", "attn_output_gate", "norm_topk_prob"},
+    "glm4_moe_lite": {*_RELEASED, "first_k_dense_replace", "partial_rotary_factor", "rope_parameters"},
+    "internlm3": {"mlp_bias", "architectures"}, "gemma3": {"use_bidirectional_attention"},
     "phi3": {"partial_rotary_factor"}, "phi4_mini": {"partial_rotary_factor"},
     "deepseek_v2": _RELEASED, "deepseek_v2_lite": _RELEASED, "deepseek_v3": _RELEASED,
     "glm4_moe": _RELEASED, "glm4_moe_air": _RELEASED,
@@ -63,7 +67,7 @@ def test_every_family_has_a_model() -> None:
     assert {name: make().model_type for name, make in CONFIGS.items()} == {
         name: shown.model_type for name, shown in SHOWN.items()
     }
-    assert {family.model_type for family in FAMILIES} - {"kimi_k2"} == made  # transformers has no such class
+    assert {family.model_type for family in FAMILIES} - {"kimi_k2", "mimo"} == made  # transformers has no such class
 
 
 @pytest.mark.parametrize(
@@ -120,18 +124,23 @@ def test_experts_that_are_stored_stacked_are_read(name: str, models: dict[str, P
     assert_same_tensors(models[name], tmp_path / "back")
 
 
-def test_kimi_k2_is_a_deepseek_v3_under_another_name(models: dict[str, Path], tmp_path: Path) -> None:
-    """It stays what it was where its folder says so; from Megatron alone it is a DeepSeek-V3."""
-    shutil.copytree(models["deepseek_v3"], tmp_path / "model")
+@pytest.mark.parametrize(
+    ("name", "of"),
+    [("kimi_k2", "deepseek_v3"), ("mimo", "qwen2"), ("internlm3", "llama"), ("glm4_moe_lite", "deepseek_v3")],
+)
+def test_a_family_under_another_name(name: str, of: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """It stays what it was where its folder says so; from Megatron alone it is the family whose model it is."""
+    made = name if name in models else of
+    shutil.copytree(models[made], tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": "kimi_k2"}))
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "model_type": name}))
     mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     (tmp_path / "run" / "release" / "tokenizer" / "config.json").unlink()
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "unsaid", mcore_ckpt_ext.HuggingFace())
-    for folder, name in (("back", "kimi_k2"), ("unsaid", "deepseek_v3")):
-        assert json.loads((tmp_path / folder / "config.json").read_text())["model_type"] == name
-        assert_same_tensors(models["deepseek_v3"], tmp_path / folder)
+    for folder, found in (("back", name), ("unsaid", of)):
+        assert json.loads((tmp_path / folder / "config.json").read_text())["model_type"] == found
+        assert_same_tensors(models[made], tmp_path / folder)
 
 
 # Megatron-Bridge's mapping (models/deepseek/common.py and models/glm/glm45_bridge.py, commit 067f987d).
@@ -142,6 +151,36 @@ BY_BRIDGE = {
     "mlp.experts.3.down_proj": "transformer_layer.mlp.experts.experts.3.linear_fc2",
     "mlp.shared_experts.down_proj": "transformer_layer.mlp.shared_experts.linear_fc2",
 }  # fmt: skip
+
+
+# Its mapping of a layer of Gemma 3 (models/gemma/gemma3_bridge.py, the same commit).
+GEMMA_BY_BRIDGE = {
+    "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
+    "self_attn.q_norm.weight": "self_attention.q_layernorm.weight",
+    "self_attn.k_norm.weight": "self_attention.k_layernorm.weight",
+    "self_attn.o_proj.weight": "self_attention.linear_proj.weight",
+    "post_attention_layernorm.weight": "self_attention.linear_proj.post_layernorm.weight",
+    "pre_feedforward_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "mlp.down_proj.weight": "mlp.linear_fc2.weight",
+    "post_feedforward_layernorm.weight": "mlp.linear_fc2.post_layernorm.weight",
+}  # fmt: skip
+
+
+def test_gemma_3_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_path: Path) -> None:
+    """Names and rows, and what its provider is told."""
+    mcore_ckpt_ext.convert(models["gemma3"], tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    checkpoint, stored = mcore_ckpt_ext.open_checkpoint(tmp_path / "run"), tensors(models["gemma3"])
+    for theirs, ours in GEMMA_BY_BRIDGE.items():
+        found = checkpoint.tensor("weight", f"decoder.layers.5.{ours}").read()
+        assert torch.equal(found, stored[f"model.layers.5.{theirs}"]), ours
+    gate, up = (stored[f"model.layers.5.mlp.{one}_proj.weight"] for one in ("gate", "up"))
+    assert torch.equal(
+        checkpoint.tensor("weight", "decoder.layers.5.mlp.linear_fc1.weight").read(), torch.cat([gate, up])
+    )
+    told = json.loads((tmp_path / "run" / "release" / "run_config.yaml").read_text())["model"]
+    assert told["_target_"].endswith("gemma3_provider.Gemma3ModelProvider")
+    assert (told["rotary_base"], told["window_size"], told["rope_scaling_factor"]) == ([10000, 1000000], 16, 1.0)
+    assert told["softmax_scale"] == pytest.approx(24**-0.5)
 
 
 @pytest.mark.parametrize("spec", LAYER_SPECS)

@@ -68,7 +68,7 @@ def _valued(argument: str, other: Any) -> Any:
     kinds: dict[str, Any] = {
         "window_size": (3, 0), "window_attn_skip_freq": 2, "no_rope_freq": 2, "num_experts": 4, "softmax_scale": 0.5,
         "attention_softcap": 30.0, "final_logit_softcap": 30.0, "activation_func_clamp_value": 7.0,
-        "glu_linear_offset": 1.0,
+        "glu_linear_offset": 1.0, "rotary_base_local": 10000.0,
     }  # fmt: skip
     return kinds.get(argument, other)
 
@@ -141,6 +141,7 @@ IN_OTHER_WORDS = {
         "full_attention_interval", "mlp_only_layers", "mtp_use_dedicated_embeddings", "rope_parameters",
     },
     "gpt-oss-20b": {"rope_scaling"},
+    "InternLM3 8B": {"bias", "qkv_bias"}, "Gemma 3 27B": {"rope_local_base_freq", "rope_scaling", "rope_theta"},
     "MiniMax-M2": {"rotary_dim", "shared_intermediate_size"},
 }  # fmt: skip
 SAME_POSITIONS = {"DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-V3", "Kimi-K2"}

@@ -1,0 +1,96 @@
+"""Gemma 3, its text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, head_size, query_groups, windows_in_some_layers
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.gemma2 import RULES, attention_scalar, query_scalar
+from mcore_ckpt_ext.families.rope import base_of, rope_parameters
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets, Setting, Without, unrepresentable
+
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_EVERY = 6  # `interleaved_attn_pattern` of the provider: five layers with a window, one without
+
+
+def _rope() -> Setting:
+    """One base for layers with a window, another, with positions scaled or not, for those without."""
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        factor = arguments.rotary_seq_len_interpolation_factor
+        scaling = {"rope_type": "linear", "factor": float(factor)} if factor else {"rope_type": "default"}
+        return {"rope_parameters": {
+            _LOCAL: {"rope_type": "default", "rope_theta": float(arguments.rotary_base_local or 10000.0)},
+            _GLOBAL: {**scaling, "rope_theta": float(arguments.rotary_base)},
+        }}  # fmt: skip
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        of_layers = config.get("rope_parameters") or {}
+        if not isinstance(of_layers, Mapping):
+            raise unrepresentable("rope_parameters", of_layers, f"keys {_LOCAL} and {_GLOBAL}")
+        if {*of_layers} & {_LOCAL, _GLOBAL}:
+            local = rope_parameters({"rope_parameters": of_layers.get(_LOCAL)})
+            found = rope_parameters({"rope_parameters": of_layers.get(_GLOBAL)}, 1000000.0)
+        else:  # until transformers 4
+            local = rope_parameters({"rope_theta": config.get("rope_local_base_freq", 10000.0)})
+            found = rope_parameters(config, 1000000.0)
+        kind, factor = found["rope_type"], found.get("factor")
+        if local["rope_type"] != "default" or kind not in ("default", "linear"):
+            raise unrepresentable(
+                "rope_parameters", f"{local['rope_type']} and {kind}", "default, and default or linear"
+            )
+        return {
+            "position_embedding_type": "rope", "rotary_base": base_of(found), "rotary_base_local": base_of(local),
+            "rotary_seq_len_interpolation_factor": factor if kind == "linear" else None,
+        }  # fmt: skip
+
+    expressed = (
+        "position_embedding_type", "rotary_base", "rotary_base_local", "rotary_seq_len_interpolation_factor",
+    )  # fmt: skip
+    return Both(
+        ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq"), to_config, to_arguments,
+        expressed=expressed,
+    )  # fmt: skip
+
+
+class Gemma3(Family):
+    """Gemma 2 with norms of each head's queries and keys, other windows and positions, and no caps.
+
+    The names are those of Megatron-Bridge's provider (gemma/gemma3_provider.py, commit 067f987d).
+    """
+
+    model_type = "gemma3_text"
+    architecture = "Gemma3ForCausalLM"
+    only_bridge = "Megatron Core has no norms after a block, no scaled embeddings and no positions of two kinds"
+    bridge_provider = "gemma.gemma3_provider.Gemma3ModelProvider"
+    rules = (*RULES, *parts.QUERY_KEY_NORMS)
+    without_effect = ("hidden_act", "sliding_window_pattern", "_sliding_window_pattern")
+    settings = (
+        *SIZES, query_groups(4), head_size(always=True, default=256), _rope(), *TRAINING,
+        Same("rms_norm_eps", "layernorm_epsilon", 1e-6), windows_in_some_layers(4096, every=_EVERY),
+        Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Fixed("hidden_activation", "gelu_pytorch_tanh", {"gated_linear_unit": True, "swiglu": False}),
+        Sets({"bias_gelu_fusion": True}), query_scalar(),
+        Without("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+        Needs({
+            "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "qk_layernorm": True,
+            "scaled_embeddings": True, "attention_softcap": None, "final_logit_softcap": None,
+        }),
+    )  # fmt: skip
+
+    @override
+    def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:
+        window = arguments.window_size
+        return {
+            "rotary_base": [arguments.rotary_base_local or 10000, arguments.rotary_base],
+            "rope_scaling_factor": arguments.rotary_seq_len_interpolation_factor or 1.0,
+            "window_size": None if window is None else window[0] + 1,  # of the provider's own counting
+            "softmax_scale": attention_scalar(arguments) ** -0.5,
+        }
