@@ -13,18 +13,21 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby, product
 
+import numpy
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.extents import Extent, Rearranged, Scaled
 from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, WantedSlice, derivation_of, make_plan
+from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.huge_pages import ask_for_huge_pages
+from mcore_ckpt_ext.storage.payload import Payload
 from mcore_ckpt_ext.storage.payloads import Payloads
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
 from mcore_ckpt_ext.storage.scaled import decode
-from mcore_ckpt_ext.storage.torch_archive import Payload, TorchArchive
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 BLOCK_BYTES = 16 << 20
 DEFAULT_WORKERS = 4
@@ -69,11 +72,13 @@ class Block:
 class Transfer:
     """Moves the bytes of plans out of one checkpoint folder; payload positions are looked up once."""
 
-    def __init__(self, reader: FolderReader, workers: int = DEFAULT_WORKERS, verifies: bool = False) -> None:
-        """Args: the folder's reader, the number of threads, whether checksums are compared (see `Payloads`)."""
+    def __init__(
+        self, reader: FolderReader, workers: int = DEFAULT_WORKERS, checksums: Checksums | None = None
+    ) -> None:
+        """Args: the folder's reader, the number of threads, what compares checksums (see `Payloads`)."""
         self._reader = reader
         self._workers = workers
-        self._payloads = Payloads(reader, verifies)
+        self._payloads = Payloads(reader, checksums)
         self._scratch = threading.local()
         self._stages = Stages()
 
@@ -138,8 +143,7 @@ class Transfer:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)
-            is_plain = payload.scaled is None and not isinstance(copy.extent, (Rearranged, Scaled))
-            if is_plain and destination.dtype == payload.dtype:
+            if is_plain(copy, payload) and destination.dtype == payload.dtype:
                 if destination.device.type == "cpu":
                     self._read_in_place(payload, copy.runs.rows(), destination)
                     continue
@@ -192,15 +196,17 @@ class Transfer:
         target, length, count, source_stride, target_stride = run
         size = destination.element_size()
         at_once = max(1, _ALONG_BYTES // (source_stride * size))
-        scratch = self._scratch_of(at_once * source_stride * size).view(destination.dtype)
-        memory = _bytes_of(scratch)
+        scratch = _bytes_of(self._scratch_of(at_once * source_stride * size))
+        memory, whole = _bytes_of(destination), f"i{size}"
         for row in range(0, count, at_once):
             rows = min(at_once, count - row)
-            span = (rows - 1) * source_stride + length
-            self._reader.read_into(file, offset + row * source_stride * size, memory[: span * size])
-            start = destination.storage_offset() + target + row * target_stride
-            places = destination.as_strided((rows, length), (target_stride, 1), start)
-            places.copy_(scratch.as_strided((rows, length), (source_stride, 1)))
+            span = ((rows - 1) * source_stride + length) * size
+            self._reader.read_into(file, offset + row * source_stride * size, scratch[:span])
+            # numpy, because torch would wake a thread on every processor for so little.
+            found = numpy.ndarray((rows, length), whole, scratch, 0, (source_stride * size, size))
+            begin = (target + row * target_stride) * size
+            places = numpy.ndarray((rows, length), whole, memory, begin, (target_stride * size, size))
+            numpy.copyto(places, found)
 
     def _scratch_of(self, nbytes: int) -> torch.Tensor:
         """Memory of this thread that was touched before, so that the system need not find and clear any."""

@@ -14,13 +14,18 @@ import torch
 
 from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.checksums import Piece, checksum
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.publish import cannot_write
+from mcore_ckpt_ext.storage.writeback import begin_to_flush
 
 BLOCK_BYTES = 64 << 20
 
-FillBlock = Callable[[Record, Block, torch.Tensor], None]
-"""Fills a 1-D tensor, one element for each of the block, with the block's content; the gaps are zero already."""
+FillBlock = Callable[[Record, Block, torch.Tensor], Sequence[Piece] | None]
+"""Fills a 1-D tensor, one element for each of the block, with the block's content; the gaps are zero already.
+
+What it answers with are pieces of the block, in bytes, whose checksums are known.
+"""
 
 
 def lay_out(files: Iterable[OutputFile], folder: Folder) -> None:
@@ -113,10 +118,12 @@ class RecordWriter:
                 if stop.is_set():
                     return None
                 elements = self._room(record, block)
-                self._fill(record, block, elements)
+                known = self._fill(record, block, elements)
                 data = memoryview(elements.view(torch.uint8).numpy())
-                crc = zlib.crc32(data, crc)
-                _write(descriptor, data, record.offset + block.start * size)
+                crc = checksum(data, known or (), crc)
+                position = record.offset + block.start * size
+                _write(descriptor, data, position)
+                begin_to_flush(descriptor, position, len(data))
                 moved(len(data))
         except OSError as error:
             raise cannot_write(self._folder.path / record.file, error) from error

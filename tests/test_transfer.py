@@ -15,8 +15,8 @@ from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage import pinned
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.payload import Payload
 from mcore_ckpt_ext.storage.payloads import Payloads
-from mcore_ckpt_ext.storage.torch_archive import Payload
 from mcore_ckpt_ext.transfer import Transfer
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip

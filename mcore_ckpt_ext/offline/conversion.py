@@ -16,6 +16,7 @@ from pathlib import Path
 from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckpointError, interpreting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.offline.account import settle
@@ -35,6 +36,8 @@ from mcore_ckpt_ext.writing import BLOCK_BYTES
 DEFAULT_MEMORY = 1 << 30
 # A block is held once as it is written, once more while it is proven, and its weights beside it.
 _BLOCKS_AT_ONCE = 4
+# What the cache of a processor still holds when it is proven, summed up and written: else, a sum takes twice as long.
+_CACHED_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,8 @@ def convert(
         lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}
         if laid_out.reads_optimizer and checkpoint.optimizer_format and not dry_run:
             _check_digests(checkpoint, team)
-    block_bytes = max(1 << 16, min(BLOCK_BYTES, memory_limit // (workers * _BLOCKS_AT_ONCE)))
+    largest = BLOCK_BYTES if _turns(checkpoint, output) else _CACHED_BYTES
+    block_bytes = max(1 << 16, min(largest, memory_limit // (workers * _BLOCKS_AT_ONCE)))
     filler = Filler(checkpoint, accept_lost)
     if not dry_run:
         identity = (str(checkpoint.folder), before, target, family, accept_lost, sorted(drop), facts)
@@ -148,7 +152,7 @@ def convert(
             _check_unchanged(checkpoint.folder, before)
             _check_readable(written.folder, checkpoint, laid_out)
 
-        written.write(output, filler.fill, check, progress, force=force, resume=resume)
+        written.write(output, filler, check, progress, force=force, resume=resume)
     return Report(
         destination=place.path,
         files=len(output.files),
@@ -163,6 +167,13 @@ def convert(
         unread=unread,
         how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
     )
+
+
+def _turns(checkpoint: Checkpoint, output: Output) -> bool:
+    """Whether matrices may be transposed or quantised on the way: parts of their rows and columns are slow to read."""
+    turned = any(placed.arranged is not None for record in output.records for placed in record.content)
+    turned = turned or any(record.quantised is not None for record in output.records)
+    return turned or checkpoint.format == HUGGING_FACE
 
 
 def _fingerprint(identity: tuple[object, ...], output: Output) -> str:

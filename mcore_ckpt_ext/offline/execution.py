@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Protocol
 
 from mcore_ckpt_ext.offline.destination import Destination
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
@@ -16,6 +17,20 @@ from mcore_ckpt_ext.storage.remote import Upload
 from mcore_ckpt_ext.writing import FillBlock, RecordWriter, lay_out
 
 
+class Filling(Protocol):
+    """Knows what belongs into the records."""
+
+    @property
+    def fill(self) -> FillBlock:
+        """Fills a block of a record."""
+
+    def look(self, record: Record) -> None:
+        """Told of a record that is there already."""
+
+    def finish(self, workers: int) -> None:
+        """Told when every record of this process is there; raises CheckpointError where none of it may be published."""
+
+
 class LocalOutput:
     """A folder beside the destination, filled record by record, and renamed when it is whole."""
 
@@ -25,21 +40,21 @@ class LocalOutput:
         self.folder = self._publication.folder
 
     def write(
-        self, output: Output, fill: FillBlock, check: Callable[[], None], progress: Progress, *, force: bool,
+        self, output: Output, filler: Filling, check: Callable[[], None], progress: Progress, *, force: bool,
         resume: bool,
     ) -> None:  # fmt: skip
         """Write everything, let `check` look at it, and publish it.
 
         Raises:
             DestinationError: the destination exists, or the disk refuses.
-            CheckpointError: what `fill` and `check` raise.
+            CheckpointError: what `filler` and `check` raise.
         """
         team, publication = self._team, self._publication
         try:
             team.first(lambda: publication.open(force=force, resume=resume))
             team.all(publication.join)
             team.first(lambda: lay_out((file for file in output.files if not file.last), publication.content))
-            team.all(lambda: self._fill(output, fill, progress))
+            team.all(lambda: self._fill(output, filler, progress))
             # The file that says that everything is there.
             team.first(lambda: lay_out((file for file in output.files if file.last), publication.content))
             team.first(check)
@@ -47,9 +62,9 @@ class LocalOutput:
         finally:
             publication.close()
 
-    def _fill(self, output: Output, fill: FillBlock, progress: Progress) -> None:
+    def _fill(self, output: Output, filler: Filling, progress: Progress) -> None:
         """This process's share of the records; what an interrupted run finished is checked, not written again."""
-        writer = RecordWriter(self._publication.content, fill, self._workers, self._block_bytes)
+        writer = RecordWriter(self._publication.content, filler.fill, self._workers, self._block_bytes)
         done = self._publication.done()
         mine = list(enumerate(output.records))[self._team.rank :: self._team.size]
         left = [
@@ -59,6 +74,9 @@ class LocalOutput:
         ]
         counter = _counter(mine, left, progress)
         writer.write(left, self._publication.note, counter.add)
+        for record in {number: record for number, record in mine if number in done}.values():
+            filler.look(record)
+        filler.finish(self._workers)
 
 
 class RemoteOutput:
@@ -70,7 +88,7 @@ class RemoteOutput:
         self.folder = destination.path
 
     def write(
-        self, output: Output, fill: FillBlock, check: Callable[[], None], progress: Progress, *, force: bool,
+        self, output: Output, filler: Filling, check: Callable[[], None], progress: Progress, *, force: bool,
         resume: bool,
     ) -> None:  # fmt: skip
         """Write everything; an existing remote folder is never replaced."""
@@ -86,24 +104,27 @@ class RemoteOutput:
             left = [file for file in mine if done.get(file.name) != file.length]
             counter = _counter(_records(mine, records), _records(left, records), progress)
             for file in left:
-                self._make(file, records.get(file.name, []), fill, counter)
+                self._make(file, records.get(file.name, []), filler, counter)
+            for _, record in _records([file for file in mine if file not in left], records):
+                filler.look(record)
+            filler.finish(self._workers)
 
         team.first(lambda: self._upload.open(force=force, resume=resume))
         team.all(share)
         team.first(self._upload.check_claim)
         for file in output.files:
             if file.last:
-                team.first(lambda file=file: self._make(file, [], fill, None))  # type: ignore[misc]  # bound at once
+                team.first(lambda file=file: self._make(file, [], filler, None))  # type: ignore[misc]  # bound at once
         team.first(check)
         team.first(self._upload.publish)
 
     def _make(
-        self, file: OutputFile, records: Sequence[tuple[int, Record]], fill: FillBlock, counter: ByteCounter | None
+        self, file: OutputFile, records: Sequence[tuple[int, Record]], filler: Filling, counter: ByteCounter | None
     ) -> None:
         with TemporaryDirectory(prefix="mcore_ckpt_ext_") as staging, Folder.at(Path(staging)) as folder:
             lay_out([file], folder)
             if counter is not None:
-                writer = RecordWriter(folder, fill, self._workers, self._block_bytes)
+                writer = RecordWriter(folder, filler.fill, self._workers, self._block_bytes)
                 writer.write(records, lambda number, crc: None, counter.add)
             self._upload.put(Path(staging) / file.name, file.name)
 

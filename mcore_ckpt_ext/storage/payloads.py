@@ -9,10 +9,12 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.planning.extents import ArchivedRecord, ArchivedTensor, PlainExtent, RawArray
+from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.files import FolderReader, cut_short
 from mcore_ckpt_ext.storage.inert import Placeholder
+from mcore_ckpt_ext.storage.payload import Payload, Stencil
 from mcore_ckpt_ext.storage.tensor_reference import Float8Reference, StorageReference, TensorReference
-from mcore_ckpt_ext.storage.torch_archive import Payload, Stencil, TorchArchive
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 _OPEN_ARCHIVES = 32
 # Tensors of one size have a few shapes; models have a few sizes.
@@ -24,13 +26,12 @@ class Payloads:
 
     Args:
         reader: of the folder.
-        verifies: whether the checksum of what is looked up is compared, once; another thread may use it meanwhile.
-            Whoever publishes what was read must: its own checksums would hide the damage, and nothing else shows that
-            of a moment.
+        checksums: take notice of what is looked up. Whoever publishes what was read must compare them: its own would
+            hide the damage, and nothing else shows that of a moment.
     """
 
-    def __init__(self, reader: FolderReader, verifies: bool = False) -> None:
-        self._reader, self._verifies = reader, verifies
+    def __init__(self, reader: FolderReader, checksums: Checksums | None = None) -> None:
+        self._reader, self._checksums = reader, checksums
         self._payloads: dict[tuple[str, int, str], Payload] = {}
         self._archives: OrderedDict[tuple[str, int], TorchArchive] = OrderedDict()
         self._stencils: dict[tuple[int, str], list[Stencil]] = {}
@@ -50,16 +51,18 @@ class Payloads:
             with self._lock:
                 is_new = place not in self._payloads
                 self._payloads[place] = known
-            if is_new and self._verifies:
-                self._verify(extent)
+            if is_new and self._checksums is not None:
+                self._show(extent, known, self._checksums)
         return known
 
-    def _verify(self, extent: PlainExtent) -> None:
-        """Compare a checksum; of bare numbers there is none."""
+    def _show(self, extent: PlainExtent, payload: Payload, checksums: Checksums) -> None:
+        """Have checksums compared; of bare numbers there is none."""
         if isinstance(extent, ArchivedRecord):
-            self.archive(extent.file, extent.offset, extent.length).verify_checksums(only=f"data/{extent.record}")
+            archive = self.archive(extent.file, extent.offset, extent.length)
+            checksums.look(payload, archive, [f"data/{extent.record}"])
         elif isinstance(extent, ArchivedTensor):
-            TorchArchive(self._reader, extent.file, extent.offset, extent.length).verify_checksums()
+            archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
+            checksums.look(payload, archive, archive.names)
 
     def archive(self, file: str, offset: int = 0, length: int | None = None) -> TorchArchive:
         """An archive of many objects; the directories of the latest are kept, since each may list thousands of records.

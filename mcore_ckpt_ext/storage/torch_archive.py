@@ -13,7 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import IO, Any, cast
@@ -24,13 +24,14 @@ from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, Un
 from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.expansion import check_expansion
 from mcore_ckpt_ext.storage.files import FolderReader, Window, cut_short
+from mcore_ckpt_ext.storage.payload import Payload, Stencil
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import Float8Reference, TensorReference
 from mcore_ckpt_ext.storage.zip_directory import Member, plain_directory
 
 # Local file header of a zip member (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_CHECKSUM_BLOCK = 1 << 22
+_CHECKSUM_BLOCK = 1 << 19  # what a processor's own cache holds
 _END = 4096
 _SHORT = 64
 _TENSOR, _SMALL = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n", 512
@@ -39,71 +40,6 @@ _BYTE_ORDER = "byteorder"
 _DESCRIBING = ("data.pkl", _BYTE_ORDER)
 WRITER_MEMBER = ".data/writer"
 """It lies beside torch's `.data/serialization_id`; readers look at neither."""
-
-
-@dataclass(frozen=True, slots=True)
-class Payload:
-    """Where a tensor's elements lie: byte `offset` of `file`, `numel` elements of `dtype`, row-major in `shape`.
-
-    Attributes:
-        scaled: where the elements are fp8 numbers: what they are multiplied by, and what they then are rounded to.
-    """
-
-    file: str
-    offset: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    scaled: tuple[float, torch.dtype] | None = None
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        product = 1
-        for size in self.shape:
-            product *= size
-        return product
-
-    @property
-    def gives(self) -> torch.dtype:
-        """The dtype of the elements once they are decoded."""
-        return self.dtype if self.scaled is None else self.scaled[1]
-
-    def decoded(self, elements: torch.Tensor) -> torch.Tensor:
-        """The elements as the tensor shows them; as they lie, unless they are fp8 numbers."""
-        if self.scaled is None:
-            return elements
-        scale, dtype = self.scaled
-        return elements.float().mul_(scale).to(dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class Stencil:
-    """What the archives of all tensors of one shape and dtype have in common: all but elements and checksums.
-
-    Attributes:
-        length: of the archive.
-        front: what precedes the elements: the description of the tensor.
-        directory: what the archive ends in.
-        kept: the parts of the directory between its checksums.
-        dtype: of the elements.
-        shape: of the tensor.
-    """
-
-    length: int
-    front: bytes
-    directory: bytes
-    kept: Sequence[slice]
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def payload(self, reader: FolderReader, file: str, offset: int) -> Payload | None:
-        """Where the elements of the archive at that place lie; None where it is not such a one."""
-        if reader.read(file, offset, len(self.front)) != self.front:
-            return None
-        directory = reader.read(file, offset + self.length - len(self.directory), len(self.directory))
-        if any(directory[part] != self.directory[part] for part in self.kept):
-            return None
-        return Payload(file, offset + len(self.front), self.dtype, self.shape)
 
 
 class TorchArchive:
@@ -152,6 +88,16 @@ class TorchArchive:
             if begin <= position and position + count <= begin + len(data):
                 return data[position - begin : position - begin + count]
         return self._reader.read(self._file, self._offset + position, count)
+
+    @property
+    def place(self) -> tuple[str, int, int]:
+        """The file, its first byte there, and its length."""
+        return self._file, self._offset, self._length
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Of its records."""
+        return list(self._members)
 
     @property
     def where(self) -> str:
@@ -286,15 +232,25 @@ class TorchArchive:
             UnreadableCheckpointError: a record differs.
         """
         for name in self._members if only is None else (only,):
-            start, info = self._record(name)
+            begin, size, expected = self.place_of(name)
+            memory = memoryview(bytearray(min(_CHECKSUM_BLOCK, size)))
             crc, done = 0, 0
-            while done < info.file_size:
-                place = self._offset + start + done
-                block = self._reader.read(self._file, place, min(_CHECKSUM_BLOCK, info.file_size - done))
+            while done < size:
+                block = memory[: size - done]
+                self._reader.read_into(self._file, begin + done, block)
                 crc = zlib.crc32(block, crc)
                 done += len(block)
-            if crc != info.CRC:
+            if crc != expected:
                 raise self._damaged(name)
+
+    def place_of(self, name: str) -> tuple[int, int, int]:
+        """Of a record its first byte in the file, its size, and its CRC-32 as the directory has it.
+
+        Raises:
+            UnreadableCheckpointError: there is none, or it is not within the archive.
+        """
+        start, info = self._record(name)
+        return self._offset + start, info.file_size, info.CRC
 
     def _damaged(self, record: str) -> UnreadableCheckpointError:
         return UnreadableCheckpointError(

@@ -18,6 +18,7 @@ from mcore_ckpt_ext.errors import (
     UnreadableCheckpointError,
     UsageError,
 )  # fmt: skip
+from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import INTACT, Fixture, fixture_named
@@ -203,9 +204,13 @@ class TestRefusals:
         for key, wrong in differing.items():
             assert wrong <= report.lost[key.partition(".")[2]], key
 
+    @pytest.mark.parametrize("worth", [1, Checksums.WORTH])
     @pytest.mark.parametrize("name", ["p02", "p04", "p08"])
-    def test_a_flipped_bit_of_a_moment(self, name: str, tmp_path: Path) -> None:
+    def test_a_flipped_bit_of_a_moment(
+        self, name: str, worth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Only its checksum shows it, and what is written has checksums of its own."""
+        monkeypatch.setattr(Checksums, "WORTH", worth)
         damaged = fixture_named(name).copy_to(tmp_path / name)
         checkpoint = mcore_ckpt_ext.open_checkpoint(damaged.run)
         file, position = payload_position(checkpoint, "exp_avg", MATRIX, 17)

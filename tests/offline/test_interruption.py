@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.errors import DestinationError
+from mcore_ckpt_ext.errors import DestinationError, UnreadableCheckpointError
 from mcore_ckpt_ext.storage.publish import Publication
-from mcore_ckpt_ext.targets import TARGETS
+from mcore_ckpt_ext.targets import TARGETS, Legacy
 from tests.harness.checkpoints import fixture_named
+from tests.harness.damage import MATRIX, flip, payload_position
 from tests.harness.kills import KINDS, assert_survives_kills
 
 KILLS = 5
@@ -69,6 +71,25 @@ def test_a_record_that_rotted_since_is_written_again(tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(source, tmp_path / "whole", mcore_ckpt_ext.TorchDist())
     name = "iter_0000004/__0_0.distcp"
     assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_resuming_compares_the_checksums_of_what_was_read_before(tmp_path: Path) -> None:
+    """Of a source that was damaged all along: the interrupted run may have read half of a record."""
+    source = fixture_named("p02").copy_to(tmp_path / "source")
+
+    def stop_late(done: int, total: int) -> None:
+        if done > total * 0.9:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        mcore_ckpt_ext.convert(source.run, tmp_path / "out", Legacy(), workers=1, progress=stop_late)
+    file, position = payload_position(mcore_ckpt_ext.open_checkpoint(source.run), "exp_avg", MATRIX, 17)
+    before = file.stat()
+    file.chmod(0o644)
+    flip(file, position)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
+        mcore_ckpt_ext.convert(source.run, tmp_path / "out", Legacy(), resume=True)
 
 
 def test_two_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,197 @@
+"""Checksums of records that are read in pieces: each byte is looked at once, for the record that it comes from and for
+the one that it goes to.
+
+The CRC-32 of two pieces, one after the other, follows from those of the pieces: bits are polynomials over GF(2), and to
+append `n` bytes is to multiply by x^8n modulo the generator (zlib 1.2.12 and later, `crc32_combine`, crc32.c).
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, lru_cache
+
+import torch
+
+from mcore_ckpt_ext.planning.extents import Extent, Rearranged, Scaled
+from mcore_ckpt_ext.planning.plan import Copy, Plan
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.payload import Payload
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+
+_GENERATOR = 0xEDB88320  # of zlib, zip and Ethernet; the bit of x^0 is the highest
+_ONE = 1 << 31
+
+Piece = tuple[int, int, int]
+"""Of a stretch of bytes: where it begins, where it ends, and its CRC-32."""
+
+
+def appended(first: int, second: int, length: int) -> int:
+    """The CRC-32 of bytes with the CRC-32 `first`, and after them `length` bytes with `second`."""
+    return _product(_shift(length), first) ^ second
+
+
+def checksum(data: memoryview, known: Iterable[Piece] = (), crc: int = 0) -> int:
+    """The CRC-32 of bytes, of which that of some pieces is known.
+
+    Args:
+        data: the bytes.
+        known: pieces of them that do not overlap.
+        crc: of what precedes them.
+    """
+    done = 0
+    for start, stop, piece in sorted(known):
+        crc = appended(zlib.crc32(data[done:start], crc), piece, stop - start)
+        done = stop
+    return zlib.crc32(data[done:], crc)
+
+
+def is_plain(copy: Copy, payload: Payload) -> bool:
+    """Whether the elements are stored as they are counted."""
+    return payload.scaled is None and not isinstance(copy.extent, (Rearranged, Scaled))
+
+
+def _product(one: int, other: int) -> int:
+    product = 0
+    while one:
+        if one & _ONE:
+            product ^= other
+        one = one << 1 & 0xFFFFFFFF
+        other = other >> 1 ^ (_GENERATOR if other & 1 else 0)
+    return product
+
+
+@lru_cache(maxsize=4096)
+def _shift(length: int) -> int:
+    """x^8n modulo the generator."""
+    power, bit = _ONE, 0
+    while length:
+        if length & 1:
+            power = _product(_square(bit), power)
+        length, bit = length >> 1, bit + 1
+    return power
+
+
+@cache
+def _square(bit: int) -> int:
+    """The power of x by 8 times 2**bit, modulo the generator."""
+    if bit == 0:
+        return _ONE >> 8
+    return _product(_square(bit - 1), _square(bit - 1))
+
+
+@dataclass
+class _Record:
+    """A stored record whose pieces pass by: where it is, what its CRC-32 should be, and the pieces so far."""
+
+    archive: tuple[str, int, int]
+    name: str
+    size: int
+    expected: int
+    before: int
+    left: int
+    pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
+
+    def is_right(self) -> bool:
+        """Whether the pieces are the record from end to end, and its checksum is theirs."""
+        crc, done = 0, 0
+        for start, (length, piece) in sorted(self.pieces.items()):
+            if start != done:
+                return False
+            crc, done = appended(crc, piece, length), start + length
+        return done == self.size and crc == self.expected
+
+
+class Checksums:
+    """Compares the checksums of all records that are looked into; safe to use from several threads.
+
+    Small records are read for it at once. A large one waits until all of its pieces have passed; what is left in the
+    end, `rest`, is to be checked.
+    """
+
+    WORTH = 1 << 16
+    """Bytes from which on it costs less to put checksums together than to look at the bytes once more."""
+
+    def __init__(self, reader: FolderReader) -> None:
+        self._reader = reader
+        self._waiting: dict[tuple[str, int], _Record] = {}
+        self._lock = threading.Lock()
+
+    def look(self, payload: Payload, archive: TorchArchive, names: Sequence[str]) -> None:
+        """Take notice of records of an archive, one of which holds a payload.
+
+        Raises:
+            UnreadableCheckpointError: the checksum of a small one differs.
+        """
+        for name in names:
+            begin, size, expected = archive.place_of(name)
+            if size >= self.WORTH and begin <= payload.offset < begin + size:
+                found = _Record(archive.place, name, size, expected, payload.offset - begin, size)
+                with self._lock:
+                    self._waiting[payload.file, payload.offset] = found
+            else:
+                archive.verify_checksums(only=name)
+
+    def passed(self, payload: Payload, position: int, data: memoryview) -> int:
+        """The CRC-32 of bytes from `position` of a payload on, as they have just been read.
+
+        Raises:
+            UnreadableCheckpointError: with them the record is complete, and its checksum differs.
+        """
+        crc = zlib.crc32(data)
+        with self._lock:
+            record = self._waiting.get((payload.file, payload.offset))
+            if record is None or record.before + position in record.pieces:
+                return crc
+            record.pieces[record.before + position] = len(data), crc
+            record.left -= len(data)
+            if record.left:
+                return crc
+            del self._waiting[payload.file, payload.offset]
+        if not record.is_right():
+            self.check(record)  # which says where it is; or pieces overlapped
+        return crc
+
+    def of_plan(
+        self, plan: Plan, destinations: Sequence[torch.Tensor], locate: Callable[[Extent], Payload]
+    ) -> list[tuple[int, Piece]]:
+        """Take what a plan has just read in large pieces as passed.
+
+        Args:
+            plan: what was executed.
+            destinations: by target index, 1-D contiguous tensors on the processor.
+            locate: where the elements of an array lie.
+
+        Returns:
+            The target of each such piece, and the piece in bytes.
+
+        Raises:
+            UnreadableCheckpointError: the checksum of a record differs.
+        """
+        found: list[tuple[int, Piece]] = []
+        for copy in plan.copies:
+            payload, destination = locate(copy.extent), destinations[copy.target]
+            if not is_plain(copy, payload) or destination.dtype != payload.dtype:
+                continue
+            memory, size = memoryview(destination.detach().view(torch.uint8).numpy()), payload.dtype.itemsize
+            for source, target, length, count, *_ in copy.runs.rows():
+                if count == 1 and length * size >= self.WORTH:
+                    begin, end = target * size, (target + length) * size
+                    crc = self.passed(payload, source * size, memory[begin:end])
+                    found.append((copy.target, (begin, end, crc)))
+        return found
+
+    def rest(self) -> list[_Record]:
+        """The records of which not all pieces have passed."""
+        with self._lock:
+            return list(self._waiting.values())
+
+    def check(self, record: _Record) -> None:
+        """Read a record for its checksum.
+
+        Raises:
+            UnreadableCheckpointError: it differs.
+        """
+        TorchArchive(self._reader, *record.archive).verify_checksums(only=record.name)

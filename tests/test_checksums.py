@@ -1,0 +1,135 @@
+"""Checksums put together from those of pieces, and compared as the pieces pass by."""
+
+from __future__ import annotations
+
+import io
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.planning.extents import ArchivedTensor
+from mcore_ckpt_ext.storage.checksums import Checksums, appended, checksum
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.payload import Payload
+from mcore_ckpt_ext.storage.payloads import Payloads
+from mcore_ckpt_ext.targets import Legacy, TorchDist
+from tests.harness.checkpoints import fixture_named
+from tests.harness.damage import flip
+
+NUMEL = 3000
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_what_is_appended(first: bytes, second: bytes) -> None:
+    assert appended(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_long_ones_follow_the_same_rule() -> None:
+    data = bytes(range(251)) * 40_003
+    assert appended(zlib.crc32(data[:77]), zlib.crc32(data[77:]), len(data) - 77) == zlib.crc32(data)
+
+
+@given(st.binary(min_size=1, max_size=200), st.sets(st.integers(0, 200), max_size=6), st.booleans())
+def test_pieces_that_are_known_are_not_looked_at(data: bytes, cuts: set[int], odd: bool) -> None:
+    borders = sorted(min(cut, len(data)) for cut in cuts)
+    known = [(a, b, zlib.crc32(data[a:b])) for a, b in zip(borders, borders[1:], strict=False)][odd::2]
+    unseen = bytearray(data)
+    for start, stop, _ in known:
+        unseen[start:stop] = bytes(stop - start)
+    assert checksum(memoryview(unseen), known, zlib.crc32(b"before")) == zlib.crc32(b"before" + data)
+
+
+class Stored:
+    """A tensor in an archive of its own, and what compares its checksums."""
+
+    def __init__(self, folder: Path) -> None:
+        tensor = torch.randn(NUMEL)
+        archive = io.BytesIO()
+        torch.save(tensor, archive)
+        self.path = folder / "file"
+        self.path.write_bytes(b"before" + archive.getvalue())
+        self.data = tensor.numpy().tobytes()
+        self.extent = ArchivedTensor("file", 6, len(archive.getvalue()), "float32", NUMEL)
+
+    def looked_at(self) -> tuple[Checksums, Payload]:
+        reader = FolderReader(self.path.parent)
+        checksums = Checksums(reader)
+        return checksums, Payloads(reader, checksums).locate(self.extent)
+
+    def damage(self) -> None:
+        flip(self.path, self.path.read_bytes().index(self.data) + 4000)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
+    monkeypatch.setattr(Checksums, "WORTH", 1024)
+    return Stored(tmp_path)
+
+
+def passing(checksums: Checksums, payload: Payload, data: bytes, borders: list[int]) -> None:
+    pieces = list(zip(borders, borders[1:], strict=False))
+    for start, stop in pieces[::2] + pieces[1::2]:
+        assert checksums.passed(payload, start, memoryview(data)[start:stop]) == zlib.crc32(data[start:stop])
+
+
+def test_a_record_whose_pieces_have_passed_needs_no_other_look(stored: Stored) -> None:
+    checksums, payload = stored.looked_at()
+    assert len(checksums.rest()) == 1
+    passing(checksums, payload, stored.data, [0, 17, 3000, 3001, len(stored.data)])
+    assert checksums.rest() == []
+
+
+def test_damage_shows_with_the_last_piece(stored: Stored) -> None:
+    stored.damage()
+    checksums, payload = stored.looked_at()
+    damaged = stored.path.read_bytes()[payload.offset :][: len(stored.data)]
+    assert damaged != stored.data
+    with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
+        passing(checksums, payload, damaged, [0, 3000, len(damaged)])
+
+
+def test_what_has_not_passed_is_read(stored: Stored) -> None:
+    checksums, payload = stored.looked_at()
+    passing(checksums, payload, stored.data, [0, 3000])
+    (left,) = checksums.rest()
+    checksums.check(left)
+    stored.damage()
+    with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
+        checksums.check(left)
+
+
+def test_pieces_that_overlap_prove_nothing(stored: Stored) -> None:
+    """As many bytes as the record has, but not all of them: it is read."""
+    stored.damage()
+    checksums, payload = stored.looked_at()
+    assert checksums.passed(payload, 0, memoryview(stored.data)[:3000])
+    with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
+        checksums.passed(payload, 0 + 1000, memoryview(stored.data)[: len(stored.data) - 3000])
+
+
+def test_what_is_small_is_compared_at_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored.damage()
+    monkeypatch.setattr(Checksums, "WORTH", 1 << 20)
+    with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
+        stored.looked_at()
+
+
+@pytest.mark.parametrize("target", [TorchDist(megatron_version="0.19"), Legacy(tensor_model_parallel_size=4)])
+@pytest.mark.parametrize("name", ["p01", "p02", "p08", "p43"])
+def test_a_conversion_writes_the_same_bytes_either_way(
+    name: str, target: TorchDist | Legacy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = fixture_named(name).run
+    for worth in (1, 1 << 30):
+        monkeypatch.setattr(Checksums, "WORTH", worth)
+        mcore_ckpt_ext.convert(source, tmp_path / str(worth), target)
+    paths = [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
+    assert len(paths) > 3
+    for path in paths:
+        assert path.read_bytes() == (tmp_path / str(1 << 30) / path.relative_to(tmp_path / "1")).read_bytes(), path
