@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.offline.stages import Stage
     from mcore_ckpt_ext.offline.verification import verify
     from mcore_ckpt_ext.offline.versions import Evidence, Resumption, Writer
-    from mcore_ckpt_ext.targets import Canonical, HuggingFace, Legacy, TorchDist
+    from mcore_ckpt_ext.targets import Canonical, FsdpDtensor, HuggingFace, Legacy, TorchDist
 
 __version__ = "0.2.0"
 
@@ -60,6 +60,7 @@ __all__ = [
     "Fact",
     "Facts",
     "Finding",
+    "FsdpDtensor",
     "HuggingFace",
     "Inspection",
     "KindComparison",
@@ -113,6 +114,7 @@ _HOMES = {
     "Fact": "mcore_ckpt_ext.offline.comparison",
     "Facts": "mcore_ckpt_ext.loops.facts",
     "Finding": "mcore_ckpt_ext.offline.findings",
+    "FsdpDtensor": "mcore_ckpt_ext.targets",
     "HuggingFace": "mcore_ckpt_ext.targets",
     "Inspection": "mcore_ckpt_ext.offline.inspection",
     "KindComparison": "mcore_ckpt_ext.offline.comparison",

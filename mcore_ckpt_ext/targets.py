@@ -211,9 +211,43 @@ class Canonical:
         _check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)
 
 
-Target: TypeAlias = TorchDist | Legacy | HuggingFace | Canonical
-TARGETS: dict[str, type[TorchDist] | type[Legacy] | type[HuggingFace] | type[Canonical]] = {
-    target.name: target for target in (TorchDist, Legacy, HuggingFace, Canonical)
+@dataclass(frozen=True, kw_only=True)
+class FsdpDtensor:
+    """Megatron's `fsdp_dtensor`, which a job with `--use-megatron-fsdp` resumes.
+
+    Attributes:
+        megatron_version: the version that will read it; by default the installed one, else the newest known.
+        expert_model_parallel_size: of the job that will read it; only says whether experts have parameter groups of
+            their own.
+        transformer_impl: layer spec of the job that will read it, for a Hugging Face source: its names differ.
+
+    Example:
+        >>> convert("run", "fsdp", FsdpDtensor(megatron_version="0.19.0")).files
+        3
+        >>> open_checkpoint("fsdp").format
+        'fsdp_dtensor'
+    """
+
+    name: ClassVar[str] = "fsdp_dtensor"
+
+    megatron_version: str | None = None
+    expert_model_parallel_size: int | None = None
+    transformer_impl: LayerSpec | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a source.
+
+        Raises:
+            UsageError: a value makes no sense.
+        """
+        _check_sizes(expert_model_parallel_size=self.expert_model_parallel_size)
+        _check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)
+        version_number(self.megatron_version)
+
+
+Target: TypeAlias = TorchDist | Legacy | HuggingFace | Canonical | FsdpDtensor
+TARGETS: dict[str, type[TorchDist] | type[Legacy] | type[HuggingFace] | type[Canonical] | type[FsdpDtensor]] = {
+    target.name: target for target in (TorchDist, Legacy, HuggingFace, Canonical, FsdpDtensor)
 }
 """By the name that `mcore-ckpt convert --to` knows them by."""
 

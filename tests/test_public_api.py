@@ -23,7 +23,7 @@ PUBLIC = {
     "compare", "convert", "inspect", "install", "load_optimizer", "open_checkpoint", "save_sidecar", "status",
     "uninstall", "verify",
     # what a conversion can write, and what a user knows of its source
-    "Canonical", "Facts", "HuggingFace", "Legacy", "TorchDist",
+    "Canonical", "Facts", "FsdpDtensor", "HuggingFace", "Legacy", "TorchDist",
     # what the results are made of
     "BufferMap", "Check", "Checkpoint", "Comparison", "DifferenceMap", "Evidence", "Fact", "Finding", "Inspection",
     "KindComparison", "PaddingRows", "ParallelLayout", "Report", "Resumption", "SeamStatus", "Stage", "StoredFile",
@@ -33,7 +33,7 @@ PUBLIC = {
     "SaveFailedError", "UnreadableCheckpointError", "UnsafePickleError", "UnsupportedCheckpointError", "UsageError",
 }  # fmt: skip
 WITH_EXAMPLE = sorted(name for name in PUBLIC if name[0].islower()) + sorted(
-    ["Canonical", "HuggingFace", "Legacy", "TorchDist", "CheckpointError"]
+    ["Canonical", "FsdpDtensor", "HuggingFace", "Legacy", "TorchDist", "CheckpointError"]
 )
 # Of an open checkpoint a user needs these; formats have more, for the rest of the package.
 OF_CHECKPOINTS = ("kinds", "names", "tensor", "unread")

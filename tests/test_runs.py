@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.offline.completeness import locate
-from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.offline.whole import standing_of
 from mcore_ckpt_ext.saving.durable import Disk
 from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folder, iteration_folders, read_tracker
@@ -77,9 +74,3 @@ def test_it_is_never_what_a_fallback_takes(tmp_path: Path) -> None:
     assert standing is not None
     assert "metadata.json" in standing.problems[0]
     assert standing.newest_whole is None
-
-
-@pytest.mark.parametrize("read", [open_checkpoint, verify])
-def test_whoever_reads_it_is_told_its_format(read: Callable[[Path], object]) -> None:
-    with pytest.raises(UnsupportedCheckpointError, match="format is not read.*torch_dcp or fsdp_dtensor"):
-        read(fixture_named("p50").run)

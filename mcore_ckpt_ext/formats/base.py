@@ -49,6 +49,7 @@ class Checkpoint(ABC):
     """One iteration folder, seen in model space. Nothing but metadata is read until a tensor is asked for."""
 
     format: str
+    rounds_weights = False  # whether masters alone are stored, and the weights are their roundings
 
     def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
         """Open a folder.
@@ -330,8 +331,8 @@ class Checkpoint(ABC):
         return proof_of(self.arguments)
 
     def follow_from_weights(self, name: str) -> bool:
-        """Whether a parameter's masters are derived from its own weights, which leaves nothing to prove."""
-        return self.derivation(FP32_PARAM, name) is not None
+        """Whether a parameter's masters and weights are derived from each other, which leaves nothing to prove."""
+        return self.rounds_weights or self.derivation(FP32_PARAM, name) is not None
 
     def tensor(self, kind: str, name: str) -> TensorHandle:
         """The handle of one tensor.
@@ -346,5 +347,4 @@ class Checkpoint(ABC):
 
 def _grid(stored: Sequence[StoredSlice]) -> tuple[tuple[int, ...], ...]:
     """The distinct offsets of the stored chunks of a tensor, axis by axis."""
-    offsets = [piece.slice.regions[0].offsets for piece in stored]
-    return tuple(tuple(sorted(set(axis))) for axis in zip(*offsets, strict=True))
+    return tuple(tuple(sorted(set(axis))) for axis in zip(*(s.slice.regions[0].offsets for s in stored), strict=True))

@@ -13,12 +13,14 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint, is_colossalai
 from mcore_ckpt_ext.formats.description import refuse_facts
+from mcore_ckpt_ext.formats.fsdp_dtensor import NAME as FSDP_DTENSOR
+from mcore_ckpt_ext.formats.fsdp_dtensor import FsdpCheckpoint
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.nemo_folder import NemoCheckpoint, is_nemo
-from mcore_ckpt_ext.formats.plain_dcp import NAMES, is_plain_dcp
+from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.verl_folder import VerlCheckpoint, is_verl
@@ -32,7 +34,7 @@ from mcore_ckpt_ext.storage.runs import iteration_folder, no_checkpoint
 
 __all__ = ["Checkpoint", "TensorHandle", "open_checkpoint"]
 
-_BACKENDS = {TORCH_DIST: TorchDistCheckpoint, ZARR: ZarrCheckpoint}
+_BACKENDS = {TORCH_DIST: TorchDistCheckpoint, ZARR: ZarrCheckpoint, FSDP_DTENSOR: FsdpCheckpoint}
 
 
 def open_checkpoint(
@@ -94,7 +96,7 @@ def _open(folder: Path, witnesses: Sequence[ParameterOrder], facts: Facts) -> Ch
         return VerlCheckpoint(folder, witnesses, facts)
     if not any(path.suffix == ".distcp" or path.name in (CONFIG_FILE, METADATA_FILE) for path in folder.iterdir()):
         raise no_checkpoint(folder)
-    backend = NAMES if is_plain_dcp(folder) else sharded_backend(folder)
+    backend = plain_backend(folder) or sharded_backend(folder)
     if backend not in _BACKENDS:
         raise UnsupportedCheckpointError(
             "the checkpoint's format is not read by this version",

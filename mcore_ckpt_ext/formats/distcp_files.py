@@ -54,9 +54,9 @@ class DistcpFiles:
         self._places: dict[Any, Any] = {}
         self._shapes: dict[str, Any] = {}
 
-    def add_object(self, key: str, value: Any) -> None:
-        """File a pickled object: Megatron wraps each in a list of one."""
-        draft = draft_archive([value])
+    def add_object(self, key: str, value: Any, *, wrapped: bool = True) -> None:
+        """File a pickled object; `wrapped`: in a list of one, as Megatron does where it calls the planner itself."""
+        draft = draft_archive([value] if wrapped else value)
         self._entries[key] = named_object(_METADATA, "BytesStorageMetadata", {})
         self._file_away(draft, key, None)
 

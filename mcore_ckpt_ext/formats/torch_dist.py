@@ -60,6 +60,11 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     def _read_index(self) -> DcpIndex:
         return read_index(self.folder)
 
+    @property
+    def stored_index(self) -> DcpIndex:
+        """What `.metadata` says, under the keys that stand in it."""
+        return self.index
+
     @cached_property
     def weights(self) -> StackedWeights:
         """The model's arrays."""
@@ -234,10 +239,10 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """Every archive of the checkpoint: (file, offset, length)."""
-        for array in self.index.arrays.values():
+        for array in self.stored_index.arrays.values():
             for extent in (chunk.extent for chunk in array.chunks if not isinstance(chunk.extent, RawArray)):
                 yield extent.file, extent.offset, extent.length
-        for stored in self.index.objects.values():
+        for stored in self.stored_index.objects.values():
             yield stored.file, stored.offset, stored.length
 
     def _keys(self, suffix: str) -> list[str]:

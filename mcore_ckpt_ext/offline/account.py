@@ -9,7 +9,7 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.unread import OTHER, Unread
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.offline.accounting import stored_parts
-from mcore_ckpt_ext.targets import Canonical, HuggingFace, Legacy, Target
+from mcore_ckpt_ext.targets import Canonical, FsdpDtensor, HuggingFace, Legacy, Target
 
 OPTIMIZER = "optimizer"
 """What `--drop` calls all of an optimizer's state."""
@@ -91,7 +91,7 @@ def _check_can_be_held(checkpoint: Checkpoint, target: Target) -> None:
     held = [names[kind] & distributed for kind in state.carried_kinds if names[kind] & distributed]
     even = all(of_kind == distributed for of_kind in held)
     adam = even and (not distributed or {kind for kind in names if names[kind] & distributed} >= _ADAM)
-    possible = adam if isinstance(target, Legacy) else even or isinstance(target, Canonical)
+    possible = adam if isinstance(target, (Legacy, FsdpDtensor)) else even or isinstance(target, Canonical)
     if checkpoint.param_groups() and possible:
         return
     found = f"{checkpoint.optimizer_format}: " + ", ".join(f"{k} of {len(names[k])} parameters" for k in names)

@@ -18,10 +18,11 @@ from mcore_ckpt_ext.formats.canonical import is_canonical
 from mcore_ckpt_ext.formats.colossalai import is_colossalai
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import is_legacy
-from mcore_ckpt_ext.formats.plain_dcp import NAMES, is_plain_dcp
+from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.verl_folder import is_verl
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, warning
+from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex
 from mcore_ckpt_ext.storage.runs import (
     TRACKER_FILE,
@@ -108,9 +109,11 @@ def check_folder(folder: Path) -> list[Finding]:
         return []
     if not _is_iteration(folder):
         return [error(COMPLETE, str(folder), "the folder holds no file of a checkpoint")]
-    if is_plain_dcp(folder):
+    if (backend := plain_backend(folder)) == FSDP_DTENSOR:
+        return []
+    if backend is not None:
         raise UnsupportedCheckpointError(
-            "the checkpoint's format is not read by this version", found=NAMES, where=str(folder)
+            "the checkpoint's format is not read by this version", found=backend, where=str(folder)
         )
     findings = []
     if not (folder / CONFIG_FILE).exists():

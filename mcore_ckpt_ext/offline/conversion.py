@@ -23,7 +23,8 @@ from mcore_ckpt_ext.offline.account import settle
 from mcore_ckpt_ext.offline.destination import checked_destination
 from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
 from mcore_ckpt_ext.offline.filling import Filler
-from mcore_ckpt_ext.offline.laying_out import LaidOut, lay_out, open_source
+from mcore_ckpt_ext.offline.laying_out import LaidOut, lay_out
+from mcore_ckpt_ext.offline.opening import open_source
 from mcore_ckpt_ext.offline.team import Alone, Team
 from mcore_ckpt_ext.optimizers.copies import differing_masters, in_words
 from mcore_ckpt_ext.optimizers.digests import check_digests
@@ -95,7 +96,7 @@ def convert(
     Args:
         source: a run folder (its newest iteration), an iteration folder, a Hugging Face or a canonical folder.
         destination: the run folder to make (for `HuggingFace` and `Canonical` the folder itself).
-        target: what to write: `TorchDist(...)`, `Legacy(...)`, `HuggingFace(...)` or `Canonical()`.
+        target: what to write: `TorchDist(...)`, `Legacy(...)`, `FsdpDtensor()`, `HuggingFace(...)` or `Canonical()`.
         family: of the model, where a Hugging Face folder is read or written and its family is not recognised: a name,
             or `path.py:Class`, which is executed.
         workers: records that are written at the same time.

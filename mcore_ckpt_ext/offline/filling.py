@@ -27,7 +27,7 @@ class Filler:
 
     def __init__(self, checkpoint: Checkpoint, accept_lost: bool) -> None:
         self.proven = 0
-        self._proof = checkpoint.proof
+        self._proof, self._rounds_weights = checkpoint.proof, checkpoint.rounds_weights
         self._source = Remembering(checkpoint)
         self._checksums = Checksums(checkpoint.reader)
         # The records are shared between threads already.
@@ -120,7 +120,7 @@ class Filler:
         self._transfer.execute(plan, exact)
         pieces = self._checksums.of_plan(plan, exact, self._transfer.locate)
         for index, ((wanted, room), values) in enumerate(zip(parts, exact, strict=True)):
-            if wanted.kind == FP32_PARAM:
+            if wanted.kind == FP32_PARAM and not self._rounds_weights:
                 self._prove(wanted, values, plan, index)
             if values is not room:
                 room.copy_(values)

@@ -30,10 +30,10 @@ def labels(checkpoint: Checkpoint) -> dict[tuple[str, int], str]:
     """What the archive at a place in a file holds, by Megatron's key, where the checkpoint says so."""
     found: dict[tuple[str, int], str] = {}
     if isinstance(checkpoint, TorchDistCheckpoint):
-        for key, array in checkpoint.index.arrays.items():
+        for key, array in checkpoint.stored_index.arrays.items():
             for chunk in array.chunks:
                 found[chunk.extent.file, chunk.extent.offset] = f"{key}, chunk at {chunk.offsets}"
-        for key, stored in checkpoint.index.objects.items():
+        for key, stored in checkpoint.stored_index.objects.items():
             found[stored.file, stored.offset] = key
     return found
 

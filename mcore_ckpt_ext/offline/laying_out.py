@@ -16,8 +16,8 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.bridge_files import run_config_file, train_state
 from mcore_ckpt_ext.formats.canonical import canonical_output
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
-from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.fsdp_target import FsdpTarget
+from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import (
     CONFIG,
     GENERATION_CONFIG,
@@ -27,11 +27,10 @@ from mcore_ckpt_ext.formats.huggingface_folder import (
 )
 from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceTarget
 from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
+from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.torch_dist_target import TorchDistTarget
-from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
 from mcore_ckpt_ext.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
-from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.output import Output, OutputFile
@@ -39,6 +38,7 @@ from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.storage.runs import RELEASE, TRACKER_FILE, iteration_name
 from mcore_ckpt_ext.targets import (
     Canonical,
+    FsdpDtensor,
     HuggingFace,
     Legacy,
     Target,
@@ -69,49 +69,6 @@ class LaidOut:
     reads_back: Callable[[Path], Checkpoint] = open_checkpoint
 
 
-def open_source(
-    path: str | os.PathLike[str], target: Target, family: Family | None, facts: Facts = NOTHING
-) -> Checkpoint:
-    """The source of a conversion, under the names that the target wants.
-
-    Raises:
-        UsageError: an option makes no sense for this source.
-        CheckpointError: it cannot be read.
-    """
-    wanted = None if isinstance(target, HuggingFace) else target.transformer_impl
-    checkpoint = open_checkpoint(path, family=family, transformer_impl=wanted or TRANSFORMER_ENGINE, facts=facts)
-    from_hugging_face = isinstance(checkpoint, HuggingFaceCheckpoint)
-    if isinstance(target, Legacy) and isinstance(checkpoint, HuggingFaceCheckpoint):
-        # Which rank of a pipeline holds the layers that predict further tokens, no legacy file says.
-        checkpoint = checkpoint.without_further_tokens() if checkpoint.predicts_further_tokens else checkpoint
-    if wanted is not None and not from_hugging_face:
-        checkpoint = _under_layer_spec(checkpoint, target, wanted)
-    if family is not None and not from_hugging_face and not isinstance(target, HuggingFace):
-        raise UsageError(
-            "a model family is used only where a Hugging Face folder is read or written",
-            found=f"--family {family.name}, from {checkpoint.format} to {target.name}", where=str(checkpoint.folder),
-            helps="leave the option out",
-        )  # fmt: skip
-    return checkpoint
-
-
-def _under_layer_spec(checkpoint: Checkpoint, target: Target, spec: str) -> Checkpoint:
-    """A checkpoint of Megatron under the names of a layer spec, which may be its own.
-
-    Raises:
-        UsageError: the option makes no sense for this source or target.
-        UnsupportedCheckpointError: the other spec has no such layers.
-    """
-    for_bridge = isinstance(target, TorchDist) and target.loop == "bridge"
-    if for_bridge or isinstance(checkpoint, ColossalAICheckpoint):
-        raise UsageError(
-            "the layer spec is chosen for jobs of Megatron-LM, from checkpoints of Megatron or from Hugging Face",
-            found=f"--transformer-impl {spec}, {'--for bridge' if for_bridge else f'a source in {checkpoint.format}'}",
-            where=str(checkpoint.folder), helps="leave the option out",
-        )  # fmt: skip
-    return checkpoint if checkpoint.arguments.transformer_impl == spec else UnderLayerSpec(checkpoint, spec)
-
-
 def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> LaidOut:
     """Lay out the files of a conversion.
 
@@ -131,13 +88,22 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
     kinds, notices = checkpoint.carried_kinds(), checkpoint.notices()
     if isinstance(target, Canonical):
         return LaidOut(_noting(canonical_output(checkpoint), notices), "", kinds)
-    output = _torch_dist(checkpoint, target) if isinstance(target, TorchDist) else _legacy(checkpoint, target)
+    output = _files_of_iteration(checkpoint, target)
     output = _noting(output, [], _version_notes(target))
     folder = RELEASE if checkpoint.released else iteration_name(checkpoint.iteration)
     below = _below(_with_companions(_noting(output, notices), checkpoint), folder)
     if isinstance(target, TorchDist) and target.loop == "bridge" and not checkpoint.released:
         below = replace(below, files=[*below.files, _file(LATEST_TRAIN_STATE, train_state(checkpoint), last=True)])
     return LaidOut(below, folder, kinds)
+
+
+def _files_of_iteration(checkpoint: Checkpoint, target: TorchDist | Legacy | FsdpDtensor) -> Output:
+    _check_buildable(checkpoint, target)
+    if isinstance(target, FsdpDtensor):
+        expert = target.expert_model_parallel_size
+        experts_apart = checkpoint.experts_apart if expert is None else expert > 1
+        return FsdpTarget(checkpoint, version_number(target.megatron_version), experts_apart).output()
+    return _torch_dist(checkpoint, target) if isinstance(target, TorchDist) else _legacy(checkpoint, target)
 
 
 def _check_vocabulary(checkpoint: Checkpoint, asked: int | None) -> None:
@@ -160,7 +126,7 @@ def _check_vocabulary(checkpoint: Checkpoint, asked: int | None) -> None:
         )  # fmt: skip
 
 
-def _check_buildable(checkpoint: Checkpoint, target: TorchDist | Legacy) -> None:
+def _check_buildable(checkpoint: Checkpoint, target: TorchDist | Legacy | FsdpDtensor) -> None:
     """Refuse a model of Hugging Face's that the version that will read it cannot build.
 
     Raises:
@@ -175,7 +141,6 @@ def _check_buildable(checkpoint: Checkpoint, target: TorchDist | Legacy) -> None
 
 
 def _torch_dist(checkpoint: Checkpoint, target: TorchDist) -> Output:
-    _check_buildable(checkpoint, target)
     expert = target.expert_model_parallel_size
     experts_apart = checkpoint.experts_apart if expert is None else expert > 1
     version, for_bridge = version_number(target.megatron_version), target.loop == "bridge"
@@ -197,7 +162,6 @@ def _file(name: str, content: bytes, last: bool = False) -> OutputFile:
 
 
 def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
-    _check_buildable(checkpoint, target)
     arguments = reader_arguments(checkpoint, target)
     is_wide = isinstance(checkpoint, HuggingFaceCheckpoint) and isinstance(checkpoint.family, WithWideNorms)
     if is_wide and (arguments.tensor_model_parallel_size or 1) > 1:
@@ -260,7 +224,7 @@ def _noting(output: Output, notes: Sequence[str], before: Sequence[str] = ()) ->
     return replace(output, notes=(*before, *output.notes, *notes))
 
 
-def _version_notes(target: TorchDist | Legacy) -> list[str]:
+def _version_notes(target: TorchDist | Legacy | FsdpDtensor) -> list[str]:
     """For which version the files are, where the user has named none: earlier ones may not read them."""
     if target.megatron_version is not None:
         return []
@@ -327,6 +291,7 @@ def reader_arguments(checkpoint: Checkpoint, target: Legacy) -> JobArguments:
         "ckpt_format": "torch",
         "use_dist_ckpt": False,
         "use_distributed_optimizer": not (checkpoint.optimizer_format and checkpoint.chain()),
+        **without_fsdp(written),
     }
     return written.changed(**changes)
 

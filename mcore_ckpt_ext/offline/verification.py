@@ -161,7 +161,7 @@ class _Run:
         if not isinstance(checkpoint, TorchDistCheckpoint):
             self.checks.append(Check(COMPLETE, "the files of all ranks"))
             return set()
-        findings, failed = check_index(self.folder, checkpoint.index)
+        findings, failed = check_index(self.folder, checkpoint.stored_index)
         self.findings.extend(findings)
         files = len({file for file, _ in labels(checkpoint)})
         self.checks.append(Check(COMPLETE, f"{files:,} files"))
@@ -253,6 +253,8 @@ class _Run:
         if joined:
             known = " and ".join(checkpoint.optimizer.witnesses())
             what = f"{joined:,} masters joined from weights and remainders, placed by {known}"
+            if checkpoint.rounds_weights:
+                what = f"{joined:,} masters, stored in place of the weights, which are their roundings"
             self.checks.append(Check(PROOF, what))
         if copied := sum(report.copied for report in reports):
             self.checks.append(Check(COPIES, f"{copied:,} elements of tied or replicated copies"))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
 from mcore_ckpt_ext.formats.common_state import sharding_type
+from mcore_ckpt_ext.formats.fsdp_dtensor import FsdpCheckpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
@@ -113,7 +114,9 @@ _Bound = tuple[str, Version | None, Version | None]
 
 
 def _bounds(checkpoint: Checkpoint) -> Iterator[_Bound]:
-    if isinstance(checkpoint, TorchDistCheckpoint):
+    if isinstance(checkpoint, FsdpCheckpoint):
+        yield "Megatron-FSDP has written this format since 0.14", Version(0, 14), None
+    elif isinstance(checkpoint, TorchDistCheckpoint):
         yield from _bounds_of_files(checkpoint)
         yield from _bounds_of_metadata(checkpoint)
     arguments = checkpoint.arguments
@@ -167,6 +170,8 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
     """
     if not isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         return [Resumption("nobody as it is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")]
+    if isinstance(checkpoint, FsdpCheckpoint):
+        return [*_of_fsdp(checkpoint, writer)]
     if not checkpoint.arguments.tells_all:
         return [*_of_another_loop(checkpoint)]
     # The format zarr left the loader in 0.16 (commit faa6037b).
@@ -186,6 +191,13 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
         note = "tested with 0.16.1, 0.19.0 and 0.19.2"
         found.append(Resumption("Megatron with mcore_ckpt_ext", _span(readable), "any", note))
     return found
+
+
+def _of_fsdp(checkpoint: FsdpCheckpoint, writer: Writer) -> Iterator[Resumption]:
+    readable = [version for version in KNOWN if max(writer.first, Version(0, 14)) <= version]
+    own = f"its own: {checkpoint.layout}; another DP"
+    yield Resumption("stock Megatron with --use-megatron-fsdp", _span(readable), own, _stock_note(checkpoint))
+    yield Resumption("Megatron without it", "none", "none", "convert it first: mcore-ckpt convert --to torch_dist")
 
 
 def _of_another_loop(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> Iterator[Resumption]:

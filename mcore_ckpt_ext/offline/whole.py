@@ -8,7 +8,7 @@ from pathlib import Path
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.canonical import is_canonical
 from mcore_ckpt_ext.formats.legacy import is_legacy
-from mcore_ckpt_ext.formats.plain_dcp import is_plain_dcp
+from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folders, iteration_name, read_tracker
@@ -58,12 +58,12 @@ def standing_of(run: Path, step: int | None = None) -> Standing | None:
         return None
     problems = problems_of(folder)
     later = tuple(number for number, newer in iterations.items() if number > wanted and problems_of(newer))
-    others = {number: path for number, path in iterations.items() if number != wanted and not is_plain_dcp(path)}
+    others = {number: path for number, path in iterations.items() if number != wanted and plain_backend(path) is None}
     return Standing(f"iteration {wanted}", problems, _newest_whole(others) if problems else None, later)
 
 
 def _is_of_another_format(folder: Path) -> bool:
-    return is_legacy(folder) or is_canonical(folder) or is_zarr(folder) or is_plain_dcp(folder)
+    return is_legacy(folder) or is_canonical(folder) or is_zarr(folder) or plain_backend(folder) is not None
 
 
 def problems_of(folder: Path) -> tuple[str, ...]:

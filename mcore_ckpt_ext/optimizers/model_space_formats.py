@@ -29,6 +29,7 @@ FULLY_RESHARDABLE = "fully_reshardable"
 MODEL_SPACE = "fully_sharded_model_space"
 LAYER_WISE = "layer_wise"
 NOT_DISTRIBUTED = "no_distributed_optimizer"
+FSDP_DTENSOR = "fsdp_dtensor"
 _FULLY_RESHARDABLE_MASTER = "param"
 _SAMPLE = 64
 
@@ -39,7 +40,9 @@ def encoding_of(keys: StoredKeys) -> dict[str, str]:
     gathered = {match["key"] for match in parts.values() if match["state"] == _FULLY_RESHARDABLE_MASTER}
     found = {}
     for key, match in parts.items():
-        if match["key"] in gathered:
+        if keys.label == FSDP_DTENSOR:
+            found[key] = FSDP_DTENSOR
+        elif match["key"] in gathered:
             found[key] = FULLY_RESHARDABLE
         elif keys.label == MODEL_SPACE or key in keys.natural_shapes:
             found[key] = MODEL_SPACE
@@ -107,6 +110,10 @@ def _model_space_by_stock(placement_changed: bool, version: Version) -> bool:
     return (0, 14) <= version < (0, 16)
 
 
+def _fsdp_by_stock(placement_changed: bool, version: Version) -> bool:
+    return version >= (0, 14)
+
+
 def _always_by_stock(placement_changed: bool, version: Version) -> bool:
     return True
 
@@ -147,5 +154,13 @@ ENCODINGS = (
         read=_read_repaired,
         stock_loads=_reshardable_by_stock,
         note="0.15 to 0.19 may have written it shifted: `mcore-ckpt verify` tells",
+    ),
+    Encoding(
+        name=FSDP_DTENSOR,
+        stored="arrays shaped like the weights, by the names of modules; masters in place of weights",
+        written_by="Megatron-FSDP since 0.14 (--use-megatron-fsdp)",
+        claims=_claims(FSDP_DTENSOR),
+        read=_read,
+        stock_loads=_fsdp_by_stock,
     ),
 )

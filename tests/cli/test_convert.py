@@ -94,7 +94,7 @@ def test_a_dry_run_estimates(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--to", "canonical", "--dtype", "float16"], "--dtype has no meaning for --to canonical"),
         (["--to", "torch_dist", "--bin"], "--bin has no meaning for --to torch_dist"),
         (["--to", "torch_dist", "--from", "weight"], "--from has no meaning for --to torch_dist"),
-        (["--to", "hf", "--megatron-version", "0.16"], "it belongs to --to torch_dist or legacy"),
+        (["--to", "hf", "--megatron-version", "0.16"], "it belongs to --to torch_dist, legacy or fsdp_dtensor"),
         (["--to", "torch_dist", "--tensor-model-parallel-size", "2"], "it belongs to --to legacy"),
         (["--to", "torch_dist", "--for", "bridge", "--transformer-impl", "local"], "for jobs of Megatron-LM"),
         (["--to", "legacy", "--megatron-version", "new"], "not a version of Megatron"),
@@ -135,12 +135,12 @@ def test_each_target_has_its_own_options_in_the_help(capsys: pytest.CaptureFixtu
         "--pipeline-model-parallel-size": "--to legacy",
         "--virtual-pipeline-model-parallel-size": "--to legacy",
         "--vocab-size": "--to legacy or hf",
-        "--megatron-version": "--to torch_dist or legacy",
-        "--expert-model-parallel-size": "--to torch_dist or legacy",
-        "--transformer-impl": "--to torch_dist, legacy or canonical",
+        "--megatron-version": "--to torch_dist, legacy or fsdp_dtensor",
+        "--expert-model-parallel-size": "--to torch_dist, legacy or fsdp_dtensor",
+        "--transformer-impl": "--to torch_dist, legacy, canonical or fsdp_dtensor",
         "--for": "--to torch_dist",
         **{
-            f"--source-{size}-size": "--to torch_dist, legacy or canonical"
+            f"--source-{size}-size": "--to torch_dist, legacy, canonical or fsdp_dtensor"
             for size in (
                 "tensor-model-parallel",
                 "pipeline-model-parallel",

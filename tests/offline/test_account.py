@@ -72,7 +72,7 @@ def add_to_legacy(folder: Path) -> None:
 ADDING = {"torch_dist": add_to_torch_dist, "zarr": add_to_zarr, "torch": add_to_legacy}
 
 
-# p50 is in a format that is not read.
+# Of p50's format see test_fsdp.py.
 READ = [name for name in FIXTURES if name[:3] != "p50"]
 
 
@@ -110,14 +110,6 @@ def test_what_nothing_knows_is_named(strange: Fixture, tmp_path: Path, capsys: p
     # Lost elements cannot be compared, not even with themselves.
     lost = mcore_ckpt_ext.open_checkpoint(strange.run).optimizer.lost_elements()
     assert told.splitlines()[-1].startswith("DIFFERENT" if lost else "NOT KNOWN TO BE EQUAL")
-
-
-def test_a_format_that_is_not_read_is_refused_by_name(tmp_path: Path) -> None:
-    """Megatron-FSDP's: nothing of it is taken for something else."""
-    for target in (mcore_ckpt_ext.Canonical(), mcore_ckpt_ext.TorchDist(), mcore_ckpt_ext.Legacy()):
-        with pytest.raises(UnsupportedCheckpointError, match="torch_dcp or fsdp_dtensor"):
-            mcore_ckpt_ext.convert(fixture_named("p50").run, tmp_path / "out", target, drop=["optimizer"])
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name", INTACT)

@@ -1,0 +1,229 @@
+"""The checkpoint format `fsdp_dtensor`: what Megatron-FSDP writes, in torch's own distributed checkpoint.
+
+Sources: `save_checkpoint`, `get_rng_state` and `preprocess_fsdp_dtensor_state_dict` (megatron/training/
+checkpointing.py), `sharded_param_state_fsdp_dtensor` (megatron/core/optimizer/distrib_optimizer.py), core_v0.14.0 to
+0.19.2. A parameter is one array, which is the optimizer's fp32 master; the weight that the model computes with is its
+rounding, and stored nowhere. Every entry of a dict is an object of its own: a parameter's group as one object for each
+setting.
+
+Here the index is read as that of a `torch_dist` checkpoint would be, in which the masters are the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
+from mcore_ckpt_ext.formats.fsdp_names import HALVES, parameter_of
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, RERUN_STATE, UNKNOWN, Unread, joined, of_the_job
+from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, is_first_linear, is_module_buffer
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
+from mcore_ckpt_ext.optimizers.table import format_name
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray, read_index
+
+NAME = FSDP_DTENSOR
+_MODEL, _STATE = "model.", "optimizer.state."
+_GROUP = re.compile(r"^optimizer\.(?:param_to_group_meta|param_groups)\.(?P<owner>.+)\.(?P<setting>\w+)$")
+_RANDOM_STATE = "rng_state."
+_MASTER = f"{_STATE}{FP32_PARAM}."
+
+
+class FsdpCheckpoint(TorchDistCheckpoint):
+    """One iteration folder in `fsdp_dtensor`."""
+
+    format = NAME
+
+    @cached_property
+    @override
+    def stored_index(self) -> DcpIndex:
+        return read_index(self.folder)
+
+    @override
+    def _read_index(self) -> DcpIndex:
+        if (self.arguments.pipeline_model_parallel_size or 1) > 1:
+            raise UnsupportedCheckpointError(
+                "it is not known how pipeline stages number their layers in this format",
+                found=f"pipeline-model-parallel-size {self.arguments.pipeline_model_parallel_size}",
+                where=str(self.folder), helps="Megatron itself resumes it",
+            )  # fmt: skip
+        self.rounds_weights = self._has_state
+        arrays: dict[str, StoredArray] = {}
+        halves: dict[str, list[StoredArray | None]] = {}
+        for key, array in self._parameters():
+            name, half = parameter_of(key, self.arguments)
+            if half is None:
+                _add(arrays, replace(array, key=self._prefix(array.key) + name))
+            else:
+                halves.setdefault(self._prefix(array.key) + name, [None] * len(HALVES))[half] = array
+        for key, both in halves.items():
+            _add(arrays, _one_above_the_other(key, both, str(self.folder)))
+        for key, array in list(arrays.items()):
+            self._check_order(key)
+            if not key.startswith(_STATE):
+                arrays |= self._weight_and_master(array)
+        ownerless = [key for key in arrays if key.startswith(_STATE) and key.split(".", 3)[3] not in arrays]
+        if ownerless:
+            raise UnreadableCheckpointError(
+                "the checkpoint has state of a parameter that it does not hold", where=f"{self.folder}: {ownerless[0]}",
+                helps="it is incomplete: use another iteration",
+            )  # fmt: skip
+        return DcpIndex(arrays, {}, {}, has_plans=True)
+
+    def _parameters(self) -> Iterator[tuple[str, StoredArray]]:
+        """The arrays of the model and of the optimizer, each with the module's name."""
+        for key, array in self.stored_index.arrays.items():
+            if key.startswith(_MODEL):
+                yield key.removeprefix(_MODEL), array
+            elif key.startswith(_STATE):
+                yield key.removeprefix(_STATE).rpartition(".")[0], array
+
+    @staticmethod
+    def _prefix(key: str) -> str:
+        """What Megatron's `torch_dist` puts before a parameter's name."""
+        return f"{_STATE}{key.rpartition('.')[2]}." if key.startswith(_STATE) else ""
+
+    def _weight_and_master(self, array: StoredArray) -> dict[str, StoredArray]:
+        """The two that an fp32 array is; another one, or a module's buffer, is a weight and no more."""
+        computes_in = "bfloat16" if self.arguments.bf16 else "float16" if self.arguments.fp16 else "float32"
+        if array.dtype != "float32" or is_module_buffer(array.key):
+            return {}
+        weight = {array.key: replace(array, dtype=computes_in)}
+        return {**weight, _MASTER + array.key: replace(array, key=_MASTER + array.key)} if self._has_state else weight
+
+    @cached_property
+    def _has_state(self) -> bool:
+        return any(key.startswith(_STATE) for key in self.stored_index.arrays)
+
+    def _check_order(self, key: str) -> None:
+        """Refuse what several tensor-parallel ranks have in an order that nothing else has.
+
+        Raises:
+            UnsupportedCheckpointError: their parts take turns in it.
+        """
+        gated = self.arguments.quick_geglu or self.arguments.gated_linear_unit
+        takes_turns = is_first_linear(key) and gated and not self.arguments.swiglu
+        if ".mixer." in key or (takes_turns and (self.arguments.tensor_model_parallel_size or 1) > 1):
+            raise UnsupportedCheckpointError(
+                "Megatron-FSDP stores this parameter with the parts of its tensor-parallel ranks in turn, which is not "
+                "read", where=key,
+            )  # fmt: skip
+
+    @override
+    def _read_common(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"content_metadata": {"distrib_optim_sharding_type": NAME}}
+        for key in self.stored_index.objects:
+            first, *rest = key.split(".")
+            if first in COMMON_KEYS and len(rest) <= 1:
+                value = self._stored_object(key)
+                if rest:
+                    found.setdefault(first, {})[rest[0]] = value
+                else:
+                    found[first] = value
+        return found
+
+    def _stored_object(self, key: str) -> Any:
+        return self._archived(self.stored_index.objects[key], key)
+
+    @override
+    def _unwrapped(self, loaded: Any, where: str) -> Any:
+        return loaded
+
+    @cached_property
+    @override
+    def stored_optimizer_format(self) -> str | None:
+        return format_name(self._optimizer_keys)
+
+    @cached_property
+    @override
+    def _keeps_nothing(self) -> bool:
+        return False
+
+    @cached_property
+    def _groups(self) -> list[dict[str, Any]]:
+        """Each distinct parameter group; every parameter has a copy of its own."""
+        settings: dict[str, dict[str, Any]] = {}
+        for key in self.stored_index.objects:
+            if match := _GROUP.match(key):
+                settings.setdefault(match["owner"], {})[match["setting"]] = self._stored_object(key)
+        distinct: list[dict[str, Any]] = []
+        for group in settings.values():
+            if group not in distinct:
+                distinct.append(group)
+        return distinct
+
+    @override
+    def _common_optimizers(self) -> list[dict[Any, Any]]:
+        return [{"optimizer": {"param_groups": self._groups}}] if self._has_state else []
+
+    @override
+    def unread(self, *, objects: bool = True) -> list[Unread]:
+        return joined(self._left_over())
+
+    def _left_over(self) -> Iterator[Unread]:
+        index = self.stored_index
+        sizes = {key: place.length for key, place in index.objects.items() if not self._is_taken(key)}
+        for key, array in index.arrays.items():
+            if not key.startswith((_MODEL, _STATE)):
+                sizes[key] = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
+        for key, nbytes in sizes.items():
+            if key.startswith((_RANDOM_STATE, RERUN_STATE)):
+                yield of_the_job(key.partition(".")[0], nbytes)
+            else:
+                yield Unread(key, UNKNOWN if key.startswith("optimizer.") else OTHER, nbytes)
+
+    @staticmethod
+    def _is_taken(key: str) -> bool:
+        """Whether an object is read, or says nothing (`handle_fp8_extra_state_case` takes extra states out)."""
+        return key.split(".")[0] in COMMON_KEYS or bool(_GROUP.match(key)) or is_extra_state(key)
+
+    @override
+    def sharded_keys(self) -> Mapping[str, ShardedKey]:
+        return Checkpoint.sharded_keys(self)  # as Megatron would have them: here no key stacks layers
+
+    @override
+    def extra_states(self) -> Mapping[str, Any]:
+        return fresh_extra_states(self.weights.names(), self.arguments.transformer_impl == "transformer_engine")
+
+    def kind_of(self, key: str) -> str:
+        """The kind of a stored array."""
+        if key.startswith(_STATE):
+            return key.rpartition(".")[2]
+        if not key.startswith(_MODEL):
+            return OTHER
+        is_master = _MASTER + parameter_of(key.removeprefix(_MODEL), self.arguments).name in self.index.arrays
+        return FP32_PARAM if is_master else WEIGHT
+
+
+def _add(arrays: dict[str, StoredArray], array: StoredArray) -> None:
+    if array.key in arrays:
+        raise UnreadableCheckpointError("two arrays are one parameter", where=array.key)
+    arrays[array.key] = array
+
+
+def _one_above_the_other(key: str, halves: list[StoredArray | None], where: str) -> StoredArray:
+    """A gated projection of its two halves.
+
+    Raises:
+        UnreadableCheckpointError: one of them is missing, or they do not fit.
+    """
+    gate, up = halves
+    if gate is None or up is None or gate.shape != up.shape or gate.dtype != up.dtype:
+        raise UnreadableCheckpointError(
+            "a gated projection is stored in halves that do not fit each other",
+            found=" and ".join("none" if half is None else f"{half.dtype} {half.shape}" for half in halves),
+            where=f"{where}: {key}", helps="the checkpoint is incomplete: use another iteration",
+        )  # fmt: skip
+    rows = gate.shape[0]
+    moved = [chunk._replace(offsets=(chunk.offsets[0] + rows, *chunk.offsets[1:])) for chunk in up.chunks]
+    return StoredArray(key, (2 * rows, *gate.shape[1:]), gate.dtype, (*gate.chunks, *moved))

@@ -1,0 +1,77 @@
+"""Names in `fsdp_dtensor`: those of the modules behind their wrappers' prefixes, gated projections in two halves.
+
+Sources: `_param_name` and `sharded_param_state_fsdp_dtensor` (megatron/core/optimizer/distrib_optimizer.py),
+`handle_swiglu_in_state_dict` and `handle_experts_in_state_dict` (megatron/core/transformer/fsdp_dtensor_checkpoint.py),
+core_v0.14.0 to 0.19.2: experts are numbered through the whole model, and of a SwiGLU's `linear_fc1` the gate is stored
+as `_w`, the up projection as `_v`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.local_parameters import LocalNames, model_space_name
+from mcore_ckpt_ext.model_space.names import is_first_linear, unwrapped
+
+MODEL = "model.module."
+STATE = "optimizer.state.module.module.module."
+GROUPS = "optimizer.param_to_group_meta.module.module.module."
+HALVES = ("w", "v")
+"""The gate, then the up projection: as they follow each other in the whole."""
+
+_HALF = re.compile(r"^(?P<whole>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])$")
+# A layer that predicts a further token is a layer like others, in a module that was renamed
+# (`MultiTokenPredictionLayer`, megatron/core/transformer/multi_token_prediction.py); its keys never were.
+_FURTHER = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)$")
+_AS_LAYER = "decoder.layers.0."
+
+
+class Stored(NamedTuple):
+    """What an array holds: a parameter, or a half of it: 0 for the gate, 1 for the up projection."""
+
+    name: str
+    half: int | None
+
+
+def parameter_of(module_name: str, arguments: JobArguments) -> Stored:
+    """What is stored under a module's name, with or without the wrappers' prefixes.
+
+    Raises:
+        UnsupportedCheckpointError: its elements lie in an order that nothing else has.
+    """
+    match = _HALF.match(module_name)
+    name = unwrapped(match["whole"] if match else module_name).lstrip(".")
+    half = HALVES.index(match["half"]) if match else None
+    if further := _FURTHER.match(name):
+        inner = model_space_name(_AS_LAYER + further[2], 0, 0, arguments).removeprefix(_AS_LAYER)
+        return Stored(f"mtp.layers.{further[1]}.transformer_layer.{inner}", half)
+    return Stored(model_space_name(name, 0, 0, arguments), half)
+
+
+class ModuleNames:
+    """The way back, for a job with given arguments."""
+
+    def __init__(self, arguments: JobArguments) -> None:
+        """Raises: UnsupportedCheckpointError, where that job's experts are arranged as nothing else is."""
+        self._names = LocalNames(arguments)
+        self._is_gated = bool(arguments.swiglu)
+
+    def of(self, name: str) -> str:
+        """The module's name of a parameter.
+
+        Raises:
+            UnsupportedCheckpointError: it predicts further tokens, in a module whose name depends on the version.
+        """
+        if name.startswith("mtp."):
+            raise UnsupportedCheckpointError(
+                "layers that predict further tokens are not written for Megatron-FSDP", where=name,
+                helps="convert --to torch_dist",
+            )  # fmt: skip
+        return self._names.local(name, 0, 0, tied_copy=False)
+
+    def halves(self, name: str) -> bool:
+        """Whether a parameter is stored in two halves."""
+        return self._is_gated and is_first_linear(name)

@@ -1,0 +1,182 @@
+"""Writing `fsdp_dtensor`: what a job with `--use-megatron-fsdp` resumes, under any tensor and data parallel size.
+
+Sources: `load_checkpoint` and `_load_base_checkpoint` (megatron/training/checkpointing.py),
+`_param2group_meta_to_param_groups` (megatron/core/optimizer/distrib_optimizer.py), core_v0.14.0 to 0.19.2. Every name
+that the job asks for has to be there, but for `--no-strict-fsdp-dtensor-load`; keys are flat, as torch flattens dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
+from mcore_ckpt_ext.formats.fsdp_names import GROUPS, HALVES, MODEL, STATE, ModuleNames
+from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
+from mcore_ckpt_ext.formats.unread import COMMON_KEYS
+from mcore_ckpt_ext.model_space.names import VOCABULARY, is_module_buffer, of_experts
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
+from mcore_ckpt_ext.planning.output import Output, OutputFile
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
+
+OLDEST = (0, 14)
+_CHUNK_BYTES = 128 << 20
+_MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+
+
+class FsdpTarget:
+    """Lays out one iteration folder.
+
+    `experts_apart`: experts have parameter groups of their own, as in jobs with several expert-parallel ranks.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, version: tuple[int, int], experts_apart: bool) -> None:
+        """Raises: UnsupportedCheckpointError, where that version, or Megatron-FSDP, has no such job."""
+        if version < OLDEST:
+            raise UnsupportedCheckpointError(
+                "that version of Megatron does not know this format", found=f"--megatron-version {_dotted(version)}",
+                expected=f"{_dotted(OLDEST)} or later", helps="convert --to torch_dist",
+            )  # fmt: skip
+        self._checkpoint = checkpoint
+        self._arguments = checkpoint.arguments
+        self._experts_apart = experts_apart
+        self._modules = ModuleNames(self._arguments)
+        self._state = PortableState.of(checkpoint, known_arguments(self._arguments), version)
+        self._optimizer = checkpoint.optimizer if checkpoint.optimizer_format else None
+        if self._optimizer is not None:
+            self._check_kinds(self._optimizer.carried_kinds)
+
+    def _check_kinds(self, kinds: Sequence[str]) -> None:
+        if set(kinds) - {FP32_PARAM} != set(_MOMENTS):
+            raise UnsupportedCheckpointError(
+                "Megatron-FSDP trains with Adam, and this is the state of another optimizer",
+                found=", ".join(kinds), expected=", ".join((FP32_PARAM, *_MOMENTS)),
+                where=str(self._checkpoint.folder), helps="--drop optimizer converts the weights alone",
+            )  # fmt: skip
+
+    def output(self) -> Output:
+        """All files of the folder, and where each tensor goes."""
+        writer = DistcpFiles()
+        for key, value in self._objects():
+            writer.add_object(key, value, wrapped=False)
+        for array in self._arrays():
+            writer.add_array(array)
+        files, records, metadata = writer.finish(with_shapes=False)
+        index = OutputFile(".metadata", len(metadata), ((0, metadata),), last=True)
+        afresh = "the state of the random generators is not carried: resume with --no-load-rng"
+        return Output([*files, index], records, (*self._state.notes, *self._about_roundings(), afresh))
+
+    def _about_roundings(self) -> Iterator[str]:
+        """Where a job that rounds the masters may have other weights than those of the source."""
+        joined = self._optimizer is not None and PARAM_REMAINDER in self._optimizer.kinds
+        if joined or self._checkpoint.proof.is_near:
+            yield (
+                "the weights are not written: the job that reads makes them by rounding the masters, which here may "
+                "differ from the stored ones in the last bit" + ("" if joined else ", or more: those have fewer bits")
+            )
+
+    def _arrays(self) -> Iterator[Array]:
+        for name in self._checkpoint.names(WEIGHT):
+            yield from self._array(MODEL, name, "", *self._main(name))
+        for kind in _MOMENTS if self._optimizer is not None else ():
+            for name in self._checkpoint.names(kind):
+                yield from self._array(STATE, name, f".{kind}", kind, self._checkpoint.named_tensor(kind, name))
+
+    def _main(self, name: str) -> tuple[str, LogicalTensor]:
+        """What takes the place of a weight: its master; without one the weight itself, in its master's dtype."""
+        weight = self._checkpoint.named_tensor(WEIGHT, name)
+        if is_module_buffer(name):
+            return WEIGHT, weight
+        is_trained = self._optimizer is not None and self._optimizer.logical_tensor(FP32_PARAM, name) is not None
+        return FP32_PARAM if is_trained else WEIGHT, LogicalTensor(name, weight.shape, "float32")
+
+    def _array(self, prefix: str, name: str, suffix: str, kind: str, tensor: LogicalTensor) -> Iterator[Array]:
+        """A tensor as one array, or as two."""
+        parts = [f"_{half}" for half in HALVES] if self._modules.halves(name) else [""]
+        rows = (tensor.shape[0] if tensor.shape else 1) // len(parts)
+        for number, part in enumerate(parts):
+            key = f"{prefix}{self._modules.of(name)}{part}{suffix}"
+            shape = (rows, *tensor.shape[1:]) if tensor.shape else ()
+            yield Array(key, shape, tensor.dtype, tuple(_chunks(kind, tensor, number * rows, rows)))
+
+    def _objects(self) -> Iterator[tuple[str, Any]]:
+        """Pickled objects by key."""
+        for key, value in self._common().items():
+            if isinstance(value, Mapping):
+                yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+            else:
+                yield key, value
+        if self._optimizer is None:
+            return
+        by_child = distinct_groups(self._checkpoint.param_groups(), self._experts_apart)
+        groups = [group for of_child in by_child for group in of_child]
+        for name in self._optimizer.names():
+            for setting, value in self._group_of(name, groups).items():
+                yield f"{GROUPS}{self._modules.of(name)}.{setting}", value
+
+    def _group_of(self, name: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The group that a parameter is in (`_get_param_groups`, megatron/core/optimizer/__init__.py).
+
+        Biases and arrays of one axis have no weight decay; experts on ranks of their own, and embeddings with a
+        learning rate of their own, have groups of their own.
+
+        Raises:
+            UnsupportedCheckpointError: the groups differ otherwise.
+        """
+        shape = self._checkpoint.named_tensor(WEIGHT, name).shape
+        decays = float(not name.endswith(".bias") and len(shape) != 1)
+        wanted = {"wd_mult": decays, "is_expert_parallel": of_experts(name), "is_decoupled_lr": name in VOCABULARY}
+        fit = list(groups)
+        for setting, value in wanted.items():
+            values = {bool(_setting(group, setting)) for group in groups}
+            if len(values) > 1:
+                fit = [group for group in fit if _setting(group, setting) == value]
+        if len(fit) != 1 or self._arguments.stated.get("no_weight_decay_cond_type"):
+            raise UnsupportedCheckpointError(
+                "which parameters belong to which parameter group is not known", found=f"{len(fit)} groups that fit",
+                expected="one with and one without weight decay, of dense parameters and of experts", where=name,
+                helps="convert --to torch_dist; or --drop optimizer",
+            )  # fmt: skip
+        return fit[0]
+
+    def _common(self) -> dict[str, Any]:
+        common = {key: value for key, value in self._state.common.items() if key in COMMON_KEYS}
+        common.pop("content_metadata", None)
+        arguments = common["args"]
+        pipeline = self._checkpoint.layout.pipeline
+        for name, value in {
+            "ckpt_format": FSDP_DTENSOR, "use_dist_ckpt": True, "use_megatron_fsdp": True, "no_save_rng": True,
+            "use_distributed_optimizer": True, "no_save_optim": self._optimizer is None,
+            "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
+            "transformer_pipeline_model_parallel_size": 1,
+            "data_parallel_size": pipeline * self._checkpoint.layout.data,
+            "padded_vocab_size": self._checkpoint.vocabulary_rows,
+        }.items():  # fmt: skip
+            setattr(arguments, name, value)
+        return common
+
+
+def _setting(group: Mapping[str, Any], name: str) -> Any:
+    """A setting of a group; NeMo prefixes the multipliers with `pre_`."""
+    return group.get(name, group.get(f"pre_{name}", False))
+
+
+def _chunks(kind: str, tensor: LogicalTensor, first: int, rows: int) -> Iterator[Chunk]:
+    """Rows of a tensor in chunks of bounded size."""
+    shape = tensor.shape
+    step = max(1, _CHUNK_BYTES // max(1, prod(shape[1:]) * ITEM_SIZE[tensor.dtype]))
+    for begin in range(0, max(rows, 1), step):
+        sizes = (min(step, rows - begin), *shape[1:]) if shape else ()
+        rest = (0,) * (len(shape) - 1)
+        region = Region(tensor.name, (first + begin, *rest) if shape else (), sizes)
+        wanted = WantedSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
+        yield Chunk((begin, *rest) if shape else (), sizes, wanted)
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

@@ -1,0 +1,25 @@
+"""Plugin for jobs with `--use-megatron-fsdp`: Transformer Engine's FusedAdam has state for empty shards, too.
+
+There every parameter gets its state before its gradient is looked at (transformer_engine/pytorch/optimizers/
+fused_adam.py, 2.20.2); otherwise ranks disagree on what they save.
+"""
+
+import os
+from typing import Any
+
+import torch
+from megatron_on_cpu.fused_adam import FusedAdam
+
+os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1, as elsewhere, is refused
+step = FusedAdam.step
+
+
+def step_with_all_states(self: Any, closure: None = None, **options: Any) -> None:
+    for group in self.param_groups:
+        for parameter in group["params"]:
+            if not self.state[parameter]:
+                self.state[parameter] = {kind: torch.zeros_like(parameter) for kind in ("exp_avg", "exp_avg_sq")}
+    step(self, closure, **options)
+
+
+FusedAdam.step = step_with_all_states  # type: ignore[method-assign]

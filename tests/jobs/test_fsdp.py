@@ -1,0 +1,51 @@
+"""Genuine Megatron-FSDP (`--use-megatron-fsdp`) on CPU ranks resumes what was converted for it, and its own alike."""
+
+from __future__ import annotations
+
+import pytest
+from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE
+
+from mcore_ckpt_ext.offline.conversion import convert
+from mcore_ckpt_ext.targets import FsdpDtensor, TorchDist
+from tests.harness.checkpoints import fixture_named
+from tests.harness.jobs import OFF, RANK_SCRIPTS, Job, resume
+from tests.harness.layouts import Layout
+
+DATA_PARALLEL = Layout(tensor=1, pipeline=1, ranks=4)
+FSDP = [
+    "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params", "--ckpt-format", "fsdp_dtensor",
+    "--no-load-rng",
+]  # fmt: skip
+# Its optimizer consists of DTensors, which nothing here dumps.
+UNDUMPED = {**OFF, MOMENTS_VARIABLE: "never"}
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    """Everything from iteration 4 on; a process has one such job, for torch remembers its process groups by name."""
+    folder = tmp_path_factory.mktemp("fsdp")
+    own, three = fixture_named("p50").run, fixture_named("p10").run
+    convert(own, folder / "torch_dist", TorchDist(megatron_version="0.19.2"))
+    convert(folder / "torch_dist", folder / "and_back", FsdpDtensor(megatron_version="0.19.2"))
+    convert(three, folder / "from_3d", FsdpDtensor(megatron_version="0.19.2"))
+    loads = {"own": own, "back": folder / "and_back", "from 3d": folder / "from_3d"}
+    plain = {"environment": UNDUMPED, "until": 8}
+    fsdp = {**plain, "more": FSDP, "plugins": [RANK_SCRIPTS / "fsdp_on_cpu.py"]}
+    found = {name: resume(folder / name, DATA_PARALLEL, run, **fsdp) for name, run in loads.items()}
+    stages = Layout(tensor=1, pipeline=2, ranks=4)
+    return {**found, "to 3d": resume(folder / "to 3d", stages, folder / "torch_dist", **plain)}
+
+
+def test_it_resumes_what_was_converted_as_its_own(resumed: dict[str, Job]) -> None:
+    """To 3D parallelism and back: every number that training comes to is the same."""
+    own = resumed["own"].losses
+    assert sorted(own) == [5, 6, 7, 8]
+    assert resumed["back"].losses == own
+
+
+@pytest.mark.parametrize(("name", "fixture"), [("to 3d", "p50"), ("from 3d", "p10")])
+def test_training_goes_on_in_the_other_world(resumed: dict[str, Job], name: str, fixture: str) -> None:
+    """With the losses of the job that was not interrupted, but for the order of its sums."""
+    record = fixture_named(fixture).job["losses"]
+    expected = {one["iteration"]: one["loss"]["lm loss"] for one in record if one["iteration"] > 4}
+    assert resumed[name].losses == pytest.approx(expected, abs=2e-4)
