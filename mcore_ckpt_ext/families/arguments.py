@@ -77,6 +77,16 @@ class ModelArguments:
     linear_value_head_dim: int = 128
     linear_num_key_heads: int = 16
     linear_num_value_heads: int = 32
+    dsa_indexer_n_heads: int | None = None
+    dsa_indexer_head_dim: int | None = None
+    dsa_indexer_topk: int | None = None
+    dsa_indexer_topk_freq: int = 1
+    dsa_indexer_skip_topk_offset: int = 0
+    dsa_indexer_rope_interleaved: bool = False
+    dsa_indexer_rotate_activation: bool = True
+    dsa_indexer_scoring_relu: bool = True
+    dsa_indexer_k_norm_epsilon: float | None = None
+    dsa_indexer_k_norm_fp32: bool = False
     attention_output_gate: bool = False
     attention_dropout: float = 0.1
     attention_softcap: float | None = None

@@ -34,15 +34,19 @@ _LINEAR: dict[str, Any] = {
     "experimental_attention_variant": None, "linear_attention_freq": None, "linear_conv_kernel_dim": 4,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
 }  # fmt: skip
+_INDEXED: dict[str, Any] = {
+    "experimental_attention_variant": None, "dsa_indexer_n_heads": None, "dsa_indexer_head_dim": None,
+    "dsa_indexer_topk": None, "dsa_indexer_k_norm_epsilon": None,
+}  # fmt: skip
 _YARN: dict[str, Any] = {
     "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "yarn_original_max_position_embeddings": None,
     "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
 }  # fmt: skip
 _SWITCHES = (
     "swiglu", "squared_relu", "quick_geglu", "rotary_interleaved", "qk_layernorm", "add_qkv_bias",
-    "attention_output_gate", "untie_embeddings_and_output_weights", "use_rope_scaling", "multi_latent_attention",
-    "layernorm_zero_centered_gamma", "moe_router_pre_softmax", "moe_router_enable_expert_bias",
-    "moe_shared_expert_gate", "moe_grouped_gemm",
+    "attention_output_gate", "dsa_indexer_rope_interleaved", "untie_embeddings_and_output_weights",
+    "use_rope_scaling", "multi_latent_attention", "layernorm_zero_centered_gamma", "moe_router_pre_softmax",
+    "moe_router_enable_expert_bias", "moe_shared_expert_gate", "moe_grouped_gemm",
 )  # fmt: skip
 _OFF = {"add_bias_linear": "--disable-bias-linear"}
 # What no flag says, or none that `gpt_builder` passes on to the model (pretrain_gpt.py of 0.12, gpt_builders.py of 0.16
@@ -58,6 +62,8 @@ def training_flags(arguments: ModelArguments) -> list[str]:
     values = dict(_VALUES)
     if arguments.num_experts:
         values |= _EXPERTS
+    if arguments.dsa_indexer_topk:
+        values |= _INDEXED
     if arguments.linear_attention_freq:
         values |= _LINEAR
     if arguments.multi_latent_attention:
@@ -73,6 +79,8 @@ def training_flags(arguments: ModelArguments) -> list[str]:
     if arguments.num_query_groups != arguments.num_attention_heads:
         words += ["--group-query-attention", "--num-query-groups", str(arguments.num_query_groups)]
     words += [_flag(name) for name in _SWITCHES if arguments.value(name)]
+    if arguments.dsa_indexer_topk and not arguments.dsa_indexer_rotate_activation:
+        words.append("--no-dsa-indexer-rotate-activation")
     words += [flag for name, flag in _OFF.items() if not arguments.value(name)]
     if arguments.position_embedding_type == "yarn" and not arguments.yarn_correction_range_round_to_int:
         words.append("--no-yarn-correction-range-round-to-int")

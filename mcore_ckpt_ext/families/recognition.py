@@ -21,6 +21,7 @@ from mcore_ckpt_ext.families.glm4_moe import Glm4MoE
 from mcore_ckpt_ext.families.glm4_moe_lite import Glm4MoELite
 from mcore_ckpt_ext.families.gpt2 import GPT2
 from mcore_ckpt_ext.families.gpt_oss import GptOss
+from mcore_ckpt_ext.families.indexed_attention import DeepSeekV32, GlmMoEDsa
 from mcore_ckpt_ext.families.internlm3 import InternLM3
 from mcore_ckpt_ext.families.llama import Llama
 from mcore_ckpt_ext.families.minimax_m2 import MiniMaxM2
@@ -42,6 +43,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
     KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
+    DeepSeekV32(), GlmMoEDsa(),
 )  # fmt: skip
 _NORMS_BEHIND = "it norms what comes out of a block, and Megatron what goes into it"
 _FACTORS = "it multiplies embeddings, residuals and logits by factors that Megatron has no arguments for"

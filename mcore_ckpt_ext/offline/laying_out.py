@@ -174,7 +174,7 @@ def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
     if isinstance(checkpoint, HuggingFaceCheckpoint) and checkpoint.family.needs_engine:
         raise UnsupportedCheckpointError(
             "it is not known how legacy files hold this model",
-            found="parameters that other formats store in parts", where=str(checkpoint.folder),
+            found="layers that Megatron builds of Transformer Engine's only", where=str(checkpoint.folder),
             helps="convert --to torch_dist",
         )  # fmt: skip
     if arguments.num_experts and arguments.add_bias_linear and (arguments.tensor_model_parallel_size or 1) > 1:

@@ -35,6 +35,7 @@ _MIXTURE: dict[str, Any] = {**_SIZES, "moe_intermediate_size": 16, "num_experts_
 _NET: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
 }  # fmt: skip
+_INDEXER: dict[str, Any] = {"index_topk": 8, "index_head_dim": 8, "index_n_heads": 2}
 _LLAMA_3_ROPE = {
     "rope_theta": 500000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
@@ -115,6 +116,8 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         "Qwen3_5MoeTextConfig", **{**_MIXTURE, "num_hidden_layers": 4}, head_dim=16, num_experts=4, **_NET,
         shared_expert_intermediate_size=24,
     ),
+    "deepseek_v32": _configured("DeepseekV32Config", **_LATENT, **_INDEXER),
+    "glm_moe_dsa": _configured("GlmMoeDsaConfig", **_LATENT, **_INDEXER, routed_scaling_factor=1.5),
     "glm4_moe_lite": _configured(
         "Glm4MoeLiteConfig",
         **{key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"}, routed_scaling_factor=1.5,

@@ -139,6 +139,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
                             "rope_theta": 10000000, "rope_type": "default"},
     },
+    "DeepSeek-V3.2": {
+        **_DEEPSEEK_V3, "model_type": "deepseek_v32", "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
+    },
+    "GLM-5": {
+        **{key: value for key, value in _DEEPSEEK_V3.items()
+           if key not in ("aux_loss_alpha", "rope_scaling", "rope_theta", "quantization_config")},
+        "model_type": "glm_moe_dsa", "head_dim": 64, "index_head_dim": 128, "index_n_heads": 32, "index_topk": 2048,
+        "indexer_rope_interleave": True, "kv_lora_rank": 512, "n_group": 1, "topk_group": 1, "num_attention_heads": 64,
+        "num_hidden_layers": 78, "num_key_value_heads": 64, "q_lora_rank": 2048, "qk_head_dim": 256,
+        "qk_nope_head_dim": 192, "rms_norm_eps": 1e-5, "rope_interleave": True, "v_head_dim": 256,
+        "rope_parameters": {"rope_theta": 1000000, "rope_type": "default"},
+    },
     "GLM-4.7-Flash": {
         **{key: value for key, value in _DEEPSEEK_V3.items()
            if key not in ("aux_loss_alpha", "moe_layer_freq", "rope_scaling", "scoring_func", "quantization_config")},

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 LAYOUTS: dict[str, tuple[int, int]] = {"TP1": (1, 1), "TP2": (2, 1), "EP2": (1, 2)}
 """Tensor-parallel and expert-parallel size, of two ranks."""
 _DENSE, _EXPERTS = ("TP1", "TP2"), ("TP1", "TP2", "EP2")
+_INDEXED = ("TP1", "EP2")  # Megatron shares it among tensor-parallel ranks with sequence parallelism only
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ SHOWN: dict[str, Shown] = {
     "qwen3_next": Shown("qwen3_next", engine=_EXPERTS, tolerance=5e-5),  # of the recurrence, in fp32
     "qwen3_5": Shown("qwen3_5_text", engine=_DENSE, tolerance=5e-5),
     "qwen3_5_moe": Shown("qwen3_5_moe_text", engine=_EXPERTS, tolerance=5e-5),
+    "deepseek_v32": Shown("deepseek_v32", engine=_INDEXED),
+    "glm_moe_dsa": Shown("glm_moe_dsa", engine=_INDEXED, tolerance=5e-5),
     "glm4_moe_lite": Shown("glm4_moe_lite", _EXPERTS),
     "internlm3": Shown("internlm3", _DENSE),
     "gemma3": Shown("gemma3_text"),

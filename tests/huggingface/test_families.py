@@ -32,16 +32,23 @@ from tests.harness.witnesses import BUILT_BY_MEGATRON, SHOWN
 NOT_THE_MODEL = {"transformers_version", "_name_or_path"}
 # DeepSeek-V3: layers that predict further tokens, of which transformers has none.
 LOST = dict.fromkeys(
-    ("deepseek_v3", "glm4_moe", "glm4_moe_air", "glm4_moe_lite"), {"num_nextn_predict_layers", "num_mtp_layers"}
+    ("deepseek_v3", "glm4_moe", "glm4_moe_air", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
+    {"num_nextn_predict_layers", "num_mtp_layers"},
 )
 # Of two ways to say the same the other one is written; released DeepSeek models say more than transformers knows.
 _RELEASED = {"aux_loss_alpha", "moe_layer_freq", "topk_method", "scoring_func"}
+_INDEXED = {"rope_interleave", "mlp_bias"}
 SAID_OTHERWISE = {
     "minimax_m2": {"use_qk_norm", "use_routing_bias", "qk_norm_type", "scoring_func"},
     "gpt_oss": {"rope_parameters"},  # without the betas that all have
     "qwen3_next": {"partial_rotary_factor"},
     "qwen3_5": {"partial_rotary_factor", "mtp_num_hidden_layers", "attn_output_gate"},
     "qwen3_5_moe": {"partial_rotary_factor", "mtp_num_hidden_layers", "attn_output_gate", "norm_topk_prob"},
+    "deepseek_v32": {*_RELEASED, *_INDEXED},
+    "glm_moe_dsa": {
+        *_RELEASED, *_INDEXED, "index_topk_freq", "indexer_rope_interleave", "partial_rotary_factor",
+        "rope_parameters",
+    },
     "glm4_moe_lite": {*_RELEASED, "first_k_dense_replace", "partial_rotary_factor", "rope_parameters"},
     "internlm3": {"mlp_bias", "architectures"}, "gemma3": {"use_bidirectional_attention"},
     "phi3": {"partial_rotary_factor"}, "phi4_mini": {"partial_rotary_factor"},
@@ -183,8 +190,10 @@ def test_gemma_3_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_path:
     assert told["softmax_scale"] == pytest.approx(24**-0.5)
 
 
-@pytest.mark.parametrize("spec", LAYER_SPECS)
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "glm4_moe_air"])
+@pytest.mark.parametrize(
+    ("name", "spec"),
+    [(name, spec) for name in ("deepseek_v3", "glm4_moe", "glm4_moe_air", "deepseek_v32") for spec in specs_of(name)],
+)
 def test_layers_that_predict_further_tokens(
     name: str, spec: LayerSpec, models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -141,10 +141,11 @@ IN_OTHER_WORDS = {
         "full_attention_interval", "mlp_only_layers", "mtp_use_dedicated_embeddings", "rope_parameters",
     },
     "gpt-oss-20b": {"rope_scaling"},
+    "GLM-5": {"head_dim", "qk_head_dim", "rope_parameters"},
     "InternLM3 8B": {"bias", "qkv_bias"}, "Gemma 3 27B": {"rope_local_base_freq", "rope_scaling", "rope_theta"},
     "MiniMax-M2": {"rotary_dim", "shared_intermediate_size"},
 }  # fmt: skip
-SAME_POSITIONS = {"DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-V3", "Kimi-K2"}
+SAME_POSITIONS = {"DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-V3", "Kimi-K2", "DeepSeek-V3.2"}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
