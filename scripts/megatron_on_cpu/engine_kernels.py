@@ -6,12 +6,13 @@ forward pass runs: training needs ``synthetic_training``.
 
 Read in Transformer Engine 2.20.2: transformer_engine/common/__init__.py, common/multi_tensor/adam.cu,
 and under transformer_engine/pytorch csrc/extensions/pybind.cpp, optimizers/fused_adam.py, module/base.py and
-tensor/float8_tensor.py.
+tensor/float8_tensor.py.  It runs with 2.13.0 and 2.16.0, too.
 """
 
 from __future__ import annotations
 
 import enum
+import functools
 import importlib
 import os
 import sys
@@ -50,6 +51,8 @@ FP8BwdTensors = enum.IntEnum(
 NVTE_Fused_Attn_Backend = enum.IntEnum(
     "NVTE_Fused_Attn_Backend", {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
 )
+# A member of it in 2.13; later releases insist that it is none.
+NVTE_Fused_Attn_Backend.NVTE_F16_max512_seqlen = 0
 
 
 class FP8TensorMeta:
@@ -223,6 +226,21 @@ def install() -> None:
     common: Any = importlib.import_module("transformer_engine.common")
     common.load_framework_extension = lambda _: None
     importlib.import_module("transformer_engine.pytorch")
+    # It asks for a GPU that has the kernels of the recipe, none of which is called.
+    recipes: Any = importlib.import_module("transformer_engine.pytorch.quantization")
+    recipes.check_mxfp8_support = lambda: (True, "")
+    _put_on_the_cpu(importlib.import_module("transformer_engine.pytorch.quantized_tensor").QuantizedTensor)
+
+
+def _put_on_the_cpu(kind: Any) -> None:
+    """Its tensors name no device when they are made of others, up to 2.13; that is then the present GPU."""
+    make = kind.__new__
+
+    @functools.wraps(make)
+    def new(cls: type, *positional: Any, device: Any = None, **keywords: Any) -> Any:
+        return make(cls, *positional, device=torch.device("cpu") if device is None else device, **keywords)
+
+    kind.__new__ = staticmethod(new)
 
 
 def _fill(module: types.ModuleType, given: Iterable[Any]) -> None:

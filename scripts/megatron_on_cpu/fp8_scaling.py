@@ -26,7 +26,7 @@ def advance(chunks: list[Any], iteration: int) -> None:
     """What a pass through the model does to the scales and histories of its modules."""
     for chunk in chunks:
         config = importlib.import_module("megatron.core.utils").get_model_config(chunk)
-        if not config.fp8 or config.fp8_recipe != "delayed":
+        if not config.fp8:
             continue
         context = importlib.import_module("megatron.core.fp8_utils").get_fp8_context
         for module, _ in _modules(chunk):

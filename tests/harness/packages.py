@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ def installed_beside(package: str, version: str, *options: str) -> Path:
 def _engine() -> str:
     """The folder with Transformer Engine's Python part: TE_PATH names another release, or a build."""
     return os.environ.get(ENGINE_VARIABLE) or str(installed_beside("transformer-engine", _ENGINE_VERSION))
+
+
+def engine_version() -> tuple[int, int]:
+    """The release of Transformer Engine that jobs have: major and minor number."""
+    (found,) = metadata.distributions(name="transformer-engine", path=[_engine()])
+    major, minor, *_ = found.version.split(".")
+    return int(major), int(minor)
 
 
 def with_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:

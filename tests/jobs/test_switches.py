@@ -18,7 +18,7 @@ from megatron_on_cpu.dump_optimizer import assemble
 from tests.harness.jobs import SAVED, assert_same_training_state, differing
 from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA
-from tests.harness.packages import with_transformer_engine
+from tests.harness.packages import engine_version, with_transformer_engine
 from tests.harness.turns import Results, Turn, run_in_turn
 
 SAME, OTHER = Layout(2, 2, 4), Layout(1, 2, 4)
@@ -65,6 +65,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
 
 @pytest.mark.parametrize(("one", "other", "layout"), SWITCHES, ids=lambda value: str(value))
 def test_masters_and_moments_move_to_their_new_home(results: Results, one: str, other: str, layout: Layout) -> None:
+    if "gathered" in one and engine_version() < (2, 16):
+        pytest.skip("torch's safe reader, and so stock Megatron, refuses what Transformer Engine 2.13 pickles")
     saved, resumed = results.job(one), results.job(name_of(one, other, layout))
     assert any("optimizer resumed from" in line for line in resumed.said)
     assert_same_training_state(saved.at_save, resumed.at_load)
