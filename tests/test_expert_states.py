@@ -83,6 +83,12 @@ def as_bytes(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
+def as_stream(found: Any) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(found, stream)
+    return stream
+
+
 def pickled(found: Any) -> torch.Tensor:
     return as_bytes(pickle.dumps(found))
 
@@ -119,13 +125,22 @@ def test_views_of_a_larger_storage_are_read(recipe: Any) -> None:
 
 def test_streams_of_1_x(recipe: Any) -> None:
     whole = {name: values for name, values in content(recipe).items() if name != "recipe"}
-    stream = io.BytesIO()
-    torch.save({**whole, "scale_inv_fwd": whole["scale_fwd"]}, stream)
+    stream = as_stream({**whole, "scale_inv_fwd": whole["scale_fwd"]})
     state = joined_state(split_state(stream, EXPERTS))
     assert isinstance(state, io.BytesIO)
     found = torch.load(state, weights_only=True)
     assert torch.equal(found["scale_inv_fwd"], whole["scale_fwd"])
     assert found["extra_fp8_variables"] == whole["extra_fp8_variables"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_long_histories_of_many_experts(stream: bool) -> None:
+    """1,024 is Transformer Engine's own default; what was joined is split again."""
+    whole = {"amax_history_fwd": torch.rand(1024, 3 * 64), "extra_fp8_variables": {"num_gemms": 64}}
+    state = as_stream(whole) if stream else pickled(whole)
+    for _ in range(2):
+        state = joined_state(split_state(state, 64))
+    assert torch.equal(scaling_of(state)["amax_history_fwd"], whole["amax_history_fwd"])
 
 
 def test_what_is_written_is_the_same_each_time(recipe: Any) -> None:

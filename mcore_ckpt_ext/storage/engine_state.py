@@ -150,6 +150,7 @@ class _Records:
     """
 
     def __init__(self, content: bytes) -> None:
+        self.nbytes = len(content)
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             records = archive.infolist()
             sizes = sum(record.file_size for record in records)
@@ -166,7 +167,8 @@ class _Unpickler(SafeUnpickler):
 
     def __init__(self, data: bytes, archive: _Records | None) -> None:
         super().__init__(data, "an extra state")
-        self._archive, self._budget = archive, Budget(len(data), "an extra state")
+        self._archive, nbytes = archive, len(data) if archive is None else archive.nbytes
+        self._budget = Budget(nbytes, "an extra state")
 
     @classmethod
     def whole(cls, data: bytes, archive: _Records | None) -> Any:
