@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, with_article
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, some, with_article
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
@@ -278,6 +278,9 @@ class HuggingFaceCheckpoint(Checkpoint):
             )
         else:
             found.append(f"train it with: {flags}")
+        if wide := self._weights.wider_than_most:
+            most = self._weights.dtypes[0]
+            found.append(f"in float32, unlike the rest, so that a job in {most} rounds them: {some(wide, _SHOWN)}")
         if self._model.position_embedding_type == "yarn":
             found.append("--position-embedding-type yarn is of Megatron 0.19 and later")
         return found + self._stale

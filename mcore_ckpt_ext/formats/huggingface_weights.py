@@ -11,6 +11,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import HuggingFaceTensor, parameter_shapes
 from mcore_ckpt_ext.formats.huggingface_folder import StoredTensor
+from mcore_ckpt_ext.model_space.names import is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.extents import Rearranged
@@ -47,6 +48,14 @@ class ModelSpaceWeights(StoredOnce):
         for tensor in self._tensors.values():
             elements[tensor.dtype] = elements.get(tensor.dtype, 0) + prod(tensor.shape)
         return sorted(elements, key=lambda dtype: -elements[dtype])
+
+    @property
+    def wider_than_most(self) -> list[str]:
+        """Parameters in fp32 where most are not; Megatron itself keeps a router's bias so."""
+        if self.dtypes[:1] == ["float32"]:
+            return []
+        tensors = self._tensors.values()
+        return [one.name for one in tensors if one.dtype == "float32" and not is_module_buffer(one.name)]
 
     def names(self) -> list[str]:
         """All names."""

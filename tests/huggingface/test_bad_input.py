@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_article
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from tests.harness.checkpoints import fixture_named
 from tests.harness.huggingface import MISTAKES
 
@@ -178,42 +178,6 @@ def test_it_is_refused(
     assert told in shown
     assert "Traceback" not in shown
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-@pytest.mark.parametrize(
-    ("stated", "told"),
-    [
-        ("num_layers=1", "not Llama: a decoder.layers.1."), ("num_layers=two", "num_layers: 'two'"),
-        ("layernorm_epsilon=-1", "layernorm_epsilon: -1"), ("hidden_size=16", "contradict its parameters"),
-        ("swiglu=false", "not Llama: swiglu is False, not True"),
-    ],
-)  # fmt: skip
-def test_a_stated_argument_is_named_where_it_is_refused(
-    stated: str, told: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.Canonical())
-    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf", "--argument", stated]) == 2
-    shown = capsys.readouterr().err
-    assert told in shown
-    assert f"where: {tmp_path / 'run'}, --argument {stated}" in shown
-
-
-@pytest.mark.parametrize("name", ["nowhere", "empty"])
-def test_a_tokenizer_that_is_not_there(
-    name: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.Canonical())
-    (tmp_path / "empty").mkdir()
-    words = ["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf", "--tokenizer", str(tmp_path / name)]
-    assert main(words) == 2
-    shown = capsys.readouterr().err
-    assert ("there is no such folder" if name == "nowhere" else "holds no tokenizer") in shown
-    assert "such as tokenizer.json or config.json" in shown
-
-
-def test_articles_are_those_that_are_spoken() -> None:
-    nouns = ("Ernie45", "OLMoE", "GPT2", "Llama", "lm_head.weight", "MiMo", "output_layer.weight", "mtp.layers")
-    assert [with_article(noun).split()[0] for noun in nouns] == ["an", "an", "a", "a", "an", "a", "an", "an"]
 
 
 def test_pickles_of_strangers_run_no_code(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

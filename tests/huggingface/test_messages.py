@@ -1,0 +1,63 @@
+"""What a user is told: of which argument an error is, what a tokenizer is looked for by, what a job will round."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.errors import with_article
+from tests.harness.huggingface import make
+
+
+@pytest.mark.parametrize(
+    ("stated", "told"),
+    [
+        ("num_layers=1", "not Llama: a decoder.layers.1."), ("num_layers=two", "num_layers: 'two'"),
+        ("layernorm_epsilon=-1", "layernorm_epsilon: -1"), ("hidden_size=16", "contradict its parameters"),
+        ("swiglu=false", "not Llama: swiglu is False, not True"),
+    ],
+)  # fmt: skip
+def test_a_stated_argument_is_named_where_it_is_refused(
+    stated: str, told: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.Canonical())
+    assert main(["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf", "--argument", stated]) == 2
+    shown = capsys.readouterr().err
+    assert told in shown
+    assert f"where: {tmp_path / 'run'}, --argument {stated}" in shown
+
+
+@pytest.mark.parametrize("name", ["nowhere", "empty"])
+def test_a_tokenizer_that_is_not_there(
+    name: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.Canonical())
+    (tmp_path / "empty").mkdir()
+    words = ["convert", str(tmp_path / "run"), str(tmp_path / "hf"), "--to", "hf", "--tokenizer", str(tmp_path / name)]
+    assert main(words) == 2
+    shown = capsys.readouterr().err
+    assert ("there is no such folder" if name == "nowhere" else "holds no tokenizer") in shown
+    assert "such as tokenizer.json or config.json" in shown
+
+
+def test_articles_are_those_that_are_spoken() -> None:
+    nouns = ("Ernie45", "OLMoE", "GPT2", "Llama", "lm_head.weight", "MiMo", "output_layer.weight", "mtp.layers")
+    assert [with_article(noun).split()[0] for noun in nouns] == ["an", "an", "a", "a", "an", "a", "an", "an"]
+
+
+def test_what_a_job_rounds_is_told(tmp_path: Path) -> None:
+    """Qwen3.5 is released in bf16, but for a few vectors in fp32; a job holds all in its own dtype."""
+    told = "in float32, unlike the rest, so that a job in bfloat16 rounds them: decoder.layers.0.self_attention.A_log"
+    make("qwen3_5", tmp_path / "model", torch.bfloat16)
+    report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "plain", mcore_ckpt_ext.TorchDist())
+    assert not any("rounds them" in note for note in report.notes)
+    file = tmp_path / "model" / "model.safetensors"
+    stored = load_file(file)
+    save_file({name: tensor.float() if "A_log" in name else tensor for name, tensor in stored.items()}, file)
+    report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    assert any(note.startswith(told) for note in report.notes)
