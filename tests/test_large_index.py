@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage import safe_pickle
-from mcore_ckpt_ext.storage.dcp_index import read_index
+from mcore_ckpt_ext.storage.dcp_index import Lent, lent, read_index
 
 # A gradient buffer of one bucket, beyond 2**31 elements, in so many pieces.
 PIECES, PIECE = 4000, 1 << 20
@@ -65,3 +67,25 @@ def test_an_index_beyond_two_thousand_million_elements(
     array = read_index(tmp_path).arrays["buffer"]
     assert array.shape == (PIECES * PIECE,)
     assert [chunk.offsets for chunk in array.chunks] == [(number * PIECE,) for number in range(PIECES)]
+
+
+def test_what_is_lent_is_parsed_once_and_only_for_its_folder(tmp_path: Path) -> None:
+    content = by_this_package()
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "other" / ".metadata").write_bytes(content)
+    with lent(Lent(tmp_path / "one", content)):
+        found = read_index(tmp_path / "other" / ".." / "one")
+        assert found is read_index(tmp_path / "one")
+        assert found.arrays.keys() == {"buffer"}
+        assert read_index(tmp_path / "other") is not found
+    with pytest.raises(UnreadableCheckpointError, match="cannot be read"):
+        read_index(tmp_path / "one")
+
+
+def test_what_is_lent_damaged_is_refused_by_the_name_of_its_file(tmp_path: Path) -> None:
+    with (
+        lent(Lent(tmp_path, b"no index")),
+        pytest.raises(CheckpointError, match=re.escape(str(tmp_path / ".metadata"))),
+    ):
+        read_index(tmp_path)

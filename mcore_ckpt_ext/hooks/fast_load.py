@@ -20,6 +20,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.announce import announce, states_of_nobody
+from mcore_ckpt_ext.hooks.shared_index import index_read_once
 from mcore_ckpt_ext.online.admission import verify_checksums
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here, rank_and_size
 from mcore_ckpt_ext.online.sharded_load import ShardedLoad, extra_states_of_nobody, respelled, stumbling_block
@@ -57,33 +58,6 @@ def reading_fast(opened: Checkpoint | None = None) -> Iterator[None]:
             yield
     finally:
         strategy.load = original
-
-
-@contextmanager
-def index_read_once() -> Iterator[None]:
-    """Within this scope torch unpickles the index of a folder once; Megatron asks it four times in a load.
-
-    Twice for the common state, for tensors, and for objects (`FileSystemReader.read_metadata`,
-    torch/distributed/checkpoint/filesystem.py, 2.2 to 2.13). Megatron's own `CachedMetadataFileSystemReader` does the
-    same, where it is used.
-    """
-    reader: Any = import_module("torch.distributed.checkpoint").FileSystemReader
-    original = reader.read_metadata
-    known: dict[str, Any] = {}
-
-    @functools.wraps(original)
-    def read_metadata(self: Any, *positional: Any, **keywords: Any) -> Any:
-        if positional or keywords:
-            return original(self, *positional, **keywords)
-        if str(self.path) not in known:
-            known[str(self.path)] = original(self)
-        return known[str(self.path)]
-
-    reader.read_metadata = read_metadata
-    try:
-        yield
-    finally:
-        reader.read_metadata = original
 
 
 def _load(asked: Any, folder: Path, opened: Checkpoint | None, stock: Callable[[Any], Any]) -> Any:

@@ -16,12 +16,13 @@ from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.attended import attended
-from mcore_ckpt_ext.hooks.fast_load import index_read_once, reading_fast
+from mcore_ckpt_ext.hooks.fast_load import reading_fast
 from mcore_ckpt_ext.hooks.first_look import first_look, megatron_version, refuse_another_kind
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
 from mcore_ckpt_ext.hooks.proof import Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.hooks.resuming import taking_what_is_whole
+from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.online.homes.recognition import Chain
@@ -45,9 +46,10 @@ def wrap_load_checkpoint(original: Function) -> Function:
         chunks = scope["unwrap_model"](ddp_model)
         witness = Witness(chunks)
         arguments = scope["get_args"]()
-        whole = taking_what_is_whole(scope, getattr(arguments, call.arguments["load_arg"]))
-        once = index_read_once() if LOAD.chosen(arguments) == FAST else nullcontext()
-        with attended(), once, whole:
+        directory = getattr(arguments, call.arguments["load_arg"])
+        whole = taking_what_is_whole(scope, directory)
+        once = index_shared(arguments, directory) if LOAD.chosen(arguments) == FAST else nullcontext()
+        with attended(), whole, once:
             result, weaker = load(call.arguments, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         if optimizer is not None:
             prove_loaded(chunks, optimizer, witness.has_seen_a_load(chunks), weaker)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from operator import gt, sub
 from pathlib import Path
@@ -20,7 +23,7 @@ from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 METADATA_FILE = ".metadata"
 # A chunk takes some 300 bytes, and the largest checkpoints have millions of them.
-_INDEX_BYTES = 8 << 30
+INDEX_BYTES = 8 << 30
 
 
 class StoredChunk(NamedTuple):
@@ -73,16 +76,54 @@ class DcpIndex:
     chunks_show_parameters: bool = True
 
 
+class Lent:
+    """The index of an iteration folder that somebody else has read; it is parsed once.
+
+    Attributes:
+        folder: the iteration folder.
+        data: what is in `.metadata`.
+    """
+
+    def __init__(self, folder: Path, data: bytes) -> None:
+        self.folder, self.data = folder, data
+
+    @cached_property
+    def index(self) -> DcpIndex:
+        """What it says; errors as of `read_index`."""
+        return _parsed(self.data, self.folder / METADATA_FILE)
+
+
+_LENT: ContextVar[Lent | None] = ContextVar("mcore_ckpt_ext_lent_index", default=None)
+
+
+@contextmanager
+def lent(index: Lent | None) -> Iterator[None]:
+    """Within this scope, that index is not read from its folder; None lends nothing."""
+    token = _LENT.set(index)
+    try:
+        yield
+    finally:
+        _LENT.reset(token)
+
+
+def lent_of(folder: Path) -> Lent | None:
+    """What is lent of a folder now."""
+    found = _LENT.get()
+    return found if found is not None and found.folder.resolve() == folder.resolve() else None
+
+
 def read_index(folder: Path) -> DcpIndex:
-    """Read `.metadata` of an iteration folder.
+    """Read `.metadata` of an iteration folder, or take what is lent of it.
 
     Raises:
         UnreadableCheckpointError: it is missing, damaged, or contradicts itself.
         UnsupportedCheckpointError: the records are compressed.
     """
+    if (found := lent_of(folder)) is not None:
+        return found.index
     path = folder / METADATA_FILE
     try:
-        data = read_file(folder, METADATA_FILE, _INDEX_BYTES)
+        data = read_file(folder, METADATA_FILE, INDEX_BYTES)
     except OSError as error:
         raise UnreadableCheckpointError(
             "the checkpoint's index cannot be read",
@@ -90,6 +131,10 @@ def read_index(folder: Path) -> DcpIndex:
             where=str(path),
             helps=remedy(error),
         ) from error
+    return _parsed(data, path)
+
+
+def _parsed(data: bytes, path: Path) -> DcpIndex:
     try:
         with collector_paused():
             return _index(safe_loads(data, str(path)))

@@ -116,6 +116,14 @@ def test_this_package_read_the_tensors_and_said_nothing(name: str, outcomes: Out
         assert fast["fast"] > 0
 
 
+@pytest.mark.parametrize("name", FIXTURES)
+def test_the_index_is_read_by_one_rank_for_all(name: str, outcomes: Outcomes) -> None:
+    first, *others = (rank["index reads"] for rank in outcomes[f"{name} fast"])
+    assert first > 0
+    assert others == [0] * (LAYOUT.ranks - 1)
+    assert all(rank["index reads"] > 0 for rank in outcomes[f"{name} stock"])
+
+
 def test_megatron_itself_gets_its_own_arguments(outcomes: Outcomes) -> None:
     assert all(rank["passed_through"] == [True] for rank in outcomes["p10 fast"])
 

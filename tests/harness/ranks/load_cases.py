@@ -14,6 +14,7 @@ import importlib
 import json
 import os
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,12 @@ class Witness:
         self.resumes: list[Prepared] = []
         self.fast: list[int] = []
         self.memory: dict[str, int] = {}
+        self.index_reads = 0
+        sys.addaudithook(self._hear)
+
+    def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).endswith("/.metadata"):
+            self.index_reads += 1
 
     def install(self) -> None:
         """Take the place of stock Megatron's function, below the product's wrapper, and listen to the product."""
@@ -93,6 +100,7 @@ class Witness:
         """Start anew, for the next load."""
         for heard in (self.stock_calls, self.lines, self.resumes, self.memory, self.fast):
             heard.clear()
+        self.index_reads = 0
 
 
 def _kibibytes(name: str) -> int:
@@ -130,6 +138,7 @@ def load(case: dict[str, Any], live: Live, witness: Witness) -> dict[str, Any]:
         "passed_through": [_same_objects(given, call) and call[2] == as_called for call in witness.stock_calls],
         "resumes": len(witness.resumes),
         "fast": sum(witness.fast),
+        "index reads": witness.index_reads,
         "elements": live.elements(),
         "memory": witness.memory.copy(),
         **(_counters(witness.resumes[0]) if witness.resumes and error is None else {}),

@@ -1,0 +1,106 @@
+"""The index of a checkpoint is read by one rank and handed to all, within one load.
+
+Megatron and this package look into `.metadata` several times on every rank, and it grows with the job: on thousands of
+ranks, a file system is asked for terabytes before the first tensor is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
+from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.dcp_index import INDEX_BYTES, METADATA_FILE, Lent, lent, lent_of
+from mcore_ckpt_ext.storage.runs import iteration_folder, iteration_name
+
+
+@contextmanager
+def index_shared(arguments: Any, directory: Any) -> Iterator[None]:
+    """Within this scope no rank but the first reads the index of the checkpoint that is to be loaded; collective.
+
+    Args:
+        arguments: Megatron's.
+        directory: the run folder.
+    """
+    step = getattr(arguments, "ckpt_step", None)
+    handed = agreed("reading the checkpoint's index", lambda: _index_of(directory, step))[0]
+    mine = None if handed is None else Lent(*handed)
+    # A rank whose folder is another one, a copy on its own machine, say, sees so by the size.
+    if mine is not None and _size(mine.folder) != len(mine.data):
+        mine = None
+    with lent(mine), index_read_once():
+        yield
+
+
+def _index_of(directory: Any, step: int | None) -> tuple[Path, bytes] | None:
+    """The iteration folder and its index; None on all ranks but the first, and where there is none to be read."""
+    if not (directory and is_first_rank() and Path(str(directory)).is_dir()):
+        return None
+    with suppress(CheckpointError, OSError):
+        run = Path(str(directory))
+        folder = run / iteration_name(step) if step else iteration_folder(run)
+        return folder, read_file(folder, METADATA_FILE, INDEX_BYTES)
+    return None
+
+
+def _size(folder: Path) -> int:
+    with suppress(OSError):
+        return (folder / METADATA_FILE).stat().st_size
+    return -1
+
+
+@contextmanager
+def index_read_once() -> Iterator[None]:
+    """Within this scope torch unpickles the index of a folder once; Megatron asks it four times in a load.
+
+    Twice for the common state, for tensors, and for objects (`FileSystemReader.read_metadata`,
+    torch/distributed/checkpoint/filesystem.py, 2.2 to 2.13). Megatron's own `CachedMetadataFileSystemReader` does the
+    same, where it is used.
+    """
+    reader: Any = import_module("torch.distributed.checkpoint").FileSystemReader
+    original = reader.read_metadata
+    known: dict[str, Any] = {}
+
+    @functools.wraps(original)
+    def read_metadata(self: Any, *positional: Any, **keywords: Any) -> Any:
+        if positional or keywords:
+            return original(self, *positional, **keywords)
+        if str(self.path) not in known:
+            handed, files = lent_of(Path(str(self.path))), getattr(self, "fs", None)
+            if handed is not None and files is not None:
+                self.fs = _WithIndex(files, handed.data)
+            try:
+                known[str(self.path)] = original(self)
+            finally:
+                if files is not None:
+                    self.fs = files
+        return known[str(self.path)]
+
+    reader.read_metadata = read_metadata
+    try:
+        yield
+    finally:
+        reader.read_metadata = original
+
+
+class _WithIndex:
+    """Torch's file system, but for the index, whose bytes are at hand."""
+
+    def __init__(self, files: Any, data: bytes) -> None:
+        self._files, self._data = files, data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def create_stream(self, path: Any, mode: str) -> Any:
+        """Open a file as torch does."""
+        if Path(path).name == METADATA_FILE and mode == "rb":
+            return io.BytesIO(self._data)
+        return self._files.create_stream(path, mode)
