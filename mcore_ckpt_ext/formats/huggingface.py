@@ -44,7 +44,7 @@ _BLOCK = 1 << 24
 _ENTRY_BYTES, _STEPS_A_REGION = 60, 16  # of a tensor in a file's header, at least; to make a region of one
 # `_resolve_mla_qk_layernorm` (core/transformer/mla_qk_norm_config.py), in 0.19.0 to 0.19.2 and not before; the
 # development head of 22 August 2026 has it no more.
-_NORM_IN_QUERY = (0, 19)
+NORM_IN_QUERY = (0, 19)
 _PADDING = 128  # `--make-vocab-size-divisible-by`
 
 
@@ -288,7 +288,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     def unbuildable(self, version: tuple[int, int]) -> str | None:
         """Why a version of Megatron has no such model; None where it has."""
         model = self._model
-        if model.multi_latent_attention and not model.q_lora_rank and version == _NORM_IN_QUERY:
+        if model.multi_latent_attention and not model.q_lora_rank and version == NORM_IN_QUERY:
             return "0.19 fuses a norm into linear_q_proj, which a model without compressed queries does not have"
         return None
 

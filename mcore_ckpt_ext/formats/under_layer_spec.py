@@ -13,6 +13,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.expert_states import content_of
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
+from mcore_ckpt_ext.formats.huggingface import NORM_IN_QUERY
 from mcore_ckpt_ext.formats.respelled import Respelled
 from mcore_ckpt_ext.model_space.layer_spec import names_under_spec
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -41,6 +42,15 @@ class UnderLayerSpec(Respelled):
                 helps="keep the layer spec: leave --transformer-impl out",
             )  # fmt: skip
         super().__init__(source, names_under_spec(source.names(WEIGHT), self._of_engine))
+
+    def unbuildable(self, version: tuple[int, int]) -> str | None:
+        """Why a version of Megatron has no such model; None where it has (see `HuggingFaceCheckpoint.unbuildable`)."""
+        names = self.names(WEIGHT)
+        plain = any(".self_attention.linear_q_proj." in name for name in names)
+        normed = any(".linear_kv_up_proj.layer_norm_" in name for name in names)
+        if version == NORM_IN_QUERY and plain and normed:
+            return "0.19 fuses a norm into linear_q_proj, which a model without compressed queries does not have"
+        return None
 
     @property
     def _of_engine(self) -> bool:

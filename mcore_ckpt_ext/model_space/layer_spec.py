@@ -46,7 +46,7 @@ def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
     for name in names:
         if match := _IN_LAYER.match(name):
             layers.setdefault(match[1], []).append(match[2])
-    strange = [layer + suffix for layer, suffixes in layers.items() for suffix in suffixes if _is_strange(suffix)]
+    strange = [layer + suffix for layer, own in layers.items() for suffix in own if _is_strange(suffix, own)]
     if strange:
         raise UnsupportedCheckpointError(
             "it is not known how the other layer spec holds a layer of this model", found=some(strange, 3),
@@ -61,15 +61,24 @@ def names_under_spec(names: Collection[str], engine: bool) -> dict[str, str]:
     return {name: renamed.get(name, name) for name in names}
 
 
-def _is_strange(suffix: str) -> bool:
+def _is_strange(suffix: str, layer: Collection[str]) -> bool:
     fused = ".layer_norm_" in suffix and not suffix.startswith(_KNOWN)
-    return fused or suffix.startswith(_ONLY_ENGINE)
+    # Of queries that are not compressed, in latent attention.
+    alone = suffix.startswith(_LATENT[0][1]) and _is_latent(layer) and not _has(layer, f"{_ATTENTION}linear_q_up_proj.")
+    return fused or alone or suffix.startswith(_ONLY_ENGINE)
+
+
+def _is_latent(layer: Collection[str]) -> bool:
+    return _has(layer, f"{_ATTENTION}linear_kv_up_proj.")
+
+
+def _has(layer: Collection[str], *modules: str) -> bool:
+    return any(suffix.startswith(modules) for suffix in layer)
 
 
 def _pairs(suffixes: Collection[str], engine: bool) -> Iterator[tuple[str, str]]:
     """What is replaced by what in the names of one layer."""
-    latent = any(suffix.startswith(f"{_ATTENTION}linear_kv_up_proj.") for suffix in suffixes)
-    experts = any(suffix.startswith(("mlp.experts.", "mlp.router.")) for suffix in suffixes)
+    latent, experts = _is_latent(suffixes), _has(suffixes, "mlp.experts.", "mlp.router.")
     fused, separate = _MLP
     is_fused = not experts if engine else not latent
     yield (separate, fused) if is_fused else (fused, separate)

@@ -30,6 +30,7 @@ from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
 from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.torch_dist_target import TorchDistTarget
+from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
 from mcore_ckpt_ext.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -127,13 +128,13 @@ def _check_vocabulary(checkpoint: Checkpoint, asked: int | None) -> None:
 
 
 def _check_buildable(checkpoint: Checkpoint, target: TorchDist | Legacy | FsdpDtensor) -> None:
-    """Refuse a model of Hugging Face's that the version that will read it cannot build.
+    """Refuse a model, of Hugging Face's or of the other layer spec, that the version that will read it cannot build.
 
     Raises:
         UnsupportedCheckpointError: it cannot.
     """
     version = version_number(target.megatron_version)
-    if isinstance(checkpoint, HuggingFaceCheckpoint) and (why := checkpoint.unbuildable(version)):
+    if isinstance(checkpoint, (HuggingFaceCheckpoint, UnderLayerSpec)) and (why := checkpoint.unbuildable(version)):
         raise UnsupportedCheckpointError(
             "that version of Megatron builds no such model", found=why, where=str(checkpoint.folder),
             helps="write for an earlier one: --megatron-version 0.18.0",

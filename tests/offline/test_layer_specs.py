@@ -17,7 +17,8 @@ from tests.harness.jobs import differing
 LAYER = "decoder.layers.1."
 DENSE = ["mlp.linear_fc1.weight", "self_attention.linear_qkv.layer_norm_weight", "self_attention.q_layernorm.weight"]
 EXPERTS = ["mlp.router.weight", "mlp.experts.experts.0.linear_fc1.weight", "input_layernorm.bias"]
-LATENT = ["self_attention.linear_kv_up_proj.weight", "input_layernorm.weight"]
+PLAIN_QUERIES = ["self_attention.linear_kv_up_proj.weight", "input_layernorm.weight"]
+LATENT = [*PLAIN_QUERIES, "self_attention.linear_q_up_proj.weight"]
 FUSED, SEPARATE = "mlp.linear_fc1.layer_norm_weight", "pre_mlp_layernorm.weight"
 OF_LATENT = (
     ("self_attention.linear_q_up_proj.layer_norm_bias", "self_attention.q_layernorm.bias"),
@@ -54,6 +55,22 @@ def test_layers_of_different_kinds_in_one_model() -> None:
 def test_layers_that_only_one_spec_has(name: str) -> None:
     with pytest.raises(UnsupportedCheckpointError, match=rf"not known how.*found: {LAYER}{name}.*--transformer-impl"):
         names_under_spec([LAYER + name], engine=False)
+
+
+def test_a_norm_of_queries_that_are_not_compressed() -> None:
+    with pytest.raises(UnsupportedCheckpointError, match=f"found: {LAYER}self_attention.q_layernorm.weight"):
+        names_under_spec([LAYER + name for name in (*PLAIN_QUERIES, "self_attention.q_layernorm.weight")], engine=True)
+
+
+def test_a_model_that_0_19_does_not_build_of_the_other_layers() -> None:
+    source = open_checkpoint(fixture_named("p02").run)
+    plain = ["self_attention.linear_q_proj.weight", "self_attention.kv_layernorm.weight", *PLAIN_QUERIES]
+    source.names = lambda kind: [LAYER + name for name in plain]  # type: ignore[method-assign]
+    names = names_under_spec(source.names("weight"), engine=True)
+    found = UnderLayerSpec(source, "transformer_engine")
+    found.names = lambda kind: list(names.values())  # type: ignore[method-assign]
+    assert "linear_q_proj" in (found.unbuildable((0, 19)) or "")
+    assert found.unbuildable((0, 18)) is None
 
 
 def test_a_third_layer_spec() -> None:
