@@ -12,7 +12,7 @@ Here the index is read as that of a `torch_dist` checkpoint would be, in which t
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -23,9 +23,10 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.fsdp_names import HALVES, parameter_of
+from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, RERUN_STATE, UNKNOWN, Unread, joined, of_the_job
-from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, is_first_linear, is_module_buffer
+from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, is_first_linear, is_module_buffer, parse
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.optimizers.table import format_name
@@ -34,7 +35,11 @@ from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray, read_index
 
 NAME = FSDP_DTENSOR
 _MODEL, _STATE = "model.", "optimizer.state."
-_GROUP = re.compile(r"^optimizer\.(?:param_to_group_meta|param_groups)\.(?P<owner>.+)\.(?P<setting>\w+)$")
+# Of a parameter; or of a group, as Megatron's own converter has them, perhaps of a chained optimizer.
+_GROUP = re.compile(
+    r"^(?P<owner>optimizer\.(?:param_to_group_meta|(?:\d+\.optimizer\.)?param_groups)\..+)\.(?P<setting>\w+)$"
+)
+_LABEL = re.compile(rf"^optimizer\.(?:\d+\.)?{SHARDING_MARK}$")
 _RANDOM_STATE = "rng_state."
 _MASTER = f"{_STATE}{FP32_PARAM}."
 
@@ -51,13 +56,6 @@ class FsdpCheckpoint(TorchDistCheckpoint):
 
     @override
     def _read_index(self) -> DcpIndex:
-        if (self.arguments.pipeline_model_parallel_size or 1) > 1:
-            raise UnsupportedCheckpointError(
-                "it is not known how pipeline stages number their layers in this format",
-                found=f"pipeline-model-parallel-size {self.arguments.pipeline_model_parallel_size}",
-                where=str(self.folder), helps="Megatron itself resumes it",
-            )  # fmt: skip
-        self.rounds_weights = self._has_state
         arrays: dict[str, StoredArray] = {}
         halves: dict[str, list[StoredArray | None]] = {}
         for key, array in self._parameters():
@@ -72,6 +70,8 @@ class FsdpCheckpoint(TorchDistCheckpoint):
             self._check_order(key)
             if not key.startswith(_STATE):
                 arrays |= self._weight_and_master(array)
+        self.rounds_weights = any(key.startswith(_MASTER) for key in arrays)
+        self._check_layers(arrays)
         ownerless = [key for key in arrays if key.startswith(_STATE) and key.split(".", 3)[3] not in arrays]
         if ownerless:
             raise UnreadableCheckpointError(
@@ -79,6 +79,20 @@ class FsdpCheckpoint(TorchDistCheckpoint):
                 helps="it is incomplete: use another iteration",
             )  # fmt: skip
         return DcpIndex(arrays, {}, {}, has_plans=True)
+
+    def _check_layers(self, keys: Iterable[str]) -> None:
+        """Refuse what several pipeline stages wrote, each with its own first layer.
+
+        Raises:
+            UnsupportedCheckpointError: there are fewer layers than the job had.
+        """
+        found = len({parse(key).layer for key in keys} - {None})
+        if found and found < (self.arguments.num_layers or 0):
+            raise UnsupportedCheckpointError(
+                "it is not known how pipeline stages number their layers in this format",
+                found=f"{found} layers", expected=f"{self.arguments.num_layers}, as the job's arguments have it",
+                where=str(self.folder), helps="Megatron itself resumes it",
+            )  # fmt: skip
 
     def _parameters(self) -> Iterator[tuple[str, StoredArray]]:
         """The arrays of the model and of the optimizer, each with the module's name."""
@@ -121,7 +135,7 @@ class FsdpCheckpoint(TorchDistCheckpoint):
 
     @override
     def _read_common(self) -> dict[str, Any]:
-        found: dict[str, Any] = {"content_metadata": {"distrib_optim_sharding_type": NAME}}
+        found: dict[str, Any] = {}
         for key in self.stored_index.objects:
             first, *rest = key.split(".")
             if first in COMMON_KEYS and len(rest) <= 1:
@@ -130,7 +144,8 @@ class FsdpCheckpoint(TorchDistCheckpoint):
                     found.setdefault(first, {})[rest[0]] = value
                 else:
                     found[first] = value
-        return found
+        # What Megatron's own converter leaves there is the label of its source.
+        return {**found, "content_metadata": {"distrib_optim_sharding_type": NAME}}
 
     def _stored_object(self, key: str) -> Any:
         return self._archived(self.stored_index.objects[key], key)
@@ -185,7 +200,8 @@ class FsdpCheckpoint(TorchDistCheckpoint):
     @staticmethod
     def _is_taken(key: str) -> bool:
         """Whether an object is read, or says nothing (`handle_fp8_extra_state_case` takes extra states out)."""
-        return key.split(".")[0] in COMMON_KEYS or bool(_GROUP.match(key)) or is_extra_state(key)
+        is_known = key.split(".")[0] in COMMON_KEYS or is_extra_state(key)
+        return is_known or any(pattern.match(key) for pattern in (_GROUP, _LABEL))
 
     @override
     def sharded_keys(self) -> Mapping[str, ShardedKey]:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-import pytest
-from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE
+import os
+from pathlib import Path
 
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron_on_cpu import launch
+from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.targets import FsdpDtensor, TorchDist
+from tests.harness.checkouts import VARIABLE, with_checkout
 from tests.harness.checkpoints import fixture_named
-from tests.harness.jobs import OFF, RANK_SCRIPTS, Job, resume
+from tests.harness.jobs import OFF, RANK_SCRIPTS, TIME_LIMIT, Job, resume
 from tests.harness.layouts import Layout
 
 DATA_PARALLEL = Layout(tensor=1, pipeline=1, ranks=4)
@@ -49,3 +58,45 @@ def test_training_goes_on_in_the_other_world(resumed: dict[str, Job], name: str,
     record = fixture_named(fixture).job["losses"]
     expected = {one["iteration"]: one["loss"]["lm loss"] for one in record if one["iteration"] > 4}
     assert resumed[name].losses == pytest.approx(expected, abs=2e-4)
+
+
+@with_checkout
+@pytest.mark.parametrize(("name", "version", "master"), [("p21", "0.18.0", ".param"), ("p22", "0.14.0", ".fp32_param")])
+def test_the_converter_of_megatron_is_a_witness(name: str, version: str, master: str, tmp_path: Path) -> None:
+    """From one source it writes the same names and moments; masters, which it files away, are the main weights here.
+
+    It wants a `common.pt`, which 0.18 was the last to write, and stumbles over experts in `fully_reshardable`.
+    """
+    checkout = Path(os.environ[VARIABLE])
+    tool = checkout / "tools" / "checkpoint" / "checkpoint_inspector.py"
+    convert(fixture_named(name).run, tmp_path / "source", TorchDist(megatron_version=version))
+    convert(fixture_named(name).run, tmp_path / "ours", FsdpDtensor(megatron_version="0.19.0"))
+    words = ["convert-torch-dist-to-fsdp-dtensor", "--swiglu", str(tmp_path / "source" / "iter_0000004")]
+    ran = launch.run(
+        1, tool, [*words, str(tmp_path / "theirs")], timeout=TIME_LIMIT, megatron=checkout, environment=OFF,
+        plugin_files=[RANK_SCRIPTS / "inspector_on_cpu.py"],
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.output[-6000:]
+    theirs, ours = arrays_in(tmp_path / "theirs"), arrays_in(tmp_path / "ours" / "iter_0000004")
+    masters = {key: theirs.pop(key) for key in list(theirs) if key.endswith(master)}
+    assert theirs.keys() == ours.keys()
+    for key, array in ours.items():
+        is_weight = key.startswith("model.")
+        assert torch.equal(array.to(theirs[key].dtype), theirs[key]), key
+        if is_weight and "router" not in key:
+            assert torch.equal(array, masters[f"optimizer.state.module.module.{key.removeprefix('model.')}{master}"]), (
+                key
+            )
+    assert compare(fixture_named(name).run, tmp_path / "theirs").equal
+
+
+def arrays_in(folder: Path) -> dict[str, torch.Tensor]:
+    """By torch's own reader."""
+    entries = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    found = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in entries.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+    dcp.load(found, checkpoint_id=folder, no_dist=True)
+    return found
