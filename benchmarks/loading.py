@@ -1,9 +1,10 @@
 """Whole loads of a genuine job, stock's and this package's, against the bound: the same bytes by plain `preadv`.
 
     python benchmarks/loading.py FOLDER [--runs 5] [--layers 24 --hidden 1024] [--ranks 8] [--ways fast moved ...]
+        [--cold] [--megatron CHECKOUT]
 
-Genuine Megatron 0.19.2 on CPU ranks saves TP1 x PP4 once (by default 4 GB; with `--twin` another time as
-`fully_reshardable`, which takes several times the memory). Then jobs run in turn, each of which loads once:
+Genuine Megatron (the installed one, or a checkout of Megatron-LM) on CPU ranks saves TP1 x PP4 once (by default 4 GB;
+the twin as `fully_reshardable`, which takes several times the memory). Then jobs run in turn, each of which loads once:
 
     stock      Megatron's own load, unchanged layout, without this package
     fast       `--ckpt-ext-load fast`, unchanged layout
@@ -13,7 +14,7 @@ Genuine Megatron 0.19.2 on CPU ranks saves TP1 x PP4 once (by default 4 GB; with
 and between them the bound of each: as many processes read as many bytes of the same files into fresh memory. Seconds
 are from barrier to barrier around `load_checkpoint`; processor seconds are those of all ranks, by gigabyte that the
 processes asked for; memory is the peak of a rank beyond what it held before and what it holds after the load, whichever
-is more.
+is more. With `--cold` the page cache forgets the checkpoint before each load and before each bound.
 """
 
 from __future__ import annotations
@@ -72,13 +73,27 @@ def job(options: argparse.Namespace, way: Way, name: str, *, saves: list[str] | 
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts")])
     environment = {**way.environment, "LOADING_REPORT": str(report), "PYTHONPATH": paths}
     plugins = [PLUGIN] if saves is None else []
+    megatron: Path | None = options.megatron
+    script = launch.TRAIN_GPT if megatron is None else megatron / "pretrain_gpt.py"
+    if options.cold and saves is None:
+        forget(run_folder)
     result = launch.run(
-        options.ranks, launch.TRAIN_GPT, arguments, timeout=900, environment=environment, plugin_files=plugins
+        options.ranks, script, arguments, timeout=900, megatron=megatron, environment=environment, plugin_files=plugins
     )
     found = [json.loads(path.read_text()) for path in sorted(report.glob("*.json"))]
     if result.returncode or (saves is None and len(found) != options.ranks):
         raise SystemExit(result.output[-4000:])
     return found
+
+
+def forget(folder: Path) -> None:
+    """Have the page cache forget the files of a folder, which needs no privilege; the disk's own cache may not."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)  # what is not on the disk yet is not forgotten
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
 
 def bound(folder: Path, asked: list[float]) -> tuple[float, float]:
@@ -136,6 +151,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--cold", action="store_true")
+    parser.add_argument("--megatron", type=Path)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["stock", "fast", "moved"])
     options = parser.parse_args()
     ways = {name: WAYS[name] for name in options.ways}
@@ -149,6 +166,8 @@ def main() -> None:
         for name, way in ways.items():
             ranks = job(options, way, f"{name}-{number}")
             way.runs.append(ranks)
+            if options.cold:
+                forget(options.folder / way.folder)
             way.bounds.append(bound(options.folder / way.folder, [rank["asked"] for rank in ranks]))
     print("| way | seconds | bound | x bound | processor s/GB | bound | GB asked | peak MiB |")
     for name, way in ways.items():
