@@ -12,9 +12,12 @@ from typing import Any
 
 # The model's type, and the family of its text.
 TEXT_OF: Mapping[str, str] = {
-    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_5": "qwen3_5_text",
+    "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
+    "qwen3_5": "qwen3_5_text",
     "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "kimi_vl": "deepseek_v3",
 }  # fmt: skip
+# What a class does, whatever its folders say of it.
+_ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
 _OF_IMAGES = (
     "vision_config", "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
     "vision_token_id", "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image",
@@ -36,18 +39,32 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     inside = config.get("text_config")
     whole = {key: config[key] for key in _OF_THE_WHOLE if key in config}
-    found = {**whole, **inside} if isinstance(inside, Mapping) else dict(config)
+    found = {**(inside if isinstance(inside, Mapping) else config), **whole}  # the whole is what ties its embeddings
     for key in (*_OF_IMAGES, "text_config"):
         found.pop(key, None)
     for key in _ROPE:
         if isinstance(found.get(key), Mapping):
             found[key] = _of_one_axis(found[key])
-    return {**found, "model_type": kind, "architectures": None}
+    always = _ALWAYS.get(str(config["model_type"]), {})
+    return {**found, **always, "model_type": kind, "architectures": None}
 
 
 def _of_one_axis(scaling: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in scaling.items() if key not in _AXES}
     return {key: "default" if value == "mrope" else value for key, value in found.items()}
+
+
+def turned_experts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape of a stack of experts whose matrices a folder holds transposed (Qwen3-VL); None where it does not.
+
+    As in transformers (`Transpose` with `check_dims`, conversion_mapping.py, 5.23): what fits as it is stays so.
+    """
+    hidden, width = config.get("hidden_size"), config.get("moe_intermediate_size")
+    gate_and_up, down = (name.endswith(f".mlp.experts.{one}_proj") for one in ("gate_up", "down"))
+    if not (gate_and_up or down) or type(hidden) is not int or type(width) is not int or len(shape) != 3:
+        return None
+    wanted = (2 * width, hidden) if gate_and_up else (hidden, width)
+    return (shape[0], *wanted) if shape[1:] != wanted and shape[1:] == wanted[::-1] else None
 
 
 def text_names(names: Iterable[str]) -> dict[str, str | None]:

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.recognition import family_of_config
-from mcore_ckpt_ext.families.text_parts import text_config, text_names
+from mcore_ckpt_ext.families.text_parts import text_config, text_names, turned_experts
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface_folder import (
@@ -96,12 +96,16 @@ class HuggingFaceCheckpoint(Checkpoint):
         if text:
             names = text_names(stored)
             self._of_images = [name for name, ours in names.items() if ours is None]
-            stored = {ours: stored[name] for name, ours in names.items() if ours is not None}
+            stored = {ours: self._turned(ours, stored[name]) for name, ours in names.items() if ours is not None}
         stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
         further = self.family.further_layers(stored, self._model) if further_tokens else 0
         self._model = replace(self._model, mtp_num_layers=further or None)
         self.left_out: list[str] = []
         self._weights = ModelSpaceWeights(self._matched(stored))
+
+    def _turned(self, name: str, tensor: StoredTensor) -> StoredTensor:
+        shape = turned_experts(name, tensor.shape, self.config)
+        return tensor if shape is None else replace(tensor, shape=shape, turned=True)
 
     def without_further_tokens(self) -> HuggingFaceCheckpoint:
         """The same, without the layers that predict further tokens."""

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 import mcore_ckpt_ext
@@ -38,8 +39,12 @@ WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+WITH_EXPERTS = {"qwen3_vl_moe": ("Qwen3VLMoe", {**WHOLE["qwen3_vl"][1], **_EXPERTS}, WHOLE["qwen3_vl"][2])}
+
+
 def made(name: str, folder: Path) -> Any:
-    kind, text, vision = WHOLE[name]
+    kind, text, vision = (WHOLE | WITH_EXPERTS)[name]
     torch.manual_seed(7)
     config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config).float().eval()
@@ -75,6 +80,29 @@ def test_the_text_answers_as_the_whole_does(name: str, tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(tmp_path / "text", tmp_path / "again", mcore_ckpt_ext.TorchDist())
     mcore_ckpt_ext.convert(tmp_path / "again", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     assert_same_tensors(tmp_path / "text", tmp_path / "back")
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_experts_that_lie_transposed(transposed: bool, tmp_path: Path) -> None:
+    """As Qwen3-VL-30B-A3B was released; transformers 5 writes them the other way, and reads both."""
+    model = made("qwen3_vl_moe", tmp_path / "whole")
+    file = tmp_path / "whole" / "model.safetensors"
+    stored = tensors(tmp_path / "whole")
+    stacked = {name for name in stored if ".mlp.experts." in name}
+    assert {stored[name].shape for name in stacked} == {(4, 24, 32), (4, 32, 12)}
+    if transposed:
+        turned = {name: stored[name].transpose(1, 2).contiguous() for name in stacked}
+        save_file({**stored, **turned}, file)
+    mcore_ckpt_ext.convert(tmp_path / "whole", tmp_path / "run", mcore_ckpt_ext.TorchDist(), memory_limit=1)
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "text", mcore_ckpt_ext.HuggingFace())
+    found = tensors(tmp_path / "text")
+    gate, up = stored["model.language_model.layers.1.mlp.experts.gate_up_proj"][3].chunk(2)
+    assert torch.equal(found["model.layers.1.mlp.experts.3.gate_proj.weight"], gate)
+    assert torch.equal(found["model.layers.1.mlp.experts.3.up_proj.weight"], up)
+    tokens = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        answer = AutoModelForCausalLM.from_pretrained(tmp_path / "text")(tokens).logits
+        torch.testing.assert_close(answer, model(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_configuration_without_a_part_for_its_text(tmp_path: Path) -> None:
