@@ -133,14 +133,17 @@ def _is_ours(folder: Path, optimizer: Any) -> bool:
     checkpoint = open_checkpoint(folder)
     if checkpoint.optimizer_format is None:
         return False
-    both = [_with_experts(one) for one in (checkpoint.arguments, live_arguments(chunks_of(optimizer), optimizer))]
+    both = [_spelled_out(one) for one in (checkpoint.arguments, live_arguments(chunks_of(optimizer), optimizer))]
     moved = bool(placement_changes(*both)) or not checkpoint.layout.unknown.isdisjoint(_PLACING)
     return not stock_can_load(checkpoint.optimizer_format, moved, megatron_version())
 
 
-def _with_experts(arguments: JobArguments) -> JobArguments:
-    """With a size of expert tensor parallelism: where it is left out, it is that of tensor parallelism."""
-    return arguments.changed(expert_tensor_parallel_size=ParallelLayout.from_arguments(arguments).expert_tensor)
+def _spelled_out(arguments: JobArguments) -> JobArguments:
+    """With sizes that may be left out: expert tensor parallelism is tensor parallelism's, virtual stages are one."""
+    layout = ParallelLayout.from_arguments(arguments)
+    return arguments.changed(
+        expert_tensor_parallel_size=layout.expert_tensor, virtual_pipeline_model_parallel_size=layout.virtual_pipeline
+    )
 
 
 # Without these nobody knows that the buffers are alike.

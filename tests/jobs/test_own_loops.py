@@ -42,6 +42,8 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found.add("together", SIXTY, 2, 2, at["pp4"], "none", "together")
     found.add("model-first", SIXTY, 4, 1, at["pp4"], "none", "model-first")
     found.add("optimizer-first", SIXTY, 2, 1, at["pp4"], "none", "optimizer-first")
+    found.add("strict", SIXTY, 2, 2, at["pp4"], "none", "strict")
+    found.add("strict, unmoved", SIXTY, 1, 4, at["pp4"], "none", "strict")
     found.add("unmoved", SIXTY, 1, 4, at["pp4"], "none", "together")
     found.add("verl", SIXTY, 2, 2, "none", at["verl"], "verl", stock=True)
     found.add("verl, loaded", SIXTY, 1, 4, at["verl"], "none", "verl")
@@ -72,6 +74,11 @@ def test_a_program_that_knows_nothing_of_the_package(turns: Programs, way: str) 
     assert_same_optimizer(turns.dump("pp4"), turns.dump(way))
 
 
+def test_what_megatron_core_can_load_is_left_to_it(turns: Programs) -> None:
+    """Under its own layout, of which the sidecar says more than the live job does."""
+    assert "optimizer resumed from TP1 x PP4 x DP1 as TP1 x PP4 x DP1" not in turns.output
+
+
 def test_saves_have_sidecars(turns: Programs) -> None:
     """A program that knows nothing of the package saves them all the same, where the hooks are."""
     assert open_checkpoint(turns.place("pp4")).sidecar is not None
@@ -89,6 +96,14 @@ def test_an_optimizer_before_its_model_is_refused_whole(turns: Programs) -> None
     (ended,) = turns.ended["optimizer-first"]
     refusal = "mcore_ckpt_ext refused while proving the masters against the weights; the optimizer is untouched"
     assert ended.startswith(f"ResumeRefusedError: {refusal}")
+
+
+def test_a_load_that_leaves_nothing_over(turns: Programs) -> None:
+    """Megatron Core is not asked for the optimizer that is planned instead; a program may want all keys asked for."""
+    (ended,) = {line.partition(":")[0] for line in turns.ended["strict"]}
+    assert ended == "CheckpointingException"
+    assert all("optimizer." in line for line in turns.ended["strict"])
+    assert_same_optimizer(turns.dump("pp4"), turns.dump("strict, unmoved"))
 
 
 def test_weights_that_lie_elsewhere(turns: Programs) -> None:

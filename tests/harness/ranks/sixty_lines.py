@@ -1,8 +1,8 @@
 """A training program on Megatron Core alone, which has never heard of this package: it saves, loads, and nothing else.
 
 argv: tensor and pipeline parallel size, the folder to load or "none", the folder to save or "none", and in which way:
-`together`, `model-first` (two calls), `optimizer-first` (its state is taken up before anything is in the model), or
-`verl` (each in a folder of its own, as verl has them).
+`together`, `strict` (the same, and nothing stored may be left over), `model-first` (two calls), `optimizer-first` (its
+state is taken up before anything is in the model), or `verl` (each in a folder of its own, as verl has them).
 """
 
 import sys
@@ -46,12 +46,13 @@ def load(folder: Path, *parts: str) -> dict[str, Any]:
     asked: dict[str, Any] = {"model": whole["model"]} if "model" in parts else {}
     if "optimizer" in parts:
         asked["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=True, metadata=metadata)
-    return dist_checkpointing.load(asked, str(folder))
+    strict = "raise_all" if way == "strict" else "assume_ok_unexpected"
+    return dist_checkpointing.load(asked, str(folder), strict=strict)
 
 
 if source != "none":
     ran = Path(source)
-    if way == "together":
+    if way in ("together", "strict"):
         loaded = load(ran, "model", "optimizer")
     elif way in ("model-first", "verl"):
         places = [ran / part / "dist_ckpt" if way == "verl" else ran for part in ("model", "optimizer")]
