@@ -126,6 +126,7 @@ def test_each_target_has_its_own_options_in_the_help(capsys: pytest.CaptureFixtu
         groups |= {line.split()[0]: title for line in text.splitlines() if line.startswith("  --")}
     assert groups == {
         "--tokenizer": "--to hf",
+        "--quantize": "--to hf",
         "--dtype": "--to hf",
         "--from": "--to hf",
         "--max-shard-size": "--to hf",
