@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.hooks.registry import SeamStatus
     from mcore_ckpt_ext.layout.parallel import ParallelLayout
     from mcore_ckpt_ext.loops.facts import Facts
+    from mcore_ckpt_ext.offline.beside import Fact
     from mcore_ckpt_ext.offline.comparison import (
         Comparison,
-        Fact,
         KindComparison,
         PaddingRows,
         TensorDifference,
@@ -111,7 +111,7 @@ _HOMES = {
     "DestinationError": "mcore_ckpt_ext.errors",
     "DifferenceMap": "mcore_ckpt_ext.offline.difference_map",
     "Evidence": "mcore_ckpt_ext.offline.versions",
-    "Fact": "mcore_ckpt_ext.offline.comparison",
+    "Fact": "mcore_ckpt_ext.offline.beside",
     "Facts": "mcore_ckpt_ext.loops.facts",
     "Finding": "mcore_ckpt_ext.offline.findings",
     "FsdpDtensor": "mcore_ckpt_ext.targets",

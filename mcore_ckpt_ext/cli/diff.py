@@ -13,6 +13,7 @@ from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.errors import readable
 from mcore_ckpt_ext.offline.comparison import KINDS, Comparison, KindComparison, TensorDifference, compare
+from mcore_ckpt_ext.offline.copies import in_words
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 
 _SHOWN = 40
@@ -73,6 +74,9 @@ def _show(found: Comparison) -> None:
     unread = [*(("A", item) for item in found.unread_a), *(("B", item) for item in found.unread_b)]
     for side, item in unread[:_SHOWN]:
         line(f"  not looked at, because nothing here knows it: {item.key} of {side}, {readable(item.nbytes)}")
+    for side, copies in (("A", found.differing_copies_a), ("B", found.differing_copies_b)):
+        if copies:
+            line(f"  in {side}: {in_words(copies, len(copies))}")
     line()
     line(Painted(_conclusion(found, len(unread)), GOOD if found.equal else BAD))
 
@@ -80,9 +84,11 @@ def _show(found: Comparison) -> None:
 def _conclusion(found: Comparison, unread: int) -> str:
     if found.equal:
         return "equal in every bit"
-    if unread and all(kind.equal for kind in found.kinds):
+    if not all(kind.equal for kind in found.kinds):
+        return "DIFFERENT"
+    if unread:
         return f"NOT KNOWN TO BE EQUAL: what was looked at is equal in every bit, {unread:,} keys were not looked at"
-    return "DIFFERENT"
+    return "NOT KNOWN TO BE EQUAL: the first copies are equal in every bit, others differ within one of the two"
 
 
 def _verdict(kind: KindComparison) -> str:

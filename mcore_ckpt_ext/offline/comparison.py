@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import torch
 
@@ -22,7 +21,9 @@ from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.names import VOCABULARY
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.offline.beside import Fact, facts_beside
 from mcore_ckpt_ext.offline.content import index_of
+from mcore_ckpt_ext.offline.copies import differing_copies
 from mcore_ckpt_ext.offline.difference_map import DifferenceMap, MapBuilder, Tally
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.reading import Remembering, blocks
@@ -91,20 +92,12 @@ class KindComparison:
         return not (self.only_in_a or self.only_in_b or self.different)
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
-    """Something beside the tensors, told and not judged."""
-
-    what: str
-    a: str
-    b: str
-
-
 @dataclass(frozen=True)
 class Comparison:
     """The result; `facts` do not count for equality.
 
-    Nothing is equal while one of the two has keys that nothing here reads (`unread_a`, `unread_b`).
+    Nothing is equal while one of the two has keys that nothing here reads (`unread_a`, `unread_b`), or copies of one
+    tensor, held by several ranks, that are not the same (`differing_copies_a`, `differing_copies_b`).
     """
 
     schema: int
@@ -115,6 +108,8 @@ class Comparison:
     facts: tuple[Fact, ...]
     unread_a: tuple[Unread, ...] = ()
     unread_b: tuple[Unread, ...] = ()
+    differing_copies_a: tuple[str, ...] = ()
+    differing_copies_b: tuple[str, ...] = ()
 
 
 def compare(
@@ -176,17 +171,31 @@ def _comparison(
     with ThreadPoolExecutor(max(1, workers)) as pool:
         results = list(pool.map(one, shared))
     unread = [_unread(side, kinds, sides) for side in sides]
+    differing = [_differing_copies(side, chosen) for side in sides]
     compared = tuple(_kind_comparison(sides, kind, [r for r in results if r.kind == kind]) for kind in chosen)
     return Comparison(
         schema=SCHEMA,
         a=str(sides[0].checkpoint.folder),
         b=str(sides[1].checkpoint.folder),
-        equal=all(comparison.equal for comparison in compared) and not any(unread),
+        equal=all(comparison.equal for comparison in compared) and not any([*unread, *differing]),
         kinds=compared,
-        facts=tuple(_facts(*sides)),
+        facts=tuple(_facts(sides)),
         unread_a=unread[0],
         unread_b=unread[1],
+        differing_copies_a=differing[0],
+        differing_copies_b=differing[1],
     )
+
+
+def _facts(sides: tuple[_Side, _Side]) -> Iterator[Fact]:
+    a, b = sides
+    if a.rows or b.rows:
+        yield Fact("vocabulary compared", a.vocabulary, b.vocabulary)
+    yield from facts_beside(a.checkpoint, b.checkpoint)
+
+
+def _differing_copies(side: _Side, kinds: Sequence[str]) -> tuple[str, ...]:
+    return tuple(differing_copies(side.checkpoint, [kind for kind in kinds if kind in side.kinds]))
 
 
 def _unread(side: _Side, kinds: Sequence[str] | None, sides: tuple[_Side, _Side]) -> tuple[Unread, ...]:
@@ -325,25 +334,3 @@ def _kind_comparison(sides: tuple[_Side, _Side], kind: str, results: list[Tensor
 def _differs(result: TensorDifference) -> bool:
     same_form = result.shapes[0] == result.shapes[1] and result.dtypes[0] == result.dtypes[1]
     return bool(result.different or result.problem or not same_form)
-
-
-def _facts(side_a: _Side, side_b: _Side) -> Iterator[Fact]:
-    a, b = side_a.checkpoint, side_b.checkpoint
-    if side_a.rows or side_b.rows:
-        yield Fact("vocabulary compared", side_a.vocabulary, side_b.vocabulary)
-    yield Fact("format", _format(a), _format(b))
-    yield Fact("layout", str(a.layout), str(b.layout))
-    yield Fact("iteration", str(a.iteration), str(b.iteration))
-    for key in ("step", "lr"):
-        yield Fact(key, _group_values(a, key), _group_values(b, key))
-
-
-def _format(checkpoint: Checkpoint) -> str:
-    return f"{checkpoint.format}, optimizer {checkpoint.optimizer_format or 'none'}"
-
-
-def _group_values(checkpoint: Checkpoint, key: str) -> str:
-    """The distinct values of a key of the parameter groups."""
-    groups: list[dict[str, Any]] = checkpoint.param_groups()
-    values = {float(group[key]) for group in groups if isinstance(group.get(key), (int, float))}
-    return ", ".join(f"{value:g}" if value == int(value) else repr(value) for value in sorted(values)) or "none"

@@ -11,17 +11,13 @@ import torch
 from mcore_ckpt_ext.errors import some
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.proof import Mismatch
-from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.offline.coverage import copies_of
+from mcore_ckpt_ext.offline.copies import bits_of, compared_copies, is_left_by_offload
 from mcore_ckpt_ext.offline.findings import COPIES, PROOF, VALUES, Finding, error, warning
 from mcore_ckpt_ext.offline.reading import Remembering, blocks
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.plan import OneCopy, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer, read_slice
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass
@@ -64,7 +60,6 @@ class ContentCheck:
         self._transfer = Transfer(checkpoint.reader, workers=1)
         self._sources = {WEIGHT: Remembering(checkpoint.weights)}
         self._unreadable = unreadable
-        self._offloaded = bool(checkpoint.arguments.optimizer_cpu_offload)
         self._optimizer = checkpoint.optimizer if state else None
         self._shifted = set(self._optimizer.shifted) if self._optimizer else set()
         if self._optimizer is not None:
@@ -90,7 +85,7 @@ class ContentCheck:
         if held:
             self._check_elements(name, held, report)
         for kind in held:
-            self._check_copies(kind, name, held[kind], report)
+            self._check_copies(kind, name, report)
         return report
 
     def _readable(self, kind: str, name: str) -> bool:
@@ -115,27 +110,13 @@ class ContentCheck:
         for kind, tally in tallies.items():
             report.findings += _judge(kind, name, region.sizes, tally)
 
-    def _check_copies(self, kind: str, name: str, tensor: LogicalTensor, report: ParameterReport) -> None:
-        for copies in copies_of(self._checkpoint, kind, name):
-            regions = _regions(copies[0])
-            for number, copy in enumerate(copies[1:], start=1):
-                different = sum(
-                    self._different(kind, tensor, wanted, copies[0], copy)
-                    for wanted in blocks(regions, sum(stored.slice.numel for stored in copies[0]))
-                )
-                report.copied += sum(stored.slice.numel for stored in copy)
-                if different:
-                    places = f"{_place(copies[0])} and {_place(copy)}"
-                    what = f"copy {number} differs from the first in {different:,} elements ({places})"
-                    offloaded = kind != WEIGHT and name == WORD_EMBEDDINGS and self._offloaded
-                    judged = warning if offloaded else error  # it is how that job was: `optimizers/copies.py`
-                    report.findings.append(judged(COPIES, f"{kind} {name}", what))
-
-    def _different(
-        self, kind: str, tensor: LogicalTensor, wanted: Slice, one: Sequence[StoredSlice], other: Sequence[StoredSlice]
-    ) -> int:
-        first, second = (read_slice(OneCopy(tensor, copy), self._transfer, kind, wanted) for copy in (one, other))
-        return int((bits_of(first) != bits_of(second)).sum())
+    def _check_copies(self, kind: str, name: str, report: ParameterReport) -> None:
+        for copy in compared_copies(self._checkpoint, kind, name, self._transfer):
+            report.copied += copy.elements
+            if copy.different:
+                what = f"copy {copy.number} differs from the first in {copy.different:,} elements ({copy.places})"
+                judged = warning if is_left_by_offload(self._checkpoint, kind, name) else error
+                report.findings.append(judged(COPIES, f"{kind} {name}", what))
 
     def _check_shifted(self, optimizer: OptimizerState, name: str, held: dict[str, LogicalTensor]) -> Iterator[Finding]:
         """Compare the slot of a parameter, as Megatron wrote it, with where its elements really stand."""
@@ -199,16 +180,3 @@ def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
         position, remainder = divmod(position, max(size, 1))
         index.insert(0, remainder)
     return tuple(index)
-
-
-def bits_of(values: torch.Tensor) -> torch.Tensor:
-    """The elements as integers of their size: equal exactly where all bits are."""
-    return values.view(_BITS[values.element_size()])
-
-
-def _regions(copy: Sequence[StoredSlice]) -> tuple[Region, ...]:
-    return tuple(dict.fromkeys(region for stored in copy for region in stored.slice.regions))
-
-
-def _place(copy: Sequence[StoredSlice]) -> str:
-    return some(list(dict.fromkeys(stored.extent.file for stored in copy)), 2)

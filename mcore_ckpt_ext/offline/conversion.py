@@ -19,14 +19,16 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.account import settle
+from mcore_ckpt_ext.offline.copies import differing_copies, in_words
 from mcore_ckpt_ext.offline.destination import checked_destination
 from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
 from mcore_ckpt_ext.offline.filling import Filler
 from mcore_ckpt_ext.offline.laying_out import LaidOut, lay_out
 from mcore_ckpt_ext.offline.opening import open_source
 from mcore_ckpt_ext.offline.team import Alone, Team
-from mcore_ckpt_ext.optimizers.copies import differing_masters, in_words
+from mcore_ckpt_ext.optimizers import copies as left_by_offload
 from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.planning.output import Output
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
@@ -143,7 +145,10 @@ def convert(
     largest = BLOCK_BYTES if _turns(checkpoint, output) else _CACHED_BYTES
     block_bytes = max(1 << 16, min(largest, memory_limit // (workers * _BLOCKS_AT_ONCE)))
     filler = Filler(checkpoint, accept_lost)
+    differing: list[str] = []
     if not dry_run:
+        with interpreting(checkpoint.folder):
+            differing = _differing_copies(checkpoint, laid_out.reads_optimizer, team)
         identity = (str(checkpoint.folder), before, target, family, accept_lost, sorted(drop), facts)
         fingerprint = _fingerprint(identity, output)
         make = RemoteOutput if is_remote(place.path) else LocalOutput
@@ -163,7 +168,7 @@ def convert(
         peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
         proven_elements=team.total(filler.proven),
         seconds=time.monotonic() - begun,
-        notes=[*output.notes, *_differing_copies(checkpoint)],
+        notes=[*output.notes, *_left_by_offload(checkpoint), *differing],
         lost=lost,
         unread=unread,
         how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
@@ -205,12 +210,20 @@ def _checked_losses(checkpoint: Checkpoint, accept_lost: bool) -> dict[str, int]
     return lost
 
 
-def _differing_copies(checkpoint: Checkpoint) -> list[str]:
+def _differing_copies(checkpoint: Checkpoint, with_optimizer: bool, team: Team) -> list[str]:
+    """A note where ranks hold copies of one tensor that are not the same; each process looks at its share."""
+    kinds, found = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,), list[str]()
+    team.all(lambda: found.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
+    count = team.total(len(found))
+    return [in_words(found, count)] if count else []
+
+
+def _left_by_offload(checkpoint: Checkpoint) -> list[str]:
     """A note where copies of the word embeddings differ that CPU offload may leave so."""
     if not checkpoint.optimizer_format or not checkpoint.arguments.optimizer_cpu_offload:
         return []
-    count = differing_masters(checkpoint.optimizer, checkpoint.transfer)
-    return [in_words(count)] if count else []
+    count = left_by_offload.differing_masters(checkpoint.optimizer, checkpoint.transfer)
+    return [left_by_offload.in_words(count)] if count else []
 
 
 def _check_digests(checkpoint: Checkpoint, team: Team) -> None:

@@ -14,7 +14,8 @@ import pytest
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page
 from mcore_ckpt_ext.formats.unread import Unread
-from mcore_ckpt_ext.offline.comparison import Comparison, Fact, KindComparison, TensorDifference
+from mcore_ckpt_ext.offline.beside import Fact
+from mcore_ckpt_ext.offline.comparison import Comparison, KindComparison, TensorDifference
 from mcore_ckpt_ext.offline.inspection import Inspection, StoredTensor, inspect
 from tests.harness.checkpoints import fixture_named
 

@@ -25,6 +25,7 @@ from tests.harness.damage import MATRIX, flip, payload_position
 
 ONE_STATE = ("p01", "p04", "p05", "p06", "p08b")
 EMBEDDINGS = "embedding.word_embeddings.weight"
+BESIDE = ("unread_a", "unread_b", "differing_copies_a", "differing_copies_b")
 
 
 def only_difference(found: Comparison) -> TensorDifference:
@@ -197,7 +198,7 @@ def test_other_steps_are_told_and_not_judged(damaged: Fixture) -> None:
 def test_the_schema_is_stable(damaged: Fixture) -> None:
     flip(*payload_position(open_checkpoint(damaged.run), WEIGHT, MATRIX, 700))
     document = json.loads(json.dumps(asdict(compare(damaged.run, fixture_named("p01").run)), allow_nan=False))
-    assert set(document) == {"schema", "a", "b", "equal", "kinds", "facts", "unread_a", "unread_b"}
+    assert set(document) == {"schema", "a", "b", "equal", "kinds", "facts", *BESIDE}
     assert document["schema"] == 3
     kind = document["kinds"][0]
     assert set(kind) == {"kind", "compared", "elements", "only_in_a", "only_in_b", "different"}

@@ -1,0 +1,61 @@
+"""What two checkpoints have beside their tensors: told, and not judged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.expert_states import content_of, scaling_of
+from mcore_ckpt_ext.storage.engine_state import UnknownStateError
+
+_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something beside the tensors, told and not judged."""
+
+    what: str
+    a: str
+    b: str
+
+
+def facts_beside(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
+    """What there is to tell of two checkpoints."""
+    yield Fact("format", _format(a), _format(b))
+    yield Fact("layout", str(a.layout), str(b.layout))
+    yield Fact("iteration", str(a.iteration), str(b.iteration))
+    for key in ("step", "lr"):
+        yield Fact(key, _group_values(a, key), _group_values(b, key))
+    scaling = _scaling(a), _scaling(b)
+    if any(scaling):
+        yield Fact("fp8 scales, histories", *(told or "none" for told in scaling))
+
+
+def _format(checkpoint: Checkpoint) -> str:
+    return f"{checkpoint.format}, optimizer {checkpoint.optimizer_format or 'none'}"
+
+
+def _group_values(checkpoint: Checkpoint, key: str) -> str:
+    """The distinct values of a key of the parameter groups."""
+    groups: list[dict[str, Any]] = checkpoint.param_groups()
+    values = {float(group[key]) for group in groups if isinstance(group.get(key), (int, float))}
+    return ", ".join(f"{value:g}" if value == int(value) else repr(value) for value in sorted(values)) or "none"
+
+
+def _scaling(checkpoint: Checkpoint) -> str:
+    """How many modules have fp8 scaling, and a digest of its numbers; empty where none has."""
+    count, digest = 0, hashlib.sha256()
+    for name, state in sorted(checkpoint.extra_states().items()):
+        try:
+            parts = [(what, values.numpy().tobytes()) for what, values in sorted(scaling_of(state).items())]
+        except UnknownStateError:  # of another kind than that of fp8: by its bytes
+            parts = [("", content_of(state) or b"")]
+        for what, data in parts:
+            digest.update(f"{name} {what} {len(data)};".encode())
+            digest.update(data)
+        count += bool(parts)
+    return f"of {count} modules, {digest.hexdigest()[:_DIGITS]}" if count else ""
