@@ -163,6 +163,9 @@ class Family:
             for setting in self.settings:
                 found |= setting.arguments(config)
             check_plain(found)
+            experts, chosen = found.get("num_experts"), found.get("moe_router_topk")
+            if experts and chosen and chosen > experts:
+                raise ValueError(f"{chosen} experts for each token, of {experts}")
             return complete(JobArguments.of(found, source="config.json"))
         except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise UnsupportedCheckpointError(

@@ -80,7 +80,7 @@ class UnderLayerSpec(Respelled):
     def notices(self) -> list[str]:
         own, written = self._source.extra_states(), self.extra_states()
         renamed = sum(old != new for old, new in zip(self._source.names(WEIGHT), self.names(WEIGHT), strict=True))
-        found = [f"for the layer spec {self._spec}: {renamed} norms have the names that it has for them"]
+        found = [f"for the layer spec {self._spec}: {renamed} norms have other names"] if renamed else []
         if self._of_engine:
             count = sum(own.get(name) is None for name in written)
             found.append(f"{count} extra states that the source does not have start empty, as in a fresh model")

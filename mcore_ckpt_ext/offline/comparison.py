@@ -26,7 +26,8 @@ from mcore_ckpt_ext.offline.content import index_of
 from mcore_ckpt_ext.offline.copies import differing_copies
 from mcore_ckpt_ext.offline.difference_map import DifferenceMap, MapBuilder, Tally
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
-from mcore_ckpt_ext.offline.reading import Remembering, blocks
+from mcore_ckpt_ext.offline.reading import AsStored, Remembering, blocks
+from mcore_ckpt_ext.planning.extents import Rearranged
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS, Transfer, read_slice
 
 SCHEMA = 3
@@ -189,6 +190,10 @@ def _comparison(
 
 def _facts(sides: tuple[_Side, _Side]) -> Iterator[Fact]:
     a, b = sides
+    rounded = [side.shifted() for side in sides]
+    if any(rounded):
+        told = (f"{count} norms, when 1 is subtracted" if count else "nothing" for count in rounded)
+        yield Fact("rounded before", *told)
     if a.rows or b.rows:
         yield Fact("vocabulary compared", a.vocabulary, b.vocabulary)
     yield from facts_beside(a.checkpoint, b.checkpoint)
@@ -228,7 +233,11 @@ def _sides(
             rows[1 - index] = this.vocabulary
             if set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
                 opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
-    return _Side(opened[0], rows[0]), _Side(spelled_as(opened[1], opened[0]), rows[1])
+    sides = _Side(opened[0], rows[0]), _Side(spelled_as(opened[1], opened[0]), rows[1])
+    if all(isinstance(checkpoint, HuggingFaceCheckpoint) for checkpoint in opened):
+        for side in sides:  # of one kind: neither is rounded
+            side.source = Remembering(AsStored(side.checkpoint))
+    return sides
 
 
 class _Side:
@@ -264,6 +273,11 @@ class _Side:
     def nbytes(self, kind: str, name: str) -> int:
         tensor = self.source.logical_tensor(kind, name)
         return 0 if tensor is None else prod(tensor.shape) * int(getattr(torch, tensor.dtype).itemsize)
+
+    def shifted(self) -> int:
+        """How many weights are stored as numbers that model space has less 1; in a coarse dtype they are rounded."""
+        extents = ([one.extent for one in self.source.stored(WEIGHT, name)] for name in self.names(WEIGHT))
+        return sum(any(isinstance(extent, Rearranged) and extent.shift for extent in found) for found in extents)
 
     def read(self, kind: str, wanted: Slice) -> torch.Tensor:
         return read_slice(self.source, self.transfer, kind, wanted)

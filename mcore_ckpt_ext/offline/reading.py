@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.planning.extents import Rearranged
 from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of
 
 BLOCK_ELEMENTS = 1 << 22
@@ -23,6 +25,22 @@ class Remembering:
     def derivation(self, kind: str, name: str) -> Derivation | None:
         """How a tensor is derived; None where it is stored. What `stored` answers is then what it is made from."""
         return derivation_of(self._source, kind, name)
+
+
+class AsStored:
+    """A source whose numbers are read as they are stored, not less what its model space has them less."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.logical_tensor = source.logical_tensor
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """The slices of a tensor."""
+        found = self._source.stored(kind, name)
+        return [
+            replace(one, extent=replace(one.extent, shift=0.0)) if isinstance(one.extent, Rearranged) else one
+            for one in found
+        ]
 
 
 def blocks(regions: tuple[Region, ...], numel: int | None = None) -> Iterator[Slice]:

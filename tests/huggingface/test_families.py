@@ -244,19 +244,41 @@ def test_the_one_layer_that_predicts_a_further_token(models: dict[str, Path], tm
 def test_numbers_that_are_stored_less_one_are_rounded_once(tmp_path: Path) -> None:
     """In bf16 what is below a half loses bits less 1; it comes back within half a step near 1, and the rest exactly."""
     make("qwen3_next", tmp_path / "model", torch.bfloat16)
+    stored = tensors(tmp_path / "model")
+    for name in (name for name in stored if name.endswith("linear_attn.norm.weight")):
+        stored[name] = torch.linspace(0.2, 0.4, stored[name].numel()).bfloat16()
+    save_file(stored, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
     assert any("the difference is rounded once" in note for note in report.notes)
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
     before, after = tensors(tmp_path / "model"), tensors(tmp_path / "back")
     for name, tensor in before.items():
         if name.endswith("linear_attn.norm.weight"):
-            stored = mcore_ckpt_ext.open_checkpoint(tmp_path / "run").tensor(
+            held = mcore_ckpt_ext.open_checkpoint(tmp_path / "run").tensor(
                 "weight", f"decoder.layers.{name.split('.')[2]}.self_attention.out_norm.weight"
             )
-            assert torch.equal(stored.read(), (tensor.float() - 1).bfloat16())
+            assert torch.equal(held.read(), (tensor.float() - 1).bfloat16())
             torch.testing.assert_close(after[name], tensor, rtol=0, atol=2**-9)
         else:
             assert torch.equal(after[name], tensor), name
+    differing = {name for name, tensor in before.items() if not torch.equal(after[name], tensor)}
+    assert differing
+    # Two folders are compared as they are; beside a checkpoint, what was rounded before is told.
+    found = mcore_ckpt_ext.compare(tmp_path / "model", tmp_path / "back")
+    assert sum(len(kind.different) for kind in found.kinds) == len(differing)
+    beside = mcore_ckpt_ext.compare(tmp_path / "model", tmp_path / "run")
+    assert beside.equal
+    (fact,) = (fact for fact in beside.facts if fact.what == "rounded before")
+    assert (fact.a, fact.b) == ("3 norms, when 1 is subtracted", "nothing")
+
+
+def test_more_experts_for_a_token_than_there_are(models: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(models["gpt_oss"], tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["num_experts_per_tok"] = 8
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedCheckpointError, match="8 experts for each token, of 4"):
+        mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
 
 
 def test_further_tokens_and_what_cannot_hold_them(models: dict[str, Path], tmp_path: Path) -> None:
