@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _layout(found: Inspection) -> str:
     """The layout, and who says so where Megatron's own arguments do not."""
-    ranks = f", {world:,} rank{'s' * (world != 1)}" if (world := found.layout["world"]) is not None else ""
+    ranks = f", {_ranks(world)}" if (world := found.layout["world"]) is not None else ""
     source = f", by {found.described_by} and the index" if found.described_by else ""
     return f"{found.layout_text}{ranks}{source}"
 
@@ -101,8 +101,11 @@ def _show_files(found: Inspection) -> None:
     if found.silent_ranks:
         shown = ", ".join(map(str, found.silent_ranks[:_RANKS_SHOWN]))
         more = ", ..." if len(found.silent_ranks) > _RANKS_SHOWN else ""
-        ranks = f"{len(found.silent_ranks):,} rank{'s' * (len(found.silent_ranks) != 1)}"
-        line(f"  no file from {ranks} ({shown}{more}): {found.why_silent}")
+        line(f"  no file from {_ranks(len(found.silent_ranks))} ({shown}{more}): {found.why_silent}")
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count:,} ranks"
 
 
 def _file_row(file: StoredFile) -> tuple[object, ...]:

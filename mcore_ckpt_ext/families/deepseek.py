@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt_ext.families import parts
@@ -106,25 +107,53 @@ def scaled_gates(missing: float) -> Setting:
     )
 
 
+DENSE, SPARSE = "dense", "sparse"
+COUNT_OF_DENSE, KINDS_OF_LAYERS = "first_k_dense_replace", "mlp_layer_types"
+
+
+def _experts_by_layer(arguments: ModelArguments) -> list[bool]:
+    return [has_experts(arguments, layer) for layer in range(arguments.num_layers)]
+
+
+def _why_not_dense_first(arguments: ModelArguments) -> list[str]:
+    pattern = _experts_by_layer(arguments)
+    return [] if any(pattern) and pattern == sorted(pattern) else ["no experts from some layer on"]
+
+
+def dense_then_experts(pattern_of: Callable[[Config], list[int]]) -> Setting:
+    """Which layers have experts: all behind some dense ones, counted, and listed by transformers 5.
+
+    Args:
+        pattern_of: 1 for each layer with experts and 0 for each other one, as a `config.json` says.
+    """
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        found = _experts_by_layer(arguments)
+        return {KINDS_OF_LAYERS: [SPARSE if one else DENSE for one in found], COUNT_OF_DENSE: found.index(True)}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        found = pattern_of(config)
+        return {"moe_layer_freq": 1 if all(found) else found}
+
+    keys = (KINDS_OF_LAYERS, COUNT_OF_DENSE)
+    return Both(keys, to_config, to_arguments, _why_not_dense_first, expressed=("moe_layer_freq",))
+
+
 def dense_first(absent: int) -> Setting:
     """Layers without experts before those with them; `absent`: how many where the key is missing."""
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        pattern = [has_experts(arguments, layer) for layer in range(arguments.num_layers)]
-        return {"first_k_dense_replace": pattern.index(True) if any(pattern) else len(pattern), "moe_layer_freq": 1}
+        pattern = _experts_by_layer(arguments)
+        return {COUNT_OF_DENSE: pattern.index(True) if any(pattern) else len(pattern), "moe_layer_freq": 1}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        first, step = config.get("first_k_dense_replace", absent), config.get("moe_layer_freq", 1)
+        first, step = config.get(COUNT_OF_DENSE, absent), config.get("moe_layer_freq", 1)
         layers = range(config["num_hidden_layers"])
         pattern = [int(layer >= first and layer % step == 0) for layer in layers]
         return {"moe_layer_freq": 1 if all(pattern) else pattern}
 
-    def why_not(arguments: ModelArguments) -> list[str]:
-        pattern = [has_experts(arguments, layer) for layer in range(arguments.num_layers)]
-        return [] if any(pattern) and pattern == sorted(pattern) else ["no experts from some layer on"]
-
-    keys = ("first_k_dense_replace", "moe_layer_freq")
-    return Both(keys, to_config, to_arguments, why_not, expressed=("moe_layer_freq",))
+    keys = (COUNT_OF_DENSE, "moe_layer_freq")
+    return Both(keys, to_config, to_arguments, _why_not_dense_first, expressed=("moe_layer_freq",))
 
 
 def _shared() -> Setting:

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
-from mcore_ckpt_ext.families.deepseek import expert_sizes, latent_settings, sigmoid_routing
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.deepseek import (
+    COUNT_OF_DENSE,
+    DENSE,
+    KINDS_OF_LAYERS,
+    SPARSE,
+    dense_then_experts,
+    expert_sizes,
+    latent_settings,
+    sigmoid_routing,
+)
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, further_layers
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Setting, unrepresentable
-
-_DENSE, _SPARSE = "dense", "sparse"
+from mcore_ckpt_ext.families.settings import Config, Fixed, unrepresentable
 
 
-def _layers() -> Setting:
-    """Which layers have experts: all but the first, or as a list says, beside which releases count the dense ones."""
-    types, count = "mlp_layer_types", "first_k_dense_replace"
+def _pattern(config: Config) -> list[int]:
+    """All but the first, or as a list says, beside which releases count the dense ones."""
+    layers = config["num_hidden_layers"]
+    found = config.get(KINDS_OF_LAYERS) or [DENSE, *[SPARSE] * (layers - 1)]
+    pattern = [int(kind == SPARSE) for kind in found]
+    if len(found) != layers or not {*found} <= {DENSE, SPARSE} or pattern != sorted(pattern) or not pattern[-1]:
+        raise unrepresentable(KINDS_OF_LAYERS, found, f"{DENSE} layers, then {SPARSE} ones")
+    dense = layers - sum(pattern)
+    if config.get(COUNT_OF_DENSE, dense) != dense:
+        raise unrepresentable(COUNT_OF_DENSE, config[COUNT_OF_DENSE], f"{dense}, as {KINDS_OF_LAYERS} says")
+    return pattern
 
-    def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        pattern = [has_experts(arguments, layer) for layer in range(arguments.num_layers)]
-        return {types: [_SPARSE if one else _DENSE for one in pattern], count: pattern.index(True)}
 
-    def to_arguments(config: Config) -> dict[str, Any]:
-        layers = config["num_hidden_layers"]
-        found = config.get(types) or [_DENSE, *[_SPARSE] * (layers - 1)]
-        pattern = [int(kind == _SPARSE) for kind in found]
-        if len(found) != layers or not {*found} <= {_DENSE, _SPARSE} or pattern != sorted(pattern) or not pattern[-1]:
-            raise unrepresentable(types, found, f"{_DENSE} layers, then {_SPARSE} ones")
-        if config.get(count, layers - sum(pattern)) != layers - sum(pattern):
-            raise unrepresentable(count, config[count], f"{layers - sum(pattern)}, as {types} says")
-        return {"moe_layer_freq": 1 if all(pattern) else pattern}
-
-    def why_not(arguments: ModelArguments) -> list[str]:
-        pattern = [has_experts(arguments, layer) for layer in range(arguments.num_layers)]
-        return [] if any(pattern) and pattern == sorted(pattern) else ["no experts from some layer on"]
-
-    return Both((types, count), to_config, to_arguments, why_not, expressed=("moe_layer_freq",))
+_LAYERS = dense_then_experts(_pattern)
 
 
 class Glm4MoELite(DeepSeekV3):
@@ -43,7 +39,7 @@ class Glm4MoELite(DeepSeekV3):
     model_type = "glm4_moe_lite"
     architecture = "Glm4MoeLiteForCausalLM"
     settings = (
-        *latent_settings(queries=768, keys=192, values=256, epsilon=1e-5), *expert_sizes(64, 4, 1536), _layers(),
+        *latent_settings(queries=768, keys=192, values=256, epsilon=1e-5), *expert_sizes(64, 4, 1536), _LAYERS,
         *sigmoid_routing(1, 1, 1.8), further_layers(), Fixed("rope_interleave", True, {}),
         Fixed("partial_rotary_factor", 1.0, {}),
     )  # fmt: skip

@@ -7,8 +7,18 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
-from mcore_ckpt_ext.families.deepseek import LATENT_ATTENTION, expert_sizes, latent_settings, sigmoid_routing
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.deepseek import (
+    COUNT_OF_DENSE,
+    DENSE,
+    KINDS_OF_LAYERS,
+    LATENT_ATTENTION,
+    SPARSE,
+    dense_then_experts,
+    expert_sizes,
+    latent_settings,
+    sigmoid_routing,
+)
 from mcore_ckpt_ext.families.deepseek_v3 import WithFurtherTokens, further_layers
 from mcore_ckpt_ext.families.family import Rule
 from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Sets, Setting, Size, Without, unrepresentable
@@ -19,7 +29,7 @@ _NORMS = {
     f"{_OURS}.linear_q_up_proj.layer_norm_weight": f"{_OURS}.q_layernorm.weight",
     f"{_OURS}.linear_kv_up_proj.layer_norm_weight": f"{_OURS}.kv_layernorm.weight",
 }
-_DENSE, _SPARSE, _INDEXED = "dense", "sparse", "indexed_attention"
+_INDEXED = "indexed_attention"
 
 # The norms of compressed queries, keys and values are modules of their own here (`get_dsa_module_spec_for_backend`).
 _ATTENTION = tuple(
@@ -37,28 +47,17 @@ _RULES = (
 )  # fmt: skip
 
 
-def _layers() -> Setting:
-    """Which layers have experts: all behind some dense ones, counted, or listed by transformers 5."""
-    types, count = "mlp_layer_types", "first_k_dense_replace"
+def _pattern(config: Config) -> list[int]:
+    """Counted, or listed as the count says."""
+    layers, first = config["num_hidden_layers"], config.get(COUNT_OF_DENSE, 3)
+    pattern = [int(layer >= first) for layer in range(layers)]
+    listed = [SPARSE if one else DENSE for one in pattern]
+    if (found := config.get(KINDS_OF_LAYERS, listed)) != listed:
+        raise unrepresentable(KINDS_OF_LAYERS, found, f"as {COUNT_OF_DENSE} says: {first} {DENSE}, then {SPARSE}")
+    return pattern
 
-    def to_config(arguments: ModelArguments) -> dict[str, Any]:
-        pattern = [has_experts(arguments, layer) for layer in range(arguments.num_layers)]
-        return {types: [_SPARSE if one else _DENSE for one in pattern], count: pattern.index(True)}
 
-    def to_arguments(config: Config) -> dict[str, Any]:
-        layers, first = config["num_hidden_layers"], config.get(count, 3)
-        pattern = [int(layer >= first) for layer in range(layers)]
-        if config.get(types, [_SPARSE if one else _DENSE for one in pattern]) != [
-            _SPARSE if one else _DENSE for one in pattern
-        ]:
-            raise unrepresentable(types, config[types], f"as {count} says: {first} {_DENSE}, then {_SPARSE}")
-        return {"moe_layer_freq": 1 if all(pattern) else pattern}
-
-    def why_not(arguments: ModelArguments) -> list[str]:
-        pattern = [has_experts(arguments, layer) for layer in range(arguments.num_layers)]
-        return [] if any(pattern) and pattern == sorted(pattern) else ["no experts from some layer on"]
-
-    return Both((types, count), to_config, to_arguments, why_not, expressed=("moe_layer_freq",))
+_LAYERS = dense_then_experts(_pattern)
 
 
 def _every_layer(key: str, kind: str) -> Setting:
@@ -100,7 +99,7 @@ class DeepSeekV32(WithFurtherTokens):
     rules = (parts.EMBEDDING, *_RULES, *parts.OUTPUT, *parts.further_tokens(_RULES))
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *latent_settings(), *expert_sizes(256, 8, 2048), _layers(), *sigmoid_routing(8, 4, 2.5), further_layers(),
+        *latent_settings(), *expert_sizes(256, 8, 2048), _LAYERS, *sigmoid_routing(8, 4, 2.5), further_layers(),
         *_indexer(64, interleaved=False),
     )  # fmt: skip
 
@@ -122,7 +121,7 @@ class GlmMoEDsa(DeepSeekV32):
     model_type = "glm_moe_dsa"
     architecture = "GlmMoeDsaForCausalLM"
     settings = (
-        *latent_settings(queries=2048, keys=192, values=256, epsilon=1e-5), *expert_sizes(256, 8, 2048), _layers(),
+        *latent_settings(queries=2048, keys=192, values=256, epsilon=1e-5), *expert_sizes(256, 8, 2048), _LAYERS,
         *sigmoid_routing(1, 1, 2.5), further_layers(), *_indexer(32, interleaved=True),
         _every_layer("indexer_types", "full"), Fixed("indexer_rope_interleave", True, {}),
         Fixed("index_topk_freq", 1, {}), Fixed("partial_rotary_factor", 1.0, {}),

@@ -233,20 +233,18 @@ def _sides(
             rows[1 - index] = this.vocabulary
             if set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
                 opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
-    sides = _Side(opened[0], rows[0]), _Side(spelled_as(opened[1], opened[0]), rows[1])
-    if all(isinstance(checkpoint, HuggingFaceCheckpoint) for checkpoint in opened):
-        for side in sides:  # of one kind: neither is rounded
-            side.source = Remembering(AsStored(side.checkpoint))
-    return sides
+    as_stored = all(isinstance(checkpoint, HuggingFaceCheckpoint) for checkpoint in opened)  # neither is rounded then
+    of_a, of_b = opened[0], spelled_as(opened[1], opened[0])
+    return _Side(of_a, rows[0], as_stored), _Side(of_b, rows[1], as_stored)
 
 
 class _Side:
     """One of the two checkpoints; of its vocabulary only `rows` are looked at, where that is given."""
 
-    def __init__(self, checkpoint: Checkpoint, rows: int | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, rows: int | None, as_stored: bool) -> None:
         self.checkpoint = checkpoint
         self.rows = rows
-        self.source = Remembering(checkpoint)
+        self.source = Remembering(AsStored(checkpoint) if as_stored else checkpoint)
         self.transfer = Transfer(checkpoint.reader, workers=1)
         self.kinds = checkpoint.kinds()
         self._names = {kind: checkpoint.names(kind) for kind in self.kinds}

@@ -13,9 +13,10 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.proof import Mismatch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.offline.copies import bits_of, compared_copies, is_left_by_offload
+from mcore_ckpt_ext.offline.copies import compared_copies, is_left_by_offload
 from mcore_ckpt_ext.offline.findings import COPIES, PROOF, VALUES, Finding, error, warning
 from mcore_ckpt_ext.offline.reading import Remembering, blocks
+from mcore_ckpt_ext.optimizers.copies import bits_of
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 

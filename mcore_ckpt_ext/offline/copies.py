@@ -5,18 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from mcore_ckpt_ext.errors import some
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.coverage import copies_of
-from mcore_ckpt_ext.offline.reading import blocks
-from mcore_ckpt_ext.planning.plan import OneCopy, StoredSlice
-from mcore_ckpt_ext.transfer import Transfer, read_slice
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from mcore_ckpt_ext.optimizers.copies import different_elements
+from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.transfer import Transfer
 
 
 @dataclass(frozen=True)
@@ -40,13 +36,8 @@ def compared_copies(checkpoint: Checkpoint, kind: str, name: str, transfer: Tran
     if tensor is None:
         return
     for first, *others in copies_of(checkpoint, kind, name):
-        regions = tuple(dict.fromkeys(region for stored in first for region in stored.slice.regions))
-        count = sum(stored.slice.numel for stored in first)
         for number, copy in enumerate(others, start=1):
-            different = 0
-            for wanted in blocks(regions, count):
-                one, other = (read_slice(OneCopy(tensor, held), transfer, kind, wanted) for held in (first, copy))
-                different += int((bits_of(one) != bits_of(other)).sum())
+            different = different_elements(tensor, kind, first, copy, transfer)
             elements = sum(stored.slice.numel for stored in copy)
             yield ComparedCopy(number, elements, different, f"{_place(first)} and {_place(copy)}")
 
@@ -82,11 +73,6 @@ def in_words(found: Sequence[str], count: int) -> str:
     """What whoever goes on from there should know, of `count` tensors."""
     more = "" if count == len(found) else f", and others: {count} in all"
     return f"copies that ranks hold of one tensor differ; the first is taken: {some(found, 3)}{more}"
-
-
-def bits_of(values: torch.Tensor) -> torch.Tensor:
-    """The elements as integers of their size: equal exactly where all bits are."""
-    return values.view(_BITS[values.element_size()])
 
 
 def _place(copy: Sequence[StoredSlice]) -> str:

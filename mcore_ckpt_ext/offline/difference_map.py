@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from mcore_ckpt_ext.offline.copies import bits_of
+from mcore_ckpt_ext.optimizers.copies import bits_of
 
 MOST_ROWS, MOST_COLUMNS = 16, 64
 

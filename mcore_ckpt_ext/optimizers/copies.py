@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from mcore_ckpt_ext.layout.proof import BITS
 from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
@@ -32,18 +33,42 @@ def differing_masters(state: OptimizerState, transfer: Transfer, share: tuple[in
     tensor = state.logical_tensor(FP32_PARAM, WORD_EMBEDDINGS)
     if tensor is None:
         return 0
-    found, number = 0, 0
-    for first, *others in state.copies(FP32_PARAM, WORD_EMBEDDINGS):
-        regions = tuple(dict.fromkeys(region for stored in first for region in stored.slice.regions))
-        end = sum(region.numel for region in regions)
-        for begin in range(0, end if others else 0, _BLOCK):
-            number += 1
-            if number % share[1] != share[0]:
-                continue
+    return sum(
+        different_elements(tensor, FP32_PARAM, first, other, transfer, share)
+        for first, *others in state.copies(FP32_PARAM, WORD_EMBEDDINGS)
+        for other in others
+    )
+
+
+def different_elements(
+    tensor: LogicalTensor, kind: str, one: Sequence[StoredSlice], other: Sequence[StoredSlice], transfer: Transfer,
+    share: tuple[int, int] = (0, 1),
+) -> int:  # fmt: skip
+    """How many elements of two copies of a part of a tensor are not the same in every bit.
+
+    Args:
+        tensor: that both are a part of.
+        kind: of the tensor.
+        one: the slices of a copy.
+        other: those of another, of the same part.
+        transfer: reads the files.
+        share: which blocks are looked at: the number of this process, and how many there are.
+    """
+    regions = tuple(dict.fromkeys(region for stored in one for region in stored.slice.regions))
+    end, found = sum(stored.slice.numel for stored in one), 0
+    for number, begin in enumerate(range(0, end, _BLOCK)):
+        if number % share[1] == share[0]:
             wanted = Slice(regions, begin, min(begin + _BLOCK, end))
-            one, *more = (_read(tensor, copy, transfer, wanted) for copy in (first, *others))
-            found += sum(int((one != other).sum()) for other in more)
+            first, second = (
+                bits_of(read_slice(OneCopy(tensor, copy), transfer, kind, wanted)) for copy in (one, other)
+            )
+            found += int((first != second).sum())
     return found
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of their size: equal exactly where all bits are."""
+    return values.view(BITS[values.element_size()])
 
 
 def in_words(count: int) -> str:
@@ -52,7 +77,3 @@ def in_words(count: int) -> str:
         f"{count:,} masters of the tied word embeddings differ between pipeline stages, as --optimizer-cpu-offload may "
         "leave them: those of the first stage are taken"
     )
-
-
-def _read(tensor: LogicalTensor, copy: Sequence[StoredSlice], transfer: Transfer, wanted: Slice) -> torch.Tensor:
-    return read_slice(OneCopy(tensor, copy), transfer, FP32_PARAM, wanted).view(torch.int32)
