@@ -178,6 +178,8 @@ class Prepared:
     def certainty(self) -> str:
         """How it is known that the masters belong to the weights, in words."""
         checkpoint = self.checkpoint
+        if checkpoint.rounds_weights:
+            return "stored as masters, of which their weights are made"
         if any(checkpoint.follow_from_weights(shard.name) for shard in self.job.shards):
             return "joined from their weights and remainders"
         proof = self.proof

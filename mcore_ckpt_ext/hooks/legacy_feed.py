@@ -1,10 +1,12 @@
 """Feeds `load_checkpoint` with this rank's part of a checkpoint whose files stock Megatron cannot load by itself.
 
-These are legacy checkpoints that were written under another layout, and zarr ones where Megatron has no reader.
+These are legacy checkpoints that were written under another layout, zarr ones where Megatron has no reader, and what
+Megatron-FSDP wrote (`fsdp_dtensor`), for a job that is not one of its own.
 
 Stock Megatron opens the rank folder of a legacy checkpoint that its own layout names (`_load_base_checkpoint`,
 checkpointing.py, core_v0.7.0 to 0.19.2): it refuses with `--ckpt-format torch`, and otherwise fails or, since 0.16,
-silently loads half a model. Of a zarr checkpoint, Megatron from 0.16 on says that there is no strategy for it.
+silently loads half a model. Of a zarr checkpoint, Megatron from 0.16 on says that there is no strategy for it; what
+Megatron-FSDP wrote it takes for `torch_dcp`, and asks it for none of its tensors (`_get_checkpoint_format`).
 Within the scope that this module opens, that function returns what it would have read from a legacy checkpoint of the
 running layout. Everything after it is stock.
 """
@@ -24,8 +26,9 @@ import torch
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.legacy import is_legacy
-from mcore_ckpt_ext.formats.zarr import NAME as ZARR
+from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.hooks.announce import announce, states_of_nobody
 from mcore_ckpt_ext.hooks.rebinding import rebound
@@ -37,6 +40,7 @@ from mcore_ckpt_ext.online.admission import check_names, spelling_in
 from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_names, live_parameters
 from mcore_ckpt_ext.online.live_states import FoundStates, states_for
+from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
 from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folder, iteration_name
 
@@ -49,16 +53,24 @@ _FOLLOWS_LAYOUT = (
 
 def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
     """The iteration folder that Megatron would load from a run folder, if it may have to be fed."""
+    folder = folder_named(directory, arguments)
+    if folder is None or is_legacy(folder):
+        return folder
+    foreign = (is_zarr(folder) and not _reads_zarr()) or plain_backend(folder) == FSDP_DTENSOR
+    return folder if foreign else None
+
+
+def folder_named(directory: str | None, arguments: Any) -> Path | None:
+    """The iteration folder that Megatron would load from a run folder; None where that is its own business."""
     if not directory or getattr(arguments, "non_persistent_ckpt_type", None):
         return None
     run, step = Path(directory), getattr(arguments, "ckpt_step", None)
     try:
         if not step and not (run / TRACKER_FILE).exists():
             return None
-        folder = run / iteration_name(int(step)) if step else iteration_folder(run)
+        return run / iteration_name(int(step)) if step else iteration_folder(run)
     except CheckpointError:  # whatever it is, stock Megatron will say so
         return None
-    return folder if is_legacy(folder) or (is_zarr(folder) and not _reads_zarr()) else None
 
 
 def _reads_zarr() -> bool:
@@ -77,8 +89,8 @@ def changes_of(folder: Path, arguments: Any) -> list[str]:
     """
     checkpoint = open_checkpoint(folder)
     try:
-        if checkpoint.format == ZARR:
-            return ["the format zarr"]
+        if checkpoint.format != LEGACY:
+            return [f"the format {checkpoint.format}"]
         changes = placement_changes(checkpoint.arguments, JobArguments.of(vars(arguments)))
         # Without it the optimizer's state is in no file that the distributed optimizer would open.
         written = checkpoint.arguments.use_distributed_optimizer
@@ -112,8 +124,8 @@ def load_weights_alone(
         return stock()
     with fed(scope, folder, chunks):
         result = stock()
-    kind = "legacy" if is_legacy(folder) else ZARR
-    announce(f"weights of the {kind} checkpoint {folder} cut for the running layout; random state starts anew")
+    form = "legacy" if is_legacy(folder) else open_checkpoint(folder).format
+    announce(f"weights of the {form} checkpoint {folder} cut for the running layout; random state starts anew")
     return result
 
 

@@ -1,4 +1,7 @@
-"""Genuine Megatron-FSDP (`--use-megatron-fsdp`) on CPU ranks resumes what was converted for it, and its own alike."""
+"""Genuine Megatron-FSDP (`--use-megatron-fsdp`) on CPU ranks resumes what was converted for it, and its own alike.
+
+A job of 3D parallelism resumes what Megatron-FSDP wrote.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron_on_cpu import launch
-from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE
+from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE, assemble
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_ckpt_ext.offline.comparison import compare
@@ -17,7 +20,7 @@ from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.targets import FsdpDtensor, TorchDist
 from tests.harness.checkouts import VARIABLE, with_checkout
 from tests.harness.checkpoints import fixture_named
-from tests.harness.jobs import OFF, RANK_SCRIPTS, TIME_LIMIT, Job, resume
+from tests.harness.jobs import OFF, RANK_SCRIPTS, TIME_LIMIT, Job, differing, resume
 from tests.harness.layouts import Layout
 
 DATA_PARALLEL = Layout(tensor=1, pipeline=1, ranks=4)
@@ -41,8 +44,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     plain = {"environment": UNDUMPED, "until": 8}
     fsdp = {**plain, "more": FSDP, "plugins": [RANK_SCRIPTS / "fsdp_on_cpu.py"]}
     found = {name: resume(folder / name, DATA_PARALLEL, run, **fsdp) for name, run in loads.items()}
-    stages = Layout(tensor=1, pipeline=2, ranks=4)
-    return {**found, "to 3d": resume(folder / "to 3d", stages, folder / "torch_dist", **plain)}
+    return {**found, "to 3d": resume(folder / "to 3d", Layout(tensor=2, pipeline=2, ranks=4), own, until=8)}
 
 
 def test_it_resumes_what_was_converted_as_its_own(resumed: dict[str, Job]) -> None:
@@ -58,6 +60,14 @@ def test_training_goes_on_in_the_other_world(resumed: dict[str, Job], name: str,
     record = fixture_named(fixture).job["losses"]
     expected = {one["iteration"]: one["loss"]["lm loss"] for one in record if one["iteration"] > 4}
     assert resumed[name].losses == pytest.approx(expected, abs=2e-4)
+
+
+def test_a_job_of_3d_parallelism_has_every_bit_of_it(resumed: dict[str, Job]) -> None:
+    """Weights, masters and moments of the live job equal those of the job that wrote; stock finds no tensor in it."""
+    job = resumed["to 3d"]
+    assert differing(fixture_named("p50").truth, assemble(job.at_load)) == []
+    (summary,) = [line for line in job.said if "optimizer resumed" in line]
+    assert "from TP1 x PP1 x DP4 as TP2 x PP2 x DP1: fsdp_dtensor" in summary
 
 
 @with_checkout
