@@ -75,6 +75,7 @@ def prepare(
     *,
     verify_all: bool = False,
     accept_lost: bool = False,
+    read_once: bool = False,
 ) -> Prepared:
     """Open the checkpoint, recover its packing as far as this rank needs it, plan, and check every record; collective.
 
@@ -85,6 +86,7 @@ def prepare(
         arguments: Megatron's arguments of the run.
         verify_all: compare the checksums of all records, shared between the ranks.
         accept_lost: where the checkpoint lost elements, take masters from the weights and zero for moments.
+        read_once: what several ranks want is read by one of them.
 
     Raises:
         ResumeRefusedError: on every rank, when some rank cannot.
@@ -137,7 +139,10 @@ def prepare(
             differing=differing_masters(checkpoint.optimizer, checkpoint.transfer, share) if offloaded else 0,
         )
 
-    return agreed_here("planning the resume", plan)
+    prepared = agreed_here("planning the resume", plan)
+    if read_once:
+        prepared.reading.share(agreed("planning what is read once", prepared.reading.wanted_bytes))
+    return prepared
 
 
 @dataclass(frozen=True)
@@ -202,6 +207,10 @@ class Prepared:
         """
 
         def work() -> Proven:
+            with self.reading.taking_part([FP32_PARAM]):
+                return read()
+
+        def read() -> Proven:
             masters = {shard: shard.home.room(shard) for shard in self.job.shards}
             for shard, parts in self.reading.read(FP32_PARAM, masters).items():
                 for part in parts:
@@ -231,6 +240,10 @@ class Proven:
         prepared, reading = self.prepared, self.prepared.reading
 
         def work() -> int:
+            with reading.taking_part(reading.kinds):
+                return write()
+
+        def write() -> int:
             changed = sum(self._set_master(shard, master) for shard, master in self.masters.items())
             for kind in reading.kinds:
                 rooms = {s: self.masters.pop(s, None) for s in reading.shards(kind)}

@@ -109,8 +109,15 @@ LOAD = Setting(
     {word: word for word in (AUTO, STOCK, FAST)}.__getitem__,
     argument="ckpt_ext_load",
 )
+READ_ONCE = Setting(
+    "MCORE_CKPT_EXT_READ_ONCE",
+    "1: what several ranks want is read by one of them and sent to the others",
+    False,
+    {"0": False, "1": True}.__getitem__,
+    argument="ckpt_ext_read_once",
+)
 WRITER_PATIENCE = Setting(
     "MCORE_CKPT_EXT_WRITER_PATIENCE", "seconds after which a silent writer is given up", 300.0, float
 )
-SETTINGS = (SWITCH, VERIFY_ALL, ACCEPT_LOST, PROOF, ON_SAVE_FAILURE, FALLBACK, LOAD, WRITER_PATIENCE)
+SETTINGS = (SWITCH, VERIFY_ALL, ACCEPT_LOST, PROOF, ON_SAVE_FAILURE, FALLBACK, LOAD, READ_ONCE, WRITER_PATIENCE)
 """All of them, in the order in which a user meets them; the documentation's table is made of this."""

@@ -29,7 +29,7 @@ from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.optimizer_reshard import Prepared, prepare
 from mcore_ckpt_ext.optimizers.table import stock_can_load
-from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
+from mcore_ckpt_ext.settings import ACCEPT_LOST, READ_ONCE, VERIFY_ALL
 
 Function = Callable[..., Any]
 
@@ -121,7 +121,8 @@ def _planned(folder: Path, optimizer: Any) -> Planned | None:
     running = live_arguments(chunks, optimizer)
     plan = Planned()
     plan.prepared = prepare(
-        folder, chunks, optimizer, running, verify_all=VERIFY_ALL.value, accept_lost=ACCEPT_LOST.value
+        folder, chunks, optimizer, running,
+        verify_all=VERIFY_ALL.value, accept_lost=ACCEPT_LOST.value, read_once=READ_ONCE.value,
     )  # fmt: skip
     return plan
 

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.online.live_arguments import live_arguments, unwrapped
 from mcore_ckpt_ext.online.record import PackingRecorder
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.saving.durable import Disk
-from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
+from mcore_ckpt_ext.settings import ACCEPT_LOST, READ_ONCE, VERIFY_ALL
 
 _NONE = "no sidecar is written"
 
@@ -49,7 +49,8 @@ def load_optimizer(path: str | os.PathLike[str], model: object, optimizer: objec
     running = agreed_here("reading the live model", lambda: live_arguments(chunks, optimizer))
     folder = Path(os.fspath(path))
     prepared = prepare(
-        folder, chunks, optimizer, running, verify_all=VERIFY_ALL.value, accept_lost=ACCEPT_LOST.value
+        folder, chunks, optimizer, running,
+        verify_all=VERIFY_ALL.value, accept_lost=ACCEPT_LOST.value, read_once=READ_ONCE.value,
     )  # fmt: skip
     common = prepared.checkpoint.common
     announce(str(prepared.prove().fill()))

@@ -22,22 +22,30 @@ from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.announce import announce, states_of_nobody
 from mcore_ckpt_ext.hooks.shared_index import index_read_once
 from mcore_ckpt_ext.online.admission import verify_checksums
-from mcore_ckpt_ext.online.agreement import agreed, agreed_here, rank_and_size
-from mcore_ckpt_ext.online.sharded_load import ShardedLoad, extra_states_of_nobody, respelled, stumbling_block
+from mcore_ckpt_ext.online.agreement import Failure, agreed, agreed_here, rank_and_size
+from mcore_ckpt_ext.online.sharded_load import (
+    ShardedLoad,
+    check_objects,
+    extra_states_of_nobody,
+    respelled,
+    stumbling_block,
+)
 from mcore_ckpt_ext.settings import LOAD, VERIFY_ALL
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
+_UNTOUCHED = "nothing is written yet"
 _MAPPING = "megatron.core.dist_checkpointing.mapping"
 
 
 @contextmanager
-def reading_fast(opened: Checkpoint | None = None) -> Iterator[None]:
+def reading_fast(opened: Checkpoint | None = None, read_once: bool = False) -> Iterator[None]:
     """Within this scope, this package reads the tensors that Megatron's loader is asked for.
 
     What it does not know, on any rank, is left to Megatron's own loader as a whole, before anything is written.
 
     Args:
         opened: the checkpoint, where it is open already.
+        read_once: what several ranks want is read by one of them.
 
     Raises:
         ResumeRefusedError: on every rank, where some rank's part is damaged.
@@ -50,7 +58,7 @@ def reading_fast(opened: Checkpoint | None = None) -> Iterator[None]:
         def stock(asked: Any) -> Any:
             return original(self, asked, checkpoint_dir, *more, **keywords)
 
-        return _load(sharded_state_dict, Path(str(checkpoint_dir)), opened, stock)
+        return _load(sharded_state_dict, Path(str(checkpoint_dir)), opened, read_once, stock)
 
     strategy.load = load
     try:
@@ -60,17 +68,19 @@ def reading_fast(opened: Checkpoint | None = None) -> Iterator[None]:
         strategy.load = original
 
 
-def _load(asked: Any, folder: Path, opened: Checkpoint | None, stock: Callable[[Any], Any]) -> Any:
+def _load(asked: Any, folder: Path, opened: Checkpoint | None, read_once: bool, stock: Callable[[Any], Any]) -> Any:
     """What `stock` would answer, tensors read by this package; or its answer.
 
     Args:
         asked: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
         folder: the iteration folder.
         opened: its checkpoint, where it is open already.
+        read_once: what several ranks want is read by one of them.
         stock: Megatron's own loader.
     """
     leaves = _Leaves.of(asked)
     planned: list[ShardedLoad] = []
+    checkpoints: list[TorchDistCheckpoint] = []
     empty: list[Any] = []
 
     def prepare(checkpoint: TorchDistCheckpoint) -> str | None:
@@ -79,6 +89,7 @@ def _load(asked: Any, folder: Path, opened: Checkpoint | None, stock: Callable[[
             return reason
         try:
             planned.append(ShardedLoad(tensors, checkpoint))
+            checkpoints.append(checkpoint)
         except UnsupportedCheckpointError as error:
             return str(error)
         empty.extend(extra_states_of_nobody(leaves.objects, checkpoint))
@@ -93,7 +104,7 @@ def _load(asked: Any, folder: Path, opened: Checkpoint | None, stock: Callable[[
             reason = prepare(checkpoint)
         return reason, len(leaves.objects) > len(empty), len(empty)
 
-    plans = agreed("planning the load", plan, "nothing is written yet")
+    plans = agreed("planning the load", plan, _UNTOUCHED)
     for rank, (reason, *_) in enumerate(plans):
         if reason is not None:
             announce(f"{LOAD.flag}: Megatron's own loader reads this checkpoint (rank {rank}: {reason})")
@@ -102,18 +113,26 @@ def _load(asked: Any, folder: Path, opened: Checkpoint | None, stock: Callable[[
     if missing := sum(number for *_, number in plans):
         announce(states_of_nobody(missing))
 
-    def read() -> dict[int, Any]:
-        # The small ones first: if one of them is damaged, nothing has been written.
-        some = any(has_objects for _, has_objects, _ in plans)
-        absent = set(map(id, empty))
-        stored = [entry for entry in leaves.objects if id(entry) not in absent]
-        objects = stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
-        found = {id(entry): objects[str(number)] for number, entry in enumerate(stored)}
-        found |= dict.fromkeys(absent)
-        return found | dict(zip(map(id, leaves.tensors), planned[0].read(), strict=True))
+    absent = set(map(id, empty))
+    stored = [entry for entry in leaves.objects if id(entry) not in absent]
 
-    values = agreed_here("reading the model", read, "it is partly written: do not train on, start again")
-    return _answer(asked, values)
+    def read_objects() -> dict[int, Any]:
+        try:
+            # All ranks call it, or none.
+            objects = stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
+        except (Exception, Failure):
+            check_objects(stored, checkpoints[0])
+            raise
+        return {id(entry): objects[str(number)] for number, entry in enumerate(stored)}
+
+    some = any(has_objects for _, has_objects, _ in plans)
+    # The small ones first: if one of them is damaged, nothing has been written.
+    values = agreed_here("reading the pickled objects", read_objects, _UNTOUCHED) | dict.fromkeys(absent)
+    if read_once:
+        planned[0].share(agreed("planning what is read once", planned[0].wanted_bytes, _UNTOUCHED))
+    consequence = "it is partly written: do not train on, start again"
+    tensors = agreed_here("reading the model", planned[0].read, consequence)
+    return _answer(asked, values | dict(zip(map(id, leaves.tensors), tensors, strict=True)))
 
 
 def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:

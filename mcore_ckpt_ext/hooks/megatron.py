@@ -28,7 +28,7 @@ from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.param_groups import override_bounds
 from mcore_ckpt_ext.optimizer_reshard import prepare
-from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, STOCK, VERIFY_ALL
+from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, STOCK, VERIFY_ALL
 
 Function = Callable[..., Any]
 
@@ -68,7 +68,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
         scope = _scope(original)
         arguments = scope["get_args"]()
         if LOAD.chosen(arguments) == FAST:
-            stock = functools.partial(_reading_fast, stock)
+            stock = functools.partial(_reading_fast, stock, arguments)
         chunks, directory = scope["unwrap_model"](ddp_model), getattr(arguments, given["load_arg"])
         if not _resumes_optimizer(scope, optimizer):
             if optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
@@ -80,7 +80,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
         if look is None:
             return load_weights_alone(scope, directory, chunks, stock), None
         if look.stock_loads:
-            result = _reading_fast(stock) if LOAD.chosen(arguments) == AUTO and look.is_moved else stock()
+            result = _reading_fast(stock, arguments) if LOAD.chosen(arguments) == AUTO and look.is_moved else stock()
             if look.may_be_shifted:
                 repair_shifted(look.folder, chunks, optimizer, arguments)
             return result, None
@@ -91,12 +91,14 @@ def wrap_load_checkpoint(original: Function) -> Function:
             JobArguments.of(vars(arguments)),
             verify_all=VERIFY_ALL.value,
             accept_lost=ACCEPT_LOST.value,
+            read_once=READ_ONCE.chosen(arguments),
         )
         fresh = prepared.random_state_grid != _random_state_grid(arguments)
         feed = fed(scope, look.folder, chunks) if look.is_fed else nullcontext()
         without_optimizer = rebound(vars(arguments), no_load_optim=True, no_load_rng=fresh or arguments.no_load_rng)
         fed_or_stock = look.is_fed or LOAD.chosen(arguments) == STOCK
-        with without_optimizer, feed, nullcontext() if fed_or_stock else reading_fast(prepared.checkpoint):
+        once = READ_ONCE.chosen(arguments)
+        with without_optimizer, feed, nullcontext() if fed_or_stock else reading_fast(prepared.checkpoint, once):
             result = original(ddp_model, None, None, *positional, **keywords)
         summary = prepared.prove().fill()
         if opt_param_scheduler is not None:
@@ -109,8 +111,8 @@ def wrap_load_checkpoint(original: Function) -> Function:
     return load_checkpoint
 
 
-def _reading_fast(stock: Callable[[], Any]) -> Any:
-    with reading_fast():
+def _reading_fast(stock: Callable[[], Any], arguments: Any) -> Any:
+    with reading_fast(read_once=READ_ONCE.chosen(arguments)):
         return stock()
 
 

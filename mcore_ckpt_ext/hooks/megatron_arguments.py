@@ -25,7 +25,7 @@ from importlib import import_module
 from typing import ParamSpec, TypeVar
 
 from mcore_ckpt_ext.hooks.announce import announce
-from mcore_ckpt_ext.settings import AUTO, CONTINUE, FALLBACK, FAST, LOAD, ON_SAVE_FAILURE, STOCK, STOP
+from mcore_ckpt_ext.settings import AUTO, CONTINUE, FALLBACK, FAST, LOAD, ON_SAVE_FAILURE, READ_ONCE, STOCK, STOP
 from mcore_ckpt_ext.versions import Version, parse_version
 
 P = ParamSpec("P")
@@ -90,6 +90,12 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
             choices=[AUTO, STOCK, FAST],
             help="Who reads the tensors of a torch_dist checkpoint: this package (fast), Megatron wherever it can "
             f"(stock), this package under another layout (auto; default: {LOAD.name}, or {LOAD.default}).",
+        )
+        group.add_argument(
+            READ_ONCE.flag,
+            action="store_true",
+            help="Where this package reads tensors, let what several ranks want be read by one of them and sent to the "
+            f"others (also {READ_ONCE.name}=1).",
         )
         return parser
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.online.homes.home import LiveShard
+from mcore_ckpt_ext.online.read_once import ReadOnce, wanted_bytes
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan, plans_of
+from mcore_ckpt_ext.planning.sharing import Spans
 from mcore_ckpt_ext.transfer import read_wanted
 
 
@@ -28,6 +31,33 @@ class Reading:
             for copy in plan.copies:
                 checkpoint.transfer.locate(copy.extent)
 
+        self._once: dict[str, ReadOnce] = {}
+
+    def wanted_bytes(self) -> dict[str, Spans]:
+        """What this rank wants of each kind, to be told to all; what it derives, it reads for itself."""
+        transfer = self._checkpoint.transfer
+        return {kind: wanted_bytes(self._plan.of_kind(kind), transfer) for kind in (FP32_PARAM, *self.kinds)}
+
+    def share(self, wants: Sequence[Mapping[str, Spans]]) -> None:
+        """From now on, `read` is collective: what several ranks want of a kind is read by one.
+
+        Args:
+            wants: `wanted_bytes` of every rank.
+        """
+        reader, transfer = self._checkpoint.reader, self._checkpoint.transfer
+        for kind in (FP32_PARAM, *self.kinds):
+            of_ranks = [spans.get(kind, {}) for spans in wants]
+            self._once[kind] = ReadOnce(self._plan.of_kind(kind), reader, transfer, of_ranks)
+
+    @contextmanager
+    def taking_part(self, kinds: Iterable[str]) -> Iterator[None]:
+        """Within this scope, a rank that fails still sends what the others wait for of these kinds."""
+        with ExitStack() as stack:
+            for kind in reversed(list(kinds)):
+                if kind in self._once:
+                    stack.enter_context(self._once[kind].taking_part())
+            yield
+
     @property
     def plans(self) -> list[Plan]:
         """All that is read: what is stored, and what the rest is derived from."""
@@ -35,8 +65,8 @@ class Reading:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The moments of all shards together."""
-        return tuple(dict.fromkeys(kind for kind, _ in (*self._stored, *self._derived) if kind != FP32_PARAM))
+        """The moments of all shards together, in the order in which all ranks read them."""
+        return tuple(sorted({kind for kind, _ in (*self._stored, *self._derived)} - {FP32_PARAM}))
 
     def shards(self, kind: str) -> list[LiveShard]:
         """The shards that keep a kind."""
@@ -54,7 +84,11 @@ class Reading:
         """
         targets = {target: shard for target, (wanted, shard) in enumerate(self._stored) if wanted == kind}
         part, transfer = self._plan.of_kind(kind), self._checkpoint.transfer
-        transfer.execute(part, {target: rooms[shard] for target, shard in targets.items()})
+        memory = {target: rooms[shard] for target, shard in targets.items()}
+        if kind in self._once:
+            self._once[kind].execute(memory)
+        else:
+            transfer.execute(part, memory)
         missing: dict[LiveShard, list[slice]] = {}
         for fill in part.fills:
             missing.setdefault(targets[fill.target], []).append(slice(fill.start, fill.stop))

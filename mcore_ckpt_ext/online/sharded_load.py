@@ -8,17 +8,21 @@ objects.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.stored_arrays import StoredArrays
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.model_space.names import is_extra_state, name_at, spelled_as_in, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.online.read_once import ReadOnce, wanted_bytes
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice, make_plan
+from mcore_ckpt_ext.planning.sharing import Spans
 from mcore_ckpt_ext.storage.dcp_index import StoredArray
 
 _KIND = "array"
@@ -51,6 +55,27 @@ def _name_of_object(unique_key: str) -> str:
     key, _, shard = unique_key.partition("/shard_")
     offsets = [int(number) for number in shard.partition("_")[0].split(".") if number.isdecimal()]
     return name_at(key, offsets) if len(offsets) >= stacked_axes(key) else key
+
+
+def check_objects(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> None:
+    """Look at ShardedObjects that Megatron could not load: torch says what it stumbled over, not where that lies.
+
+    Raises:
+        UnreadableCheckpointError: one is damaged; it says which.
+    """
+    for entry in asked:
+        if entry.unique_key in checkpoint.index.objects:
+            _check_object(entry.unique_key, checkpoint)
+
+
+def _check_object(key: str, checkpoint: TorchDistCheckpoint) -> None:
+    try:
+        checkpoint.object(key)
+    except UnreadableCheckpointError as error:
+        place = checkpoint.index.objects[key]
+        where = f"{key}, byte {place.offset} of {checkpoint.folder / place.file}"
+        what = "a pickled object of the checkpoint is damaged"
+        raise UnreadableCheckpointError(what, found=error.found, where=where) from error
 
 
 def stumbling_block(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> str | None:
@@ -124,6 +149,8 @@ class ShardedLoad:
         self._asked = asked
         self._transfer = checkpoint.transfer
         self._plan = make_plan([_wanted(entry) for entry in asked], StoredArrays(checkpoint.index.arrays))
+        self._reader = checkpoint.reader
+        self._once: ReadOnce | None = None
         self._payloads = [self._transfer.locate(copy.extent) for copy in self._plan.copies]
 
     @property
@@ -136,6 +163,18 @@ class ShardedLoad:
         """Payload bytes."""
         return self._plan.bytes_read
 
+    def wanted_bytes(self) -> Spans:
+        """What this rank wants, to be told to all; errors as of `wanted_bytes`."""
+        return wanted_bytes(self._plan, self._transfer)
+
+    def share(self, wants: Sequence[Spans]) -> None:
+        """From now on, `read` is collective: what several ranks want is read by one.
+
+        Args:
+            wants: `wanted_bytes` of every rank.
+        """
+        self._once = ReadOnce(self._plan, self._reader, self._transfer, wants)
+
     def read(self) -> list[torch.Tensor]:
         """Fill the tensors.
 
@@ -145,10 +184,14 @@ class ShardedLoad:
         Raises:
             UnreadableCheckpointError: a file is damaged; some elements may have been written.
         """
-        tensors = [_tensor(entry) for entry in self._asked]
-        places = [tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous() for tensor in tensors]
-        with torch.no_grad():
-            self._transfer.execute(self._plan, [place.view(-1) for place in places])
+        with torch.no_grad(), nullcontext() if self._once is None else self._once.taking_part():
+            tensors = [_tensor(entry) for entry in self._asked]
+            places = [tensor if tensor.is_contiguous() else torch.empty_like(tensor).contiguous() for tensor in tensors]
+            memory = [place.view(-1) for place in places]
+            if self._once is None:
+                self._transfer.execute(self._plan, memory)
+            else:
+                self._once.execute(memory)
             for tensor, place in zip(tensors, places, strict=True):
                 if place is not tensor:
                     tensor.copy_(place)

@@ -54,6 +54,18 @@ class Runs:
         """The same, so many elements further on in the source and in the target."""
         return replace(self, source=self.source + source, target=self.target + target) if source or target else self
 
+    def within(self, low: int, high: int) -> Runs:
+        """The part of which the source lies in `[low, high)`."""
+        row = numpy.arange(int(self.count.sum())) - numpy.repeat(numpy.cumsum(self.count) - self.count, self.count)
+        source, target, length, source_stride, target_stride = (
+            numpy.repeat(column, self.count)
+            for column in (self.source, self.target, self.length, self.source_stride, self.target_stride)
+        )
+        source, target = source + row * source_stride, target + row * target_stride
+        first, last = numpy.maximum(source, low), numpy.minimum(source + length, high)
+        some = first < last
+        return fold(first[some], (target + first - source)[some], (last - first)[some])
+
     def rows(self) -> list[tuple[int, int, int, int, int, int]]:
         """The entries as plain integers: (source, target, length, count, source stride, target stride)."""
         columns = (self.source, self.target, self.length, self.count, self.source_stride, self.target_stride)

@@ -18,7 +18,7 @@ from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble, parameter_settings, training_state
 from megatron_on_cpu.precision_aware import REMAINDERS_VARIABLE
 
-from mcore_ckpt_ext.settings import LOAD
+from mcore_ckpt_ext.settings import LOAD, READ_ONCE
 from tests.harness.checkouts import EITHER, version
 from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import SAVED, differing
@@ -83,6 +83,8 @@ LOADS = {
     "p48": Loaded("p48", Layout(2, 1, 4), {"environment": {REMAINDERS_VARIABLE: "0"}, **more(*LLAMA, *REDUCED)}),
     "p49": Loaded("p49", Layout(2, 2, 4), more(*LLAMA), by_stock=False),
 }
+# Also with what several ranks want read by one of them: replicas of everything, experts, tied copies in a resume.
+ONCE = ("p42", "p09", "p05")
 # Written by jobs with a real build of Transformer Engine; see `test_transformer_engine`.
 ENGINE_LOADS = {
     "p21": Loaded("p21", Layout(2, 2, 4), more(*LLAMA, "--add-qkv-bias", "--qk-layernorm", *ENGINE)),
@@ -129,7 +131,9 @@ def both_ways(folder: Path, name: str, load: Loaded) -> list[Turn]:
     layout = replace(load.layout, vocabulary=source.job["args"]["padded_vocab_size"])
     options = {"load": source.run, **load.options}
     own = options.pop("environment", {})
+    once = {**own, **FAST, READ_ONCE.name: "1"}
     return [
+        *(Turn(folder / f"{each} once", layout, environment=once, **options) for each in ONCE if each == name),
         Turn(folder / f"{name} fast", layout, environment={**own, **FAST}, **options),
         Turn(folder / f"{name} other", layout, environment={**own, **SLOW}, stock=load.by_stock, **options),
     ]
@@ -140,6 +144,16 @@ def test_model_optimizer_and_loss_are_those_of_stock(name: str, results: Results
     if name not in known(results.of_checkout):
         pytest.skip("written by a later Megatron than the one that runs")
     check_same(LOADS[name], name, results)
+
+
+@pytest.mark.parametrize("name", ONCE)
+def test_what_is_read_once_is_the_same_on_every_rank(name: str, results: Results) -> None:
+    if name not in known(results.of_checkout):
+        pytest.skip("written by a later Megatron than the one that runs")
+    fast, once = (results.job(f"{name} {way}") for way in ("fast", "once"))
+    assert once.losses == fast.losses
+    assert len(once.said) == len(fast.said)
+    assert differing(assemble(fast.at_load), assemble(once.at_load)) == []
 
 
 @pytest.mark.parametrize("name", ENGINE_LOADS)

@@ -6,6 +6,7 @@ The layout is the one that was saved, but for the data-parallel ranks; `test_for
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ LAYOUT = Layout(1, 4, 4)
 # dp_reshardable of 0.16 and 0.19, fully_reshardable, dp_zero_gather_scatter of 0.8.
 FIXTURES = ["p01", "p10", "p04", "p06"]
 FAST, STOCK = {"MCORE_CKPT_EXT_LOAD": "fast"}, {"MCORE_CKPT_EXT_LOAD": "stock"}
+ONCE = {**FAST, "MCORE_CKPT_EXT_READ_ONCE": "1"}
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +56,9 @@ def outcomes(folder: Path) -> Outcomes:
         Case("cut short", cut_short(folder / "short"), environment=FAST),
         Case("objects damaged", damaged_object(folder / "object"), environment=FAST),
         Case("the disk is gone", p10, environment={**FAST, "TEST_READ_FAILS": "2"}),
+        Case("read once", p10, environment=ONCE),
+        Case("nothing to send", p10, environment={**ONCE, "TEST_SHARED_READ_FAILS": "0"}),
+        Case("nothing to read", p10, environment={**ONCE, "TEST_OWN_READ_FAILS": "3"}),
     ]
     return load_all(folder / "job", LAYOUT, cases)
 
@@ -184,8 +189,31 @@ def test_a_file_that_is_cut_short_stops_every_rank_before_anything_is_written(ou
         assert rank["after"] == rank["before"]
 
 
+def test_of_a_damaged_object_it_says_which_before_anything_is_written(outcomes: Outcomes) -> None:
+    for rank in outcomes["objects damaged"]:
+        assert "refused while reading the pickled objects; nothing is written yet" in rank["error"]
+        assert re.search(r"where: rng_state/shard_\S+, byte \d+ of \S+\.distcp", rank["error"])
+        assert rank["after"] == rank["before"]
+
+
+def test_tied_copies_are_read_by_one_rank_and_sent(outcomes: Outcomes) -> None:
+    for rank, other in zip(outcomes["read once"], outcomes["p10 fast"], strict=True):
+        assert (rank["error"], rank["after"], rank["fast"]) == (None, other["after"], other["fast"])
+    bytes_read = {
+        name: sum(stop - start for rank in outcomes[name] for _, start, stop in rank["reads"])
+        for name in ("read once", "p10 fast")
+    }
+    embedding = 2 * 128 * 32
+    assert bytes_read["p10 fast"] - bytes_read["read once"] == embedding
+
+
 @pytest.mark.parametrize(
-    ("name", "reason"), [("objects damaged", "UnpicklingError"), ("the disk is gone", "rank 2: OSError")]
+    ("name", "reason"),
+    [
+        ("the disk is gone", "rank 2: OSError"),
+        ("nothing to send", "rank 0: OSError"),
+        ("nothing to read", "rank 3: OSError"),
+    ],
 )
 def test_what_goes_wrong_while_it_is_read_stops_every_rank(name: str, reason: str, outcomes: Outcomes) -> None:
     for rank in outcomes[name]:
@@ -195,7 +223,8 @@ def test_what_goes_wrong_while_it_is_read_stops_every_rank(name: str, reason: st
 
 
 def test_of_a_rank_that_dies_while_it_reads_the_others_die(tmp_path: Path) -> None:
-    environment = {**FAST, "PYTHONUNBUFFERED": "1"}
+    """The first, for whose part of the tied embedding the last one waits, too."""
+    environment = {**ONCE, "PYTHONUNBUFFERED": "1"}
     run = fixture_named("p10").run
     ended = run_job(tmp_path, LAYOUT, load=run, environment=environment, plugins=[RANK_SCRIPTS / "die_reading.py"])
     assert ended.returncode != 0

@@ -54,9 +54,15 @@ def test_rows_that_become_zeros_are_not_read(gpt: Job, tmp_path: Path) -> None:
         assert rank["planned_bytes"] == STATE * rank["elements"] - 4 * rank["filled_elements"]
 
 
-def test_with_data_parallelism_a_rank_reads_its_part_of_the_shards(gpt: Job, tmp_path: Path) -> None:
-    outcomes = load_all(tmp_path, Layout(1, 1, 4), [Case("DP4", gpt.run)])
-    ranks = outcomes["DP4"]
+@pytest.fixture(scope="module")
+def replicas(gpt: Job, folder: Path) -> Outcomes:
+    """One resume of which all ranks want all weights, as they do by default, and with `--ckpt-ext-read-once`."""
+    cases = [Case("DP4", gpt.run), Case("once", gpt.run, {"ckpt_ext_read_once": True})]
+    return load_all(folder / "replicas", Layout(1, 1, 4), cases)
+
+
+def test_with_data_parallelism_a_rank_reads_its_part_of_the_shards(replicas: Outcomes, gpt: Job) -> None:
+    ranks = replicas["DP4"]
     assert [rank["planned_bytes"] for rank in ranks] == [STATE * rank["elements"] for rank in ranks]
     parameters = sum(tensor.numel() for name, tensor in assemble(gpt.at_save).items() if name.startswith("fp32_param"))
     assert sum(rank["elements"] for rank in ranks) == parameters
@@ -72,3 +78,28 @@ def test_a_rank_holds_its_own_shards_and_no_more_than_256_mib_beside(outcomes: O
         assert grown["prepare"] < 256 * MEBIBYTE
         assert 0.9 * moment < grown["prove"] < moment + 256 * MEBIBYTE
         assert grown["prove"] + grown["fill"] < 2 * moment + 256 * MEBIBYTE
+
+
+def test_what_several_ranks_want_is_asked_of_the_file_system_once(replicas: Outcomes) -> None:
+    by_all, once = (sorted(tuple(read) for rank in replicas[name] for read in rank["reads"]) for name in replicas)
+    assert bytes_of(once) == distinct(once) == distinct(by_all)
+    weights = sum(rank["fast"] for rank in replicas["once"]) // 4
+    assert bytes_of(by_all) == distinct(by_all) + 3 * weights
+    assert all(rank["reads"] for rank in replicas["once"])
+    for rank, other in zip(replicas["once"], replicas["DP4"], strict=True):
+        assert (rank["error"], rank["after"], rank["fast"]) == (None, other["after"], other["fast"])
+        assert rank["after"] != rank["before"]
+
+
+def bytes_of(reads: list[tuple[str, int, int]]) -> int:
+    return sum(stop - start for _, start, stop in reads)
+
+
+def distinct(reads: list[tuple[str, int, int]]) -> int:
+    """Bytes, each counted once; `reads` ascending."""
+    total, reached = 0, ("", 0)
+    for file, start, stop in reads:
+        first = max(start, reached[1]) if file == reached[0] else start
+        total += max(stop - first, 0)
+        reached = file, max(stop, first)
+    return total

@@ -2,7 +2,8 @@
 
 A case is an object with a `name`, and, where wanted, `arguments` and `environment` to change for its time, `model`
 with arguments to build a model of its own, and `dump`, a folder for the live optimizer afterwards. TEST_READ_FAILS
-names a rank whose disk is gone once this package has read the tensors that Megatron asks for.
+names a rank whose disk is gone once this package has read the tensors that Megatron asks for, TEST_OWN_READ_FAILS one
+whose disk is gone when it reads what it alone wants, TEST_SHARED_READ_FAILS when it reads what it is to send.
 """
 
 from __future__ import annotations
@@ -25,7 +26,11 @@ from live_job import Live, changed, training
 from megatron_on_cpu import dump_optimizer
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.online.read_once import ReadOnce
+from mcore_ckpt_ext.online.reading import Reading
 from mcore_ckpt_ext.optimizer_reshard import Prepared, Proven
+from mcore_ckpt_ext.storage import files
+from mcore_ckpt_ext.transfer import Transfer
 
 hook: Any = importlib.import_module("mcore_ckpt_ext.hooks.megatron")
 fast_load: Any = importlib.import_module("mcore_ckpt_ext.hooks.fast_load")
@@ -45,6 +50,8 @@ class Witness:
         self.fast: list[int] = []
         self.memory: dict[str, int] = {}
         self.index_reads = 0
+        self.reads: list[tuple[str, int, int]] = []
+        self.is_reading = False
         sys.addaudithook(self._hear)
 
     def _hear(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -58,7 +65,11 @@ class Witness:
         training.load_checkpoint = checkpointing.load_checkpoint
         mcore_ckpt_ext.install()
         hook.announce = proof.announce = resuming.announce = fast_load.announce = self.lines.append
-        fast_load.ShardedLoad.read = self._counted(fast_load.ShardedLoad.read)
+        fast_load.ShardedLoad.read = self._noted(self._counted(fast_load.ShardedLoad.read))
+        Reading.read = self._noted(Reading.read)  # type: ignore[method-assign]
+        files.os = self  # type: ignore[attr-defined]
+        ReadOnce._read = failing("TEST_SHARED_READ_FAILS", ReadOnce._read)  # type: ignore[method-assign]
+        Transfer.execute = failing("TEST_OWN_READ_FAILS", Transfer.execute)  # type: ignore[method-assign]
         for owner, phase in ((hook, "prepare"), (Prepared, "prove"), (Proven, "fill")):
             setattr(owner, phase, self._measured(phase, getattr(owner, phase)))
 
@@ -70,13 +81,34 @@ class Witness:
 
         return load_checkpoint
 
+    def __getattr__(self, name: str) -> Any:
+        """Of `os`, whose place this takes where files are read."""
+        return getattr(os, name)
+
+    def preadv(self, descriptor: int, buffers: Any, offset: int) -> int:
+        """Of `os`; what is read of tensors is noted."""
+        count = os.preadv(descriptor, buffers, offset)
+        if self.is_reading:
+            self.reads.append((str(Path(f"/proc/self/fd/{descriptor}").readlink()), offset, offset + count))
+        return count
+
+    def _noted(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def read(*positional: Any) -> Any:
+            self.is_reading = True
+            try:
+                return original(*positional)
+            finally:
+                self.is_reading = False
+
+        return read
+
     def _counted(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def read(load: Any) -> Any:
             self.fast.append(load.bytes_read)
             result = original(load)
-            if str(torch.distributed.get_rank()) == os.environ.get("TEST_READ_FAILS"):
-                raise OSError(errno.EIO, "the disk is gone")
+            failing("TEST_READ_FAILS", bool)()
             return result
 
         return read
@@ -98,9 +130,21 @@ class Witness:
 
     def forget(self) -> None:
         """Start anew, for the next load."""
-        for heard in (self.stock_calls, self.lines, self.resumes, self.memory, self.fast):
+        for heard in (self.stock_calls, self.lines, self.resumes, self.memory, self.fast, self.reads):
             heard.clear()
         self.index_reads = 0
+
+
+def failing(variable: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that fails on the rank that a variable names."""
+
+    @functools.wraps(original)
+    def call(*positional: Any) -> Any:
+        if str(torch.distributed.get_rank()) == os.environ.get(variable):
+            raise OSError(errno.EIO, "the disk is gone")
+        return original(*positional)
+
+    return call
 
 
 def _kibibytes(name: str) -> int:
@@ -139,6 +183,7 @@ def load(case: dict[str, Any], live: Live, witness: Witness) -> dict[str, Any]:
         "resumes": len(witness.resumes),
         "fast": sum(witness.fast),
         "index reads": witness.index_reads,
+        "reads": witness.reads.copy(),
         "elements": live.elements(),
         "memory": witness.memory.copy(),
         **(_counters(witness.resumes[0]) if witness.resumes and error is None else {}),
