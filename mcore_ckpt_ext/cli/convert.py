@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from mcore_ckpt_ext.cli.facts import add_facts, facts_of
+from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message
 from mcore_ckpt_ext.cli.processes import the_team
 from mcore_ckpt_ext.cli.progress import Progress
@@ -101,6 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         for option in _OPTIONS:
             if option.targets == targets:
                 group.add_argument(option.flag, dest=option.field, default=argparse.SUPPRESS, **option.how)
+    add_weights(parser)
     add_facts(parser, FactsOfSource)
 
 
@@ -170,6 +171,7 @@ def _converted(arguments: argparse.Namespace, target: Target, team: Team) -> Rep
         accept_lost=arguments.accept_lost,
         drop=arguments.drop,
         facts=facts_of(arguments),
+        weights=arguments.weights,
         progress=Progress() if team.rank == 0 else lambda done, total: None,
         team=team,
     )

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from mcore_ckpt_ext.cli.facts import add_facts, facts_of
+from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, heading, line, message, table
 from mcore_ckpt_ext.cli.page import comparison_page
 from mcore_ckpt_ext.cli.progress import Progress
@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
     parser.epilog = "Equal means bit by bit: NaNs with the same bits are equal, 0.0 and -0.0 are not."
+    add_weights(parser)
     add_facts(parser)
 
 
@@ -40,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         kinds=arguments.kinds,
         family=arguments.family,
         facts=facts_of(arguments),
+        weights=arguments.weights,
         workers=arguments.workers,
         progress=Progress(),
         pictures=arguments.html is not None,

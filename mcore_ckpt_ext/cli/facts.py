@@ -24,6 +24,14 @@ def add_facts(parser: argparse.ArgumentParser, kind: type[Facts] = Facts) -> Non
         )  # fmt: skip
 
 
+def add_weights(parser: argparse.ArgumentParser) -> None:
+    """The option that names the folder of weights that lie elsewhere."""
+    parser.add_argument(
+        "--weights", metavar="FOLDER",
+        help="where the weights lie, if there is an optimizer alone: a Hugging Face folder, or a checkpoint",
+    )  # fmt: skip
+
+
 def facts_of(arguments: argparse.Namespace) -> Facts:
     """What the user states.
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.cli.facts import add_facts, facts_of
+from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, as_json, heading, line, message, table
 from mcore_ckpt_ext.cli.page import inspection_page
 from mcore_ckpt_ext.errors import readable
+from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 from mcore_ckpt_ext.offline.inspection import Inspection, StoredFile, inspect
 
 _FILES_SHOWN = 32
@@ -23,12 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page")
+    add_weights(parser)
     add_facts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Inspect, and report it."""
-    found = inspect(arguments.path, buffers=arguments.html is not None or arguments.json, facts=facts_of(arguments))
+    found = inspect(
+        arguments.path,
+        buffers=arguments.html is not None or arguments.json,
+        facts=facts_of(arguments),
+        weights=arguments.weights,
+    )
     if arguments.html is not None:
         arguments.html.write_text(inspection_page(found), encoding="utf-8")
         message(f"wrote {arguments.html}")
@@ -58,6 +65,8 @@ def _show(found: Inspection) -> None:
             ("sidecar", _sidecar(found)),
         ]
     )
+    if found.optimizer_format and not found.model["parameters"]:
+        line(Painted(f"note: an optimizer alone; {NAME_THEM}", REMARKABLE))
     for problem in found.unbelieved:
         line(Painted(f"note: {problem}", REMARKABLE))
     if found.writer.evidence:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, interpreting
+from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, UsageError, interpreting
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
 from mcore_ckpt_ext.formats.base import Checkpoint
@@ -16,7 +16,7 @@ from mcore_ckpt_ext.formats.description import refuse_facts
 from mcore_ckpt_ext.formats.fsdp_dtensor import NAME as FSDP_DTENSOR
 from mcore_ckpt_ext.formats.fsdp_dtensor import FsdpCheckpoint
 from mcore_ckpt_ext.formats.handle import TensorHandle
-from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface import LOCAL, TRANSFORMER_ENGINE, HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.nemo_folder import NemoCheckpoint, is_nemo
@@ -44,6 +44,7 @@ def open_checkpoint(
     family: Family | None = None,
     transformer_impl: str = TRANSFORMER_ENGINE,
     facts: Facts = NOTHING,
+    weights: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
     """Open a checkpoint; nothing but metadata is read.
 
@@ -54,9 +55,13 @@ def open_checkpoint(
         family: the family of a Hugging Face folder whose `config.json` names no known one.
         transformer_impl: the layer spec whose names a Hugging Face folder is read under.
         facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
+        weights: where the weights lie, if the checkpoint holds an optimizer alone: any path as above. Whether they
+            belong to it is then looked at here, by samples.
 
     Raises:
-        UsageError: facts are given of a checkpoint that describes its job itself, or they contradict its index.
+        UsageError: facts are given of a checkpoint that describes its job itself, or they contradict its index; or
+            weights are given of one that has them.
+        ProofError: the weights are not those of this optimizer.
         UnreadableCheckpointError: there is no finished checkpoint.
         UnsupportedCheckpointError: this version does not read its kind.
 
@@ -72,6 +77,16 @@ def open_checkpoint(
     """
     with interpreting(path):
         folder = iteration_folder(as_path(path))
+        if weights is not None:
+            lender = open_checkpoint(weights, family=family, transformer_impl=transformer_impl)
+            try:
+                return _with_weights(folder, lender, witnesses, facts)
+            except ProofError:
+                # The optimizer may name its parameters as the other layer spec does.
+                if not isinstance(lender, HuggingFaceCheckpoint) or lender.family.needs_engine:
+                    raise
+                lender = open_checkpoint(weights, family=family, transformer_impl=LOCAL)
+                return _with_weights(folder, lender, witnesses, facts)
         if facts != NOTHING and not _may_lack_arguments(folder):
             refuse_facts(facts, folder)
         if is_colossalai(folder):
@@ -79,6 +94,19 @@ def open_checkpoint(
         if is_huggingface(folder):
             return HuggingFaceCheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl)
         return _open(folder, witnesses, facts)
+
+
+def _with_weights(
+    folder: Path, lender: Checkpoint, witnesses: Sequence[ParameterOrder], facts: Facts
+) -> TorchDistCheckpoint:
+    checkpoint = open_checkpoint(folder, witnesses=witnesses, facts=facts)
+    if not isinstance(checkpoint, TorchDistCheckpoint):
+        raise UsageError(
+            "weights that lie elsewhere are for an optimizer in a distributed checkpoint", found=checkpoint.format,
+            where=str(folder), helps="leave --weights out",
+        )  # fmt: skip
+    checkpoint.lend(lender)
+    return checkpoint
 
 
 def _may_lack_arguments(folder: Path) -> bool:

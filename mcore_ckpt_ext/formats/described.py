@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 
 from typing_extensions import override
 
 from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import (
     ARGUMENTS,
@@ -19,6 +21,14 @@ from mcore_ckpt_ext.formats.description import (
     refuse_facts,
     stated_by_megatron,
 )
+from mcore_ckpt_ext.formats.elsewhere import (
+    Elsewhere,
+    check_belonging,
+    check_lender,
+    lent_weights,
+    not_of_it,
+    told_of_the_model,
+)
 from mcore_ckpt_ext.formats.shown import layout_shown, model_shown, possible_layouts
 from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.layout.local_model import LocalModels
@@ -26,6 +36,8 @@ from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.loops.verl import STEP
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.two_folders import TwoFolders
+from mcore_ckpt_ext.transfer import Transfer
 
 
 class DescribedCheckpoint(Checkpoint):
@@ -42,6 +54,8 @@ class DescribedCheckpoint(Checkpoint):
         self._facts = facts
         self._lent: Mapping[str, LentWeight] = {}
         self._tried: Mapping[str, int] = {}
+        self._lender: Checkpoint | None = None
+        self._elsewhere: Elsewhere | None = None
         if facts != NOTHING and ARGUMENTS in self.common and self.arguments.tells_all:
             refuse_facts(facts, folder)
 
@@ -71,6 +85,8 @@ class DescribedCheckpoint(Checkpoint):
         if own is not None and own.tells_all:
             return Description(own)
         found = described(self.reader, own, self.sidecar, self._facts)
+        if self._lender is not None:
+            found = found.with_model(told_of_the_model(self._lender))
         shown = layout_shown(self.index, self.random_state_grid(), {**found.arguments.stated, **self._tried})
         shown_of_model = model_shown(self.index.arrays, self.weights.names() or self._lent)
         return completed(found, {**shown_of_model, **shown}, self._facts, self.folder)
@@ -83,16 +99,61 @@ class DescribedCheckpoint(Checkpoint):
         """
         self._lent = lent
         self._forget_the_job()
-        if "tensor" not in self.layout.unknown or self.optimizer_format is None:
-            return
         # Whoever fills an optimizer from here proves every element, so a layout may be tried that only fits.
-        for sizes in possible_layouts(self.index):
+        self._try_layouts(self._fits)
+
+    def lend(self, lender: Checkpoint) -> None:
+        """Take the weights from another checkpoint, where an optimizer is stored without them.
+
+        Args:
+            lender: the checkpoint.
+
+        Raises:
+            CheckpointError: they are not those of this optimizer, or nothing would prove that they are.
+            UsageError: this checkpoint has weights of its own, or the other has none.
+        """
+        check_lender(lender, self)
+        self.reader = reader = TwoFolders(self.reader, lender.reader)
+        self.transfer, self._lender = Transfer(reader), lender
+        self._elsewhere = Elsewhere(lender.weights, reader.name_of)
+        self._forget_the_job()
+        self._lent = lent_weights(lender, self.arguments)
+        self._forget_the_job()
+        if not self._try_layouts(self._is_proven):
+            raise not_of_it("they fit under no layout that its buffers allow", self, lender.folder)
+        check_belonging(self, lender.folder)
+
+    @property
+    def has_weights_elsewhere(self) -> bool:
+        """Whether its weights are those of another checkpoint."""
+        return self._lender is not None
+
+    def lent_archives(self) -> Iterator[tuple[str, int, int]]:
+        """Every archive of the checkpoint that has the weights, if it is another one."""
+        if self._lender is not None and isinstance(self.reader, TwoFolders):
+            for file, offset, length in self._lender.archives():
+                yield self.reader.name_of(file), offset, length
+
+    def _try_layouts(self, holds: Callable[[], bool]) -> bool:
+        """Find a layout of the job under which something holds, where nothing tells of it; whether there is one."""
+        if "tensor" not in self.layout.unknown or not (sizes_to_try := possible_layouts(self.index)):
+            return True
+        for sizes in sizes_to_try:
             self._tried = sizes
             self._forget_the_job()
-            if all(found is not None for one in self.optimizer.buffers for found in one.proposed_packings().values()):
-                return
+            if holds():
+                return True
         self._tried = {}
         self._forget_the_job()
+        return False
+
+    def _fits(self) -> bool:
+        return all(found is not None for one in self.optimizer.buffers for found in one.proposed_packings().values())
+
+    def _is_proven(self) -> bool:
+        with contextlib.suppress(PackingError):
+            return all(one.packing_of(group) for one in self.optimizer.buffers for group in one.groups.values())
+        return False
 
     def _forget_the_job(self) -> None:
         for name in ("description", "arguments", "layout", "models", "experts_apart", "optimizer", "proof"):
@@ -114,6 +175,12 @@ class DescribedCheckpoint(Checkpoint):
         step = next((match for one in above if (match := STEP.fullmatch(one.name))), None)
         return int(step[1]) if "iteration" not in self.common and step else super().iteration
 
+    @property
+    @override
+    def vocabulary(self) -> int | None:
+        return self._lender.vocabulary if self._lender else None
+
     @override
     def notices(self) -> list[str]:
-        return [*self.description.problems, *super().notices()]
+        lent = [f"the weights are those of {self._lender.folder}", *self._lender.notices()] if self._lender else []
+        return [*self.description.problems, *super().notices(), *lent]

@@ -54,6 +54,10 @@ class Description:
     source: str = ""
     problems: tuple[str, ...] = ()
 
+    def with_model(self, told: Mapping[str, Any]) -> Description:
+        """The same, with what another source tells of the model where this one does not."""
+        return replace(self, arguments=self.arguments.changed(**{**told, **self.arguments.stated}))
+
 
 def stated_by_megatron(args: Mapping[str, Any], folder: Path, sidecar: Sidecar | None) -> JobArguments:
     """What Megatron's own arguments of a job state, which are in its checkpoint.

@@ -13,6 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError
+from mcore_ckpt_ext.formats.base import Weights
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.described import DescribedCheckpoint
 from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
@@ -65,9 +66,13 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         """What `.metadata` says, under the keys that stand in it."""
         return self.index
 
+    @property
+    @override
+    def weights(self) -> Weights:
+        return self._elsewhere or self._own_weights
+
     @cached_property
-    def weights(self) -> StackedWeights:
-        """The model's arrays."""
+    def _own_weights(self) -> StackedWeights:
         arrays = self.index.arrays
         return StackedWeights({k: a for k, a in arrays.items() if not k.startswith(_OPTIMIZER_PREFIXES)})
 
@@ -215,12 +220,12 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         return None
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        """The checkpoint itself shows them."""
-        return self.weights.places()
+        """The checkpoint itself shows them, or that of its weights."""
+        return self._lender.sharded_keys() if self._lender else self._own_weights.places()
 
     @override
     def extra_states(self) -> Mapping[str, Any]:
-        found = {}
+        found = dict(self._lender.extra_states()) if self._lender else {}
         for key, _, shard in (name.rpartition("/shard_") for name in self.index.objects):
             if is_extra_state(key):
                 offsets = [int(number) for number in shard.partition("_")[0].split(".")]
@@ -244,6 +249,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
                 yield extent.file, extent.offset, extent.length
         for stored in self.stored_index.objects.values():
             yield stored.file, stored.offset, stored.length
+        yield from self.lent_archives()
 
     def _keys(self, suffix: str) -> list[str]:
         return sorted(k for k in self.index.objects if k.startswith(_OPTIMIZER_PREFIXES) and k.endswith(suffix))

@@ -14,10 +14,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.torch_dist import COMMON_OBJECT, TorchDistCheckpoint
-from mcore_ckpt_ext.loops.verl import DISTRIBUTED, HUGGING_FACE
+from mcore_ckpt_ext.loops.verl import DISTRIBUTED
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, StoredArray, StoredObject, read_index
 
 _PARTS = tuple(f"{part}/{DISTRIBUTED}" for part in ("model", "optimizer", "extra"))
@@ -47,12 +46,6 @@ class VerlCheckpoint(TorchDistCheckpoint):
             shapes |= index.natural_shapes
             found = {key: replace(place, file=f"{part}/{place.file}") for key, place in index.objects.items()}
             objects |= {key: place for key, place in found.items() if key != COMMON_OBJECT}
-        if not any(not key.startswith(("optimizer.", "chained_")) for key in arrays):
-            raise UnsupportedCheckpointError(
-                "the weights of this step are not in a distributed checkpoint, and its optimizer alone is not read",
-                found=f"Hugging Face files in {HUGGING_FACE}, if any", where=str(self.folder),
-                helps="resume from it: the live weights are proven against; or save with use_dist_checkpointing",
-            )  # fmt: skip
         return DcpIndex(arrays, objects, shapes, has_plans=True)
 
     @cached_property

@@ -35,6 +35,7 @@ _COLUMN_PARALLEL = {
     "eh_proj", "output_layer",  # multi_token_prediction.py, gpt_model.py
     "word_embeddings",  # language_model_embedding.py: VocabParallelEmbedding
 }  # fmt: skip
+_TODAY = (0, 19)  # of Megatron
 _ROW_PARALLEL = {"linear_proj", "linear_fc2"}
 _REPLICATED = {
     "input_layernorm", "pre_mlp_layernorm", "pre_cross_attn_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm",
@@ -120,7 +121,7 @@ def layers_of(local_names: Mapping[str, object]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
+class Cut:
     """How tensor parallelism cuts a tensor: along `axis`, in `bands`, each of which is cut on its own.
 
     A gated `linear_fc1` has two: a rank holds its rows of the gate, then its rows of the up projection
@@ -190,9 +191,18 @@ def shard_grid(
     return tuple(tuple(range(0, length, size)) if axis == cut.axis else (0,) for axis, length in enumerate(shape))
 
 
+def whole_cut(name: str, shape: tuple[int, ...], arguments: JobArguments) -> Cut | None:
+    """How tensor-parallel ranks share a tensor of that shape, in a version of today; None where each has the whole.
+
+    Raises:
+        UnsupportedCheckpointError: no rule says how it is cut.
+    """
+    return _cut(name, shape, 2, arguments, _TODAY)
+
+
 def _cut(
     name: str, shape: tuple[int, ...], ranks: int, arguments: JobArguments, version: tuple[int, int] | None = None
-) -> _Cut | None:
+) -> Cut | None:
     """How `ranks` tensor-parallel ranks share a tensor; None where every rank has the whole.
 
     The down projections of latent attention are cut up to 0.13 and by the local layer spec, and whole on every rank of
@@ -202,22 +212,22 @@ def _cut(
     if ranks == 1 or leaf in _REPLICATED_LEAVES or module in _REPLICATED:
         return None
     if leaf == "softmax_offset":  # one for each head (dot_product_attention.py)
-        return _Cut(0)
+        return Cut(0)
     if leaf in ("weight", "bias"):
         if is_first_linear(name):
-            return _Cut(0, 2 if arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit else 1)
+            return Cut(0, 2 if arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit else 1)
         if module in _COLUMN_PARALLEL:
-            return _Cut(0)
+            return Cut(0)
         if module in _ROW_PARALLEL:
-            return _Cut(1) if leaf == "weight" else None
+            return Cut(1) if leaf == "weight" else None
         if module in _DOWN_PROJECTIONS:
             whole = sum(arguments.value(size) or 0 for size in _DOWN_PROJECTIONS[module])
             is_cut = shape[0] != whole if version is None else _is_local(arguments) or version < (0, 14)
-            return _Cut(0) if is_cut else None
+            return Cut(0) if is_cut else None
     raise UnsupportedCheckpointError(
-        "no rule says how tensor parallelism cuts a parameter of this legacy checkpoint",
+        "no rule says how tensor parallelism cuts a parameter",
         found=f"{name}, {shape} on each of {ranks} ranks",
-        helps="load it once under its own layout and save with --ckpt-format torch_dist, which records the cut",
+        helps="load it once under its own layout and save it with --ckpt-format torch_dist, which records the cut",
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -64,6 +64,8 @@ def _torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]:
             yield StoredPart(stored.file, OTHER, key, stored.length)
     if gathered:
         yield from _gathered(checkpoint, gathered)
+    if checkpoint.has_weights_elsewhere:
+        yield from _by_name(checkpoint, [WEIGHT])
 
 
 def _fsdp(checkpoint: FsdpCheckpoint) -> Iterator[StoredPart]:
@@ -129,8 +131,8 @@ def _tensors(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
             yield from _tensors(value, (*path, str(number)))
 
 
-def _by_name(checkpoint: Checkpoint) -> Iterator[StoredPart]:
-    for kind in checkpoint.kinds():
+def _by_name(checkpoint: Checkpoint, kinds: Sequence[str] | None = None) -> Iterator[StoredPart]:
+    for kind in checkpoint.kinds() if kinds is None else kinds:
         for name in checkpoint.names(kind):
             for stored in checkpoint.stored(kind, name):
                 yield StoredPart(stored.extent.file, kind, name, stored.slice.numel * ITEM_SIZE[stored.extent.dtype])

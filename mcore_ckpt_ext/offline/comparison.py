@@ -25,6 +25,7 @@ from mcore_ckpt_ext.offline.beside import Fact, facts_beside
 from mcore_ckpt_ext.offline.content import index_of
 from mcore_ckpt_ext.offline.copies import differing_copies
 from mcore_ckpt_ext.offline.difference_map import DifferenceMap, MapBuilder, Tally
+from mcore_ckpt_ext.offline.opening import open_both
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.reading import AsStored, Remembering, blocks
 from mcore_ckpt_ext.planning.extents import Rearranged
@@ -120,6 +121,7 @@ def compare(
     kinds: Sequence[str] | None = None,
     family: str | None = None,
     facts: Facts = NOTHING,
+    weights: str | os.PathLike[str] | None = None,
     workers: int = DEFAULT_WORKERS,
     progress: Progress = lambda done, total: None,
     pictures: bool = False,
@@ -134,6 +136,7 @@ def compare(
         kinds: which kinds; by default all that one of the two has, or with a Hugging Face folder all that both have.
         family: of a Hugging Face folder, as `convert` takes it.
         facts: what you know of the jobs that wrote them, where their checkpoints are without Megatron's arguments.
+        weights: where the weights lie of those that hold an optimizer alone.
         workers: threads.
         progress: told the bytes compared so far and the bytes to compare.
         pictures: also say where in each tensor the differences are, and how large.
@@ -148,7 +151,7 @@ def compare(
         (True, [('weight', 27), ('fp32_param', 27), ('exp_avg', 27), ('exp_avg_sq', 27)])
     """
     with interpreting(f"{a} or {b}"):
-        return _comparison(_sides(a, b, family, facts), kinds, workers, progress, pictures)
+        return _comparison(_sides(a, b, family, facts, weights), kinds, workers, progress, pictures)
 
 
 def _comparison(
@@ -217,15 +220,15 @@ def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
 
 
 def _sides(
-    a: str | os.PathLike[str], b: str | os.PathLike[str], family: str | None, facts: Facts
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    family: str | None,
+    facts: Facts,
+    weights: str | os.PathLike[str] | None,
 ) -> tuple[_Side, _Side]:
     """Both checkpoints, a Hugging Face folder with the vocabulary of the other, B under the names of A's layer spec."""
     of_family = family_named(family) if family else None
-    opened = [open_checkpoint(path, family=of_family) for path in (a, b)]
-    if facts != NOTHING:
-        described = [checkpoint.arguments.tells_all for checkpoint in opened]
-        of_side = [NOTHING if tells_all and not all(described) else facts for tells_all in described]
-        opened = [open_checkpoint(path, family=of_family, facts=own) for path, own in zip((a, b), of_side, strict=True)]
+    opened = open_both((a, b), of_family, facts, weights)
     rows: list[int | None] = [None, None]
     for index, path in enumerate((a, b)):
         this, other = opened[index], opened[1 - index]

@@ -90,6 +90,7 @@ def convert(
     accept_lost: bool = False,
     drop: Collection[str] = (),
     facts: Facts = NOTHING,
+    weights: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     team: Team | None = None,
 ) -> Report:
@@ -110,6 +111,7 @@ def convert(
             weights, their moments become zero.
         drop: kinds of optimizer state to leave out, where it cannot be carried; `optimizer` leaves all of it out.
         facts: what you know of the job that wrote a source without Megatron's arguments.
+        weights: where the weights lie, if the source holds an optimizer alone: a Hugging Face folder, or a checkpoint.
         progress: told the bytes written so far and the bytes to write, of this process.
         team: the processes that share the work, each with the same arguments; by default this one alone.
 
@@ -128,16 +130,17 @@ def convert(
     begun = time.monotonic()
     team = team or Alone()
     of_family = family_named(family) if family else None
-    checkpoint = open_source(source, target, of_family, facts)
-    before = _state_of(checkpoint.folder)
+    checkpoint = open_source(source, target, of_family, facts, weights)
+    folders = [checkpoint.folder, *([as_path(weights)] if weights is not None else [])]
+    before = [_state_of(folder) for folder in folders]
     with interpreting(checkpoint.folder):
         unread = settle(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
     output = laid_out.output
-    read_from = [as_path(source)]
+    read_from = [*folders, as_path(source)]
     if isinstance(target, HuggingFace) and target.tokenizer is not None:
         read_from.append(as_path(target.tokenizer))
-    place = checked_destination(destination, [checkpoint.folder, *read_from], laid_out.folder)
+    place = checked_destination(destination, read_from, laid_out.folder)
     with interpreting(checkpoint.folder):
         lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}
         if laid_out.reads_optimizer and checkpoint.optimizer_format and not dry_run:
@@ -149,13 +152,14 @@ def convert(
     if not dry_run:
         with interpreting(checkpoint.folder):
             differing = _differing_copies(checkpoint, laid_out.reads_optimizer, team)
-        identity = (str(checkpoint.folder), before, target, family, accept_lost, sorted(drop), facts)
+        identity = ([*map(str, folders)], before, target, family, accept_lost, sorted(drop), facts)
         fingerprint = _fingerprint(identity, output)
         make = RemoteOutput if is_remote(place.path) else LocalOutput
         written = make(place, fingerprint, team, workers, block_bytes)
 
         def check() -> None:
-            _check_unchanged(checkpoint.folder, before)
+            for folder, state in zip(folders, before, strict=True):
+                _check_unchanged(folder, state)
             _check_readable(written.folder, checkpoint, laid_out)
 
         written.write(output, filler, check, progress, force=force, resume=resume)

@@ -117,13 +117,20 @@ class Inspection:
     unbelieved: tuple[str, ...] = ()
 
 
-def inspect(path: str | os.PathLike[str], *, buffers: bool = False, facts: Facts = NOTHING) -> Inspection:
+def inspect(
+    path: str | os.PathLike[str],
+    *,
+    buffers: bool = False,
+    facts: Facts = NOTHING,
+    weights: str | os.PathLike[str] | None = None,
+) -> Inspection:
     """Inspect a checkpoint; nothing but metadata is read.
 
     Args:
         path: a run folder (its newest iteration), an iteration folder, or a canonical folder.
         buffers: also propose the maps of flat gradient buffers.
         facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
+        weights: where the weights lie, if the checkpoint holds an optimizer alone; samples of it are then read.
 
     Raises:
         CheckpointError: it cannot be read.
@@ -136,7 +143,7 @@ def inspect(path: str | os.PathLike[str], *, buffers: bool = False, facts: Facts
         ('Megatron with mcore_ckpt_ext', '0.16 to 0.19')
     """
     with collector_paused(), interpreting(path):
-        return _inspection(open_checkpoint(path, facts=facts), buffers)
+        return _inspection(open_checkpoint(path, facts=facts, weights=weights), buffers)
 
 
 def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
@@ -199,7 +206,7 @@ def _files(checkpoint: Checkpoint, grid: RankGrid) -> list[StoredFile]:
 def _explained(checkpoint: Checkpoint, name: str, grid: RankGrid) -> StoredFile:
     path = checkpoint.folder / name
     size = path.stat().st_size if path.is_file() else None
-    if match := _DISTCP.match(name):
+    if (match := _DISTCP.match(name)) and path.is_relative_to(checkpoint.folder):  # else of another job
         rank = int(match[1])
         return StoredFile(name, rank, int(match[2]), grid.place(rank), size)
     if isinstance(checkpoint, LegacyCheckpoint):

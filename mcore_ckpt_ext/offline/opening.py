@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 
-from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
+from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 from mcore_ckpt_ext.formats.huggingface import TRANSFORMER_ENGINE, HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.targets import HuggingFace, Legacy, Target, TorchDist
 
 
 def open_source(
-    path: str | os.PathLike[str], target: Target, family: Family | None, facts: Facts = NOTHING
+    path: str | os.PathLike[str],
+    target: Target,
+    family: Family | None,
+    facts: Facts = NOTHING,
+    weights: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
     """The source of a conversion, under the names that the target wants.
 
@@ -25,20 +32,56 @@ def open_source(
         CheckpointError: it cannot be read.
     """
     wanted = None if isinstance(target, HuggingFace) else target.transformer_impl
-    checkpoint = open_checkpoint(path, family=family, transformer_impl=wanted or TRANSFORMER_ENGINE, facts=facts)
+    spec = wanted or TRANSFORMER_ENGINE
+    checkpoint = open_checkpoint(path, family=family, transformer_impl=spec, facts=facts, weights=weights)
+    require_weights(checkpoint)
     from_hugging_face = isinstance(checkpoint, HuggingFaceCheckpoint)
     if isinstance(target, Legacy) and isinstance(checkpoint, HuggingFaceCheckpoint):
         # Which rank of a pipeline holds the layers that predict further tokens, no legacy file says.
         checkpoint = checkpoint.without_further_tokens() if checkpoint.predicts_further_tokens else checkpoint
     if wanted is not None and not from_hugging_face:
         checkpoint = _under_layer_spec(checkpoint, target, wanted)
-    if family is not None and not from_hugging_face and not isinstance(target, HuggingFace):
+    if family is not None and not (from_hugging_face or weights) and not isinstance(target, HuggingFace):
         raise UsageError(
             "a model family is used only where a Hugging Face folder is read or written",
             found=f"--family {family.name}, from {checkpoint.format} to {target.name}", where=str(checkpoint.folder),
             helps="leave the option out",
         )  # fmt: skip
     return checkpoint
+
+
+def open_both(
+    paths: Sequence[str | os.PathLike[str]], family: Family | None, facts: Facts, weights: str | os.PathLike[str] | None
+) -> list[Checkpoint]:
+    """Two checkpoints to compare; what the user states is of those that lack it, or of both.
+
+    Raises:
+        CheckpointError: one cannot be read, or has no weights.
+    """
+    opened = [open_checkpoint(path, family=family) for path in paths]
+    if facts != NOTHING or weights is not None:
+        described = [checkpoint.arguments.tells_all for checkpoint in opened]
+        of_side = [NOTHING if tells_all and not all(described) else facts for tells_all in described]
+        has_own = [bool(checkpoint.names(WEIGHT)) for checkpoint in opened]
+        lent = [None if own and not all(has_own) else weights for own in has_own]
+        sides = zip(paths, of_side, lent, strict=True)
+        opened = [open_checkpoint(path, family=family, facts=own, weights=where) for path, own, where in sides]
+    for checkpoint in opened:
+        require_weights(checkpoint)
+    return opened
+
+
+def require_weights(checkpoint: Checkpoint) -> None:
+    """Refuse an optimizer alone: nothing proves it.
+
+    Raises:
+        UnsupportedCheckpointError: the checkpoint holds nothing else.
+    """
+    if checkpoint.optimizer_format and not checkpoint.names(WEIGHT):
+        raise UnsupportedCheckpointError(
+            "the checkpoint holds an optimizer without its weights, and nothing proves it without them",
+            found=checkpoint.optimizer_format, where=str(checkpoint.folder), helps=NAME_THEM,
+        )  # fmt: skip
 
 
 def _under_layer_spec(checkpoint: Checkpoint, target: Target, spec: str) -> Checkpoint:

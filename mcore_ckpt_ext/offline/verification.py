@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from math import prod
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import (
     CheckpointError,
+    ProofError,
     UnreadableCheckpointError,
     UnsafePickleError,
     UnsupportedCheckpointError,
@@ -18,6 +21,7 @@ from mcore_ckpt_ext.errors import (
 )
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING
@@ -62,6 +66,7 @@ def verify(
     workers: int = DEFAULT_WORKERS,
     progress: Progress = lambda done, total: None,
     facts: Facts = NOTHING,
+    weights: str | os.PathLike[str] | None = None,
 ) -> Verification:
     """Verify a checkpoint.
 
@@ -71,6 +76,7 @@ def verify(
         workers: threads.
         progress: told the bytes read so far and the bytes to read, about.
         facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
+        weights: where the weights lie, if the checkpoint holds an optimizer alone; its masters are proven by them.
 
     Raises:
         UsageError: facts are given of a checkpoint that describes its job itself, or they contradict its index.
@@ -85,7 +91,8 @@ def verify(
         ['53,536 masters beside their weights']
     """
     located = locate(as_path(path))
-    run = _Run(located.folder or as_path(path), quick, workers, progress, facts)
+    folder = located.folder or as_path(path)
+    run = _Run(folder, quick, workers, progress, partial(open_checkpoint, folder, facts=facts, weights=weights))
     run.findings.extend(located.findings)
     if located.folder is not None:
         problems = check_folder(located.folder)
@@ -98,8 +105,10 @@ def verify(
 class _Run:
     """One verification, step by step; each step adds its findings and says what it looked at."""
 
-    def __init__(self, folder: Path, quick: bool, workers: int, progress: Progress, facts: Facts) -> None:
-        self.folder, self._facts = folder, facts
+    def __init__(
+        self, folder: Path, quick: bool, workers: int, progress: Progress, opens: Callable[[], Checkpoint]
+    ) -> None:
+        self.folder, self._opens = folder, opens
         self.findings: list[Finding] = []
         self.checks: list[Check] = []
         self._quick, self._workers, self._progress = quick, workers, progress
@@ -117,11 +126,14 @@ class _Run:
     def verify(self) -> None:
         """All steps."""
         try:
-            checkpoint = open_checkpoint(self.folder, facts=self._facts)
+            checkpoint = self._opens()
             names = checkpoint.names(WEIGHT)
             _ = checkpoint.common, checkpoint.layout, checkpoint.iteration
         except (UnreadableCheckpointError, UnsafePickleError) as problem:
             self.findings.append(error(COMPLETE, str(self.folder), str(problem)))
+            return
+        except ProofError as problem:
+            self.findings.append(error(PROOF, str(self.folder), str(problem)))
             return
         if checkpoint.sidecar_problem:
             what = f"it is not believed: {checkpoint.sidecar_problem}"
@@ -134,6 +146,9 @@ class _Run:
         failed = self.failed = self._check_files(checkpoint)
         self.findings.extend(check_weights(checkpoint))
         self.checks.append(Check(COVERED, f"{len(names):,} weights"))
+        if not names and checkpoint.optimizer_format:
+            what = f"it holds an optimizer without its weights, so that nothing proves it: {NAME_THEM}"
+            self.findings.append(warning(PROOF, str(self.folder), what))
         self._check_known(checkpoint)
         if self._quick:
             self._check_arrays(checkpoint)

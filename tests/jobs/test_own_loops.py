@@ -120,9 +120,14 @@ def test_their_folder_offline(turns: Programs, tmp_path: Path) -> None:
     assert verify(step).sound
     convert(step, tmp_path / "out", TorchDist())
     assert compare(step, tmp_path / "out").equal
-    with pytest.raises(CheckpointError, match="weights of this step are not in a distributed checkpoint"):
-        shutil.copytree(step / "optimizer", tmp_path / "step" / "optimizer")
-        open_checkpoint(tmp_path / "step")
+    alone = tmp_path / "step"
+    shutil.copytree(step / "optimizer", alone / "optimizer")
+    with pytest.raises(CheckpointError, match=r"without its weights.*--weights FOLDER"):
+        convert(alone, tmp_path / "none", TorchDist())
+    weights = step / "model" / "dist_ckpt"
+    assert verify(alone, weights=weights).sound
+    convert(alone, tmp_path / "lent", TorchDist(), weights=weights)
+    assert compare(step, tmp_path / "lent", kinds=["weight", "fp32_param", "exp_avg", "exp_avg_sq"]).equal
 
 
 def test_experts(turns: Programs) -> None:

@@ -1,0 +1,143 @@
+"""Weights that lie in another folder than the optimizer that trained them, which a user names.
+
+verl keeps its models as Hugging Face files, and their optimizers as distributed checkpoints (`loops/verl.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import PackingError, ProofError, UnsupportedCheckpointError, UsageError
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.formats.base import Checkpoint, Weights
+from mcore_ckpt_ext.layout.lent import LentWeight
+from mcore_ckpt_ext.layout.local_parameters import whole_cut
+from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.planning.extents import Extent, PlainExtent, Rearranged, Scaled
+from mcore_ckpt_ext.planning.plan import Copies, StoredSlice
+
+NAME_THEM = "name the folder of its weights, Hugging Face's or a checkpoint's: --weights FOLDER"
+_OF_THE_MODEL = tuple(field.name for field in fields(ModelArguments) if field.name != "job")
+
+
+class Elsewhere:
+    """The weights of another checkpoint; `name_of` gives the name of each of its files here."""
+
+    def __init__(self, weights: Weights, name_of: Callable[[str], str]) -> None:
+        self._weights, self._name_of = weights, name_of
+
+    def names(self) -> list[str]:
+        """All names."""
+        return self._weights.names()
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The tensor as the other checkpoint knows it; None where it has none of that kind and name."""
+        return self._weights.logical_tensor(kind, name)
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """All slices that hold elements of a tensor."""
+        return self._here(self._weights.stored(kind, name))
+
+    def copies(self, kind: str, name: str) -> Copies:
+        """The parts of a tensor, and the copies of each part."""
+        return [[self._here(copy) for copy in part] for part in self._weights.copies(kind, name)]
+
+    def _here(self, slices: Sequence[StoredSlice]) -> list[StoredSlice]:
+        return [replace(one, extent=self._extent(one.extent)) for one in slices]
+
+    def _extent(self, extent: Extent) -> Extent:
+        if isinstance(extent, Rearranged):
+            return replace(extent, array=self._array(extent.array))
+        return self._array(extent)
+
+    def _array(self, array: PlainExtent | Scaled) -> PlainExtent | Scaled:
+        if isinstance(array, Scaled):
+            return replace(array, codes=self._plain(array.codes), scales=self._plain(array.scales))
+        return self._plain(array)
+
+    def _plain(self, extent: PlainExtent) -> PlainExtent:
+        return extent._replace(file=self._name_of(extent.file))
+
+
+def told_of_the_model(lender: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint tells of its model; the layout of its job, and all else, need not be the optimizer's."""
+    known = lender.arguments
+    told = {name: known.value(name) for name in _OF_THE_MODEL if known.is_known(name)}
+    embeddings = lender.logical_tensor(WEIGHT, WORD_EMBEDDINGS)
+    return {**told, "padded_vocab_size": embeddings.shape[0]} if embeddings is not None else told
+
+
+def lent_weights(lender: Checkpoint, arguments: JobArguments) -> dict[str, LentWeight]:
+    """The weights of a checkpoint as a job with these arguments cuts them, by the rules of Megatron's layers.
+
+    What no rule speaks of is taken for whole on every rank, which the proof then judges.
+    """
+    found = {}
+    for name in lender.names(WEIGHT):
+        tensor, cut = lender.named_tensor(WEIGHT, name), None
+        with contextlib.suppress(UnsupportedCheckpointError):
+            cut = whole_cut(name, tensor.shape, arguments)
+        found[name] = LentWeight(tensor, cut.axis, cut.bands) if cut else LentWeight(tensor, None)
+    return found
+
+
+def check_lender(lender: Checkpoint, checkpoint: Checkpoint) -> None:
+    """Refuse weights where they are not needed, and a folder that has none.
+
+    Raises:
+        UsageError: it is one of the two.
+    """
+    if checkpoint.names(WEIGHT) or checkpoint.stored_optimizer_format is None:
+        raise UsageError(
+            "weights that lie elsewhere are for an optimizer that is stored without any",
+            found="a checkpoint with weights of its own" if checkpoint.names(WEIGHT) else "no optimizer",
+            where=str(checkpoint.folder), helps="leave --weights out",
+        )  # fmt: skip
+    if not lender.names(WEIGHT):
+        raise UsageError("the folder has no weights either", where=str(lender.folder), helps=NAME_THEM)
+
+
+def check_belonging(checkpoint: Checkpoint, folder: Path) -> None:
+    """Refuse weights that are not those of the optimizer, as far as names, shapes and samples of flat buffers show it.
+
+    Every element is proven where it is moved.
+
+    Raises:
+        UnsupportedCheckpointError: nothing would prove that they belong together.
+        ProofError: they do not.
+    """
+    state = checkpoint.optimizer
+    try:
+        for buffers in state.buffers:
+            for group in buffers.groups.values():
+                buffers.packing_of(group)
+    except PackingError as error:
+        raise not_of_it(str(error), checkpoint, folder) from error
+    for name in state.names():
+        weight, master = checkpoint.logical_tensor(WEIGHT, name), state.logical_tensor(FP32_PARAM, name)
+        is_weight = any(one.extent.file.startswith(f"{folder}/") for one in state.stored(FP32_PARAM, name))
+        if master is None or is_weight or checkpoint.follow_from_weights(name):
+            raise UnsupportedCheckpointError(
+                "nothing would prove that weights from elsewhere are those of this optimizer",
+                found=f"no master of {name} that is stored by itself", where=str(checkpoint.folder),
+                helps="resume from it: there the live model is trusted; or save once with the weights",
+            )  # fmt: skip
+        if weight is None or weight.shape != master.shape:
+            found = f"{name}: {f'weight of {weight.shape}' if weight else 'no weight'}, master of {master.shape}"
+            raise not_of_it(found, checkpoint, folder)
+
+
+def not_of_it(found: str, checkpoint: Checkpoint, folder: Path) -> ProofError:
+    """The refusal of weights, found in a folder, that are not those of the optimizer of a checkpoint."""
+    return ProofError(
+        "the weights are not those of this optimizer, or its layout is another one", found=found,
+        expected=f"the weights of {folder}, in a layout of {checkpoint.layout}", where=str(checkpoint.folder),
+        helps="name the weights of the same step; a layout that is not known can be stated; rows that a job pads its "
+        "vocabulary with are in no Hugging Face folder",
+    )  # fmt: skip

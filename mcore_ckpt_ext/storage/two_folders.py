@@ -1,0 +1,47 @@
+"""Reading from two folders as if they were one: files of the second are named by their whole path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.storage.files import FolderReader
+
+
+class TwoFolders(FolderReader):
+    """Reads the files of one folder by their names in it, and those of another by `name_of`."""
+
+    def __init__(self, own: FolderReader, other: FolderReader) -> None:
+        super().__init__(own.folder)
+        self._own, self._other = own, other
+        self._prefix = f"{other.folder}/"
+
+    def name_of(self, file: str) -> str:
+        """What a file of the other folder is called here."""
+        return self._prefix + file
+
+    @override
+    def size(self, file: str) -> int:
+        reader, name = self._place(file)
+        return reader.size(name)
+
+    @override
+    def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
+        reader, name = self._place(file)
+        reader.read_into(name, offset, buffer)
+
+    @override
+    def scatter(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:
+        reader, name = self._place(file)
+        reader.scatter(name, offset, buffers)
+
+    @override
+    def close(self) -> None:
+        self._own.close()
+        self._other.close()
+
+    def _place(self, file: str) -> tuple[FolderReader, str]:
+        if file.startswith(self._prefix):
+            return self._other, file.removeprefix(self._prefix)
+        return self._own, file
