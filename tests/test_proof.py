@@ -20,6 +20,7 @@ from mcore_ckpt_ext.layout.proof import (
     WITHIN_HALF_PRECISION,
     Proof,
     proof_of,
+    smallest_step,
     weaker_of,
 )
 from mcore_ckpt_ext.layout.quantised import is_quantised
@@ -57,6 +58,11 @@ def by_stale_scale(values: torch.Tensor) -> torch.Tensor:
     return fp8(values, LARGEST / (values.abs().max() * 8))
 
 
+def by_first_scale(values: torch.Tensor) -> torch.Tensor:
+    """A delayed scale that has not seen a number yet: most weights are a few of the smallest steps."""
+    return fp8(values, torch.tensor(1.0))
+
+
 def by_blocks(values: torch.Tensor) -> torch.Tensor:
     """128 x 128 elements have a scale, a power of two."""
     tiles = values.view(1, 128, 2, 128)
@@ -85,6 +91,7 @@ QUANTISING = [
     (WITHIN_FP8, by_tensor),
     (WITHIN_FP8, by_delayed_scale),
     (WITHIN_FP8, by_stale_scale),
+    (WITHIN_FP8, by_first_scale),
     (WITHIN_FP8, by_blocks),
     (WITHIN_FP8, by_microscaling),
     (WITHIN_FP4, fp4),
@@ -111,6 +118,19 @@ def test_a_misplaced_parameter_is_far_in_a_sample(proof: Proof, quantise: object
     for wrong in (master.roll(1), master.flip(1), masters(seed=2), -master, master * 1.5, torch.zeros_like(master)):
         assert proof.first_mismatch(wrong.view(-1)[:64], weight.view(-1)[:64]) is not None
     assert proof.first_mismatch(torch.full_like(master, float("nan")), weight) is not None
+
+
+def test_the_scale_tells_what_is_near_where_all_weights_are_zero() -> None:
+    """A scale that does not fit, and masters below half its smallest step."""
+    master = masters() / 128
+    weight = by_first_scale(master)
+    assert not weight.any()
+    step = smallest_step(E4M3, 1.0)
+    assert WITHIN_FP8.first_mismatch(master, weight) is not None
+    assert WITHIN_FP8.at_step(step).first_mismatch(master, weight) is None
+    assert WITHIN_FP8.at_step(step / 2).first_mismatch(master, weight) is not None
+    assert weaker_of(WITHIN_FP8, WITHIN_FP8.at_step(step)).first_mismatch(master * 1.9, weight) is None
+    assert BY_ROUNDING.at_step(step) is BY_ROUNDING
 
 
 def test_weights_that_were_quantised_anew_at_another_scale() -> None:

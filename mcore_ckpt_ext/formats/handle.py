@@ -12,6 +12,7 @@ from mcore_ckpt_ext.errors import interpreting
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
@@ -68,7 +69,8 @@ class TensorHandle:
         values = self._read(self.kind, wanted)
         if self.kind != WEIGHT and not self.checkpoint.follow_from_weights(wanted.name):
             masters = values if self.kind == FP32_PARAM else self._read(FP32_PARAM, wanted)
-            self.checkpoint.proof.check(
+            own = self.checkpoint
+            proof_beside(own, [wanted.name], own.proof, own.transfer).check(
                 masters,
                 self._read(WEIGHT, wanted),
                 lambda position: f"{wanted.name}, element {position} of {wanted}, {self.checkpoint.folder}",

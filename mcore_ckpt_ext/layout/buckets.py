@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,7 @@ import torch
 
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_model import ModelRank
+from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 
@@ -79,6 +80,9 @@ Packing = Mapping[BucketKey, Sequence[Placement]]
 
 class Bytes(Protocol):
     """Reads small pieces of a checkpoint, for the proof of a proposal and for discovery."""
+
+    def proof(self, names: Iterable[str]) -> Proof:
+        """How the masters of parameters are proven."""
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         """`count` fp32 masters from element `start` of a bucket."""

@@ -21,10 +21,13 @@ megatron/core/dist_checkpointing/strategies, 0.19). There, too, the proof is nea
 step of its dequantised weight. Quantising is a product with the scale of a block, rounded to nearest and held below the
 largest number (`CurrentScalingQuantizerRef._quantize`, `NVFP4QuantizerRef._quantize_blockwise_reference`, in
 transformer_engine/pytorch/custom_recipes/reference_*.py, 2.20.2); half a step is a sixteenth of the weight in E4M3, a
-quarter in E2M1. Scales are not stored, so that two things follow from the largest weight at hand instead: what is near
-enough to a weight of zero, where steps are as wide as the scale; and which weights may stand for a larger master, as
-those may that a delayed scale has cut off. Of two unrelated values about one in 25 lies as near in fp8, and one in 3 in
-fp4: a misplaced parameter shows in a handful of elements, a flipped bit only where it moves a master by a step or more.
+quarter in E2M1. What is near enough to a weight of zero, where steps are as wide as the scale, follows from the scale
+where that is stored, or live; and from the weights at hand, for not all scales are: from the largest, of which a scale
+that fits makes the largest of its numbers; and from the smallest that is not zero, which is a step or more, however
+badly a scale fits (one of delayed scaling is 1 until a number was seen). The largest also tells which weights may stand
+for a larger master, as those may that a delayed scale has cut off. Of two unrelated values about one in 25 lies as near
+in fp8, and one in 3 in fp4: a misplaced parameter shows in a handful of elements, a flipped bit only where it moves a
+master by a step or more.
 Where each block has a scale of its own (128 x 128 or 1 x 128 elements in fp8, 32 in a row in MXFP8, 16 x 16 or 16 in a
 row in NVFP4), a flattened part of a weight does not show where its blocks begin, so that the largest weight stands for
 the largest of each block: beside a weight of zero in a block of small ones, a master is held to be near that is many of
@@ -35,7 +38,7 @@ What was not quantised in such a job, as norms and embeddings, is equal when rou
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -66,15 +69,28 @@ class Proof:
 
     Attributes:
         words: how they are proven.
-        first_mismatch: compares masters with weights of the same shape.
+        compare: finds the first mismatch of masters and weights of the same shape.
         weakness: the larger, the less it shows.
         fault: what a mismatch is.
+        quantised: the numbers that weights of few bits are kept in.
     """
 
     words: str
-    first_mismatch: Callable[[torch.Tensor, torch.Tensor], Mismatch | None]
+    compare: Callable[[torch.Tensor, torch.Tensor], Mismatch | None]
     weakness: int
     fault: str = "a master does not round to the weight beside it"
+    quantised: _Quantised | None = None
+
+    def first_mismatch(self, masters: torch.Tensor, weights: torch.Tensor) -> Mismatch | None:
+        """Compare masters with weights of the same shape; None when all are as they should be."""
+        return self.compare(masters, weights)
+
+    def at_step(self, step: float) -> Proof:
+        """The same beside weights of few bits whose smallest two numbers are as far apart as that."""
+        if self.quantised is None or step <= self.quantised.step:
+            return self
+        quantised = replace(self.quantised, step=step)
+        return replace(self, compare=quantised.first_far, quantised=quantised)
 
     @property
     def is_near(self) -> bool:
@@ -188,28 +204,36 @@ class _Quantised:
         nothing: below which share of the largest weight at hand a master may have become zero. Half of the smallest
             step is 2**-10 of 448 in E4M3, twice that where scales are powers of two; the largest weight at hand may be
             smaller than that of the block, or the one that a delayed scale remembers. In E2M1 it is 1/4 of 6.
+        between: the same as a share of the smallest weight at hand that is not zero, and of the step.
+        step: the distance of the two smallest numbers, times the scale; 0 where no scale is known.
     """
 
     half_step: float
     nothing: float
+    between: float
+    step: float = 0.0
 
     def first_far(self, master: torch.Tensor, weight: torch.Tensor) -> Mismatch | None:
         """The first master that is not within half a step of its weight; a NaN is near nothing."""
         if first_mismatch(master, weight) is None:
             return None
         numbers, near = master.detach().double().reshape(-1), weight.detach().double().reshape(-1)
-        largest = float(near.abs().max())
+        sizes = near.abs()
+        largest, smallest = float(sizes.max()), float(sizes.where(sizes > 0, torch.inf).min())
         # Both sides may have been rounded to the weights' dtype on their way.
-        share = self.half_step * (1 + self.half_step) + 2 * torch.finfo(weight.dtype).eps
-        different = ~((numbers - near).abs() <= near.abs() * share + largest * self.nothing)
-        cut_off = (near.abs() >= largest * (1 - self.half_step / 8)) & (numbers.sign() == near.sign())
-        different &= ~(cut_off & (numbers.abs() >= near.abs()) & (numbers.abs() <= 2 * near.abs()))
+        rounding = 2 * torch.finfo(weight.dtype).eps
+        share = self.half_step * (1 + self.half_step) + rounding
+        step = max(self.step, smallest if largest else 0.0)
+        floor = max(largest * self.nothing, step * self.between * (1 + rounding))
+        different = ~((numbers - near).abs() <= sizes * share + floor)
+        cut_off = (sizes >= largest * (1 - self.half_step / 8)) & (numbers.sign() == near.sign())
+        different &= ~(cut_off & (numbers.abs() >= sizes) & (numbers.abs() <= 2 * sizes))
         return _mismatch(master, weight, different) if bool(different.any()) else None
 
 
 def _nearness(numbers: str, quantised: _Quantised, weakness: int) -> Proof:
     fault = f"a master does not lie within {numbers} rounding of the weight beside it"
-    return Proof(f"within {numbers} rounding of their weights", quantised.first_far, weakness, fault)
+    return Proof(f"within {numbers} rounding of their weights", quantised.first_far, weakness, fault, quantised)
 
 
 BY_ROUNDING = Proof("equal to their weights when rounded", first_mismatch, 0)
@@ -217,11 +241,11 @@ BY_EITHER_ROUNDING = Proof("equal to their weights when rounded, ties either way
 WITHIN_HALF_PRECISION = Proof(
     "within fp16 rounding of their weights", first_far, 2, "a master does not lie within fp16 rounding of its weight"
 )
-WITHIN_FP8 = _nearness("fp8", _Quantised(2**-4, 2**-12), 3)
-WITHIN_FP4 = _nearness("fp4", _Quantised(2**-2, 2**-4), 4)
+WITHIN_FP8 = _nearness("fp8", _Quantised(2**-4, 2**-12, 1 / 2), 3)
+WITHIN_FP4 = _nearness("fp4", _Quantised(2**-2, 2**-4, 1 / 2), 4)
 # Stored weights of few bits that a live job quantises anew, at the scale of other parts: both roundings add up.
-WITHIN_FP8_TWICE = _nearness("fp8 (twice)", _Quantised(2**-3, 2**-11), 5)
-WITHIN_FP4_TWICE = _nearness("fp4 (twice)", _Quantised(2**-1, 2**-3), 6)
+WITHIN_FP8_TWICE = _nearness("fp8 (twice)", _Quantised(2**-3, 2**-11, 1.0), 5)
+WITHIN_FP4_TWICE = _nearness("fp4 (twice)", _Quantised(2**-1, 2**-3, 1.0), 6)
 _HALF_PRECISION = ("fp16", "torch.float16")
 
 
@@ -230,9 +254,18 @@ def weaker_of(one: Proof, other: Proof | None) -> Proof:
     if other is None:
         return one
     weaker = max(one, other, key=lambda proof: proof.weakness)
-    if min(one.weakness, other.weakness) < WITHIN_FP8.weakness:
+    if one.quantised is None or other.quantised is None:
         return weaker
-    return WITHIN_FP4_TWICE if weaker in (WITHIN_FP4, WITHIN_FP4_TWICE) else WITHIN_FP8_TWICE
+    twice = (
+        WITHIN_FP4_TWICE if weaker.weakness in (WITHIN_FP4.weakness, WITHIN_FP4_TWICE.weakness) else WITHIN_FP8_TWICE
+    )
+    return twice.at_step(max(one.quantised.step, other.quantised.step))
+
+
+def smallest_step(dtype: torch.dtype, scale: float) -> float:
+    """The distance of the two smallest numbers of a floating-point dtype, times a scale."""
+    numbers = torch.finfo(dtype)
+    return abs(scale) * numbers.smallest_normal * numbers.eps
 
 
 def proof_of(arguments: JobArguments) -> Proof:

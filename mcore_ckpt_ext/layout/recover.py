@@ -10,7 +10,6 @@ from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Pack
 from mcore_ckpt_ext.layout.discovery import discover
 from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
 from mcore_ckpt_ext.layout.proposals import Proposal, buffer_ranks
 from mcore_ckpt_ext.model_space.slices import numel_of
 
@@ -35,7 +34,6 @@ def recover(
     models: LocalModels,
     proposals: Sequence[Proposal],
     read: Bytes,
-    proof: Proof = BY_ROUNDING,
 ) -> RecoveredPacking:
     """Find how one optimizer group is packed.
 
@@ -48,9 +46,9 @@ def recover(
     tried: list[str] = []
     disbelieved: str | None = None
     for number, proposal in enumerate(proposals):
-        packing, problem = _tried(group, proposal, read, proof)
+        packing, problem = _tried(group, proposal, read)
         if packing is not None and problem is None and proposal.is_recorded:
-            problem = _contradiction(group, models, packing, proposals[number + 1 :], read, proof)
+            problem = _contradiction(group, models, packing, proposals[number + 1 :], read)
         if packing is not None and problem is None:
             return RecoveredPacking(proposal.label, packing, disbelieved=disbelieved)
         tried.append(f"{proposal.label}: {problem}")
@@ -66,12 +64,12 @@ def recover(
     return RecoveredPacking("discovery by content", found, discovered=True, disbelieved=disbelieved)
 
 
-def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes, proof: Proof) -> tuple[Packing | None, str | None]:
+def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes) -> tuple[Packing | None, str | None]:
     """A proposed packing, and what keeps it from being the group's: sizes, chunk borders, samples of the content."""
     packing = proposal.packing_of(group)
     problem = "it does not know every parameter" if packing is None else misfit(packing, group)
     if packing is not None and problem is None:
-        problem = _sample(group, packing, read, proof)
+        problem = _sample(group, packing, read)
     return packing, problem
 
 
@@ -81,7 +79,6 @@ def _contradiction(
     recorded: Packing,
     others: Sequence[Proposal],
     read: Bytes,
-    proof: Proof,
 ) -> str | None:
     """The known layer spec that fits by itself, and places parameters otherwise than the sidecar; None without one.
 
@@ -91,7 +88,7 @@ def _contradiction(
     if models.arguments.spec or any(_places(group, other) == placed for other in others):
         return None
     for other in others:
-        packing, problem = (None, None) if other.is_witnessed else _tried(group, other, read, proof)
+        packing, problem = (None, None) if other.is_witnessed else _tried(group, other, read)
         if packing is not None and problem is None:
             moved = {name for key, places in _placed(packing).items() for name, _ in {*places} ^ {*placed[key]}}
             return f"{other.label} fits by itself and places parameters differently: {some(sorted(moved))}"
@@ -168,12 +165,13 @@ def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredPa
     return None
 
 
-def _sample(group: OptimizerGroup, packing: Packing, read: Bytes, proof: Proof) -> str | None:
+def _sample(group: OptimizerGroup, packing: Packing, read: Bytes) -> str | None:
     """Compare the first elements of every parameter with its weight; what differs, in words."""
     for key, placements in packing.items():
         for placement in placements:
             count = min(_SAMPLE, numel_of(placement.regions))
             master = read.master(group, key, placement.start, count)
+            proof = read.proof(region.name for region in placement.regions)
             mismatch = proof.first_mismatch(master, read.weight(placement.regions, 0, count))
             if mismatch is not None:
                 return f"{placement.name} would be {mismatch}"

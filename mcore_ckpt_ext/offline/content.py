@@ -18,6 +18,7 @@ from mcore_ckpt_ext.offline.findings import COPIES, PROOF, VALUES, Finding, erro
 from mcore_ckpt_ext.offline.reading import Remembering, blocks
 from mcore_ckpt_ext.optimizers.copies import bits_of
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 
@@ -95,6 +96,7 @@ class ContentCheck:
     def _check_elements(self, name: str, held: dict[str, LogicalTensor], report: ParameterReport) -> None:
         region = Region.whole(name, next(iter(held.values())).shape)
         tallies = {kind: _Tally() for kind in held}
+        proof = proof_beside(self._checkpoint, [name], self._checkpoint.proof, self._transfer)
         for wanted in blocks((region,)):
             values = {kind: read_slice(self._sources[kind], self._transfer, kind, wanted) for kind in held}
             for kind, block in values.items():
@@ -105,7 +107,7 @@ class ContentCheck:
                 if self._checkpoint.follow_from_weights(name):
                     report.joined += wanted.numel
                     continue
-                mismatch = self._checkpoint.proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])
+                mismatch = proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])
                 _tally_mismatch(mismatch, wanted.start, tallies[FP32_PARAM])
                 report.proven += wanted.numel
         for kind, tally in tallies.items():

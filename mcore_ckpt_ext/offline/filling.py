@@ -15,6 +15,7 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.half import check_fits
 from mcore_ckpt_ext.offline.reading import Remembering
+from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.planning.output import Block, Placed, Quantised, Record
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, derivation_of, make_plan, plans_of
 from mcore_ckpt_ext.storage.checksums import Checksums, Piece
@@ -149,7 +150,7 @@ class Filler:
             if fill.target == index:
                 # These masters are stored nowhere: padding of the vocabulary (zero on both sides), or accepted losses.
                 masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
-        self._proof.check(
+        proof_beside(self._source, wanted.tensors, self._proof, self._transfer).check(
             masters, weights, lambda position: f"element {position} of {wanted.slice}", ": use another iteration"
         )
         with self._lock:

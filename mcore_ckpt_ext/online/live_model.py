@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.layout.proof import WITHIN_FP4, WITHIN_FP8, Proof
+from mcore_ckpt_ext.layout.proof import WITHIN_FP4, WITHIN_FP8, Proof, smallest_step
 from mcore_ckpt_ext.model_space.names import name_at, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
@@ -34,12 +34,15 @@ def quantisation(parameter: torch.Tensor) -> Proof | None:
     """How the masters of a live parameter are proven that is kept in fp8 or fp4; None where it is a plain tensor.
 
     Transformer Engine's quantised tensors show a high-precision dtype, and dequantise themselves (`QuantizedTensor`,
-    transformer_engine/pytorch/quantized_tensor.py, 2.1 to 2.20.2; `NVFP4Tensor` since 2.8).
+    transformer_engine/pytorch/quantized_tensor.py, 2.1 to 2.20.2; `NVFP4Tensor` since 2.8). One with a single scale
+    keeps it as `_scale_inv` (`Float8Tensor`, float8_tensor.py).
     """
     kind = type(parameter)
     if kind.dequantize is torch.Tensor.dequantize:
         return None
-    return WITHIN_FP4 if "FP4" in kind.__name__ else WITHIN_FP8
+    scale = getattr(parameter, "_scale_inv", None)
+    step = 0.0 if scale is None else smallest_step(torch.float8_e4m3fn, float(scale))
+    return (WITHIN_FP4 if "FP4" in kind.__name__ else WITHIN_FP8).at_step(step)
 
 
 Spell = Callable[[str], str]

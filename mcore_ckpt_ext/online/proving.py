@@ -15,6 +15,7 @@ from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.homes.recognition import homes_of
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters, quantisation
+from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 
 _BLOCK = 1 << 24
 # Elements that fit into a processor's cache: rounding and comparing them costs one pass over the memory.
@@ -27,7 +28,8 @@ def prove(shard: LiveShard, master: torch.Tensor, checkpoint: Checkpoint) -> Non
     Raises:
         ProofError: one does not round to its weight.
     """
-    proof, weight = weaker_of(checkpoint.proof, quantisation(shard.live.parameter)), shard.weight
+    stored = proof_beside(checkpoint, shard.live.tensors, checkpoint.proof, checkpoint.transfer)
+    proof, weight = weaker_of(stored, quantisation(shard.live.parameter)), shard.weight
     for begin in range(0, master.numel(), _BLOCK):
         part = slice(begin, begin + _BLOCK)
         first = shard.slice.start + begin

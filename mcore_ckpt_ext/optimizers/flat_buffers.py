@@ -26,6 +26,7 @@ from mcore_ckpt_ext.optimizers.digests import contradicts
 from mcore_ckpt_ext.optimizers.encoding import Holder
 from mcore_ckpt_ext.optimizers.flat_arrays import MASTERS, Buffers, FlatArray, FlatState, GroupKey, cut
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
@@ -171,7 +172,7 @@ class FlatBuffers(OptimizerState):
                     group, self.models, self._proposals(), contradiction, is_recorded=key in self.digests
                 )
             else:
-                self._recovered[key] = recover(group, self.models, self._proposals(), self, self._proof)
+                self._recovered[key] = recover(group, self.models, self._proposals(), self)
         return self._recovered[key]
 
     def witnesses(self) -> list[str]:
@@ -203,6 +204,10 @@ class FlatBuffers(OptimizerState):
             for region in placement.regions
         }
         return list(found)
+
+    def proof(self, names: Iterable[str]) -> Proof:
+        """How the masters of parameters are proven."""
+        return proof_beside(self._weights, names, self._proof, self.transfer)
 
     def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
         """`count` fp32 masters from element `start` of a bucket."""

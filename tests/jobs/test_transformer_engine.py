@@ -35,6 +35,7 @@ TENSORWISE = [*LLAMA, "--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"]
 BLOCKWISE = [*LLAMA, "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
 MICROSCALED = [*GROUPED, "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
 GATHERED = [*TENSORWISE, "--fp8-param-gather"]
+FIRST_SCALE = [*DELAYED, "--fp8-param-gather"]
 SQUARE, LONG, WIDE = Layout(2, 2, 4), Layout(1, 2, 4), Layout(2, 1, 4)
 SPREAD = experts_over(1, 2, 4, 2)
 
@@ -59,6 +60,7 @@ SAVES = {
     "blockwise": (SQUARE, [*BLOCKWISE, *ENGINE]),
     "microscaled": (SPREAD, [*MICROSCALED, *ENGINE]),
     "gathered": (SQUARE, [*GATHERED, *ENGINE]),
+    "first scale": (SQUARE, [*FIRST_SCALE, *ENGINE]),
     "local": (SQUARE, [*LLAMA, *_EXACT]),
     "local experts": (SPREAD, [*GATED_EXPERTS, *_EXACT]),
     "local latent": (SQUARE, [*LATENT, *_EXACT]),
@@ -107,6 +109,8 @@ GATHERING = {
     "gathered, same layout": Resumed("gathered", SQUARE, GATHERED),
     "gathered, TP1": Resumed("gathered", LONG, GATHERED),
     "gathered, to bf16": Resumed("gathered", LONG, LLAMA),
+    "first scale, same layout": Resumed("first scale", SQUARE, FIRST_SCALE),
+    "first scale, TP1": Resumed("first scale", LONG, FIRST_SCALE),
 }
 
 
@@ -280,11 +284,11 @@ def skip_where_torch_cannot_read_them() -> None:
 def test_fp8_weights_that_are_stored_as_such(results: Results, name: str) -> None:
     """Transformer Engine pickles them as they are: bytes and a scale."""
     skip_where_torch_cannot_read_them()
-    saved, resumed = results.job("gathered"), results.job(name)
+    saved, resumed = results.job(GATHERING[name].source), results.job(name)
     assert differing(of_the_optimizer(saved.at_save), of_the_optimizer(resumed.at_load)) == []
     assert_same_training_state(saved.at_save, resumed.at_load)
     by_us = [line for line in resumed.said if "within fp8" in line]
-    assert bool(by_us) == (name != "gathered, same layout")
+    assert bool(by_us) == ("same layout" not in name)
 
 
 @pytest.mark.parametrize("name", ["dense", "grouped", "latent", "predicting", "tensorwise", "blockwise", "microscaled"])
@@ -302,8 +306,9 @@ def test_multi_token_prediction_has_no_legacy_files(results: Results, tmp_path: 
         convert(results.job("predicting").run, tmp_path / "out", Legacy())
 
 
-def test_offline_fp8_weights_are_decoded(results: Results, tmp_path: Path) -> None:
-    saved = results.job("gathered")
+@pytest.mark.parametrize("name", ["gathered", "first scale"])
+def test_offline_fp8_weights_are_decoded(results: Results, name: str, tmp_path: Path) -> None:
+    saved = results.job(name)
     checked = verify(saved.run)
     assert checked.sound
     assert any("within fp8 rounding of their weights" in check.extent for check in checked.checks)
