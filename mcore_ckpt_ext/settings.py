@@ -116,8 +116,34 @@ READ_ONCE = Setting(
     {"0": False, "1": True}.__getitem__,
     argument="ckpt_ext_read_once",
 )
+FROM_HF = Setting(
+    "MCORE_CKPT_EXT_FROM_HF",
+    "1: the folder that a job begins with must be one of Hugging Face",
+    False,
+    {"0": False, "1": True}.__getitem__,
+    argument="ckpt_ext_from_hf",
+)
+EXPORT_HF = Setting(
+    "MCORE_CKPT_EXT_EXPORT_HF",
+    "a Hugging Face folder of every checkpoint whose iteration is a multiple of this number",
+    0,
+    int,
+    argument="ckpt_ext_export_hf",
+)
 WRITER_PATIENCE = Setting(
     "MCORE_CKPT_EXT_WRITER_PATIENCE", "seconds after which a silent writer is given up", 300.0, float
 )
-SETTINGS = (SWITCH, VERIFY_ALL, ACCEPT_LOST, PROOF, ON_SAVE_FAILURE, FALLBACK, LOAD, READ_ONCE, WRITER_PATIENCE)
+SETTINGS = (
+    SWITCH,
+    VERIFY_ALL,
+    ACCEPT_LOST,
+    PROOF,
+    ON_SAVE_FAILURE,
+    FALLBACK,
+    LOAD,
+    READ_ONCE,
+    FROM_HF,
+    EXPORT_HF,
+    WRITER_PATIENCE,
+)
 """All of them, in the order in which a user meets them; the documentation's table is made of this."""

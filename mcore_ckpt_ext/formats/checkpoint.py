@@ -16,8 +16,9 @@ from mcore_ckpt_ext.formats.description import refuse_facts
 from mcore_ckpt_ext.formats.fsdp_dtensor import NAME as FSDP_DTENSOR
 from mcore_ckpt_ext.formats.fsdp_dtensor import FsdpCheckpoint
 from mcore_ckpt_ext.formats.handle import TensorHandle
-from mcore_ckpt_ext.formats.huggingface import LOCAL, TRANSFORMER_ENGINE, HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
+from mcore_ckpt_ext.formats.huggingface_model import LOCAL, TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.nemo_folder import NemoCheckpoint, is_nemo
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend

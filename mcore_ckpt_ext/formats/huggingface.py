@@ -19,16 +19,15 @@ from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
-from mcore_ckpt_ext.families.recognition import family_of_config
-from mcore_ckpt_ext.families.text_parts import text_config, text_names, turned_experts
+from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface_folder import (
     CONFIG,
     StoredTensor,
-    read_config,
     read_tensors,
 )  # fmt: skip
+from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE, described_model
 from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.quantised import dequantised
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -37,7 +36,6 @@ from mcore_ckpt_ext.planning.extents import RawArray, Scaled
 from mcore_ckpt_ext.storage.budget import Budget
 
 NAME = "hf"
-TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
 _SHOWN = 6
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _BLOCK = 1 << 24
@@ -79,21 +77,13 @@ class HuggingFaceCheckpoint(Checkpoint):
         """
         super().__init__(folder, witnesses)
         self._below = below
-        self.config = read_config(folder / below)
-        text = text_config(self.config)
+        described = described_model(folder / below, family, transformer_impl)
+        self.config, self.family, self._whole = described.config, described.family, described.whole
+        self._model = described.arguments
         self._of_images: list[str] = []
-        self._whole = str(self.config.get("model_type")) if text else ""
-        self.config = text or self.config
-        self.family = family or family_of_config(self.config, str(folder / below / CONFIG))
-        if self.family.needs_engine and transformer_impl == LOCAL:
-            raise UnsupportedCheckpointError(
-                f"Megatron builds {with_article(self.family.name)} of Transformer Engine's layers only",
-                found=f"--transformer-impl {LOCAL}", where=str(folder), helps="leave the option out",
-            )  # fmt: skip
-        self._model = replace(self.family.arguments(self.config), transformer_impl=transformer_impl)
         stored, unread = read_tensors(self.reader, below)
         self._stale = [f"not read, because the folder also holds safetensors: {', '.join(unread)}"] if unread else []
-        if text:
+        if self._whole:
             names = text_names(stored)
             self._of_images = [name for name, ours in names.items() if ours is None]
             stored = {ours: self._turned(ours, stored[name]) for name, ours in names.items() if ours is not None}

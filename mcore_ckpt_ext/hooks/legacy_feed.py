@@ -1,7 +1,8 @@
 """Feeds `load_checkpoint` with this rank's part of a checkpoint whose files stock Megatron cannot load by itself.
 
-These are legacy checkpoints that were written under another layout, zarr ones where Megatron has no reader, and what
-Megatron-FSDP wrote (`fsdp_dtensor`), for a job that is not one of its own.
+These are legacy checkpoints that were written under another layout, zarr ones where Megatron has no reader, what
+Megatron-FSDP wrote (`fsdp_dtensor`), for a job that is not one of its own, and Hugging Face folders
+(`from_huggingface`).
 
 Stock Megatron opens the rank folder of a legacy checkpoint that its own layout names (`_load_base_checkpoint`,
 checkpointing.py, core_v0.7.0 to 0.19.2): it refuses with `--ckpt-format torch`, and otherwise fails or, since 0.16,
@@ -26,6 +27,7 @@ import torch
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
@@ -130,8 +132,19 @@ def load_weights_alone(
 
 
 @contextmanager
-def fed(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any]) -> Iterator[None]:
+def fed(
+    scope: MutableMapping[str, Any],
+    folder: Path,
+    chunks: Sequence[Any],
+    opened: Callable[[set[str]], Checkpoint] | None = None,
+) -> Iterator[None]:
     """Feed the loads within this scope; the model is not touched before every rank has its part.
+
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        folder: of the checkpoint.
+        chunks: the unwrapped model chunks.
+        opened: opens it for the names of the live model, over all ranks.
 
     Raises:
         ResumeRefusedError: on every rank, when some rank's part cannot be put together.
@@ -139,10 +152,13 @@ def fed(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any]) ->
     arguments = scope["get_args"]()
     live = {name for names in agreed("reading the live model", lambda: live_names(chunks)) for name in names}
     state: dict[str, Any] = {}
+    releases: list[bool] = []
 
     def cut() -> tuple[int, int]:
-        found, missing, unknown = _rank_state(folder, chunks, arguments, live)
+        checkpoint = opened(live) if opened is not None else open_checkpoint(folder)
+        found, missing, unknown = _rank_state(checkpoint, chunks, arguments, live)
         state.update(found)
+        releases.append(checkpoint.released)
         return missing, unknown
 
     missing, unknown = map(sum, zip(*agreed("cutting the weights", cut), strict=True))
@@ -154,7 +170,7 @@ def fed(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any]) ->
     def load_base_checkpoint(*_: Any, **__: Any) -> tuple[Any, ...]:
         if "set_loaded_iteration" in scope:  # since 0.16
             scope["set_loaded_iteration"](state["iteration"])
-        found = (state, str(folder), folder.name == "release")
+        found = (state, str(folder), releases[0])
         # The kind of checkpoint is returned since 0.9.
         return (*found, scope["CheckpointType"].LEGACY) if "CheckpointType" in scope else found
 
@@ -162,17 +178,19 @@ def fed(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any]) ->
         yield
 
 
-def _rank_state(folder: Path, chunks: Sequence[Any], arguments: Any, live: set[str]) -> tuple[dict[str, Any], int, int]:
+def _rank_state(
+    checkpoint: Checkpoint, chunks: Sequence[Any], arguments: Any, live: set[str]
+) -> tuple[dict[str, Any], int, int]:
     """What this rank's `model_optim_rng.pt` would hold, without optimizer and random state.
 
     Returns:
         It, and how many extra states are not in the checkpoint, or not known.
     """
-    checkpoint = open_checkpoint(folder)
     try:
         spell = spelling_in(checkpoint, live)
         check_names(checkpoint, set(map(spell, live)))
-        written = Namespace(**checkpoint.args)
+        # A Hugging Face folder has no arguments of its own: those of this job have been compared with its config.json.
+        written = Namespace(**(vars(arguments) if checkpoint.format == HUGGING_FACE else checkpoint.args))
         vars(written).update({name: getattr(arguments, name) for name in _FOLLOWS_LAYOUT if hasattr(arguments, name)})
         described, states = live_parameters(chunks, spell), checkpoint.extra_states()
         models, found = zip(*(_model_state(checkpoint, chunk, described, states) for chunk in chunks), strict=True)

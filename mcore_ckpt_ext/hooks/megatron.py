@@ -9,6 +9,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
@@ -18,13 +19,14 @@ from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.attended import attended
 from mcore_ckpt_ext.hooks.fast_load import reading_fast
 from mcore_ckpt_ext.hooks.first_look import first_look, megatron_version, refuse_another_kind
+from mcore_ckpt_ext.hooks.from_huggingface import model_folder, start_from
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
 from mcore_ckpt_ext.hooks.proof import Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.hooks.resuming import taking_what_is_whole
 from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.layout.proof import Proof
-from mcore_ckpt_ext.online.agreement import agreed
+from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.param_groups import override_bounds
 from mcore_ckpt_ext.optimizer_reshard import prepare
@@ -46,11 +48,18 @@ def wrap_load_checkpoint(original: Function) -> Function:
         chunks = scope["unwrap_model"](ddp_model)
         witness = Witness(chunks)
         arguments = scope["get_args"]()
-        directory = getattr(arguments, call.arguments["load_arg"])
-        whole = taking_what_is_whole(scope, directory)
-        once = index_shared(arguments, directory) if LOAD.chosen(arguments) == FAST else nullcontext()
-        with attended(), whole, once:
-            result, weaker = load(call.arguments, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+        load_arg = call.arguments["load_arg"]
+        directory = getattr(arguments, load_arg)
+        if (model := _model_folder(arguments, load_arg)) is not None:
+            stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+            result, weaker = start_from(scope, model, chunks, stock), None
+        else:
+            whole = taking_what_is_whole(scope, directory)
+            once = index_shared(arguments, directory) if LOAD.chosen(arguments) == FAST else nullcontext()
+            with attended(), whole, once:
+                result, weaker = load(
+                    call.arguments, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords
+                )
         if optimizer is not None:
             prove_loaded(chunks, optimizer, witness.has_seen_a_load(chunks), weaker)
         return result
@@ -109,6 +118,12 @@ def wrap_load_checkpoint(original: Function) -> Function:
         return result, prepared.checkpoint.proof
 
     return load_checkpoint
+
+
+def _model_folder(arguments: Any, load_arg: str) -> Path | None:
+    """The Hugging Face folder to start from, as the first rank sees it."""
+    looks = agreed("looking at the folder", lambda: model_folder(arguments, load_arg) if is_first_rank() else None)
+    return looks[0]
 
 
 def _reading_fast(stock: Callable[[], Any], arguments: Any) -> Any:

@@ -25,7 +25,21 @@ from importlib import import_module
 from typing import ParamSpec, TypeVar
 
 from mcore_ckpt_ext.hooks.announce import announce
-from mcore_ckpt_ext.settings import AUTO, CONTINUE, FALLBACK, FAST, LOAD, ON_SAVE_FAILURE, READ_ONCE, STOCK, STOP
+from mcore_ckpt_ext.hooks.export_huggingface import check_export
+from mcore_ckpt_ext.hooks.from_huggingface import check_arguments
+from mcore_ckpt_ext.settings import (
+    AUTO,
+    CONTINUE,
+    EXPORT_HF,
+    FALLBACK,
+    FAST,
+    FROM_HF,
+    LOAD,
+    ON_SAVE_FAILURE,
+    READ_ONCE,
+    STOCK,
+    STOP,
+)
 from mcore_ckpt_ext.versions import Version, parse_version
 
 P = ParamSpec("P")
@@ -67,6 +81,19 @@ def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
     return parse_args
 
 
+def wrap_validate_args(original: Callable[..., Arguments]) -> Callable[..., Arguments]:
+    """Return a ``validate_args`` that ends a job, before it is built, which cannot begin or save as it is asked to."""
+
+    @wraps(original)
+    def validate_args(args: Arguments, *positional: object, **keywords: object) -> Arguments:
+        result = original(args, *positional, **keywords)
+        check_arguments(args)
+        check_export(args)
+        return result
+
+    return validate_args
+
+
 def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None) -> Callable[..., ArgumentParser]:
     """The user's provider of extra arguments, followed by this package's; Megatron has none of these names."""
 
@@ -96,6 +123,19 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
             action="store_true",
             help="Where this package reads tensors, let what several ranks want be read by one of them and sent to the "
             f"others (also {READ_ONCE.name}=1).",
+        )
+        group.add_argument(
+            FROM_HF.flag,
+            action="store_true",
+            help="End where --load (or --pretrained-checkpoint) names no Hugging Face folder to start from; one with a "
+            f"config.json and no checkpoint is taken by itself (also {FROM_HF.name}=1).",
+        )
+        group.add_argument(
+            EXPORT_HF.flag,
+            type=int,
+            metavar="EVERY",
+            help="Beside the checkpoint of every EVERY-th iteration, write a Hugging Face folder in the background: "
+            f"hf/iter_... in the folder of --save (also {EXPORT_HF.name}).",
         )
         return parser
 

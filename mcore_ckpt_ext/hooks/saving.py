@@ -22,6 +22,7 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.attended import attended
 from mcore_ckpt_ext.hooks.direct import recorder
+from mcore_ckpt_ext.hooks.export_huggingface import Exports
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.online.written import judged, problems_on_disk, stored_bytes
@@ -117,8 +118,17 @@ def _coordinator() -> Coordinator:
 
 def _new_coordinator() -> Coordinator:
     start = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publishing").submit
-    publisher = Publisher(Disk(), start, time.monotonic, announce, _warn)
+    publisher = Publisher(Disk(), start, time.monotonic, announce, _warn, _export)
     return Coordinator(JobRanks(), publisher, announce, _goes_on)
+
+
+def _export(save: Save) -> None:
+    PROCESS.one(Exports, _new_exports).follow(save, sys.modules["megatron.training"].get_args())
+
+
+def _new_exports() -> Exports:
+    start = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exporting").submit
+    return Exports(start, announce, _warn)
 
 
 def _writers(original: Function, request: object = None) -> MegatronWriters:

@@ -55,6 +55,13 @@ SEAMS = (
     ),
     Seam(
         module="megatron.training.arguments",
+        attribute="validate_args",
+        wrapper="mcore_ckpt_ext.hooks.megatron_arguments:wrap_validate_args",
+        parameters=("args",),
+        version_module="megatron.core",
+    ),
+    Seam(
+        module="megatron.training.arguments",
         # Not validate_args: 0.16.x chooses the writer's queue between parse_args and validate_args
         # (megatron/training/initialize.py:86-92@0.16.1).
         attribute="parse_args",

@@ -14,7 +14,8 @@ from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, i
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.huggingface import LOCAL, HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface_model import LOCAL
 from mcore_ckpt_ext.formats.respelled import spelled_as
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts

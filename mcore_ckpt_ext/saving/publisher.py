@@ -34,6 +34,7 @@ class Publisher:
         now: the time in seconds.
         say: tells the user a line.
         warn: tells the user a line that is this rank's own.
+        follow: begins what follows a save that is a fact, beside the training.
     """
 
     def __init__(
@@ -43,7 +44,9 @@ class Publisher:
         now: Callable[[], float],
         say: Callable[[str], None],
         warn: Callable[[str], None],
+        follow: Callable[[Save], None] = lambda save: None,
     ) -> None:
+        self._follow = follow
         self._disk, self._start, self._now, self._say, self._warn = disk, start, now, say, warn
         self._running: _Running | None = None
 
@@ -92,9 +95,11 @@ class Publisher:
                 self._warn(f"iteration {save.iteration} is saved, but then: {failure}")
 
     def tell(self, save: Save) -> None:
-        """Tell the user that a save is a fact."""
+        """Tell the user that a save is a fact, and begin what follows it."""
         self._say(save.line)
         self._disk.remove(save.scratch)
+        if (failure := attempt(partial(self._follow, save))) is not None:
+            self._warn(f"iteration {save.iteration} is saved, but then: {failure}")
 
     def clear_away(self, saves: Sequence[Save]) -> None:
         """Remove what failed saves have left."""

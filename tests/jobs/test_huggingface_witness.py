@@ -1,5 +1,6 @@
 """The independent witness: genuine Megatron loads what was converted, and answers as transformers does.
 
+Under the first of a model's layouts it loads a conversion, under all others the Hugging Face folder itself.
 Two ranks serve all models: TP1 on both, TP2, and for experts EP2; first with the local layer spec, then with
 Transformer Engine's, whose modules are genuine and compute in torch what their kernels would (`engine_passes`). The
 deliberate mistakes are families of a user's own file, so they show `--family`, too.
@@ -109,9 +110,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _case(
     model: Path, root: Path, spec: LayerSpec, name: str, layout: str, family: str | None = None
 ) -> dict[str, Any]:
-    """One question; the model is converted for the first of its layouts."""
+    """One question; the model is converted for the first of its layouts, the folder itself is loaded for the others."""
     run = root / spec / name
-    if not run.exists():
+    if run.exists():
+        run = model
+    else:
         mcore_ckpt_ext.convert(model, run, mcore_ckpt_ext.TorchDist(transformer_impl=spec), family=family)
     checkpoint = open_checkpoint(model, transformer_impl=spec)
     assert isinstance(checkpoint, HuggingFaceCheckpoint)

@@ -1,0 +1,59 @@
+"""The model that a Hugging Face folder's `config.json` describes; no tensor is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_article
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.recognition import family_of_config
+from mcore_ckpt_ext.families.text_parts import text_config
+from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, read_config
+
+TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
+
+
+@dataclass(frozen=True)
+class DescribedModel:
+    """What `config.json` says.
+
+    Attributes:
+        config: it, or the part of it that is about the text.
+        family: of the model.
+        arguments: of a job that trains it.
+        whole: the `model_type` of a model that has other parts than the text; empty for one that has not.
+    """
+
+    config: Mapping[str, Any]
+    family: Family
+    arguments: ModelArguments
+    whole: str = ""
+
+
+def described_model(folder: Path, family: Family | None = None, transformer_impl: str = "") -> DescribedModel:
+    """Read the `config.json` of a folder.
+
+    Args:
+        folder: the folder.
+        family: of the model; by default as `config.json` says.
+        transformer_impl: the layer spec of the job that will read it.
+
+    Raises:
+        UnreadableCheckpointError: it is missing or damaged.
+        UnsupportedCheckpointError: the model is of a kind that is not read, or not under that layer spec.
+    """
+    whole = read_config(folder)
+    text = text_config(whole)
+    config = text or whole
+    family = family or family_of_config(config, str(folder / CONFIG))
+    if family.needs_engine and transformer_impl == LOCAL:
+        raise UnsupportedCheckpointError(
+            f"Megatron builds {with_article(family.name)} of Transformer Engine's layers only",
+            found=f"--transformer-impl {LOCAL}", where=str(folder), helps="leave the option out",
+        )  # fmt: skip
+    arguments = replace(family.arguments(config), transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
+    return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "")
