@@ -8,6 +8,8 @@ that the job asks for has to be there, but for `--no-strict-fsdp-dtensor-load`; 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
@@ -29,13 +31,38 @@ _CHUNK_BYTES = 128 << 20
 _MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
 
+@dataclass(frozen=True)
+class FsdpArray:
+    """An array under its key: `shape[0]` rows of a tensor of some kind, from row `first` on."""
+
+    key: str
+    shape: tuple[int, ...]
+    kind: str
+    tensor: LogicalTensor
+    first: int
+
+    def wanted(self, offsets: Sequence[int], sizes: Sequence[int]) -> WantedSlice:
+        """A part of it; the vocabulary may be padded otherwise than it is stored."""
+        name = self.tensor.name
+        place = (self.first + offsets[0], *offsets[1:]) if self.shape else ()
+        may_pad = name in VOCABULARY
+        return WantedSlice(self.kind, Slice.whole((Region(name, place, tuple(sizes)),)), {name: self.tensor}, may_pad)
+
+
 class FsdpTarget:
     """Lays out one iteration folder.
 
-    `experts_apart`: experts have parameter groups of their own, as in jobs with several expert-parallel ranks.
+    `experts_apart`: experts have parameter groups of their own, as in jobs with several expert-parallel ranks. `names`:
+    those of the job that will read it, where they are not the source's.
     """
 
-    def __init__(self, checkpoint: Checkpoint, version: tuple[int, int], experts_apart: bool) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        version: tuple[int, int],
+        experts_apart: bool,
+        names: ModuleNames | None = None,
+    ) -> None:
         """Raises: UnsupportedCheckpointError, where that version, or Megatron-FSDP, has no such job."""
         if version < OLDEST:
             raise UnsupportedCheckpointError(
@@ -45,7 +72,7 @@ class FsdpTarget:
         self._checkpoint = checkpoint
         self._arguments = checkpoint.arguments
         self._experts_apart = experts_apart
-        self._modules = ModuleNames(self._arguments)
+        self._modules = names or ModuleNames(self._arguments)
         self._state = PortableState.of(checkpoint, known_arguments(self._arguments), version)
         self._optimizer = checkpoint.optimizer if checkpoint.optimizer_format else None
         if self._optimizer is not None:
@@ -62,10 +89,10 @@ class FsdpTarget:
     def output(self) -> Output:
         """All files of the folder, and where each tensor goes."""
         writer = DistcpFiles()
-        for key, value in self._objects():
+        for key, value in self.objects():
             writer.add_object(key, value, wrapped=False)
-        for array in self._arrays():
-            writer.add_array(array)
+        for array in self.arrays():
+            writer.add_array(Array(array.key, array.shape, array.tensor.dtype, tuple(_chunks(array))))
         files, records, metadata = writer.finish(with_shapes=False)
         index = OutputFile(".metadata", len(metadata), ((0, metadata),), last=True)
         afresh = "the state of the random generators is not carried: resume with --no-load-rng"
@@ -80,7 +107,8 @@ class FsdpTarget:
                 "differ from the stored ones in the last bit" + ("" if joined else ", or more: those have fewer bits")
             )
 
-    def _arrays(self) -> Iterator[Array]:
+    def arrays(self) -> Iterator[FsdpArray]:
+        """Every array: weights or their masters, and moments."""
         for name in self._checkpoint.names(WEIGHT):
             yield from self._array(MODEL, name, "", *self._main(name))
         for kind in _MOMENTS if self._optimizer is not None else ():
@@ -95,18 +123,17 @@ class FsdpTarget:
         is_trained = self._optimizer is not None and self._optimizer.logical_tensor(FP32_PARAM, name) is not None
         return FP32_PARAM if is_trained else WEIGHT, LogicalTensor(name, weight.shape, "float32")
 
-    def _array(self, prefix: str, name: str, suffix: str, kind: str, tensor: LogicalTensor) -> Iterator[Array]:
+    def _array(self, prefix: str, name: str, suffix: str, kind: str, tensor: LogicalTensor) -> Iterator[FsdpArray]:
         """A tensor as one array, or as two."""
         parts = [f"_{half}" for half in HALVES] if self._modules.halves(name) else [""]
         rows = (tensor.shape[0] if tensor.shape else 1) // len(parts)
         for number, part in enumerate(parts):
             key = f"{prefix}{self._modules.of(name)}{part}{suffix}"
-            shape = (rows, *tensor.shape[1:]) if tensor.shape else ()
-            yield Array(key, shape, tensor.dtype, tuple(_chunks(kind, tensor, number * rows, rows)))
+            yield FsdpArray(key, (rows, *tensor.shape[1:]) if tensor.shape else (), kind, tensor, number * rows)
 
-    def _objects(self) -> Iterator[tuple[str, Any]]:
+    def objects(self) -> Iterator[tuple[str, Any]]:
         """Pickled objects by key."""
-        for key, value in self._common().items():
+        for key, value in self.common.items():
             if isinstance(value, Mapping):
                 yield from ((f"{key}.{name}", inner) for name, inner in value.items())
             else:
@@ -144,7 +171,9 @@ class FsdpTarget:
             )  # fmt: skip
         return fit[0]
 
-    def _common(self) -> dict[str, Any]:
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """What belongs to no tensor and no parameter: `args`, `iteration`, the scheduler and so on."""
         common = {key: value for key, value in self._state.common.items() if key in COMMON_KEYS}
         common.pop("content_metadata", None)
         arguments = common["args"]
@@ -166,16 +195,15 @@ def _setting(group: Mapping[str, Any], name: str) -> Any:
     return group.get(name, group.get(f"pre_{name}", False))
 
 
-def _chunks(kind: str, tensor: LogicalTensor, first: int, rows: int) -> Iterator[Chunk]:
-    """Rows of a tensor in chunks of bounded size."""
-    shape = tensor.shape
-    step = max(1, _CHUNK_BYTES // max(1, prod(shape[1:]) * ITEM_SIZE[tensor.dtype]))
+def _chunks(array: FsdpArray) -> Iterator[Chunk]:
+    """Rows of an array in chunks of bounded size."""
+    shape = array.shape
+    rows = shape[0] if shape else 1
+    step = max(1, _CHUNK_BYTES // max(1, prod(shape[1:]) * ITEM_SIZE[array.tensor.dtype]))
     for begin in range(0, max(rows, 1), step):
+        offsets = (begin, *(0,) * (len(shape) - 1)) if shape else ()
         sizes = (min(step, rows - begin), *shape[1:]) if shape else ()
-        rest = (0,) * (len(shape) - 1)
-        region = Region(tensor.name, (first + begin, *rest) if shape else (), sizes)
-        wanted = WantedSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
-        yield Chunk((begin, *rest) if shape else (), sizes, wanted)
+        yield Chunk(offsets, sizes, array.wanted(offsets, sizes))
 
 
 def _dotted(version: tuple[int, int]) -> str:

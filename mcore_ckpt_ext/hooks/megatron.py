@@ -20,6 +20,7 @@ from mcore_ckpt_ext.hooks.attended import attended
 from mcore_ckpt_ext.hooks.fast_load import reading_fast
 from mcore_ckpt_ext.hooks.first_look import first_look, megatron_version, refuse_another_kind
 from mcore_ckpt_ext.hooks.from_huggingface import model_folder, start_from
+from mcore_ckpt_ext.hooks.fsdp_feed import is_of_fsdp, load_into_fsdp
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
 from mcore_ckpt_ext.hooks.proof import Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.hooks.rebinding import rebound
@@ -60,7 +61,8 @@ def wrap_load_checkpoint(original: Function) -> Function:
                 result, weaker = load(
                     call.arguments, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords
                 )
-        if optimizer is not None:
+        # Megatron-FSDP makes its weights of its masters: there is nothing else that they could be.
+        if optimizer is not None and not is_of_fsdp(arguments):
             prove_loaded(chunks, optimizer, witness.has_seen_a_load(chunks), weaker)
         return result
 
@@ -79,6 +81,8 @@ def wrap_load_checkpoint(original: Function) -> Function:
         if LOAD.chosen(arguments) == FAST:
             stock = functools.partial(_reading_fast, stock, arguments)
         chunks, directory = scope["unwrap_model"](ddp_model), getattr(arguments, given["load_arg"])
+        if is_of_fsdp(arguments):
+            return load_into_fsdp(scope, directory, stock), None
         if not _resumes_optimizer(scope, optimizer):
             if optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
                 agreed("looking at the checkpoint", lambda: refuse_another_kind(scope, given))

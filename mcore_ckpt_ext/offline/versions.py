@@ -197,7 +197,10 @@ def _of_fsdp(checkpoint: FsdpCheckpoint, writer: Writer) -> Iterator[Resumption]
     readable = [version for version in KNOWN if max(writer.first, Version(0, 14)) <= version]
     own = f"its own: {checkpoint.layout}; another DP"
     yield Resumption("stock Megatron with --use-megatron-fsdp", _span(readable), own, _stock_note(checkpoint))
-    yield Resumption("Megatron without it", "none", "none", "convert it first: mcore-ckpt convert --to torch_dist")
+    yield Resumption(
+        "stock Megatron without it", "none", "none", "mcore-ckpt convert --to torch_dist makes it one of its own"
+    )
+    yield Resumption("Megatron with mcore_ckpt_ext, without it", _span(readable), "any", "tested with 0.19.2")
 
 
 def _of_another_loop(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> Iterator[Resumption]:

@@ -1,18 +1,21 @@
 """Genuine Megatron-FSDP (`--use-megatron-fsdp`) on CPU ranks resumes what was converted for it, and its own alike.
 
-A job of 3D parallelism resumes what Megatron-FSDP wrote.
+A job of 3D parallelism resumes what Megatron-FSDP wrote, and a job of Megatron-FSDP what one of 3D parallelism wrote.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE, assemble
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_ckpt_ext.offline.comparison import compare
@@ -24,27 +27,44 @@ from tests.harness.jobs import OFF, RANK_SCRIPTS, TIME_LIMIT, Job, differing, re
 from tests.harness.layouts import Layout
 
 DATA_PARALLEL = Layout(tensor=1, pipeline=1, ranks=4)
+LAST_LEARNING_RATE = 0.0009816326530612245  # of the fourth step
 FSDP = [
     "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params", "--ckpt-format", "fsdp_dtensor",
     "--no-load-rng",
 ]  # fmt: skip
-# Its optimizer consists of DTensors, which nothing here dumps.
+# Its optimizer consists of DTensors, which only the plugin of these tests dumps.
 UNDUMPED = {**OFF, MOMENTS_VARIABLE: "never"}
+# Loaded into one job one after the other: legacy, a format that stock reshards, another model, a flat format.
+ONLINE = ("p08b", "p04", "p12", "p10")
 
 
 @pytest.fixture(scope="module")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     """Everything from iteration 4 on; a process has one such job, for torch remembers its process groups by name."""
     folder = tmp_path_factory.mktemp("fsdp")
-    own, three = fixture_named("p50").run, fixture_named("p10").run
+    own = fixture_named("p50").run
     convert(own, folder / "torch_dist", TorchDist(megatron_version="0.19.2"))
     convert(folder / "torch_dist", folder / "and_back", FsdpDtensor(megatron_version="0.19.2"))
-    convert(three, folder / "from_3d", FsdpDtensor(megatron_version="0.19.2"))
-    loads = {"own": own, "back": folder / "and_back", "from 3d": folder / "from_3d"}
+    loads = {"own": own, "back": folder / "and_back"}
     plain = {"environment": UNDUMPED, "until": 8}
     fsdp = {**plain, "more": FSDP, "plugins": [RANK_SCRIPTS / "fsdp_on_cpu.py"]}
     found = {name: resume(folder / name, DATA_PARALLEL, run, **fsdp) for name, run in loads.items()}
-    return {**found, "to 3d": resume(folder / "to 3d", Layout(tensor=2, pipeline=2, ranks=4), own, until=8)}
+    return {
+        **found,
+        "from 3d": online(folder / "from 3d"),
+        "to 3d": resume(folder / "to 3d", Layout(tensor=2, pipeline=2, ranks=4), own, until=8),
+    }
+
+
+def online(folder: Path) -> Job:
+    """A job of Megatron-FSDP that loads what jobs of 3D parallelism wrote, and goes on from the last of them."""
+    folder.mkdir()
+    (folder / "order.json").write_text(json.dumps([(name, str(fixture_named(name).run)) for name in ONLINE]))
+    return resume(
+        folder, DATA_PARALLEL, None, until=8, more=FSDP[:-1],
+        environment={MOMENTS_VARIABLE: "never", "TEST_LOADS": str(folder / "order.json")},
+        plugins=[RANK_SCRIPTS / "fsdp_on_cpu.py", RANK_SCRIPTS / "fsdp_loads.py"],
+    )  # fmt: skip
 
 
 def test_it_resumes_what_was_converted_as_its_own(resumed: dict[str, Job]) -> None:
@@ -68,6 +88,42 @@ def test_a_job_of_3d_parallelism_has_every_bit_of_it(resumed: dict[str, Job]) ->
     assert differing(fixture_named("p50").truth, assemble(job.at_load)) == []
     (summary,) = [line for line in job.said if "optimizer resumed" in line]
     assert "from TP1 x PP1 x DP4 as TP2 x PP2 x DP1: fsdp_dtensor" in summary
+
+
+def told(job: Job, name: str) -> dict[str, Any]:
+    return json.loads((job.folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in ONLINE if name != "p12"])
+def test_megatron_fsdp_has_every_bit_of_3d_parallelism(resumed: dict[str, Job], name: str) -> None:
+    """Masters and moments of the live job equal those of the job that wrote, whatever was there before."""
+    job = resumed["from 3d"]
+    truth = {key: value for key, value in fixture_named(name).truth.items() if not key.startswith("weight.")}
+    # Modules of the local layer spec keep their norms apart; checkpoints name them as fused ones.
+    live = {
+        key.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
+            ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
+        ): value
+        for key, value in load_file(job.folder / f"{name}.safetensors").items()
+    }
+    assert differing(truth, live) == []
+    groups = [{"wd_mult": decay, "step": 4, "lr": LAST_LEARNING_RATE} for decay in (1.0, 0.0)]
+    assert told(job, name) == {"error": None, "iteration": 4, "groups": groups, "steps": 32}
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks(resumed: dict[str, Job]) -> None:
+    error = told(resumed["from 3d"], "p12")["error"]
+    assert "ResumeRefusedError" in error
+    assert "rank 0, 1, 2, 3: ModelMismatchError: the job has something that the checkpoint lacks" in error
+    assert "decoder.layers.2.input_layernorm.weight" in error
+
+
+def test_one_line_says_what_was_resumed(resumed: dict[str, Job]) -> None:
+    assert [line.partition(" s; ")[0].rpartition(", ")[0] for line in resumed["from 3d"].said] == [
+        "[rank 0] [mcore_ckpt_ext] model and optimizer resumed from TP1 x PP4 x DP2 by Megatron-FSDP: "
+        f"{form}, 0.7 MB read, 56,000 masters proven equal to their weights"
+        for form in ("torch, legacy_torch", "torch_dist, fully_reshardable", "torch_dist, dp_reshardable")
+    ]
 
 
 @with_checkout

@@ -71,7 +71,8 @@ def test_what_is_shown() -> None:
     assert (found.format, found.writer.version) == ("fsdp_dtensor", "0.19")
     assert [(who.who, who.layouts) for who in found.resumptions] == [
         ("stock Megatron with --use-megatron-fsdp", "its own: TP1 x PP1 x DP4; another DP"),
-        ("Megatron without it", "none"),
+        ("stock Megatron without it", "none"),
+        ("Megatron with mcore_ckpt_ext, without it", "any"),
     ]
     assert {kind: found.bytes_by_kind[kind] for kind in ("fp32_param", "exp_avg")} == dict.fromkeys(
         ("fp32_param", "exp_avg"), 4 * 56000

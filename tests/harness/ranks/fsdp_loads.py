@@ -1,0 +1,68 @@
+"""Plugin for jobs of Megatron-FSDP: loads one checkpoint after the other, dumps the live state after each, trains on.
+
+TEST_LOADS names a file with a list of `[name, run folder]`. What is written beside it, `<name>.safetensors`, holds the
+optimizer's own masters and moments, `<name>.json` what went wrong, the iteration, and the settings of each parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
+from megatron.training import get_args, training
+from safetensors.torch import save_file
+
+original = training.setup_model_and_optimizer
+
+
+@functools.wraps(original)
+def setup_and_load(*positional: Any, **keywords: Any) -> Any:
+    model, optimizer, scheduler = original(*positional, **keywords)
+    order = Path(os.environ["TEST_LOADS"])
+    arguments = get_args()
+    for name, run in json.loads(order.read_text()):
+        arguments.load, error = run, None
+        scheduler = training.get_optimizer_param_scheduler(optimizer)
+        for count in ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"):
+            setattr(arguments, count, 0)
+        try:
+            arguments.iteration = training.load_checkpoint(model, optimizer, scheduler)[0]
+        except Exception as refusal:
+            error = f"{type(refusal).__name__}: {refusal}"
+        tensors = state_of(model, optimizer)
+        if torch.distributed.get_rank() == 0:
+            save_file(tensors, order.with_name(f"{name}.safetensors"))
+            settings = [
+                {key: value for key, value in group.items() if key in ("lr", "wd_mult", "step")}
+                for group in optimizer.param_groups
+            ]
+            told = {"error": error, "iteration": arguments.iteration, "groups": settings, "steps": scheduler.num_steps}
+            order.with_name(f"{name}.json").write_text(json.dumps(told))
+    return model, optimizer, scheduler
+
+
+def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Masters and moments, put together on every rank."""
+    metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
+    masters = {f"fp32_param.{bare(name)}": value for name, value in model[0].state_dict_for_save_checkpoint().items()}
+    states = optimizer.sharded_state_dict({}, metadata=metadata)["state"]
+    moments = {f"{kind}.{bare(name)}": value for name, state in states.items() for kind, value in state.items()}
+    return {
+        name: uneven_dtensor_to_full_tensor(value).contiguous()
+        for name, value in {**masters, **moments}.items()
+        if isinstance(value, torch.distributed.tensor.DTensor)
+    }
+
+
+def bare(name: str) -> str:
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+training.setup_model_and_optimizer = setup_and_load
