@@ -56,7 +56,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
             result, weaker = start_from(scope, model, chunks, stock), None
         else:
             whole = taking_what_is_whole(scope, directory)
-            once = index_shared(arguments, directory) if LOAD.chosen(arguments) == FAST else nullcontext()
+            once = index_shared(arguments, directory, always=LOAD.chosen(arguments) == FAST)
             with attended(), whole, once:
                 result, weaker = load(
                     call.arguments, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import INDEX_BYTES, METADATA_FILE, Lent, lent, lent_of
@@ -22,31 +25,34 @@ from mcore_ckpt_ext.storage.runs import iteration_folder, iteration_name
 
 
 @contextmanager
-def index_shared(arguments: Any, directory: Any) -> Iterator[None]:
+def index_shared(arguments: Any, directory: Any, always: bool) -> Iterator[None]:
     """Within this scope no rank but the first reads the index of the checkpoint that is to be loaded; collective.
 
     Args:
         arguments: Megatron's.
         directory: the run folder.
+        always: also where the parallel layout is the one that was saved, so that Megatron itself may load everything.
     """
-    step = getattr(arguments, "ckpt_step", None)
-    handed = agreed("reading the checkpoint's index", lambda: _index_of(directory, step))[0]
+    handed = agreed("reading the checkpoint's index", lambda: _index_of(directory, arguments, always))[0]
     mine = None if handed is None else Lent(*handed)
     # A rank whose folder is another one, a copy on its own machine, say, sees so by the size.
     if mine is not None and _size(mine.folder) != len(mine.data):
         mine = None
-    with lent(mine), index_read_once():
+    with lent(mine), index_read_once() if mine is not None else nullcontext():
         yield
 
 
-def _index_of(directory: Any, step: int | None) -> tuple[Path, bytes] | None:
-    """The iteration folder and its index; None on all ranks but the first, and where there is none to be read."""
+def _index_of(directory: Any, arguments: Any, always: bool) -> tuple[Path, bytes] | None:
+    """The iteration folder and its index; None on all ranks but the first, and where nobody is to be handed it."""
     if not (directory and is_first_rank() and Path(str(directory)).is_dir()):
         return None
     with suppress(CheckpointError, OSError):
-        run = Path(str(directory))
+        run, step = Path(str(directory)), getattr(arguments, "ckpt_step", None)
         folder = run / iteration_name(step) if step else iteration_folder(run)
-        return folder, read_file(folder, METADATA_FILE, INDEX_BYTES)
+        data = read_file(folder, METADATA_FILE, INDEX_BYTES)
+        with lent(Lent(folder, data)):
+            if always or placement_changes(open_checkpoint(folder).arguments, JobArguments.of(vars(arguments))):
+                return folder, data
     return None
 
 

@@ -91,6 +91,12 @@ def test_what_several_ranks_want_is_asked_of_the_file_system_once(replicas: Outc
         assert rank["after"] != rank["before"]
 
 
+def test_under_another_layout_one_rank_reads_the_index_for_all(replicas: Outcomes) -> None:
+    first, *others = (rank["index reads"] for rank in replicas["DP4"])
+    assert first > 0
+    assert others == [0, 0, 0]
+
+
 def bytes_of(reads: list[tuple[str, int, int]]) -> int:
     return sum(stop - start for _, start, stop in reads)
 
