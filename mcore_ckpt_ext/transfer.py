@@ -22,7 +22,6 @@ from mcore_ckpt_ext.planning.extents import Extent, Rearranged, Scaled
 from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, WantedSlice, derivation_of, make_plan
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.huge_pages import ask_for_huge_pages
 from mcore_ckpt_ext.storage.payload import Payload
 from mcore_ckpt_ext.storage.payloads import Payloads
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
@@ -88,8 +87,6 @@ class Transfer:
         Raises:
             UnreadableCheckpointError: a file is damaged or too short; some elements may have been written.
         """
-        for target in dict.fromkeys(copy.target for copy in plan.copies):
-            ask_for_huge_pages(destinations[target])
         for fill in plan.fills:
             destinations[fill.target][fill.start : fill.stop].zero_()
         by_file = [list(copies) for _, copies in groupby(plan.copies, key=lambda copy: copy.extent.file)]
