@@ -1,12 +1,12 @@
 """Conversions, optimizer included, against the bare stream of the same bytes: interleaved, medians, peak memory.
 
-    python benchmarks/conversion.py FOLDER [--runs 5] [--workers 2] [--layers 12 --hidden 1536]
+    python benchmarks/conversion.py FOLDER [--runs 5] [--workers 1 2] [--layers 12 --hidden 1536]
 
 Makes a checkpoint of about 6 GB below FOLDER. Every run ends when the bytes are on the disk: a conversion flushes
 before it publishes, and the bound is `sendfile` of what it wrote with a flush of each file. Processor seconds, by
 gigabyte written, are those of all threads, and of the system on their behalf; peak memory is the growth of a process of
 its own, after its imports. Before each run as much is written and removed again: in a virtual machine, memory that was
-not used lately costs its first user more than all else.
+not used lately costs its first user more than all else. With several numbers of workers, all take turns.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     for name, default in (("layers", 12), ("hidden", 1536), ("feed-forward", 4096), ("vocabulary", 32000)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
@@ -83,19 +83,25 @@ def main() -> None:
     for what, (source, to, wanted) in WORK.items():
         if source == "legacy" and not (folder / "legacy").exists():
             convert(folder / "source", folder / "legacy", "legacy", {})
-        ours: list[dict[str, float]] = []
+        ours: dict[int, list[dict[str, float]]] = {}
         bounds: list[dict[str, float]] = []
-        for _ in range(options.runs):
-            ours.append(convert(folder / source, folder / "out", to, wanted, options.workers))
+        for workers in options.workers * options.runs:
+            ours.setdefault(workers, []).append(convert(folder / source, folder / "out", to, wanted, workers))
             bounds.append(stream(folder / "out", folder / "copy"))
             shutil.rmtree(folder / "out")
             shutil.rmtree(folder / "copy")
-        seconds, bound = (statistics.median(run["seconds"] for run in runs) for runs in (ours, bounds))
-        busy, least = (statistics.median(run["busy"] for run in runs) for runs in (ours, bounds))
-        written = bounds[0]["bytes"] / 1e9
-        memory = max(run["memory"] for run in ours) / 2**20
-        cells = f"{seconds:.1f} s | bound {bound:.1f} s | {seconds / bound:.2f} x | {memory:.0f} MiB"
-        print(f"| {what} | {cells} | {busy / written:.2f} processor s/GB, bound {least / written:.2f} |", flush=True)
+        for workers, runs in ours.items():
+            print_row(f"{what}, {workers} {'worker' if workers == 1 else 'workers'}", runs, bounds)
+
+
+def print_row(what: str, ours: list[dict[str, float]], bounds: list[dict[str, float]]) -> None:
+    """One row of the table: medians beside those of the bound."""
+    seconds, bound = (statistics.median(run["seconds"] for run in runs) for runs in (ours, bounds))
+    busy, least = (statistics.median(run["busy"] for run in runs) for runs in (ours, bounds))
+    written = bounds[0]["bytes"] / 1e9
+    memory = max(run["memory"] for run in ours) / 2**20
+    cells = f"{seconds:.1f} s | bound {bound:.1f} s | {seconds / bound:.2f} x | {memory:.0f} MiB"
+    print(f"| {what} | {cells} | {busy / written:.2f} processor s/GB, bound {least / written:.2f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Whole loads of a genuine job, stock's and this package's, against the bound: the same bytes by plain `preadv`.
 
     python benchmarks/loading.py FOLDER [--runs 5] [--layers 24 --hidden 1024] [--ranks 8] [--ways fast moved ...]
-        [--cold] [--megatron CHECKOUT]
+        [--megatron CHECKOUT]
 
 Genuine Megatron (the installed one, or a checkout of Megatron-LM) on CPU ranks saves TP1 x PP4 once (by default 4 GB;
 the twin as `fully_reshardable`, which takes several times the memory). Then jobs run in turn, each of which loads once:
@@ -10,11 +10,12 @@ the twin as `fully_reshardable`, which takes several times the memory). Then job
     fast       `--ckpt-ext-load fast`, unchanged layout
     moved      TP2 x PP2: this package alone can (`auto`)
     twin       TP2 x PP2 from the `fully_reshardable` twin: Megatron's only way
+    cold stock, cold fast      the same, after the page cache has forgotten the checkpoint, for the bound, too
 
 and between them the bound of each: as many processes read as many bytes of the same files into fresh memory. Seconds
 are from barrier to barrier around `load_checkpoint`; processor seconds are those of all ranks, by gigabyte that the
 processes asked for; memory is the peak of a rank beyond what it held before and what it holds after the load, whichever
-is more. With `--cold` the page cache forgets the checkpoint before each load and before each bound.
+is more.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Way:
     tensor: int
     pipeline: int
     environment: dict[str, str]
+    cold: bool = False
     runs: list[list[dict[str, float]]] = field(default_factory=list)
     bounds: list[tuple[float, float]] = field(default_factory=list)
 
@@ -58,6 +60,8 @@ WAYS = {
     "fast": Way("saved", 1, 4, {"MCORE_CKPT_EXT_LOAD": "fast"}),
     "moved": Way("saved", 2, 2, {"MCORE_CKPT_EXT_LOAD": "auto"}),
     "twin": Way("twin", 2, 2, {"MCORE_CKPT_EXT": "0"}),
+    "cold stock": Way("saved", 1, 4, {"MCORE_CKPT_EXT": "0"}, cold=True),
+    "cold fast": Way("saved", 1, 4, {"MCORE_CKPT_EXT_LOAD": "fast"}, cold=True),
 }
 
 
@@ -75,7 +79,7 @@ def job(options: argparse.Namespace, way: Way, name: str, *, saves: list[str] | 
     plugins = [PLUGIN] if saves is None else []
     megatron: Path | None = options.megatron
     script = launch.TRAIN_GPT if megatron is None else megatron / "pretrain_gpt.py"
-    if options.cold and saves is None:
+    if way.cold:
         forget(run_folder)
     result = launch.run(
         options.ranks, script, arguments, timeout=900, megatron=megatron, environment=environment, plugin_files=plugins
@@ -151,7 +155,6 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--cold", action="store_true")
     parser.add_argument("--megatron", type=Path)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["stock", "fast", "moved"])
     options = parser.parse_args()
@@ -166,7 +169,7 @@ def main() -> None:
         for name, way in ways.items():
             ranks = job(options, way, f"{name}-{number}")
             way.runs.append(ranks)
-            if options.cold:
+            if way.cold:
                 forget(options.folder / way.folder)
             way.bounds.append(bound(options.folder / way.folder, [rank["asked"] for rank in ranks]))
     print("| way | seconds | bound | x bound | processor s/GB | bound | GB asked | peak MiB |")

@@ -1,4 +1,4 @@
-"""A realistic checkpoint without Megatron: Llama-like, `dp_reshardable`, several files; by default TP1 x PP4 x DP2.
+"""A realistic checkpoint without Megatron: `dp_reshardable`, several files; by default Llama-like, TP1 x PP4 x DP2.
 
 Masters and moments are noise by name and element, weights the rounded masters: it can be proven like a real one.
 
@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import zlib
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
+import deepseek
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
@@ -23,7 +25,7 @@ from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import LOCAL
-from mcore_ckpt_ext.layout.proposals import PackedBuffer, packed_buffers
+from mcore_ckpt_ext.layout.proposals import PackedBuffer, buffer_ranks, packed_buffers
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
@@ -84,14 +86,14 @@ def local_models(shapes: dict[str, tuple[int, ...]], arguments: dict[str, Any]) 
         for name, shape in shapes.items()
     }
     job = JobArguments.of(arguments)
-    return LocalModels(weights, job, ParallelLayout.from_arguments(job), experts_apart=False)
+    return LocalModels(weights, job, ParallelLayout.from_arguments(job), experts_apart=bool(job.num_experts))
 
 
 def _grid(name: str, shape: tuple[int, ...], tensor: int) -> tuple[tuple[int, ...], ...]:
     """Offsets of the stored chunks of a weight, axis by axis."""
     grid = [(0,) for _ in shape]
     axis, pieces = next((cut for ending, cut in _CUTS.items() if name.endswith(ending)), (0, 0))
-    if tensor > 1 and pieces:
+    if tensor * pieces > 1:
         grid[axis] = tuple(range(0, shape[axis], shape[axis] // (tensor * pieces)))
     return tuple(grid)
 
@@ -126,7 +128,6 @@ def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFil
     """The files of a checkpoint, its records and its `.metadata`."""
     models = local_models(shapes_of(arguments), arguments)
     writer = DistcpFiles(file_bytes)
-    groups = [{"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False, "step": 1000}]
     writer.add_object(
         "common_state/shard_0_1",
         {
@@ -135,20 +136,32 @@ def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFil
             "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"},
         },
     )  # fmt: skip
-    for name, weight in models.weights.items():
-        writer.add_array(_weight(name, weight))
-    tensor = arguments["tensor_model_parallel_size"]
-    for group in range(arguments["pipeline_model_parallel_size"] * tensor):
-        prefix = f"optimizer.distributed.dp_group_idx_{group}."
+    for array in _weights(models):
+        writer.add_array(array)
+    for number in range(models.layout.world if arguments.get("num_experts") else 0):  # beside experts, every rank's own
+        writer.add_object(f"rng_state/shard_0.0.{number}_1.1.{models.layout.world}", {"seed": number})
+    for prefix, rank in _groups(models):
+        group = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 1000}
+        groups = [group | {"is_expert_parallel": rank.expert is not None}]
         writer.add_object(f"{prefix}optimizer/shard_0_1", {"param_groups": groups})
         sizes = []
-        rank = ModelRank(*divmod(group, tensor))
-        for array, numel in _buckets(models, rank, prefix, arguments["data_parallel_size"]):
+        for array, numel in _buckets(models, rank, prefix):
             writer.add_array(array)
             if array.key.endswith(".param"):
                 sizes.append(numel)
         writer.add_object(f"{prefix}per_bucket_numel_unpadded/shard_0_1", [{_DTYPES: sizes}])
     return writer.finish(with_shapes=False)
+
+
+def _groups(models: LocalModels) -> Iterator[tuple[str, ModelRank]]:
+    """Every optimizer of a model rank: how its keys begin, and which rank it is."""
+    layout, middle = models.layout, "optimizer.distributed.dp_group_idx_"
+    dense = "chained_0." if models.experts_apart else ""
+    for number, (stage, tensor) in enumerate(product(range(layout.pipeline), range(layout.tensor))):
+        yield f"{dense}{middle}{number}.", ModelRank(stage, tensor)
+    for number, (stage, expert) in enumerate(product(range(layout.pipeline), range(layout.expert))):
+        if models.experts_apart and any(models.names(ModelRank(stage, 0, expert)) or []):
+            yield f"chained_1.{middle}{number}.", ModelRank(stage, 0, expert)
 
 
 def shapes_of(arguments: dict[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -157,17 +170,28 @@ def shapes_of(arguments: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     groups = arguments.get("num_query_groups", heads)
     query_rows = hidden + 2 * groups * hidden // heads
     vocabulary = arguments["padded_vocab_size"]
+    if arguments.get("num_experts"):
+        return deepseek.shapes_of(arguments)
     return llama_shapes(arguments["num_layers"], hidden, arguments["ffn_hidden_size"], vocabulary, query_rows)
 
 
-def _weight(name: str, weight: StoredWeight) -> Array:
-    shape = weight.tensor.shape
-    chunks = []
-    for offsets in product(*weight.grid):
-        sizes = tuple(size // len(axis) for size, axis in zip(shape, weight.grid, strict=True))
-        part = Slice.whole((Region(name, offsets, sizes),))
-        chunks.append(Chunk(offsets, sizes, WantedSlice(WEIGHT, part, {name: weight.tensor})))
-    return Array(name, shape, "bfloat16", tuple(chunks))
+def _weights(models: LocalModels) -> Iterator[Array]:
+    """The arrays of all weights; those of a layer's experts are stacked, as Megatron does."""
+    stacks: dict[str, list[tuple[str, StoredWeight]]] = {}
+    for name, weight in models.weights.items():
+        stacks.setdefault(re.sub(r"\.experts\.\d+\.", ".experts.", name), []).append((name, weight))
+    for key, stack in stacks.items():
+        first, chunks = stack[0][1], []
+        is_stacked = key != stack[0][0]
+        for number, (name, weight) in enumerate(stack):
+            above = (number,) if is_stacked else ()
+            sizes = tuple(size // len(axis) for size, axis in zip(weight.tensor.shape, weight.grid, strict=True))
+            for offsets in product(*weight.grid):
+                part = Slice.whole((Region(name, offsets, sizes),))
+                wanted = WantedSlice(WEIGHT, part, {name: weight.tensor})
+                chunks.append(Chunk((*above, *offsets), ((1,) if is_stacked else ()) + sizes, wanted))
+        shape = ((len(stack),) if is_stacked else ()) + first.tensor.shape
+        yield Array(key, shape, "bfloat16", tuple(chunks))
 
 
 def buffer_of(models: LocalModels, rank: ModelRank) -> PackedBuffer:
@@ -180,7 +204,7 @@ def wanted_by(models: LocalModels, rank: ModelRank, share: int) -> list[WantedSl
     """What the optimizer of one data-parallel rank, `share`, holds of the one bucket of a model rank's buffer."""
     buffer = buffer_of(models, rank)
     (bucket,) = buffer.buckets
-    size = (bucket.stop - bucket.start) // models.layout.data
+    size = (bucket.stop - bucket.start) // buffer_ranks(models, rank)
     found = []
     for index, start, stop in bucket.placements:
         low, high = max(start, share * size), min(stop, (share + 1) * size)
@@ -192,11 +216,19 @@ def wanted_by(models: LocalModels, rank: ModelRank, share: int) -> list[WantedSl
     return found
 
 
-def _buckets(models: LocalModels, rank: ModelRank, prefix: str, data_parallel: int) -> Iterator[tuple[Array, int]]:
+def weights_of(models: LocalModels, rank: ModelRank) -> list[WantedSlice]:
+    """The weights of one model rank."""
+    return [
+        WantedSlice(WEIGHT, Slice.whole(regions), {name: models.weights[name].tensor})
+        for name, regions in models.candidates(rank)
+    ]
+
+
+def _buckets(models: LocalModels, rank: ModelRank, prefix: str) -> Iterator[tuple[Array, int]]:
     """The arrays of one model-parallel rank: a chunk for each parameter and data-parallel rank."""
     buffer = buffer_of(models, rank)
     for number, bucket in enumerate(buffer.buckets):
-        share = (bucket.stop - bucket.start) // data_parallel
+        share = (bucket.stop - bucket.start) // buffer_ranks(models, rank)
         for state, kind in _STATES.items():
             chunks = []
             for index, start, stop in sorted(bucket.placements, key=lambda placed: placed[1]):
