@@ -9,7 +9,8 @@ the sidecar is gathered then, once, and the processes warm up; it is told by its
 which is noise on a small machine, stands the time spent in this package's own functions, measured in the same saves.
 
 With `--remainders` the jobs have a precision-aware optimizer, so that the package also digests its remainders at every
-save (`digests`, the exchange between the ranks included; goal 2 % of the stall); that is all they are run for.
+save, on a thread beside the planning; `begin` and `share` are what the save waits for (goal 2 % of the stall). That is
+all they are run for.
 
 Then one job with writers slowed by five seconds: the median step under way of a save against the median of all others.
 """

@@ -26,7 +26,8 @@ OWN = (
     ("saving.publisher", "Publisher", ("begin", "end")),
     ("saving.strategies", "MegatronWriters", ("claimed",)),
     ("hooks.saving", None, ("problems_on_disk", "stored_bytes")),
-    ("online.digesting", "Digester", ("digests",)),
+    ("online.digesting", "Digester", ("begin",)),
+    ("online.digesting", "Digests", ("share",)),
 )
 measured: dict[str, Any] = {
     "stalls": [],

@@ -79,7 +79,7 @@ def _text(optimizer: Any, iteration: object) -> str:
         return ""
     chunks = functools.partial(chunks_of, optimizer)
     stated = live_arguments(chunks(), optimizer).stated
-    return recorder().prepared(chunks, optimizer, stated, iteration if isinstance(iteration, int) else 0)(None)
+    return recorder().text(chunks, optimizer, stated, iteration if isinstance(iteration, int) else 0)
 
 
 def _publish(folder: Path, text: str) -> None:

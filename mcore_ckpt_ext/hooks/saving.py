@@ -51,8 +51,11 @@ def wrap_save_checkpoint(original: Function) -> Function:
 
         def stock(redirected: bool) -> Any:
             elsewhere = rebound(scope, get_checkpoint_tracker_filename=lambda *_, **__: str(save.scratch))
-            with attended(), elsewhere if redirected else nullcontext():
-                return original(*positional, **keywords)
+            try:
+                with attended(), elsewhere if redirected else nullcontext():
+                    return original(*positional, **keywords)
+            finally:
+                save.record.share()
 
         # A synchronous save may delete an older one as soon as it has written the tracker: that must be the real one.
         deletes = getattr(scope["get_args"](), "save_retain_interval", None) is not None
@@ -162,13 +165,14 @@ def _save_of(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Save:
     folder = Path(scope["get_checkpoint_name"](arguments.save, iteration, release=release, return_base_dir=True))
     optimizer = call["optimizer"] if _saves_distributed_optimizer(arguments) else None
     chunks = functools.partial(scope["unwrap_model"], call["model"])
+    asynchronous = bool(getattr(arguments, "async_save", False))
     return Save(
         iteration=iteration,
         folder=folder,
         tracker=Path(scope["get_checkpoint_tracker_filename"](arguments.save)),
         tracker_text="release" if release else str(iteration),
-        asynchronous=bool(getattr(arguments, "async_save", False)),
-        record=recorder().prepared(chunks, optimizer, vars(arguments), iteration),
+        asynchronous=asynchronous,
+        record=recorder().begun(chunks, optimizer, vars(arguments), iteration, beside=asynchronous),
     )
 
 

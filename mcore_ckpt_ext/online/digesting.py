@@ -6,6 +6,8 @@ The moments lie where the remainders do, and digests of them would cost four tim
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,10 +25,7 @@ Place = tuple[int, int, str]
 
 
 class Digester:
-    """Of one optimizer. What there is to digest is agreed on once; then a save exchanges one number for each of it.
-
-    A save does not wait for that exchange: whoever writes the sidecar does, when training has gone on.
-    """
+    """Of one optimizer. What there is to digest is agreed on once; then a save exchanges one number for each of it."""
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, say: Callable[[str], None]) -> None:
         """A collective call.
@@ -45,64 +44,91 @@ class Digester:
                 self._names = {number: found.regions[0].name for number, found in live.items()}
                 own = [place for place, _, _ in _held(optimizer, self._names)]
         except Exception as error:  # noqa: BLE001 - every rank must reach the gathering, and the save must not fail
-            self._complain(error)
+            self.complain(error)
             own = None
         of_ranks = gather(own)
         places = () if None in of_ranks else {place for found in of_ranks for place in found or ()}
-        self._places = sorted(places)
-        self._exchange: tuple[torch.Tensor, dist.Work] | None = None  # the newest: it must outlive this rank's call
+        self.places = sorted(places)
+        self._beside = ThreadPoolExecutor(1, thread_name_prefix="digests")
+        self._newest: Digests | None = None  # whose exchange must outlive this rank's save
 
-    def digests(self, optimizer: Any) -> Callable[[], tuple[RecordedDigests, ...]]:
-        """Begin the digests of this save's remainders; a collective call where there are any.
+    def begin(self, optimizer: Any, beside: bool) -> Digests:
+        """Begin the digests of this save's remainders, which must not change until they are shared.
 
-        Returns:
-            What waits for all ranks' parts, on any thread, and gives the digests; none where a rank fails.
+        Args:
+            optimizer: what is saved.
+            beside: whether a thread may take them meanwhile, which no other process is forked over.
         """
-        if not self._places:
-            return tuple
-        totals = torch.zeros(len(self._places) + 1, dtype=torch.int64, device=device_of_collectives())
+        own: Callable[[], torch.Tensor] | None = None
+        if self.places:
+            totals = torch.zeros(len(self.places) + 1, dtype=torch.int64, device=device_of_collectives())
+            if beside and totals.device.type == "cpu":
+                own = self._beside.submit(self._add_own, optimizer, totals).result
+            else:  # a device works beside anyway
+                own = partial(self._add_own, optimizer, totals)
+        self._newest = Digests(self, own)
+        return self._newest
+
+    def complain(self, error: Exception) -> None:
+        """Tell the user why there are none."""
+        self._say(f"no digests of the optimizer's state in the sidecar: {type(error).__name__}: {error}")
+
+    def _add_own(self, optimizer: Any, totals: torch.Tensor) -> torch.Tensor:
+        """Add this rank's part to each place, and 1 to the last number where it has none."""
         try:
             totals[:-1] += self._own(optimizer, totals.device)
         except Exception as error:  # noqa: BLE001 - every rank must reach the sum, and the save must not fail
-            self._complain(error)
+            self.complain(error)
             totals[-1] = 1
-        if not dist.is_initialized():
-            return lambda: self._recorded(totals)
-        exchange = dist.all_reduce(totals, async_op=True)  # int64 wraps around, as digests do
-        self._exchange = totals, exchange
-        return lambda: self._awaited(totals, exchange)
-
-    def _awaited(self, totals: torch.Tensor, exchange: dist.Work) -> tuple[RecordedDigests, ...]:
-        try:
-            exchange.wait()
-            return self._recorded(totals)
-        except Exception as error:  # noqa: BLE001 - a checkpoint without digests is better than none
-            self._complain(error)
-            return ()
+        return totals
 
     def _own(self, optimizer: Any, device: torch.device) -> torch.Tensor:
-        """This rank's part of every digest; nobody waits for its device."""
-        numbers = {place: number for number, place in enumerate(self._places)}
+        """This rank's part of every digest."""
+        numbers = {place: number for number, place in enumerate(self.places)}
         where, parts = [], []
         for place, values, start in _held(optimizer, self._names):
             if values is not None and values.dtype == torch.int16:
                 where.append(numbers[place])
                 parts.append(running_digest(values, start).to(device))
-        totals = torch.zeros(len(self._places), dtype=torch.int64, device=device)
+        totals = torch.zeros(len(self.places), dtype=torch.int64, device=device)
         return totals.index_add_(0, torch.tensor(where, device=device), torch.stack(parts)) if parts else totals
 
-    def _recorded(self, totals: torch.Tensor) -> tuple[RecordedDigests, ...]:
-        *sums, failures = totals.tolist()
+
+class Digests:
+    """Those of one save: begun beside it, shared at its end, and known to whoever writes the sidecar later on."""
+
+    def __init__(self, digester: Digester, own: Callable[[], torch.Tensor] | None) -> None:
+        """`own`: waits for this rank's part of each place; None where there is nothing to digest."""
+        self._digester, self._own = digester, own
+        self._totals: torch.Tensor | None = None
+        self._exchange: dist.Work | None = None
+
+    def share(self) -> None:
+        """Begin to add up the parts of all ranks; the remainders may change afterwards. A collective call."""
+        if self._own is None or self._totals is not None:
+            return
+        self._totals = self._own()
+        if dist.is_initialized():
+            self._exchange = dist.all_reduce(self._totals, async_op=True)  # int64 wraps around, as digests do
+
+    def recorded(self) -> tuple[RecordedDigests, ...]:
+        """Wait for all ranks' parts, on any thread, once they are shared; none where a rank has failed."""
+        if self._totals is None:
+            return ()
+        try:
+            if self._exchange is not None:
+                self._exchange.wait()
+            *sums, failures = self._totals.tolist()
+        except Exception as error:  # noqa: BLE001 - a checkpoint without digests is better than none
+            self._digester.complain(error)
+            return ()
         if failures:
             return ()
         groups: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
-        for (child, group, name), total in zip(self._places, sums, strict=True):
+        for (child, group, name), total in zip(self._digester.places, sums, strict=True):
             if total:  # what no rank has kept yet has none
                 groups.setdefault((child, group), {})[name] = {PARAM_REMAINDER: written(added(total))}
         return tuple(RecordedDigests(*group, parameters) for group, parameters in groups.items())
-
-    def _complain(self, error: Exception) -> None:
-        self._say(f"no digests of the optimizer's state in the sidecar: {type(error).__name__}: {error}")
 
 
 def _held(optimizer: Any, names: Mapping[int, str]) -> Iterator[tuple[Place, torch.Tensor | None, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,19 @@ from mcore_ckpt_ext.online.digesting import Digester, first_instances
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters
 
 
+@dataclass(frozen=True)
+class Begun:
+    """A sidecar that is being made.
+
+    Attributes:
+        share: tells the other ranks what this one digested; collective. From then on the optimizer may change.
+        text: gives its text once it is known how long the save took; empty where it cannot be made.
+    """
+
+    share: Callable[[], None]
+    text: Callable[[SaveRecord | None], str]
+
+
 class PackingRecorder:
     """Gathers the packing of a job's gradient buffers once for each optimizer, and gives the sidecar of each save.
 
@@ -35,25 +49,40 @@ class PackingRecorder:
         self._groups: WeakKeyDictionary[Any, tuple[RecordedGroup, ...]] = WeakKeyDictionary()
         self._digesters: WeakKeyDictionary[Any, Digester] = WeakKeyDictionary()
 
-    def prepared(
+    def text(
         self, chunks: Callable[[], Sequence[Any]], optimizer: Any, arguments: Mapping[str, Any], iteration: int
-    ) -> Callable[[SaveRecord | None], str]:
-        """Returns what gives the sidecar's text once it is known how long a save took; a collective call.
+    ) -> str:
+        """The text of a sidecar that does not tell how long the save took; arguments as of `begun`. Collective."""
+        begun = self.begun(chunks, optimizer, arguments, iteration)
+        begun.share()
+        return begun.text(None)
+
+    def begun(
+        self,
+        chunks: Callable[[], Sequence[Any]],
+        optimizer: Any,
+        arguments: Mapping[str, Any],
+        iteration: int,
+        beside: bool = False,
+    ) -> Begun:
+        """The sidecar of a save that begins; a collective call.
 
         Args:
             chunks: gives the unwrapped model chunks.
             optimizer: what is saved; None where its packing need not be known.
             arguments: Megatron's arguments of the run.
             iteration: the iteration that is saved.
+            beside: as of `Digester.begin`.
         """
         if optimizer is None:
-            return lambda saved: ""
+            return Begun(lambda: None, lambda saved: "")
         if optimizer not in self._groups:
             live = chunks()
             self._groups[optimizer] = self._gathered(live, optimizer)
             self._digesters[optimizer] = Digester(live, optimizer, self._say)
-        digests = self._digesters[optimizer].digests(optimizer)
-        return lambda saved: self._text(self._groups[optimizer], arguments, iteration, saved, digests())
+        digests = self._digesters[optimizer].begin(optimizer, beside)
+        groups = self._groups[optimizer]
+        return Begun(digests.share, lambda saved: self._text(groups, arguments, iteration, saved, digests.recorded()))
 
     def _gathered(self, chunks: Sequence[Any], optimizer: Any) -> tuple[RecordedGroup, ...]:
         try:

@@ -122,6 +122,7 @@ class Coordinator:
         save = self._active
         if save is None:
             return stock(request)
+        save.record.share()
         request = writers.claimed(request, save, partial(self._finalise, save))
         with writers.handing_over():
             result = stock(request)

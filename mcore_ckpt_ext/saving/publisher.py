@@ -63,8 +63,8 @@ class Publisher:
         self._disk.settle(save.folder)
         taken = self._now() - save.began
         background = max(0.0, taken - save.stalled) if save.asynchronous else 0.0
-        sidecar = save.record(SaveRecord(save.asynchronous, save.bytes, round(save.stalled, 4), round(background, 4)))
-        self._disk.publish(save.folder, sidecar, save.tracker if tracker else None, save.tracker_text)
+        took = SaveRecord(save.asynchronous, save.bytes, round(save.stalled, 4), round(background, 4))
+        self._disk.publish(save.folder, save.record.text(took), save.tracker if tracker else None, save.tracker_text)
         save.line = (
             f"iteration {save.iteration} is complete on disk: {save.bytes / 1e6:,.1f} MB in {save.folder}, "
             f"training stalled {save.stalled:.2f} s, {background:.2f} s in the background"

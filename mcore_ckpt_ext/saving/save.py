@@ -9,8 +9,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
-from mcore_ckpt_ext.layout.sidecar import SaveRecord
 from mcore_ckpt_ext.online.background import Report
+from mcore_ckpt_ext.online.record import Begun
 
 
 class State(Enum):
@@ -86,7 +86,7 @@ class Save:
         iteration: its number, written to `folder`.
         tracker: the file that names the newest checkpoint of the run; what it is to say: `tracker_text`.
         asynchronous: whether training goes on while it is written.
-        record: gives the sidecar's text, once it is known how long the save took; empty where there is none.
+        record: the sidecar, begun; what is done for it beside the plan ends before writers are forked.
         began: when it began, in seconds of the coordinator's clock; for `stalled` of them training stood still.
         bytes: of all its records, on rank 0.
         report: what its writer says about its own failure.
@@ -99,7 +99,7 @@ class Save:
     tracker: Path
     tracker_text: str
     asynchronous: bool
-    record: Callable[[SaveRecord], str]
+    record: Begun
     state: State = State.PLANNED
     began: float = 0.0
     stalled: float = 0.0

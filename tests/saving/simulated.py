@@ -17,6 +17,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.errors import SaveFailedError
+from mcore_ckpt_ext.online.record import Begun
 from mcore_ckpt_ext.saving.coordinator import Coordinator, WriterLostError
 from mcore_ckpt_ext.saving.durable import Disk
 from mcore_ckpt_ext.saving.publisher import Publisher
@@ -261,7 +262,9 @@ class Rank:
         """`save_checkpoint`."""
         folder, tracker = self.job.folder_of(order.iteration), self.job.run / TRACKER
         text = str(order.iteration)
-        save = Save(order.iteration, folder, tracker, text, order.asynchronous, record=lambda saved: "{}")
+        save = Save(
+            order.iteration, folder, tracker, text, order.asynchronous, record=Begun(lambda: None, lambda saved: "{}")
+        )
         self.saves.append(save)
         self.publishing = order.publishing
 

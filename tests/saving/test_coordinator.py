@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from mcore_ckpt_ext.errors import SaveFailedError
+from mcore_ckpt_ext.online.record import Begun
 from mcore_ckpt_ext.saving.save import FOLLOWS, Save, State
 from tests.saving.simulated import (
     FAULTS,
@@ -33,7 +34,7 @@ LIVES = [
 
 
 def save_of(run: Path) -> Save:
-    return Save(2, run / "iter_0000002", run / TRACKER, "2", True, record=lambda saved: "")
+    return Save(2, run / "iter_0000002", run / TRACKER, "2", True, record=Begun(lambda: None, lambda saved: ""))
 
 
 @pytest.mark.parametrize("life", LIVES)

@@ -8,6 +8,7 @@ from threading import Timer
 
 import pytest
 
+from mcore_ckpt_ext.online.record import Begun
 from mcore_ckpt_ext.saving.coordinator import Coordinator
 from mcore_ckpt_ext.saving.durable import Disk
 from mcore_ckpt_ext.saving.publisher import Publisher
@@ -18,7 +19,7 @@ from mcore_ckpt_ext.saving.save import Save, Step
 def save_of(run: Path, iteration: int) -> Save:
     folder = run / f"iter_{iteration:07d}"
     tracker = run / "latest_checkpointed_iteration.txt"
-    return Save(iteration, folder, tracker, str(iteration), True, record=lambda record: "{}")
+    return Save(iteration, folder, tracker, str(iteration), True, record=Begun(lambda: None, lambda record: "{}"))
 
 
 class Run:
