@@ -71,12 +71,18 @@ def main() -> int:
 
 
 def _checks(python: Path) -> int:
-    """Run the linters; the exit status of the first that failed."""
-    for name, command in CHECKS:
-        print(f"== {name}", flush=True)
-        if status := subprocess.run([python, *command], cwd=REPOSITORY, check=False).returncode:
-            return status
-    return 0
+    """Run the linters beside each other, and tell them in turn; the exit status of the first that failed."""
+
+    def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [python, *command], cwd=REPOSITORY, check=False, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+
+    with ThreadPoolExecutor(len(CHECKS)) as executor:
+        running = [executor.submit(run, command) for _, command in CHECKS]
+        for (name, _), check in zip(CHECKS, running, strict=True):
+            print(f"== {name}\n{check.result().stdout}", end="", flush=True)
+    return next((check.result().returncode for check in running if check.result().returncode), 0)
 
 
 def _pytest(python: Path, arguments: Sequence[str]) -> int:

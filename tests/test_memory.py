@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import mmap
 import subprocess
 import sys
 from pathlib import Path
@@ -53,9 +54,13 @@ print(json.dumps({"peak": peak, "bytes_read": reader.bytes_read, "ends": ends}))
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The object as Megatron writes it, one tensor of 720 MB for each kind."""
     folder = tmp_path_factory.mktemp("large")
-    ramp = torch.arange(NUMEL, dtype=torch.float32)
-    states = {"param": ramp, "exp_avg": ramp + 1, "exp_avg_sq": ramp + 2, "numel_unpadded": NUMEL}
-    torch.save([{"buckets_coalesced": True, 0: {DTYPES: states}}], folder / "object")
+    with torch.serialization.skip_data():  # only what is read afterwards is worth writing
+        states = {kind: torch.empty(NUMEL) for kind in ("param", "exp_avg", "exp_avg_sq")}
+        torch.save([{"buckets_coalesced": True, 0: {DTYPES: {**states, "numel_unpadded": NUMEL}}}], folder / "object")
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        (content,) = torch.load(folder / "object", mmap=True, weights_only=False)
+    for number, (state, (start, stop)) in enumerate(zip(states, SLICES.values(), strict=True)):
+        content[0][DTYPES][state][start:stop] = torch.arange(start, stop, dtype=torch.float32) + number
     assert (folder / "object").stat().st_size > 2e9
     return folder
 

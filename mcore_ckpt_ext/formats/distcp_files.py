@@ -13,7 +13,7 @@ import torch
 
 from mcore_ckpt_ext.planning.output import OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
-from mcore_ckpt_ext.storage.archive_draft import ArchiveDraft, draft_archive
+from mcore_ckpt_ext.storage.archive_draft import ArchiveDraft, draft_archive, draft_tensor
 from mcore_ckpt_ext.storage.inert import placeholder_class
 from mcore_ckpt_ext.storage.pickling import INDEX_PROTOCOL, DeclaredTensor, dumps, named_object
 
@@ -65,7 +65,7 @@ class DistcpFiles:
         chunks = []
         dtype = getattr(torch, array.dtype)
         for chunk in array.chunks:
-            draft = draft_archive(DeclaredTensor(dtype, chunk.sizes, chunk.wanted))
+            draft = draft_tensor(DeclaredTensor(dtype, chunk.sizes, chunk.wanted))
             name = self._file_away(draft, array.key, chunk.offsets)
             (tensor,) = draft.tensors
             start = self._position - draft.length

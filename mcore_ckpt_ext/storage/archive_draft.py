@@ -10,7 +10,8 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -64,6 +65,18 @@ def draft_archive(tree: Any, writer: str | None = None) -> ArchiveDraft:
     members += [("version", b"3\n")]
     members += [(WRITER_MEMBER, writer.encode())] if writer else []
     return _Zip().draft(members)
+
+
+def draft_tensor(declared: DeclaredTensor) -> ArchiveDraft:
+    """Draft the archive of nothing but a tensor: all but its tag is the same for all of one dtype and shape."""
+    alike = _alike(declared.dtype, declared.shape)
+    (tensor,) = alike.tensors
+    return replace(alike, tensors=(replace(tensor, tag=declared.tag),))
+
+
+@lru_cache(maxsize=4096)
+def _alike(dtype: torch.dtype, shape: tuple[int, ...]) -> ArchiveDraft:
+    return draft_archive(DeclaredTensor(dtype, shape, None))
 
 
 class _Zip:

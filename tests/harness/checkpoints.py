@@ -26,10 +26,12 @@ from safetensors.torch import load_file
 
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.layout.sidecar import RecordedBucket, RecordedGroup, RecordedParameter, Sidecar
-from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.targets import Canonical, Legacy, Target, TorchDist
+from mcore_ckpt_ext.transfer import read_slice
 
 FOLDER_VARIABLE = "TEST_DATA_UNPACKED"
 _DATA = Path(__file__).parents[1] / "data"
@@ -135,12 +137,16 @@ def part_of(tensor: torch.Tensor, part: Slice) -> torch.Tensor:
 
 
 def everything_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """All that a checkpoint holds, read without Megatron: `kind.name` to tensor."""
-    return {
-        f"{kind}.{name}": checkpoint.tensor(kind, name).read().view(checkpoint.tensor(kind, name).shape)
-        for kind in checkpoint.kinds()
-        for name in checkpoint.names(kind)
-    }
+    """All that a checkpoint holds, read without Megatron: `kind.name` to tensor. Masters are proven, once."""
+    found = {}
+    for handle in (checkpoint.tensor(kind, name) for kind in checkpoint.kinds() for name in checkpoint.names(kind)):
+        region = Region.whole(handle.logical.name, handle.shape)
+        if handle.kind in (WEIGHT, FP32_PARAM):
+            values = handle.read()
+        else:
+            values = read_slice(checkpoint, checkpoint.transfer, handle.kind, Slice.whole((region,)))
+        found[f"{handle.kind}.{handle.logical.name}"] = values.view(handle.shape)
+    return found
 
 
 def assert_converted(run: Path, truth: Mapping[str, torch.Tensor], folder: Path, *, legacy: bool = True) -> None:

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.errors import (
 from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.targets import Target
-from tests.harness.checkpoints import INTACT, Fixture, fixture_named
+from tests.harness.checkpoints import INTACT, Fixture, everything_in, fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position
 
 Way = TypeVar("Way")
@@ -31,30 +31,22 @@ LAYOUTS += [(2, 1, None, 4), (1, 4, None, 1)]
 # Each differs from its neighbours in the common state, the metadata, the optimizer, its prefixes or its shapes.
 VERSIONS = ["0.19.2", "0.16.1", "0.14.0", "0.13.1", "0.8.0"]
 # What is written depends on the model alone, not on the format that it was read from: one source of each model, and of
-# those without a distributed optimizer, is written in every way; all others in two of them, each source in two others.
+# those without a distributed optimizer, is written in every way; all others in one torch_dist version, which says how
+# things are named, and under two layouts, each source in others.
 IN_EVERY_WAY = ("p01", "p02", "p08c", "p09", "p12", "p21", "p22", "p32")
 
 
-def ways(name: str, there_are: Sequence[Way]) -> list[Way]:
+def ways(name: str, there_are: Sequence[Way], count: int) -> list[Way]:
     """In which a source is written."""
     if name.startswith(tuple(f"{number}_" for number in IN_EVERY_WAY)):
         return list(there_are)
     first = INTACT.index(name)
-    return [there_are[first % len(there_are)], there_are[(first + 1) % len(there_are)]]
-
-
-def model_space(run: Path) -> dict[str, torch.Tensor]:
-    checkpoint = mcore_ckpt_ext.open_checkpoint(run)
-    return {
-        f"{kind}.{name}": checkpoint.tensor(kind, name).read()
-        for kind in checkpoint.kinds()
-        for name in checkpoint.names(kind)
-    }
+    return [there_are[(first + number) % len(there_are)] for number in range(count)]
 
 
 def assert_equal(run: Path, truth: dict[str, torch.Tensor]) -> None:
     """Bit for bit; a vocabulary that had to be padded further has zeros there."""
-    found = model_space(run)
+    found = everything_in(mcore_ckpt_ext.open_checkpoint(run))
     assert found.keys() >= truth.keys()
     for key, expected in truth.items():
         rows = expected.shape[0] if expected.dim() else None
@@ -69,7 +61,7 @@ def is_plain(fixture: Fixture) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "version"), [(name, version) for name in INTACT for version in ways(name, VERSIONS)], ids=str
+    ("name", "version"), [(name, version) for name in INTACT for version in ways(name, VERSIONS, 1)], ids=str
 )
 def test_torch_dist_for_every_version(name: str, version: str, tmp_path: Path) -> None:
     checkpoint_fixture = fixture_named(name)
@@ -97,7 +89,7 @@ def legacy_cases() -> Iterator[tuple[str, tuple[int, int, int | None, int | None
             for tensor, pipeline, virtual, expert in LAYOUTS
             if (experts or not expert) and layers % (pipeline * (virtual or 1)) == 0
         ]
-        for layout in ways(name, possible):
+        for layout in ways(name, possible, 2):
             yield name, layout
 
 
@@ -193,7 +185,7 @@ class TestRefusals:
         report = mcore_ckpt_ext.convert(
             corrupted_fixture.run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), accept_lost=True
         )
-        found = model_space(tmp_path / "out")
+        found = everything_in(mcore_ckpt_ext.open_checkpoint(tmp_path / "out"))
         differing = {}
         for key, expected in corrupted_fixture.truth.items():
             wrong = int((found[key] != expected).sum())
