@@ -30,9 +30,10 @@ CHECKS = (
     ("documentation", ["-m", "mkdocs", "build", "--strict", "--quiet"]),
 )
 JOBS, COLOSSALAI = "tests/jobs", "tests/colossalai"
-# Few tests keep two cores busy: a process a core, at least two, and whichever is free takes the next file; the last are
-# short. More than four would each start a Megatron of their own for few files.
-PROCESSES = min(max(2, len(os.sched_getaffinity(0))), 4)
+# Tests wait for disks, and for the slowest rank of a job: one process more than there are cores keeps these busy, and
+# whichever is free takes the next file; the last are short. More than four would each start a Megatron of their own for
+# few files.
+PROCESSES = min(len(os.sched_getaffinity(0)) + 1, 4)
 IN_TURN = ("-n", str(PROCESSES), "--dist", "loadfile", "--no-loadscope-reorder")
 # Without jobs, tests of a file share little: whichever process is free takes some of what the other still has.
 BALANCED = ("-n", str(PROCESSES), "--dist", "worksteal")

@@ -112,7 +112,10 @@ def test_without_the_library_the_error_says_what_to_install(tmp_path: Path) -> N
     assert "pip install 'mcore_ckpt_ext[remote]'" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["p01", "p08b", "p31"])
+# The many small files of zarr are the same to every store, and each is a request of S3.
+@pytest.mark.parametrize(
+    ("store", "name"), [("memory", "p01"), ("s3", "p01"), ("s3", "p08b"), ("memory", "p31")], indirect=["store"]
+)
 def test_commands_take_remote_folders(name: str, store: Any, capsys: pytest.CaptureFixture[str]) -> None:
     source = fixture_named(name).run
     for path in source.rglob("*"):
