@@ -173,6 +173,13 @@ def quantize(values: torch.Tensor, quantizer: Any, output: Any = None, no_op: to
     )  # fmt: skip
 
 
+def create_empty_quantized_tensor(
+    quantizer: Any, shape: Sequence[int], dtype: torch.dtype, device: torch.device, pinned: bool
+) -> Any:
+    """A tensor in fp8 whose numbers are written later."""
+    return quantize(torch.zeros(tuple(shape), dtype=dtype), quantizer)
+
+
 def dequantize(values: Any, dtype: Any) -> torch.Tensor:
     """The numbers that fp8 bytes and their scale stand for."""
     numbers = values._data.view(_FLOAT8[int(values._fp8_dtype)]).float() * values._scale_inv
@@ -201,8 +208,8 @@ def fp8_transpose(data: torch.Tensor, dtype: Any, out: torch.Tensor | None = Non
 
 _GIVEN = (
     DType, FP8FwdTensors, FP8BwdTensors, NVTE_Fused_Attn_Backend, FP8TensorMeta, multi_tensor_adam,
-    multi_tensor_adam_param_remainder, multi_tensor_l2norm, multi_tensor_scale, quantize, dequantize, compute_amax,
-    multi_tensor_compute_scale_and_scale_inv, fp8_transpose,
+    multi_tensor_adam_param_remainder, multi_tensor_l2norm, multi_tensor_scale, quantize,
+    create_empty_quantized_tensor, dequantize, compute_amax, multi_tensor_compute_scale_and_scale_inv, fp8_transpose,
 )  # fmt: skip
 _VERSIONS = {
     "get_cudnn_version": 91400, "get_cublasLt_version": 130000, "get_num_cublas_streams": 4,
