@@ -111,6 +111,16 @@ def test_parts_of_a_mixer_follow_each_other_in_the_order_of_memory() -> None:
     }
 
 
+def test_parts_of_a_gated_delta_net_follow_each_other_in_the_order_of_memory() -> None:
+    weight, conv = (f"decoder.layers.0.self_attention.{name}.weight" for name in ("in_proj", "conv1d"))
+    projected, filtered = ("query", "key", "value", "z", "beta", "alpha"), ("query", "key", "value")
+    names = [*(f"{weight}.{part}" for part in sorted(projected)), *(f"{conv}.{part}" for part in sorted(filtered))]
+    assert split_parameters([*names, "decoder.layers.0.self_attention.in_proj.layer_norm_weight"]) == {
+        f"{weight}.query": [f"{weight}.{part}" for part in projected],
+        f"{conv}.query": [f"{conv}.{part}" for part in filtered],
+    }
+
+
 @pytest.mark.parametrize(
     ("fused", "separate"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import (
@@ -108,7 +109,10 @@ def windows_in_some_layers(size: int | None, every: int) -> Setting:
             raise unrepresentable("layer_types", kinds, "sliding_attention or full_attention, for each layer")
         width = config.get("sliding_window", size)
         if any(sees) and not width:
-            raise unrepresentable("sliding_window", width, "a number, where layers see a window")
+            raise UnsupportedCheckpointError(
+                "config.json has layers that see a sliding window, and no window", found=f"sliding_window: {width}",
+                expected="a whole number above 0, or no sliding_attention among layer_types", where="config.json",
+            )  # fmt: skip
         frequency = None if all(sees) or not any(sees) else every if sees == usual else [int(one) for one in sees]
         return {**window(width if any(sees) else None), "window_attn_skip_freq": frequency}
 

@@ -113,8 +113,19 @@ def _layers() -> Setting:
     return Both(keys, to_config, to_arguments, expressed=("linear_attention_freq",))
 
 
+def _output_gate() -> Setting:
+    """The activation of the gate behind a net, which is SiLU in transformers' class, whatever the key says."""
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        if config.get("output_gate_type") not in (None, "silu", "swish"):
+            raise unrepresentable("output_gate_type", config["output_gate_type"], "silu, or swish, which is the same")
+        return {}
+
+    return Both(("output_gate_type",), lambda arguments: {}, to_arguments)
+
+
 SETTINGS: tuple[Setting, ...] = (
-    _layers(), Size("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
+    _layers(), _output_gate(), Size("linear_conv_kernel_dim", "linear_conv_kernel_dim", 4),
     Size("linear_key_head_dim", "linear_key_head_dim", 128),
     Size("linear_value_head_dim", "linear_value_head_dim", 128),
     Size("linear_num_key_heads", "linear_num_key_heads", 16, counted=True),

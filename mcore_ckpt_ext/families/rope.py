@@ -17,6 +17,7 @@ from mcore_ckpt_ext.families.settings import Both, Config, Setting, misfits, unr
 
 KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+_PART = "partial_rotary_factor"
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # Keys that each kind of scaling may have, beside the ones that all have.
 _ALWAYS = {"rope_theta", "rope_type", "partial_rotary_factor"}
@@ -46,8 +47,8 @@ def rope_parameters(config: Config, theta: float = 10000.0, ignored: Collection[
     found = {key: value for key, value in given.items() if value is not None and key not in ignored}
     old = found.pop("type", "default")
     found = {"rope_theta": config.get("rope_theta", theta), "rope_type": old, **found}
-    if "partial_rotary_factor" in config:
-        found.setdefault("partial_rotary_factor", config["partial_rotary_factor"])
+    if (part := config.get(_PART)) is not None and found.setdefault(_PART, part) != part:
+        raise unrepresentable(_PART, f"{part}, and {found[_PART]} among rope_parameters", "one value")
     kind = str(found["rope_type"])
     if kind not in _OF_KIND:
         raise unrepresentable("rope_scaling", given, ", ".join(_OF_KIND))

@@ -17,6 +17,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, some, with_article
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
+from mcore_ckpt_ext.families.config_keys import FURTHER_LAYERS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
@@ -88,7 +89,8 @@ class HuggingFaceCheckpoint(Checkpoint):
             self._of_images = [name for name, ours in names.items() if ours is None]
             stored = {ours: self._turned(ours, stored[name]) for name, ours in names.items() if ours is not None}
         stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
-        further = self.family.further_layers(stored, self._model) if further_tokens else 0
+        held = self.family.further_layers(stored, self._model)
+        self._holds_no_further, further = not held, held if further_tokens else 0
         self._model = replace(self._model, mtp_num_layers=further or None)
         self.left_out: list[str] = []
         self._weights = ModelSpaceWeights(self._matched(stored))
@@ -258,6 +260,10 @@ class HuggingFaceCheckpoint(Checkpoint):
         if self.left_out:
             more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
             found.append(f"left out, because Megatron has no place for it: {', '.join(self.left_out[:_SHOWN])}{more}")
+        spoken = [f"{key}: {self.config[key]}" for key in FURTHER_LAYERS if self.config.get(key)]
+        if spoken and self._holds_no_further:
+            told = f"config.json speaks of layers that predict further tokens ({spoken[0]})"
+            found.append(f"{told}; the folder holds none")
         flags = shlex.join(self.training_flags())
         if self.family.only_bridge:
             found.append(

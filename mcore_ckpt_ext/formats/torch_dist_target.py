@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
+
+import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
@@ -43,6 +46,7 @@ _COMPARED = ("num_layers", "hidden_size", "num_attention_heads")
 # Layer-wise optimizers have all up to core_v0.19.0; later a DistributedOptimizer may have what Muon does not step
 # (`_get_megatron_emerging_optimizer`, megatron/core/optimizer/__init__.py).
 MIXED_SINCE = (0, 19)
+_LAST_NORM = re.compile(r"decoder\.final_(layer)?norm\.weight")
 
 
 class TorchDistTarget:
@@ -187,7 +191,7 @@ class TorchDistTarget:
         # Experts are always stacked; one axis more shows that layers are, too.
         stacked = any(len(index) > of_experts(key) for key, index in layers)
         states: list[tuple[str, tuple[int, ...], Any]] = []
-        for name, value in self._state.extra_states.items():
+        for name, value in {**self._of_last_norms(), **self._state.extra_states}.items():
             key, index = parse(name).sharded_key(stacked)
             if key != f"output_layer.{EXTRA_STATE}":  # left out by `GPTModel.sharded_state_dict`
                 states.append((key, index or (0,), value))
@@ -195,6 +199,17 @@ class TorchDistTarget:
         for key, index, value in states:
             yield f"{key}/shard_{_dotted(index)}_{_dotted([count + 1 for count in counts[key]])}", value
         yield from self._random_states.items()
+
+    def _of_last_norms(self) -> dict[str, Any]:
+        """Of a model to begin with, the empty states of last norms of the local spec.
+
+        Where Transformer Engine is installed, they are its, and ask for them (`LayerNormImpl`, transformer_block.py,
+        core_v0.12.1 to 0.19.2). Where it is not, nobody asks.
+        """
+        if not (self._checkpoint.released and self._checkpoint.arguments.transformer_impl == "local"):
+            return {}
+        modules = [name.removesuffix(".weight") for name in self._keys if _LAST_NORM.fullmatch(name)]
+        return {f"{module}.{EXTRA_STATE}": torch.empty(0, dtype=torch.uint8) for module in modules}
 
     def _random_state_objects(self) -> Iterator[tuple[str, Any]]:
         """The states of the random generators by key; none where the reading job has different ranks."""

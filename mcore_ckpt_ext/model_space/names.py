@@ -38,8 +38,9 @@ _STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
 _STACKED_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _MODULE_BUFFER = re.compile(r"\.router\.(expert_bias|local_tokens_per_expert)$")
-_MIXER_PARTS = ("z", "x", "B", "C", "dt")
-_MIXER_PART = re.compile(rf"^(.*\.mixer\.(?:in_proj|conv1d)\.(?:weight|bias))\.({'|'.join(_MIXER_PARTS)})$")
+_SPLIT = re.compile(r"^(.*\.(?:mixer|self_attention)\.(?:in_proj|conv1d)\.(?:weight|bias))\.(\w+)$")
+# Of a Mamba mixer and of a gated delta net, each in its order.
+_SPLIT_PARTS = ("query", "key", "value", "z", "x", "B", "C", "dt", "beta", "alpha")
 
 ShardedKey = tuple[str, tuple[int, ...]]
 """A key of Megatron's sharded state dict, and the index on its axes that count layers and experts."""
@@ -269,18 +270,19 @@ def module_and_leaf(name: str) -> tuple[str, str]:
 
 
 def split_parameters(names: Iterable[str]) -> dict[str, list[str]]:
-    """Parameters that are stored in parts, each under a key of its own: a Mamba mixer's `in_proj` and `conv1d`.
+    """Parameters that are stored in parts, each under a key of its own: `in_proj` and `conv1d` of a mixer or a net.
 
-    Source: `MambaMixer.sharded_state_dict` (megatron/core/ssm/mamba_mixer.py, core_v0.9.0 to 0.19.2), which splits a
-    rank's rows into z, x, B, C, dt (`in_proj.weight`) or x, B, C (`conv1d`), because each of them is cut between
-    tensor-parallel ranks on its own. In memory, and in the gradient buffer, the parts follow each other.
+    Sources: `MambaMixer.sharded_state_dict` (megatron/core/ssm/mamba_mixer.py, core_v0.9.0 to 0.19.2), which splits a
+    rank's rows into z, x, B, C, dt (`in_proj.weight`) or x, B, C (`conv1d`), and that of a gated delta net
+    (ssm/gated_delta_net/common.py, 0.19.2): query, key, value, z, beta, alpha, or query, key, value. Each of them is
+    cut between tensor-parallel ranks on its own; in memory, and in the gradient buffer, they follow each other.
 
     Returns:
         The names of all parts of each such parameter, in the order of its memory, by the name of the first part.
     """
     found: dict[str, dict[str, str]] = {}
     for name in names:
-        if match := _MIXER_PART.match(name):
+        if (match := _SPLIT.match(name)) and match[2] in _SPLIT_PARTS:
             found.setdefault(match[1], {})[match[2]] = name
-    parts = [[by_part[part] for part in _MIXER_PARTS if part in by_part] for by_part in found.values()]
+    parts = [[by_part[part] for part in _SPLIT_PARTS if part in by_part] for by_part in found.values()]
     return {names[0]: names for names in parts}

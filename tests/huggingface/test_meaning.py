@@ -133,6 +133,25 @@ def test_a_key_that_is_not_known_is_refused(tmp_path: Path, models: dict[str, Pa
         family_of("qwen3").arguments(configuration("qwen3", layer_types=kinds))
 
 
+def test_what_contradicts_itself_is_refused() -> None:
+    parts = {"partial_rotary_factor": 0.25, "rope_parameters": {"rope_theta": 1e6, "partial_rotary_factor": 0.5}}
+    with pytest.raises(UnsupportedCheckpointError, match="0.25, and 0.5 among rope_parameters"):
+        family_of("qwen3_next").arguments(configuration("qwen3_next", **parts))
+    for width in (0, None):
+        with pytest.raises(UnsupportedCheckpointError, match=f"no window; found: sliding_window: {width}"):
+            family_of("gpt_oss").arguments(configuration("gpt_oss", sliding_window=width))
+    everywhere = ["full_attention"] * 2
+    family_of("gpt_oss").arguments(configuration("gpt_oss", sliding_window=None, layer_types=everywhere))
+
+
+def test_the_gate_behind_a_gated_delta_net() -> None:
+    """Released folders of Qwen3.5 say it; the class of transformers always has SiLU, of which swish is another name."""
+    for kind in ("swish", "silu", None):
+        family_of("qwen3_5").arguments(configuration("qwen3_5", output_gate_type=kind))
+    with pytest.raises(UnsupportedCheckpointError, match="output_gate_type"):
+        family_of("qwen3_5").arguments(configuration("qwen3_5", output_gate_type="sigmoid"))
+
+
 # Of the same meaning in other words: `type` of old releases, and keys that say what is so anyway.
 IN_OTHER_WORDS = {
     "SmolLM3 3B": {"layer_types"}, "Phi-3-mini 4k": {"attention_bias"}, "AFM 4.5B": {"rope_scaling"},

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import with_article
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from tests.harness.huggingface import make
 
 
@@ -48,6 +51,24 @@ def test_a_tokenizer_that_is_not_there(
 def test_articles_are_those_that_are_spoken() -> None:
     nouns = ("Ernie45", "OLMoE", "GPT2", "Llama", "lm_head.weight", "MiMo", "output_layer.weight", "mtp.layers")
     assert [with_article(noun).split()[0] for noun in nouns] == ["an", "an", "a", "a", "an", "a", "an", "an"]
+
+
+def test_layers_that_a_folder_speaks_of_and_does_not_hold_are_told(models: dict[str, Path], tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(models["qwen3_5"], folder)
+    config = json.loads((folder / "config.json").read_text())
+    told = "config.json speaks of layers that predict further tokens (mtp_num_hidden_layers: 1); the folder holds none"
+    for number, expected in ((1, [told]), (0, [])):
+        (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": number}))
+        notes = open_checkpoint(folder).notices()
+        assert [note for note in notes if "further tokens" in note] == expected
+
+
+def test_the_last_norm_has_a_state_where_a_job_may_ask_for_one(models: dict[str, Path], tmp_path: Path) -> None:
+    """It is Transformer Engine's wherever that is installed, under the local layer spec, too."""
+    mcore_ckpt_ext.convert(models["llama"], tmp_path / "run", mcore_ckpt_ext.TorchDist(transformer_impl="local"))
+    written = open_checkpoint(tmp_path / "run").extra_states()
+    assert written["decoder.final_layernorm._extra_state"].numel() == 0
 
 
 def test_what_a_job_rounds_is_told(tmp_path: Path) -> None:
