@@ -84,7 +84,7 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
     }
     if family.bridge_provider:
         del model["activation_func"]  # the family's own
-    return model
+    return {name: value for name, value in model.items() if name not in family.bridge_lacks}
 
 
 def _activation(arguments: ModelArguments) -> str:

@@ -53,10 +53,9 @@ def _only_bounds(model: ModelArguments) -> tuple[str, ...]:
 
 
 def _writes_another(family: Family, model: ModelArguments, name: str, value: Any) -> bool:
-    if name not in model.__dataclass_fields__:
-        return True
-    changed = replace(model, **{name: value})
     try:
+        of_model = name in model.__dataclass_fields__
+        changed = replace(model, **({name: value} if of_model else {"job": model.job.changed(**{name: value})}))
         return family.config(changed) != family.config(model)
     except (UnsupportedCheckpointError, TypeError, ValueError, ArithmeticError):
         return True  # no model of the family has that value

@@ -123,6 +123,7 @@ class Family:
         only_bridge: why Megatron Core's `GPTModel` has no such model, and Megatron-Bridge has; empty where it has one.
         needs_engine: Megatron builds it of Transformer Engine's layers only.
         bridge_provider: the family's own class in Megatron-Bridge, below `megatron.bridge.models`, if it needs one.
+        bridge_lacks: fields of the usual class that this one does not have.
     """
 
     model_type: ClassVar[str]
@@ -138,6 +139,7 @@ class Family:
     only_bridge: ClassVar[str] = ""
     needs_engine: ClassVar[bool] = False
     bridge_provider: ClassVar[str] = ""
+    bridge_lacks: ClassVar[Sequence[str]] = ()
 
     @property
     def name(self) -> str:

@@ -38,6 +38,11 @@ _INDEXED: dict[str, Any] = {
     "experimental_attention_variant": None, "dsa_indexer_n_heads": None, "dsa_indexer_head_dim": None,
     "dsa_indexer_topk": None, "dsa_indexer_k_norm_epsilon": None,
 }  # fmt: skip
+# Of models whose layers a pattern tells, and their number with them.
+_HYBRID: dict[str, Any] = {
+    "hybrid_layer_pattern": None, "mamba_state_dim": 128, "mamba_head_dim": 64, "mamba_num_groups": 8,
+    "mamba_num_heads": None, "moe_latent_size": None,
+}  # fmt: skip
 _YARN: dict[str, Any] = {
     "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "yarn_original_max_position_embeddings": None,
     "yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0,
@@ -62,6 +67,9 @@ def training_flags(arguments: ModelArguments) -> list[str]:
     values = dict(_VALUES)
     if arguments.num_experts:
         values |= _EXPERTS
+    if arguments.stated_value("hybrid_layer_pattern"):
+        values |= _HYBRID
+        del values["num_layers"]
     if arguments.dsa_indexer_topk:
         values |= _INDEXED
     if arguments.linear_attention_freq:
@@ -73,7 +81,7 @@ def training_flags(arguments: ModelArguments) -> list[str]:
         values |= _YARN
     words: list[str] = []
     for name, default in values.items():
-        value = arguments.value(name)
+        value = arguments.stated_value(name) if name in _HYBRID else arguments.value(name)
         if value is not None and value != default:
             words += [_flag(name), _word(value)]
     if arguments.num_query_groups != arguments.num_attention_heads:

@@ -27,6 +27,7 @@ from mcore_ckpt_ext.families.llama import Llama
 from mcore_ckpt_ext.families.minimax_m2 import MiniMaxM2
 from mcore_ckpt_ext.families.mistral import Mistral
 from mcore_ckpt_ext.families.mixtral import Mixtral
+from mcore_ckpt_ext.families.nemotron_h import NemotronH
 from mcore_ckpt_ext.families.olmoe import OLMoE
 from mcore_ckpt_ext.families.phi3 import Phi3
 from mcore_ckpt_ext.families.qwen2 import MiMo, Qwen2
@@ -43,7 +44,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
     KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
-    DeepSeekV32(), GlmMoEDsa(),
+    DeepSeekV32(), GlmMoEDsa(), NemotronH(),
 )  # fmt: skip
 _NORMS_BEHIND = "it norms what comes out of a block, and Megatron what goes into it"
 _FACTORS = "it multiplies embeddings, residuals and logits by factors that Megatron has no arguments for"

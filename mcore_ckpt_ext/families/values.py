@@ -1,8 +1,8 @@
 """What values of a stranger's `config.json` may be before they become arguments of a job.
 
 Arguments go on into `run_config.yaml`, where Megatron-Bridge calls what an object's `_target_` names, and where text
-may refer to the environment. So each is a number, a plain word, or a list of numbers. That each is of its own type,
-`JobArguments` checks.
+may refer to the environment. So each is a number, a plain word (a pattern of layers is one), or a list of numbers.
+That each is of its own type, `JobArguments` checks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened
 
-_WORD = re.compile(r"[\w.+-]{0,100}")
+_WORD = re.compile(r"[\w.+*-]{0,1000}")
 _SHOWN = 80
 
 

@@ -15,7 +15,7 @@ import torch
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 
 _BLOCKS = ("decoder.", "mtp.")
-_LINEAR = ("linear_", "eh_proj", "in_proj", "out_proj")
+_LINEAR = ("linear_", "eh_proj", "in_proj", "out_proj", "fc1_latent_proj", "fc2_latent_proj")
 _OF_ENGINE = ("norm", "core_attention")
 
 
@@ -29,6 +29,8 @@ def fresh_extra_states(names: Iterable[str], engine: bool) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for module in dict.fromkeys(name.rpartition(".")[0] for name in names if name.startswith(_BLOCKS)):
         kind = module.rpartition(".")[2]
+        if module.endswith(".mixer.norm"):  # of the Mamba kernels, not of Transformer Engine
+            continue
         if kind.startswith(_LINEAR) or (engine and kind.endswith(_OF_ENGINE)):
             states[f"{module}.{EXTRA_STATE}"] = torch.empty(0, dtype=torch.uint8) if engine else None
     return states

@@ -167,7 +167,8 @@ def families() -> str:
         layouts = dict.fromkeys(
             layout for shown in SHOWN.values() if shown.model_type in types for layout in shown.layouts + shown.engine
         )
-        said = ", ".join(layouts) if layouts else f"not shown: {found[0].only_bridge}"
+        why = next((shown.why for shown in SHOWN.values() if shown.model_type in types), "") or found[0].only_bridge
+        said = ", ".join(layouts) if layouts else f"not shown: {why}"
         rows.append((models, ", ".join(f"`{family.model_type}`" for family in found), said))
     return _table(("family", "`model_type`", "genuine Megatron 0.19.2 answers as transformers 5.23 does"), rows)
 

@@ -127,6 +127,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         "Gemma3TextConfig", **{**_SIZES, "num_hidden_layers": 6}, head_dim=8, sliding_window=16,
         query_pre_attn_scalar=24,
     ),
+    "nemotron_h": _configured(
+        "NemotronHConfig", **{key: value for key, value in _SIZES.items() if key != "num_hidden_layers"}, head_dim=8,
+        layers_block_type=["linear_attention", "mlp", "full_attention", "linear_attention", "moe"],
+        mamba_num_heads=8, mamba_head_dim=8, n_groups=2, ssm_state_size=4, chunk_size=8, n_routed_experts=4,
+        moe_intermediate_size=16, moe_shared_expert_intermediate_size=24,
+    ),
     "gemma2": _configured("Gemma2Config", **_SIZES, head_dim=8, sliding_window=16, query_pre_attn_scalar=24),
 }  # fmt: skip
 

@@ -25,6 +25,13 @@ EXPERTS = {
 }  # fmt: skip
 
 
+HYBRID: dict[str, Any] = {
+    "model_type": "nemotron_h", "vocab_size": 250, "hidden_size": 32, "hybrid_override_pattern": "M-M*",
+    "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8, "mamba_num_heads": 8,
+    "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 4,
+}  # fmt: skip
+
+
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return described(tmp_path / "model", LLAMA)
@@ -56,6 +63,14 @@ def test_what_says_the_same_is_no_contradiction(config: dict[str, Any], tmp_path
     check_arguments(arguments(folder, padded_vocab_size=256, **own))
     layers = {"moe_layer_freq": [1, 1]} if "num_experts" in config else {}
     check_arguments(arguments(folder, **layers))
+
+
+def test_a_pattern_of_layers_may_be_cut_into_stages(tmp_path: Path) -> None:
+    folder = described(tmp_path / "model", HYBRID)
+    check_arguments(arguments(folder, hybrid_layer_pattern="M-|M*"))
+    message = refusal(arguments(folder, hybrid_layer_pattern="M-|*M"))
+    assert "hybrid_layer_pattern is 'M-|*M', not 'M-M*'" in message
+    assert "--hybrid-layer-pattern 'M-M*'" in message
 
 
 @pytest.mark.parametrize(

@@ -190,6 +190,70 @@ def test_gemma_3_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_path:
     assert told["softmax_scale"] == pytest.approx(24**-0.5)
 
 
+# Its mapping of Nemotron-H (models/nemotronh/nemotron_h_bridge.py, the same commit), and the parts that its
+# `MambaInProjMapping` and `MambaConv1dMapping` cut rows into (models/conversion/param_mapping.py), in their order.
+NEMOTRON_BY_BRIDGE = {
+    "backbone.embeddings.weight": "embedding.word_embeddings.weight",
+    "backbone.layers.0.norm.weight": "decoder.layers.0.mixer.in_proj.layer_norm_weight",
+    **{f"backbone.layers.3.mixer.{name}": f"decoder.layers.3.mixer.{name}"
+       for name in ("A_log", "D", "dt_bias", "norm.weight", "out_proj.weight")},
+    "backbone.layers.1.norm.weight": "decoder.layers.1.mlp.linear_fc1.layer_norm_weight",
+    "backbone.layers.1.mixer.up_proj.weight": "decoder.layers.1.mlp.linear_fc1.weight",
+    "backbone.layers.1.mixer.down_proj.weight": "decoder.layers.1.mlp.linear_fc2.weight",
+    "backbone.layers.2.norm.weight": "decoder.layers.2.self_attention.linear_qkv.layer_norm_weight",
+    "backbone.layers.2.mixer.o_proj.weight": "decoder.layers.2.self_attention.linear_proj.weight",
+    "backbone.layers.4.norm.weight": "decoder.layers.4.pre_mlp_layernorm.weight",
+    "backbone.layers.4.mixer.gate.weight": "decoder.layers.4.mlp.router.weight",
+    "backbone.layers.4.mixer.gate.e_score_correction_bias": "decoder.layers.4.mlp.router.expert_bias",
+    "backbone.layers.4.mixer.experts.3.up_proj.weight": "decoder.layers.4.mlp.experts.experts.3.linear_fc1.weight",
+    "backbone.layers.4.mixer.experts.3.down_proj.weight": "decoder.layers.4.mlp.experts.experts.3.linear_fc2.weight",
+    "backbone.layers.4.mixer.shared_experts.up_proj.weight": "decoder.layers.4.mlp.shared_experts.linear_fc1.weight",
+    "backbone.layers.4.mixer.shared_experts.down_proj.weight": "decoder.layers.4.mlp.shared_experts.linear_fc2.weight",
+    "backbone.norm_f.weight": "decoder.final_norm.weight", "lm_head.weight": "output_layer.weight",
+}  # fmt: skip
+MIXER_BY_BRIDGE = {"in_proj.weight": "z x B C dt", "conv1d.weight": "x B C", "conv1d.bias": "x B C"}
+
+
+def test_nemotron_h_is_as_megatron_bridge_has_it(models: dict[str, Path], tmp_path: Path) -> None:
+    """Names and rows, and what its provider is told; a folder that transformers 5 wrote stacked is read, too."""
+    mcore_ckpt_ext.convert(models["nemotron_h"], tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    checkpoint, stored = mcore_ckpt_ext.open_checkpoint(tmp_path / "run"), tensors(models["nemotron_h"])
+    for theirs, ours in NEMOTRON_BY_BRIDGE.items():
+        assert torch.equal(checkpoint.tensor("weight", ours).read(), stored[theirs]), ours
+    for name, parts in MIXER_BY_BRIDGE.items():
+        ours = [f"decoder.layers.3.mixer.{name}.{part}" for part in parts.split()]
+        joined = torch.cat([checkpoint.tensor("weight", part).read() for part in ours])
+        assert torch.equal(joined, stored[f"backbone.layers.3.mixer.{name}"]), name
+    told = json.loads((tmp_path / "run" / "release" / "run_config.yaml").read_text())["model"]
+    assert told["_target_"].endswith("nemotron_h_provider.NemotronHModelProvider")
+    assert (told["hybrid_override_pattern"], told["mamba_num_heads"], told["num_moe_experts"]) == ("M-*ME", 8, 4)
+    model = AutoModelForCausalLM.from_pretrained(models["nemotron_h"])
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    renamed = {
+        name.replace("model.", "backbone.", 1): tensor.clone() for name, tensor in tensors(tmp_path / "stacked").items()
+    }
+    assert renamed["backbone.layers.4.mixer.experts.up_proj"].ndim == 3
+    save_file(renamed, tmp_path / "stacked" / "model.safetensors")
+    assert compare(tmp_path / "run", tmp_path / "stacked").equal
+
+
+@pytest.mark.parametrize(
+    ("stated", "told"),
+    [
+        ({"hybrid_override_pattern": "MM-ME"}, "MM-ME, and M-.ME in layers_block_type"),
+        ({"layers_block_type": ["mamba", "conv", "mlp"]}, "hybrid_override_pattern"),
+        ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon"), ({"sliding_window": 512}, "sliding_window"),
+        ({"conv_kernel": 3}, "conv_kernel"), ({"norm_topk_prob": False}, "norm_topk_prob"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+    ],
+)  # fmt: skip
+def test_what_no_hybrid_model_of_megatron_has_is_refused(stated: dict[str, Any], told: str) -> None:
+    config = {**CONFIGS["nemotron_h"]().to_dict(), **stated}
+    (family,) = (one for one in FAMILIES if one.model_type == "nemotron_h")
+    with pytest.raises(UnsupportedCheckpointError, match=told):
+        family.arguments(config)
+
+
 @pytest.mark.parametrize(
     ("name", "spec"),
     [(name, spec) for name in ("deepseek_v3", "glm4_moe", "glm4_moe_air", "deepseek_v32") for spec in specs_of(name)],

@@ -1,0 +1,290 @@
+"""Nemotron-H and Nemotron 3.
+
+A mixer of Mamba, attention, an MLP or experts: one of them in each layer, as a pattern says.
+
+Sources: megatron/core/ssm/mamba_mixer.py and models/hybrid/ (core_v0.12.1 to 0.19.2), which stores rows of `in_proj`
+and `conv1d` in parts under keys of their own; transformers/models/nemotron_h (5.23); nemotronh/nemotron_h_bridge.py of
+Megatron-Bridge (commit 067f987d).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.deepseek import grouped_choice, normalised_sigmoids, scaled_gates
+from mcore_ckpt_ext.families.family import Condition, Family, Piece, Rule, untied
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE
+from mcore_ckpt_ext.families.settings import (
+    Both,
+    Config,
+    Fixed,
+    Needs,
+    Same,
+    Sets,
+    Setting,
+    Size,
+    Without,
+    unrepresentable,
+)
+
+MIXER, ATTENTION, DENSE, EXPERTS = "M", "*", "-", "E"
+# `layers_block_type`, as transformers writes it and as it once did.
+_KINDS = {"linear_attention": MIXER, "mamba": MIXER, "full_attention": ATTENTION, "attention": ATTENTION,
+          "mlp": DENSE, "moe": EXPERTS}  # fmt: skip
+_OURS, _THEIRS = "decoder.layers.{layer}", "backbone.layers.{layer}"
+_LEAST_STEP = 0.001
+_EPSILON = 1e-5  # of the norms in Megatron's mixers, whatever the model's is
+
+
+def pattern_of(arguments: ModelArguments) -> str:
+    """A letter for each layer; Megatron also marks pipeline stages in it, and what predicts further tokens behind."""
+    found = arguments.stated_value("hybrid_layer_pattern") or arguments.stated_value("hybrid_override_pattern") or ""
+    return str(found).partition("/")[0].replace("|", "")
+
+
+def _is(kind: str) -> Condition:
+    return lambda arguments, layer: pattern_of(arguments)[layer : layer + 1] == kind
+
+
+def _has_latents(arguments: ModelArguments, layer: int) -> bool:
+    return _is(EXPERTS)(arguments, layer) and bool(arguments.stated_value("moe_latent_size"))
+
+
+def _parts(arguments: ModelArguments) -> dict[str, int]:
+    """Rows of each part of a mixer."""
+    states = arguments.value("mamba_num_groups") * arguments.value("mamba_state_dim")
+    inner = _heads(arguments) * arguments.value("mamba_head_dim")
+    return {"z": inner, "x": inner, "B": states, "C": states, "dt": _heads(arguments)}
+
+
+def _heads(arguments: ModelArguments) -> int:
+    return int(arguments.value("mamba_num_heads") or 2 * arguments.hidden_size // arguments.value("mamba_head_dim"))
+
+
+def _in_parts(*names: str) -> Callable[[ModelArguments], list[Piece]]:
+    return lambda arguments: [(f".{name}", 0, _parts(arguments)[name]) for name in names]
+
+
+def _rules(kind: str, names: dict[str, str], **more: Any) -> tuple[Rule, ...]:
+    return tuple(
+        Rule(f"{_THEIRS}.{theirs}", f"{_OURS}.{ours}", where=_is(kind), **more) for theirs, ours in names.items()
+    )
+
+
+_EXPERT = "mlp.experts.experts.{expert}"
+RULES = (
+    Rule("backbone.embeddings.weight", "embedding.word_embeddings.weight"),
+    *_rules(MIXER, {"norm.weight": "mixer.in_proj.layer_norm_weight", "mixer.dt_bias": "mixer.dt_bias",
+                    "mixer.norm.weight": "mixer.norm.weight", "mixer.out_proj.weight": "mixer.out_proj.weight"}),
+    *_rules(MIXER, {"mixer.A_log": "mixer.A_log", "mixer.D": "mixer.D"}, keeps_dtype=True),
+    *_rules(MIXER, {"mixer.in_proj.weight": "mixer.in_proj.weight"}, pieces=_in_parts("z", "x", "B", "C", "dt")),
+    *_rules(MIXER, {f"mixer.conv1d.{leaf}": f"mixer.conv1d.{leaf}" for leaf in ("weight", "bias")},
+            pieces=_in_parts("x", "B", "C")),
+    *_rules(ATTENTION, {"norm.weight": "self_attention.linear_qkv.layer_norm_weight",
+                        "mixer.o_proj.weight": "self_attention.linear_proj.weight"}),
+    *(rule for letter, rows in (("q", QUERY), ("k", KEY), ("v", VALUE))
+      for rule in _rules(ATTENTION, {f"mixer.{letter}_proj.weight": "self_attention.linear_qkv.weight"}, rows=rows)),
+    *_rules(DENSE, {"norm.weight": "mlp.linear_fc1.layer_norm_weight", "mixer.up_proj.weight": "mlp.linear_fc1.weight",
+                    "mixer.down_proj.weight": "mlp.linear_fc2.weight"}),
+    *_rules(EXPERTS, {"norm.weight": "pre_mlp_layernorm.weight", "mixer.gate.weight": "mlp.router.weight",
+                      "mixer.experts.{expert}.up_proj.weight": f"{_EXPERT}.linear_fc1.weight",
+                      "mixer.experts.{expert}.down_proj.weight": f"{_EXPERT}.linear_fc2.weight",
+                      "mixer.shared_experts.up_proj.weight": "mlp.shared_experts.linear_fc1.weight",
+                      "mixer.shared_experts.down_proj.weight": "mlp.shared_experts.linear_fc2.weight"}),
+    *_rules(EXPERTS, {"mixer.gate.e_score_correction_bias": "mlp.router.expert_bias"}, keeps_dtype=True),
+    *(Rule(f"{_THEIRS}.mixer.{name}.weight", f"{_OURS}.mlp.{name}.weight", where=_has_latents)
+      for name in ("fc1_latent_proj", "fc2_latent_proj")),
+    Rule("backbone.norm_f.weight", "decoder.final_norm.weight"),
+    Rule("lm_head.weight", "output_layer.weight", where=untied),
+)  # fmt: skip
+
+
+def _pattern_in(config: Config) -> str:
+    """The pattern, as transformers finds it: a list counts before it."""
+    kinds, said = config.get("layers_block_type") or config.get("layer_types"), config.get("hybrid_override_pattern")
+    found = said if kinds is None else "".join(_KINDS.get(kind, "?") for kind in kinds)
+    if not found or {*found} - {*_KINDS.values()} or (said and said != found):
+        told = f"{said}, and {found} in layers_block_type" if said and kinds else kinds or said
+        raise unrepresentable("hybrid_override_pattern", told, "M, *, - or E for each layer")
+    return str(found)
+
+
+def _layers() -> Setting:
+    def to_arguments(config: Config) -> dict[str, Any]:
+        pattern = _pattern_in(config)
+        return {"hybrid_layer_pattern": pattern, "num_layers": len(pattern)}
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        pattern = pattern_of(arguments)
+        known = len(pattern) == arguments.num_layers and not {*pattern} - {*_KINDS.values()}
+        return [] if known else [f"no hybrid_layer_pattern of M, *, - and E, but {pattern!r}"]
+
+    return Both(
+        ("hybrid_override_pattern", "layers_block_type", "layer_types", "num_hidden_layers"),
+        lambda arguments: {
+            "hybrid_override_pattern": pattern_of(arguments), "num_hidden_layers": arguments.num_layers,
+        },
+        to_arguments, why_not,
+        expressed=("hybrid_layer_pattern", "hybrid_override_pattern"),
+    )  # fmt: skip
+
+
+def _mixer_heads() -> Setting:
+    return Both(
+        ("mamba_num_heads",),
+        lambda arguments: {"mamba_num_heads": _heads(arguments)},
+        lambda config: {"mamba_num_heads": config.get("mamba_num_heads", 128)},
+        expressed=("mamba_num_heads",),
+    )
+
+
+def _epsilon() -> Setting:
+    key, name = "layer_norm_epsilon", "layernorm_epsilon"
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        if config.get(key, _EPSILON) != _EPSILON and MIXER in _pattern_in(config):
+            raise unrepresentable(key, config[key], f"{_EPSILON}, which the norms in Megatron's mixers have")
+        return {name: config.get(key, _EPSILON)}
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        odd = arguments.layernorm_epsilon != _EPSILON and MIXER in pattern_of(arguments)
+        return [f"{name} is {arguments.layernorm_epsilon}, and {_EPSILON} in mixers"] if odd else []
+
+    return Both((key,), lambda arguments: {key: arguments.layernorm_epsilon}, to_arguments, why_not)
+
+
+def _latents() -> Setting:
+    key = "moe_latent_size"
+    return Both(
+        (key,),
+        lambda arguments: {key: arguments.stated_value(key)},
+        lambda config: {key: config.get(key)},
+        expressed=(key,),
+    )
+
+
+class WithExperts(Setting):
+    """Settings that count only where the pattern has experts."""
+
+    def __init__(self, *settings: Setting) -> None:
+        self._settings = settings
+
+    @property
+    @override
+    def keys(self) -> Sequence[str]:
+        return [key for setting in self._settings for key in setting.keys]
+
+    @property
+    @override
+    def expresses(self) -> Sequence[str]:
+        return ["num_experts", *(name for setting in self._settings for name in setting.expresses)]
+
+    @override
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
+        has = EXPERTS in pattern_of(arguments)
+        return {key: value for one in self._settings for key, value in one.config(arguments).items()} if has else {}
+
+    @override
+    def arguments(self, config: Config) -> dict[str, Any]:
+        has = EXPERTS in _pattern_in(config)
+        return {name: value for one in self._settings for name, value in one.arguments(config).items()} if has else {}
+
+    @override
+    def misfits(self, arguments: ModelArguments) -> list[str]:
+        if EXPERTS not in pattern_of(arguments):
+            return []
+        return [reason for one in self._settings for reason in one.misfits(arguments)]
+
+
+class NemotronH(Family):
+    """No positions; the MLP's activation is the square of ReLU; a sigmoid and a bias choose experts."""
+
+    model_type = "nemotron_h"
+    architecture = "NemotronHForCausalLM"
+    needs_engine = True
+    bridge_provider = "nemotronh.nemotron_h_provider.NemotronHModelProvider"
+    bridge_lacks = ("rope_scaling", "rope_scaling_factor")
+    rules = RULES
+    also_read = tuple(
+        Rule(f"{_THEIRS}.mixer.experts.{theirs}", f"{_OURS}.{_EXPERT}.{ours}.weight", where=_is(EXPERTS))
+        for theirs, ours in (("up_proj", "linear_fc1"), ("down_proj", "linear_fc2"))
+    )
+    left_out = (r"^mtp\.",)
+    # How weights begin, how fast it is computed, and what no class of transformers looks at.
+    without_effect = (
+        "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "expand", "chunk_size", "time_step_floor",
+        "time_step_limit", "time_step_max", "time_step_min", "time_step_rank", "moe_shared_expert_overlap",
+        "residual_in_fp32", "rescale_prenorm_residual", "rms_norm_eps", "norm_eps", "num_nextn_predict_layers",
+        "mtp_layers_block_type", "mtp_hybrid_override_pattern", "n_shared_experts", "mlp_only_layers",
+        "keep_mtp_spec_in_bf16", "mtp_use_repeated_layer",
+    )  # fmt: skip
+    settings = (
+        _layers(), Size("hidden_size", "hidden_size", 4096),
+        Size("num_attention_heads", "num_attention_heads", 32, counted=True),
+        Size("intermediate_size", "ffn_hidden_size", 21504), query_groups(8), head_size(always=True, default=128),
+        Size("max_position_embeddings", "max_position_embeddings", 4096), Size("vocab_size", "vocab_size", 131072),
+        tied(by_default=False), *TRAINING, Same("hidden_dropout", "hidden_dropout", 0.0), RMS_NORM, _epsilon(),
+        _mixer_heads(), Size("mamba_head_dim", "mamba_head_dim", 64), Size("n_groups", "mamba_num_groups", 8),
+        Size("ssm_state_size", "mamba_state_dim", 128), Fixed("conv_kernel", 4, {}),
+        Fixed("use_conv_bias", True, {}), Fixed("mamba_hidden_act", "silu", {}), Fixed("mamba_proj_bias", False, {}),
+        Fixed("mlp_hidden_act", "relu2", {"squared_relu": True, "swiglu": False}),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Fixed("mlp_bias", False, {}), Fixed("use_bias", False, {}), Without("sliding_window"),
+        Needs({"position_embedding_type": "none"}), Sets({"is_hybrid_model": True}),
+        WithExperts(
+            Size("n_routed_experts", "num_experts", 8, counted=True),
+            Size("num_experts_per_tok", "moe_router_topk", 2),
+            Size("moe_intermediate_size", "moe_ffn_hidden_size", 7688),
+            Size("moe_shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 7688), _latents(),
+            grouped_choice(1, 1), normalised_sigmoids(2), scaled_gates(1.0),
+            Needs({"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}),
+        ),
+    )  # fmt: skip
+
+    @override
+    def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:
+        parts, hidden = _parts(arguments), arguments.hidden_size
+        whole, _, part = name.rpartition(".")
+        if ".mixer." in name and part in parts:
+            inner = {"in_proj.weight": (hidden,), "conv1d.weight": (1, 4), "conv1d.bias": ()}
+            return (parts[part], *inner[whole.rpartition(".mixer.")[2]])
+        latent = int(arguments.stated_value("moe_latent_size") or 0)
+        shapes = {
+            "A_log": (parts["dt"],), "D": (parts["dt"],), "dt_bias": (parts["dt"],), "norm.weight": (parts["z"],),
+            "out_proj.weight": (hidden, parts["z"]), "in_proj.layer_norm_weight": (hidden,),
+        }  # fmt: skip
+        if name == "decoder.final_norm.weight":
+            return (hidden,)
+        if (found := shapes.get(name.rpartition(".mixer.")[2])) is not None and ".mixer." in name:
+            return found
+        if "_latent_proj." in name:
+            return (latent, hidden) if "fc1_" in name else (hidden, latent)
+        shape = super().shape(name, arguments)
+        if latent and ".experts.experts." in name:  # between the latents, not the hidden size
+            other = prod(shape) // hidden
+            return (other, latent) if "linear_fc1" in name else (latent, other)
+        return shape
+
+    @override
+    def notices(self, arguments: ModelArguments) -> list[str]:
+        script = "pretrain_hybrid.py (pretrain_mamba.py up to 0.17), not pretrain_gpt.py, trains it, with --spec "
+        found = [f"{script}megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec"]
+        if MIXER in pattern_of(arguments):
+            found.append(
+                f"transformers keeps the time steps of mixers above time_step_min ({_LEAST_STEP} unless it is said), "
+                "Megatron keeps them as they are: where they are smaller, the two compute differently"
+            )
+        return found
+
+    @override
+    def bridge_fields(self, arguments: ModelArguments) -> dict[str, Any]:
+        names = ("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads")
+        return {
+            "hybrid_override_pattern": pattern_of(arguments), **{name: arguments.value(name) for name in names},
+        }  # fmt: skip
