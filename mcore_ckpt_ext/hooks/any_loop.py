@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.any_save import ToBeSaved
@@ -24,7 +25,7 @@ from mcore_ckpt_ext.hooks.attended import Attended
 from mcore_ckpt_ext.hooks.first_look import megatron_version
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
-from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
+from mcore_ckpt_ext.online.agreement import agreed, gather, is_first_rank, rank_and_size
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.optimizer_reshard import Prepared, prepare
@@ -74,7 +75,11 @@ def wrap_load(original: Function) -> Function:
         tree, folder = call.arguments["sharded_state_dict"], call.arguments["checkpoint_dir"]
         asked = list(_asked(tree, ()))
         part_of_ranks = call.arguments.get("process_group") is not None
-        if not asked or part_of_ranks or PROCESS.one(Attended).is_busy:
+        # Whoever has Megatron compare what the ranks ask for calls this on every rank.
+        is_collective = bool(asked) or call.arguments.get("validate_access_integrity", True)
+        if not is_collective or part_of_ranks or PROCESS.one(Attended).is_busy:
+            return original(*positional, **keywords)
+        if not _all_ask(Path(str(folder)), [one.optimizer for _, one in asked]):
             return original(*positional, **keywords)
         planned = {path: _planned(Path(str(folder)), one.optimizer) for path, one in asked}
         planned = {path: plan for path, plan in planned.items() if plan is not None}
@@ -107,6 +112,34 @@ def serves(optimizer: Any) -> bool:
     """Whether an optimizer is of a kind that this seam fills: DistributedOptimizers, and nothing else."""
     chain = Chain.of(optimizer) if optimizer is not None else None
     return chain is not None and bool(chain.distributed) and not (chain.unknown or chain.whole)
+
+
+def _all_ask(folder: Path, optimizers: Sequence[Any]) -> bool:
+    """Whether every rank asks for an optimizer; else the load is Megatron's, if it can do it. Collective.
+
+    Programs pass over a rank's optimizer that trains no parameter, a stub, whose `sharded_state_dict` cannot be called
+    (`MegatronOptimizer.is_stub_optimizer`, core_v0.12.1 to 0.19.2): nor would they hand it what was loaded.
+
+    Raises:
+        ResumeRefusedError: on every rank, where some have no optimizer, and Megatron cannot load that of the others.
+    """
+    ask = gather(bool(optimizers))
+    if all(ask) or not any(ask):
+        return ask[0]
+    speaks = rank_and_size()[0] == ask.index(True)
+
+    def look() -> None:
+        if speaks and any(_is_ours(folder, optimizer) for optimizer in optimizers):
+            ranks = ", ".join(str(rank) for rank, asks in enumerate(ask) if not asks)
+            raise UnsupportedCheckpointError(
+                "Megatron cannot load this optimizer, and not every rank has one to fill",
+                found=f"no optimizer on rank {ranks}, as where a rank trains no parameter", where=str(folder),
+                helps="call mcore_ckpt_ext.load_optimizer(path, model, optimizer) on every rank, once the weights are "
+                "loaded, in place of loading the optimizer's state",
+            )  # fmt: skip
+
+    agreed("looking at the checkpoint", look)
+    return False
 
 
 def _planned(folder: Path, optimizer: Any) -> Planned | None:

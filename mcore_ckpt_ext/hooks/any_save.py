@@ -17,7 +17,7 @@ from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.attended import Attended
 from mcore_ckpt_ext.hooks.direct import recorder
 from mcore_ckpt_ext.hooks.process import PROCESS
-from mcore_ckpt_ext.online.agreement import is_first_rank
+from mcore_ckpt_ext.online.agreement import gather, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.saving.durable import Disk
@@ -59,7 +59,7 @@ def wrap_save(original: Function) -> Function:
         tree, folder = call["sharded_state_dict"], str(call["checkpoint_dir"])
         optimizer = PROCESS.one(ToBeSaved).found_in(tree)
         is_partial = call.get("process_group") is not None
-        if optimizer is None or is_partial or PROCESS.one(Attended).is_busy or "://" in folder:
+        if is_partial or PROCESS.one(Attended).is_busy or "://" in folder or not _all_save(optimizer, folder):
             return original(*positional, **keywords)
         text = _text(optimizer, tree.get("iteration", 0))
         request = original(*positional, **keywords)
@@ -71,6 +71,16 @@ def wrap_save(original: Function) -> Function:
         return request
 
     return save
+
+
+def _all_save(optimizer: Any, folder: str) -> bool:
+    """Whether every rank saves an optimizer; a rank that trains no parameter has none to save. Collective."""
+    saving = gather(optimizer is not None)
+    if any(saving) and not all(saving):
+        announce(
+            f"no sidecar in {folder}: a rank has no optimizer; mcore_ckpt_ext.save_sidecar writes one all the same"
+        )
+    return all(saving)
 
 
 def _text(optimizer: Any, iteration: object) -> str:

@@ -34,7 +34,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found = Programs(tmp_path_factory.mktemp("loops"))
     own = found.folder / "own_loop.py"
     own.write_text(program_of_the_page())
-    at = {name: found.place(name) for name in ("own", "again", "pp4", "verl", "experts")}
+    at = {name: found.place(name) for name in ("own", "again", "pp4", "verl", "experts", "frozen", "stub")}
     found.add("own", own, 1, 4, "none", at["own"])
     found.add("own, loaded", own, 2, 2, at["own"], at["again"])
     found.add("pp4", SIXTY, 1, 4, "none", at["pp4"], "together")
@@ -49,6 +49,11 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found.add("verl, loaded", SIXTY, 1, 4, at["verl"], "none", "verl")
     found.add("experts", SIXTY, 1, 2, "none", at["experts"], "together", "experts")
     found.add("experts, loaded", SIXTY, 2, 1, at["experts"], "none", "together", "experts")
+    found.add("frozen", SIXTY, 1, 4, "none", at["frozen"], "together", "frozen")
+    found.add("frozen, loaded", SIXTY, 2, 2, at["frozen"], "none", "together", "frozen")
+    found.add("stub", SIXTY, 1, 4, "none", at["stub"], "called", "stub")
+    found.add("stub, loaded", SIXTY, 2, 2, at["stub"], "none", "together", "stub")
+    found.add("stub, called", SIXTY, 2, 2, at["stub"], "none", "called", "stub")
     found.run()
     return found
 
@@ -132,3 +137,18 @@ def test_their_folder_offline(turns: Programs, tmp_path: Path) -> None:
 
 def test_experts(turns: Programs) -> None:
     assert_same_optimizer(turns.dump("experts"), turns.dump("experts, loaded"))
+
+
+def test_stages_that_are_frozen(turns: Programs) -> None:
+    """Their ranks have optimizers without parameters, and take part."""
+    assert_same_optimizer(turns.dump("frozen"), turns.dump("frozen, loaded"))
+
+
+def test_ranks_whose_optimizer_is_a_stub(turns: Programs) -> None:
+    """A program passes over them, so that they cannot take part unseen: refused on every rank; the call serves them."""
+    (ended,) = turns.ended["stub, loaded"]
+    assert ended.startswith("ResumeRefusedError: ")
+    assert "no optimizer on rank 0, 1, as where a rank trains no parameter" in ended
+    assert f"no sidecar in {turns.place('stub')}: a rank has no optimizer" in turns.output
+    assert open_checkpoint(turns.place("stub")).sidecar is not None  # by the call
+    assert_same_optimizer(turns.dump("stub"), turns.dump("stub, called"))

@@ -2,7 +2,10 @@
 
 argv: tensor and pipeline parallel size, the folder to load or "none", the folder to save or "none", and in which way:
 `together`, `strict` (the same, and nothing stored may be left over), `model-first` (two calls), `optimizer-first` (its
-state is taken up before anything is in the model), or `verl` (each in a folder of its own, as verl has them).
+state is taken up before anything is in the model), `verl` (each in a folder of its own, as verl has them), or `called`
+(the one way in which it does know of this package: it calls it for the optimizer, and for the sidecar). With `frozen`,
+the embeddings and the first two layers are not trained, so that a stage may have nothing to train; with `stub`, such a
+rank has an optimizer of nothing, as `get_megatron_optimizer` made it up to 0.13, and is passed over as loops do.
 """
 
 import sys
@@ -14,9 +17,11 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+
+import mcore_ckpt_ext
 
 tensor, pipeline, source, target, way = int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:6]
 experts = 4 if "experts" in sys.argv else None
@@ -32,10 +37,16 @@ stage = {
     "pre_process": parallel_state.is_pipeline_first_stage(), "post_process": parallel_state.is_pipeline_last_stage()
 }  # fmt: skip
 model = GPTModel(config, get_gpt_layer_local_spec(num_experts=experts), 128, 32, **stage)
+if {"frozen", "stub"} & {*sys.argv}:
+    frozen = [layer for layer in model.decoder.layers if layer.layer_number <= 2]
+    for module in (*frozen, *([model.embedding] if stage["pre_process"] else [])):
+        module.requires_grad_(False)
 buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
 wrapped = DistributedDataParallel(config, buffers, Float16Module(config, model))
 settings = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, **dtype)
 optimizer = get_megatron_optimizer(settings, [wrapped])
+if "stub" in sys.argv and not any(parameter.requires_grad for parameter in model.parameters()):
+    optimizer = ChainedOptimizer([])
 metadata = {
     "distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False, "chained_optim_avoid_prefix": True
 }  # fmt: skip
@@ -44,7 +55,7 @@ whole = {"model": model.sharded_state_dict(metadata=metadata)}
 
 def load(folder: Path, *parts: str) -> dict[str, Any]:
     asked: dict[str, Any] = {"model": whole["model"]} if "model" in parts else {}
-    if "optimizer" in parts:
+    if "optimizer" in parts and not optimizer.is_stub_optimizer:
         asked["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=True, metadata=metadata)
     strict = "raise_all" if way == "strict" else "assume_ok_unexpected"
     return dist_checkpointing.load(asked, str(folder), strict=strict)
@@ -52,8 +63,8 @@ def load(folder: Path, *parts: str) -> dict[str, Any]:
 
 if source != "none":
     ran = Path(source)
-    if way in ("together", "strict"):
-        loaded = load(ran, "model", "optimizer")
+    if way in ("together", "strict", "called"):
+        loaded = load(ran, "model", *(["optimizer"] if way != "called" else []))
     elif way in ("model-first", "verl"):
         places = [ran / part / "dist_ckpt" if way == "verl" else ran for part in ("model", "optimizer")]
         loaded = {**load(places[0], "model"), **load(places[1], "optimizer")}
@@ -62,13 +73,19 @@ if source != "none":
         optimizer.load_state_dict(loaded["optimizer"])
         loaded["model"] = load(ran, "model")["model"]
     model.load_state_dict(loaded["model"])
-    if way != "optimizer-first":
+    if way == "called":
+        mcore_ckpt_ext.load_optimizer(ran, model, optimizer)
+    elif way != "optimizer-first" and not optimizer.is_stub_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
 if target != "none":
-    train(wrapped, optimizer)  # noqa: F821 - made by whoever runs this: a step, or what looks like one
-    state = {**whole, "optimizer": optimizer.sharded_state_dict(whole, metadata=metadata)}
+    state = dict(whole)
+    if not optimizer.is_stub_optimizer:
+        train(wrapped, optimizer)  # noqa: F821 - made by whoever runs this: a step, or what looks like one
+        state["optimizer"] = optimizer.sharded_state_dict(whole, metadata=metadata)
     parts = {"model/dist_ckpt": ["model"], "optimizer/dist_ckpt": ["optimizer"]} if way == "verl" else {"": [*state]}
     for place, names in parts.items():
         folder = Path(target) / place
         folder.mkdir(parents=True, exist_ok=True)
         dist_checkpointing.save({name: state[name] for name in names}, str(folder), content_metadata=metadata)
+    if way == "called":
+        mcore_ckpt_ext.save_sidecar(target, model, optimizer)
