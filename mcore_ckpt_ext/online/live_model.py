@@ -54,7 +54,7 @@ def live_parameters(chunks: Sequence[Any], spell: Spell = str) -> dict[int, Live
     found: dict[int, LiveParameter] = {}
     for chunk in chunks:
         held = {id(tensor) for tensor in (*chunk.parameters(), *chunk.buffers())}
-        for entry in _entries(chunk.sharded_state_dict()):
+        for entry in _entries(_sharded(chunk)):
             if id(getattr(entry, "data", None)) in held:
                 found[id(entry.data)] = _described(entry, spell)
     return found
@@ -64,7 +64,7 @@ def live_names(chunks: Sequence[Any], spell: Spell = str) -> list[str]:
     """Model-space names of every tensor, parameters and buffers, that the model chunks would store."""
     names: dict[str, None] = {}
     for chunk in chunks:
-        for entry in _entries(chunk.sharded_state_dict()):
+        for entry in _entries(_sharded(chunk)):
             if isinstance(getattr(entry, "data", None), torch.Tensor):
                 names.update(dict.fromkeys(_described(entry, spell).tensors))
     return list(names)
@@ -79,6 +79,16 @@ def trained_names(chunks: Sequence[Any], live: Mapping[int, LiveParameter]) -> l
     """Model-space names of all that the chunks' trained parameters hold."""
     trained = (live[id(p)] for chunk in chunks for p in chunk.parameters() if p.requires_grad and id(p) in live)
     return list(dict.fromkeys(name for parameter in trained for name in parameter.tensors))
+
+
+def _sharded(chunk: Any) -> Any:
+    """A chunk's sharded state dict, by the process groups that it was given, where it was given any.
+
+    `ensure_metadata_has_dp_cp_group` asks `parallel_state` otherwise (megatron/core/transformer/utils.py, core_v0.16.0
+    to 0.19.2), which has none where a program gives Megatron all of its groups.
+    """
+    given = getattr(getattr(chunk, "pg_collection", None), "dp_cp", None)
+    return chunk.sharded_state_dict() if given is None else chunk.sharded_state_dict(metadata={"dp_cp_group": given})
 
 
 def _entries(tree: Any) -> Iterator[Any]:

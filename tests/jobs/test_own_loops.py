@@ -21,7 +21,7 @@ from tests.harness.programs import Programs
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "how-to" / "own-loop.md"
-SIXTY = RANK_SCRIPTS / "sixty_lines.py"
+SIXTY, GROUPS = RANK_SCRIPTS / "sixty_lines.py", RANK_SCRIPTS / "own_groups.py"
 
 
 def program_of_the_page() -> str:
@@ -34,7 +34,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found = Programs(tmp_path_factory.mktemp("loops"))
     own = found.folder / "own_loop.py"
     own.write_text(program_of_the_page())
-    at = {name: found.place(name) for name in ("own", "again", "pp4", "verl", "experts", "frozen", "stub")}
+    at = {name: found.place(name) for name in ("own", "again", "pp4", "verl", "experts", "frozen", "stub", "groups")}
     found.add("own", own, 1, 4, "none", at["own"])
     found.add("own, loaded", own, 2, 2, at["own"], at["again"])
     found.add("pp4", SIXTY, 1, 4, "none", at["pp4"], "together")
@@ -54,6 +54,8 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found.add("stub", SIXTY, 1, 4, "none", at["stub"], "called", "stub")
     found.add("stub, loaded", SIXTY, 2, 2, at["stub"], "none", "together", "stub")
     found.add("stub, called", SIXTY, 2, 2, at["stub"], "none", "called", "stub")
+    found.add("groups", GROUPS, 1, 4, "none", at["groups"])
+    found.add("groups, loaded", GROUPS, 2, 1, at["groups"], "none")
     found.run()
     return found
 
@@ -152,3 +154,10 @@ def test_ranks_whose_optimizer_is_a_stub(turns: Programs) -> None:
     assert f"no sidecar in {turns.place('stub')}: a rank has no optimizer" in turns.output
     assert open_checkpoint(turns.place("stub")).sidecar is not None  # by the call
     assert_same_optimizer(turns.dump("stub"), turns.dump("stub, called"))
+
+
+def test_process_groups_of_the_programs_own(turns: Programs) -> None:
+    """TP1 x PP4 to TP2 x PP1 x DP2, where Megatron's global groups do not exist."""
+    assert_same_optimizer(turns.dump("groups"), turns.dump("groups, loaded"))
+    assert str(open_checkpoint(turns.place("groups")).layout) == "TP1 x PP4 x DP1"
+    assert open_checkpoint(turns.place("groups")).sidecar is not None
