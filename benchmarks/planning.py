@@ -5,10 +5,10 @@
     llama       Llama 405B from TP8 x PP16 as TP4 x PP32, and half of its layers
     deepseek    DeepSeek-V3 671B, 61 layers of 256 experts, from PP16 x EP64 as PP8 x EP64
 
-The checkpoints below FOLDER have all metadata, and holes for tensors. One rank's work, in a process of its own: open
-the checkpoint, recover the layout as far as the rank needs it, plan weights and optimizer, look up every record that
-the plan reads, and compare the names that all ranks tell; the same calls as in a live job (`optimizer_reshard.prepare`
-and `online.sharded_load`), the live rank's shards worked out from the arguments.
+The checkpoints below FOLDER have all metadata, the plans of the ranks included, and holes for tensors. One rank's work,
+in a process of its own: open the checkpoint, recover the layout as far as the rank needs it, plan weights and
+optimizer, look up every record that the plan reads, and compare the names that all ranks tell; the same calls as in a
+live job (`optimizer_reshard.prepare` and `online.sharded_load`), the live rank's shards worked out from the arguments.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def main() -> None:
     for name, ranks in cases:
         folder = folder_of(options.folder, name, ranks)
         if not folder.exists():
-            synthetic.make_empty(folder, CASES[name](ranks).written, 1 << 36)
+            synthetic.make_empty(folder, CASES[name](ranks).written, 1 << 36, plans=True)
     found: dict[tuple[str, int], list[dict[str, float]]] = {}
     for name, ranks in cases * options.runs:
         folder = folder_of(options.folder, name, ranks)

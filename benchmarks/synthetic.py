@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import pickle
 import re
 import zlib
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from typing import Any
 
 import deepseek
 import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
@@ -110,9 +113,16 @@ def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabular
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def make_empty(folder: Path, arguments: dict[str, Any], file_bytes: int) -> tuple[Path, list[Record]]:
-    """Write a run folder whose tensors are holes: all zero, and no bytes on the disk."""
+def make_empty(
+    folder: Path, arguments: dict[str, Any], file_bytes: int, plans: bool = False
+) -> tuple[Path, list[Record]]:
+    """Write a run folder whose tensors are holes: all zero, and no bytes on the disk.
+
+    `plans`: the index has the plans of all ranks, as Megatron writes them.
+    """
     files, records, metadata = describe(arguments, file_bytes)
+    if plans:
+        metadata = _with_plans(metadata, arguments["world_size"])
     iteration = folder / "iter_0001000"
     iteration.mkdir(parents=True)
     with Folder.at(iteration) as content:
@@ -122,6 +132,20 @@ def make_empty(folder: Path, arguments: dict[str, Any], file_bytes: int) -> tupl
     for path, content in [*small, (folder / "latest_checkpointed_iteration.txt", b"1000")]:
         path.write_bytes(content)
     return iteration, records
+
+
+def _with_plans(metadata: bytes, ranks: int) -> bytes:
+    """The index with what each rank had planned to write (`all_local_plans`, torch.py of Megatron's strategies)."""
+    found = pickle.loads(metadata)  # made here
+    items = []
+    for key, entry in found.state_dict_metadata.items():
+        for number, chunk in enumerate(getattr(entry, "chunks", ())):
+            place = ChunkStorageMetadata(torch.Size([*chunk.offsets]), torch.Size([*chunk.sizes]))
+            data = TensorWriteData(place, entry.properties, entry.size)
+            index = MetadataIndex(key, torch.Size([*chunk.offsets]), number)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+    found.all_local_plans = [SavePlan(items[rank::ranks]) for rank in range(ranks)]
+    return pickle.dumps(found)
 
 
 def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFile], list[Record], bytes]:

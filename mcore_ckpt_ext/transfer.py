@@ -182,9 +182,9 @@ class Transfer:
                 run = target, length, count, source_stride, target_stride
                 self._read_along(payload.file, offset, destination, run)
             else:
-                for row in range(count):
-                    place = begin + row * step
-                    self._reader.read_into(payload.file, offset + row * skip, memory[place : place + row_bytes])
+                begins = (begin + row * step for row in range(count))
+                rows = (memory[place : place + row_bytes] for place in begins)
+                self._reader.read_rows(payload.file, offset, skip, rows)
 
     def _read_along(
         self, file: str, offset: int, destination: torch.Tensor, run: tuple[int, int, int, int, int]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from mcore_ckpt_ext.planning import sharing
 from mcore_ckpt_ext.planning.overlap import fold
-from mcore_ckpt_ext.planning.sharing import Spans, messages_of, united
+from mcore_ckpt_ext.planning.sharing import Message, Spans, messages_of, united
 
 intervals = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 30)), min_size=1, max_size=6)
 wishes = st.lists(st.dictionaries(st.sampled_from("ab"), intervals, max_size=2), min_size=1, max_size=5)
@@ -63,6 +63,24 @@ def test_ranks_that_want_the_same_read_in_turn() -> None:
     same = spans({"a": [(0, 10 * sharing.MESSAGE_BYTES)]})
     messages = messages_of([same, same, same, {}], 1)
     assert [message.reader for message in messages] == [0, 1, 2, 0, 1, 2, 0, 1, 2, 0]
+
+
+@given(st.sets(st.integers(0, 5000), min_size=2, max_size=200), st.integers(0, 1000))
+def test_a_message_comes_to_every_rank_once(some: set[int], reader: int) -> None:
+    ranks = tuple(sorted(some))
+    message = Message(ranks, ranks[reader % len(ranks)])
+    routes = {rank: message.route(rank) for rank in ranks}
+    waiting, reached = [message.reader], {message.reader}
+    while waiting:
+        rank = waiting.pop()
+        for other in routes[rank][1]:
+            assert routes[other][0] == rank
+            assert other not in reached
+            reached.add(other)
+            waiting.append(other)
+    assert reached == some
+    assert routes[message.reader][0] is None
+    assert max(len(others) for _, others in routes.values()) <= len(ranks).bit_length()
 
 
 @given(

@@ -155,7 +155,7 @@ class ReadOnce:
                     there = data.to(device)
                 else:
                     there = torch.empty(message.nbytes, dtype=torch.uint8, device=device)
-                _send(there, message, self._rank)
+                _pass_on(there, message, self._rank)
                 if destinations is not None:
                     for part in parts:
                         attempt(lambda part=part, there=there: _place(part, there, destinations))  # type: ignore[misc]
@@ -188,12 +188,16 @@ def _some(copy: Copy, low: int, high: int) -> Iterator[Copy]:
         yield replace(copy, runs=runs)
 
 
-def _send(data: torch.Tensor, message: Message, rank: int) -> None:
-    """Send a message to all that want it, or receive it."""
-    if rank == message.reader:
-        operations = [dist.P2POp(dist.isend, data, other) for other in message.ranks if other != rank]
-    else:
-        operations = [dist.P2POp(dist.irecv, data, message.reader)]
+def _pass_on(data: torch.Tensor, message: Message, rank: int) -> None:
+    """Receive a message, but for its reader, and send it to those that get it from this rank."""
+    giver, others = message.route(rank)
+    if giver is not None:
+        _wait_for([dist.P2POp(dist.irecv, data, giver)])
+    if others:
+        _wait_for([dist.P2POp(dist.isend, data, other) for other in others])
+
+
+def _wait_for(operations: list[dist.P2POp]) -> None:
     for work in dist.batch_isend_irecv(operations):
         work.wait()
 

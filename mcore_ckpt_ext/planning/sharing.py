@@ -48,6 +48,18 @@ class Message:
         last = self.stretches[-1]
         return _aligned(last.at + last.stop - last.start)
 
+    def route(self, rank: int) -> tuple[int | None, list[int]]:
+        """From whom a rank gets it, None for the reader, and to whom it then sends it.
+
+        Who has it hands it on, so that of thousands of ranks none sends to more than a dozen, always the same ones.
+        """
+        number, first = len(self.ranks), self.ranks.index(self.reader)
+        place = (self.ranks.index(rank) - first) % number
+        step = 1 << place.bit_length()  # the first that this place hands on to is so much further
+        steps = [step << power for power in range(number.bit_length()) if place + (step << power) < number]
+        others = [self.ranks[(first + place + further) % number] for further in steps]
+        return (self.ranks[(first + place - (step >> 1)) % number] if place else None), others
+
 
 def united(starts: Integers, stops: Integers) -> Integers:
     """Intervals, `[n, 2]`, ascending, none overlapping, that cover what some intervals cover; neighbours stay apart."""

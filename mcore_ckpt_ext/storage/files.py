@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 
@@ -96,6 +96,21 @@ class FolderReader:
             if count == 0:
                 raise cut_short(self.folder / file, offset + done, offset + len(buffer))
             done += count
+        with self._lock:
+            self.bytes_read += done
+
+    def read_rows(self, file: str, offset: int, stride: int, rows: Iterable[memoryview]) -> None:
+        """Fill each of many small buffers, the next from `stride` bytes further on; errors as in `read_into`."""
+        descriptor, done = self._descriptor(file), 0
+        for row in rows:
+            try:
+                count = os.preadv(descriptor.number, (row,), offset)
+            except (OSError, OverflowError):
+                count = 0  # what is wrong shows again below
+            if count < len(row):
+                self.read_into(file, offset + count, row[count:])
+            done += count
+            offset += stride
         with self._lock:
             self.bytes_read += done
 
