@@ -22,6 +22,8 @@ from mcore_ckpt_ext.formats.huggingface_model import LOCAL, TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.nemo_folder import NemoCheckpoint, is_nemo
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
+from mcore_ckpt_ext.formats.torch_dcp import NAME as TORCH_DCP
+from mcore_ckpt_ext.formats.torch_dcp import TorchDcpCheckpoint
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.verl_folder import VerlCheckpoint, is_verl
@@ -35,7 +37,12 @@ from mcore_ckpt_ext.storage.runs import iteration_folder, no_checkpoint
 
 __all__ = ["Checkpoint", "TensorHandle", "open_checkpoint"]
 
-_BACKENDS = {TORCH_DIST: TorchDistCheckpoint, ZARR: ZarrCheckpoint, FSDP_DTENSOR: FsdpCheckpoint}
+_BACKENDS = {
+    TORCH_DIST: TorchDistCheckpoint,
+    ZARR: ZarrCheckpoint,
+    FSDP_DTENSOR: FsdpCheckpoint,
+    TORCH_DCP: TorchDcpCheckpoint,
+}
 
 
 def open_checkpoint(

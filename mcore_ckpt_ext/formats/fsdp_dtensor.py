@@ -3,10 +3,7 @@
 Sources: `save_checkpoint`, `get_rng_state` and `preprocess_fsdp_dtensor_state_dict` (megatron/training/
 checkpointing.py), `sharded_param_state_fsdp_dtensor` (megatron/core/optimizer/distrib_optimizer.py), core_v0.14.0 to
 0.19.2. A parameter is one array, which is the optimizer's fp32 master; the weight that the model computes with is its
-rounding, and stored nowhere. Every entry of a dict is an object of its own: a parameter's group as one object for each
-setting.
-
-Here the index is read as that of a `torch_dist` checkpoint would be, in which the masters are the weights.
+rounding, and stored nowhere. A parameter's group is one object for each setting.
 """
 
 from __future__ import annotations
@@ -20,39 +17,30 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.flattened import MODEL, FlattenedCheckpoint
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.fsdp_names import HALVES, parameter_of
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
-from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, RERUN_STATE, UNKNOWN, Unread, joined, of_the_job
-from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, is_first_linear, is_module_buffer, parse
+from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.model_space.names import is_extra_state, is_first_linear, is_module_buffer, parse
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
-from mcore_ckpt_ext.optimizers.table import format_name
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray, read_index
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray
 
 NAME = FSDP_DTENSOR
-_MODEL, _STATE = "model.", "optimizer.state."
+_MODEL, _STATE = MODEL, "optimizer.state."
 # Of a parameter; or of a group, as Megatron's own converter has them, perhaps of a chained optimizer.
 _GROUP = re.compile(
     r"^(?P<owner>optimizer\.(?:param_to_group_meta|(?:\d+\.optimizer\.)?param_groups)\..+)\.(?P<setting>\w+)$"
 )
 _LABEL = re.compile(rf"^optimizer\.(?:\d+\.)?{SHARDING_MARK}$")
-_RANDOM_STATE = "rng_state."
 _MASTER = f"{_STATE}{FP32_PARAM}."
 
 
-class FsdpCheckpoint(TorchDistCheckpoint):
+class FsdpCheckpoint(FlattenedCheckpoint):
     """One iteration folder in `fsdp_dtensor`."""
 
     format = NAME
-
-    @cached_property
-    @override
-    def stored_index(self) -> DcpIndex:
-        return read_index(self.folder)
 
     @override
     def _read_index(self) -> DcpIndex:
@@ -135,34 +123,8 @@ class FsdpCheckpoint(TorchDistCheckpoint):
 
     @override
     def _read_common(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for key in self.stored_index.objects:
-            first, *rest = key.split(".")
-            if first in COMMON_KEYS and len(rest) <= 1:
-                value = self._stored_object(key)
-                if rest:
-                    found.setdefault(first, {})[rest[0]] = value
-                else:
-                    found[first] = value
         # What Megatron's own converter leaves there is the label of its source.
-        return {**found, "content_metadata": {"distrib_optim_sharding_type": NAME}}
-
-    def _stored_object(self, key: str) -> Any:
-        return self._archived(self.stored_index.objects[key], key)
-
-    @override
-    def _unwrapped(self, loaded: Any, where: str) -> Any:
-        return loaded
-
-    @cached_property
-    @override
-    def stored_optimizer_format(self) -> str | None:
-        return format_name(self._optimizer_keys)
-
-    @cached_property
-    @override
-    def _keeps_nothing(self) -> bool:
-        return False
+        return {**super()._read_common(), "content_metadata": {"distrib_optim_sharding_type": NAME}}
 
     @cached_property
     def _groups(self) -> list[dict[str, Any]]:
@@ -182,37 +144,17 @@ class FsdpCheckpoint(TorchDistCheckpoint):
         return [{"optimizer": {"param_groups": self._groups}}] if self._has_state else []
 
     @override
-    def unread(self, *, objects: bool = True) -> list[Unread]:
-        return joined(self._left_over())
-
-    def _left_over(self) -> Iterator[Unread]:
-        index = self.stored_index
-        sizes = {key: place.length for key, place in index.objects.items() if not self._is_taken(key)}
-        for key, array in index.arrays.items():
-            if not key.startswith((_MODEL, _STATE)):
-                sizes[key] = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
-        for key, nbytes in sizes.items():
-            if key.startswith((_RANDOM_STATE, RERUN_STATE)):
-                yield of_the_job(key.partition(".")[0], nbytes)
-            else:
-                yield Unread(key, UNKNOWN if key.startswith("optimizer.") else OTHER, nbytes)
-
-    @staticmethod
-    def _is_taken(key: str) -> bool:
-        """Whether an object is read, or says nothing (`handle_fp8_extra_state_case` takes extra states out)."""
-        is_known = key.split(".")[0] in COMMON_KEYS or is_extra_state(key)
-        return is_known or any(pattern.match(key) for pattern in (_GROUP, _LABEL))
-
-    @override
-    def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        return Checkpoint.sharded_keys(self)  # as Megatron would have them: here no key stacks layers
+    def _is_taken(self, key: str) -> bool:
+        # `handle_fp8_extra_state_case` takes extra states out.
+        is_array = key in self.stored_index.arrays and key.startswith((_MODEL, _STATE))
+        return is_array or is_extra_state(key) or any(pattern.match(key) for pattern in (_GROUP, _LABEL))
 
     @override
     def extra_states(self) -> Mapping[str, Any]:
         return fresh_extra_states(self.weights.names(), self.arguments.transformer_impl == "transformer_engine")
 
+    @override
     def kind_of(self, key: str) -> str:
-        """The kind of a stored array."""
         if key.startswith(_STATE):
             return key.rpartition(".")[2]
         if not key.startswith(_MODEL):

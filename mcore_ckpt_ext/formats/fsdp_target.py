@@ -17,9 +17,10 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.fsdp_names import GROUPS, HALVES, MODEL, STATE, ModuleNames
+from mcore_ckpt_ext.formats.group_rule import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS
-from mcore_ckpt_ext.model_space.names import VOCABULARY, is_module_buffer, of_experts
+from mcore_ckpt_ext.model_space.names import VOCABULARY, is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
@@ -147,29 +148,13 @@ class FsdpTarget:
                 yield f"{GROUPS}{self._modules.of(name)}.{setting}", value
 
     def _group_of(self, name: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """The group that a parameter is in (`_get_param_groups`, megatron/core/optimizer/__init__.py).
-
-        Biases and arrays of one axis have no weight decay; experts on ranks of their own, and embeddings with a
-        learning rate of their own, have groups of their own.
+        """The group that a parameter is in.
 
         Raises:
-            UnsupportedCheckpointError: the groups differ otherwise.
+            UnsupportedCheckpointError: see `group_that_holds`.
         """
-        shape = self._checkpoint.named_tensor(WEIGHT, name).shape
-        decays = float(not name.endswith(".bias") and len(shape) != 1)
-        wanted = {"wd_mult": decays, "is_expert_parallel": of_experts(name), "is_decoupled_lr": name in VOCABULARY}
-        fit = list(groups)
-        for setting, value in wanted.items():
-            values = {bool(_setting(group, setting)) for group in groups}
-            if len(values) > 1:
-                fit = [group for group in fit if _setting(group, setting) == value]
-        if len(fit) != 1 or self._arguments.stated.get("no_weight_decay_cond_type"):
-            raise UnsupportedCheckpointError(
-                "which parameters belong to which parameter group is not known", found=f"{len(fit)} groups that fit",
-                expected="one with and one without weight decay, of dense parameters and of experts", where=name,
-                helps="convert --to torch_dist; or --drop optimizer",
-            )  # fmt: skip
-        return fit[0]
+        found = group_that_holds(name, self._checkpoint.named_tensor(WEIGHT, name).shape, groups, self._arguments)
+        return groups[found]
 
     @cached_property
     def common(self) -> dict[str, Any]:
@@ -188,11 +173,6 @@ class FsdpTarget:
         }.items():  # fmt: skip
             setattr(arguments, name, value)
         return common
-
-
-def _setting(group: Mapping[str, Any], name: str) -> Any:
-    """A setting of a group; NeMo prefixes the multipliers with `pre_`."""
-    return group.get(name, group.get(f"pre_{name}", False))
 
 
 def _chunks(array: FsdpArray) -> Iterator[Chunk]:

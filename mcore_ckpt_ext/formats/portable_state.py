@@ -27,7 +27,7 @@ SHARDING_MARK = "param_state_sharding_type"
 # How Megatron Core arranges the rows of attention (`set_checkpoint_version`, megatron/training/checkpointing.py); loops
 # other than Megatron's own do not say it.
 _VERSION = 3.0
-_OF_FSDP = "use_megatron_fsdp"
+_OF_FSDP = ("use_megatron_fsdp", "use_torch_fsdp2")
 # Kept by the job's own state machine for its own ranks; stock does without it when the layout has changed.
 _NOT_CARRIED = ("optimizer", "content_metadata", "rerun_state_machine", "args", WRITTEN_FOR)
 # Members of Megatron's own enums come and go with its versions; `--use-checkpoint-args` does without them.
@@ -78,8 +78,8 @@ def known_arguments(arguments: JobArguments) -> argparse.Namespace:
 
 
 def without_fsdp(arguments: JobArguments) -> dict[str, Any]:
-    """What says that a job is not one of Megatron-FSDP's, where its arguments say that it is."""
-    return {_OF_FSDP: False} if arguments.stated.get(_OF_FSDP) else {}
+    """What says that a job is not one of Megatron-FSDP's or torch's, where its arguments say that it is."""
+    return {name: False for name in _OF_FSDP if arguments.stated.get(name)}
 
 
 def portable_arguments(arguments: argparse.Namespace, version: tuple[int, int]) -> tuple[argparse.Namespace, list[str]]:

@@ -67,7 +67,7 @@ def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock
 
     def look() -> Path | None:
         folder = folder_named(directory, arguments)
-        return None if folder is None or plain_backend(folder) is not None else folder
+        return None if folder is None or plain_backend(folder) == FSDP_DTENSOR else folder
 
     folder = agreed("looking at the checkpoint", look)[0]
     if folder is None:

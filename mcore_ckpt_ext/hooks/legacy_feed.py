@@ -1,13 +1,13 @@
 """Feeds `load_checkpoint` with this rank's part of a checkpoint whose files stock Megatron cannot load by itself.
 
 These are legacy checkpoints that were written under another layout, zarr ones where Megatron has no reader, what
-Megatron-FSDP wrote (`fsdp_dtensor`), for a job that is not one of its own, and Hugging Face folders
-(`from_huggingface`).
+Megatron-FSDP (`fsdp_dtensor`) or torch's FSDP (`torch_dcp`) wrote, for a job that is not one of theirs, and Hugging
+Face folders (`from_huggingface`).
 
 Stock Megatron opens the rank folder of a legacy checkpoint that its own layout names (`_load_base_checkpoint`,
 checkpointing.py, core_v0.7.0 to 0.19.2): it refuses with `--ckpt-format torch`, and otherwise fails or, since 0.16,
 silently loads half a model. Of a zarr checkpoint, Megatron from 0.16 on says that there is no strategy for it; what
-Megatron-FSDP wrote it takes for `torch_dcp`, and asks it for none of its tensors (`_get_checkpoint_format`).
+either FSDP wrote it takes for `torch_dcp`, and asks it for none of its tensors (`_get_checkpoint_format`).
 Within the scope that this module opens, that function returns what it would have read from a legacy checkpoint of the
 running layout. Everything after it is stock.
 """
@@ -42,7 +42,6 @@ from mcore_ckpt_ext.online.admission import check_names, spelling_in
 from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_names, live_parameters
 from mcore_ckpt_ext.online.live_states import FoundStates, states_for
-from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
 from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folder, iteration_name
 
@@ -58,7 +57,8 @@ def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
     folder = folder_named(directory, arguments)
     if folder is None or is_legacy(folder):
         return folder
-    foreign = (is_zarr(folder) and not _reads_zarr()) or plain_backend(folder) == FSDP_DTENSOR
+    plain = plain_backend(folder)
+    foreign = (is_zarr(folder) and not _reads_zarr()) or plain not in (None, arguments.ckpt_format)
     return folder if foreign else None
 
 

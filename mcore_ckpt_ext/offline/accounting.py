@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
-from mcore_ckpt_ext.formats.fsdp_dtensor import FsdpCheckpoint
+from mcore_ckpt_ext.formats.flattened import FlattenedCheckpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import OTHER, UNKNOWN, optimizer_kind
@@ -34,8 +34,8 @@ class StoredPart(NamedTuple):
 
 def stored_parts(checkpoint: Checkpoint) -> Iterator[StoredPart]:
     """Every stored part of every array and object; nothing but metadata is read."""
-    if isinstance(checkpoint, FsdpCheckpoint):
-        return _fsdp(checkpoint)
+    if isinstance(checkpoint, FlattenedCheckpoint):
+        return _flattened(checkpoint)
     if isinstance(checkpoint, TorchDistCheckpoint):
         return _torch_dist(checkpoint)
     if isinstance(checkpoint, LegacyCheckpoint):
@@ -68,7 +68,7 @@ def _torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]:
         yield from _by_name(checkpoint, [WEIGHT])
 
 
-def _fsdp(checkpoint: FsdpCheckpoint) -> Iterator[StoredPart]:
+def _flattened(checkpoint: FlattenedCheckpoint) -> Iterator[StoredPart]:
     for key, array in checkpoint.stored_index.arrays.items():
         for chunk in array.chunks:
             nbytes = chunk.extent.numel * ITEM_SIZE[array.dtype]

@@ -22,7 +22,6 @@ from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.verl_folder import is_verl
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, warning
-from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex
 from mcore_ckpt_ext.storage.runs import (
     TRACKER_FILE,
@@ -100,21 +99,13 @@ def _is_iteration(path: Path) -> bool:
 
 
 def check_folder(folder: Path) -> list[Finding]:
-    """The files without which nothing else can be looked at.
-
-    Raises:
-        UnsupportedCheckpointError: the checkpoint is in a format that is not read.
-    """
+    """The files without which nothing else can be looked at."""
     if is_canonical(folder) or is_legacy(folder) or is_colossalai(folder) or is_verl(folder):
         return []
     if not _is_iteration(folder):
         return [error(COMPLETE, str(folder), "the folder holds no file of a checkpoint")]
-    if (backend := plain_backend(folder)) == FSDP_DTENSOR:
+    if plain_backend(folder) is not None:
         return []
-    if backend is not None:
-        raise UnsupportedCheckpointError(
-            "the checkpoint's format is not read by this version", found=backend, where=str(folder)
-        )
     findings = []
     if not (folder / CONFIG_FILE).exists():
         what = "missing: Megatron writes it last, so the save was interrupted, or is under way"

@@ -17,6 +17,7 @@ from mcore_ckpt_ext.formats.fsdp_dtensor import FsdpCheckpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
+from mcore_ckpt_ext.formats.torch_dcp import TorchDcpCheckpoint
 from mcore_ckpt_ext.formats.torch_dist import COMMON_FILE, COMMON_OBJECT, TorchDistCheckpoint
 from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.loops.bridge import RUN_CONFIG
@@ -116,6 +117,8 @@ _Bound = tuple[str, Version | None, Version | None]
 def _bounds(checkpoint: Checkpoint) -> Iterator[_Bound]:
     if isinstance(checkpoint, FsdpCheckpoint):
         yield "Megatron-FSDP has written this format since 0.14", Version(0, 14), None
+    elif isinstance(checkpoint, TorchDcpCheckpoint):
+        yield "jobs with --use-torch-fsdp2 have written this format since 0.12", Version(0, 12), None
     elif isinstance(checkpoint, TorchDistCheckpoint):
         yield from _bounds_of_files(checkpoint)
         yield from _bounds_of_metadata(checkpoint)
@@ -171,7 +174,9 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
     if not isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
         return [Resumption("nobody as it is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")]
     if isinstance(checkpoint, FsdpCheckpoint):
-        return [*_of_fsdp(checkpoint, writer)]
+        return [*_of_fsdp(checkpoint, writer, "--use-megatron-fsdp", Version(0, 14))]
+    if isinstance(checkpoint, TorchDcpCheckpoint):
+        return [*_of_fsdp(checkpoint, writer, "--use-torch-fsdp2", Version(0, 12))]
     if not checkpoint.arguments.tells_all:
         return [*_of_another_loop(checkpoint)]
     # The format zarr left the loader in 0.16 (commit faa6037b).
@@ -193,10 +198,10 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
     return found
 
 
-def _of_fsdp(checkpoint: FsdpCheckpoint, writer: Writer) -> Iterator[Resumption]:
-    readable = [version for version in KNOWN if max(writer.first, Version(0, 14)) <= version]
+def _of_fsdp(checkpoint: Checkpoint, writer: Writer, flag: str, since: Version) -> Iterator[Resumption]:
+    readable = [version for version in KNOWN if max(writer.first, since) <= version]
     own = f"its own: {checkpoint.layout}; another DP"
-    yield Resumption("stock Megatron with --use-megatron-fsdp", _span(readable), own, _stock_note(checkpoint))
+    yield Resumption(f"stock Megatron with {flag}", _span(readable), own, _stock_note(checkpoint))
     yield Resumption(
         "stock Megatron without it", "none", "none", "mcore-ckpt convert --to torch_dist makes it one of its own"
     )

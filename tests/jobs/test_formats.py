@@ -38,14 +38,16 @@ FORMATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "p31": (TWO_LAYERS | UNTIED | GATED, {}),  # zarr, fully_sharded_bucket_space
     "p32": (TWO_LAYERS | UNTIED, {}),  # zarr, dp_zero_gather_scatter
     "p33": (TWO_LAYERS | GATED, {}),  # zarr, fully_sharded_model_space
+    "p50": ({}, {}),  # fsdp_dtensor, by Megatron-FSDP
+    "p51": (TWO_LAYERS | UNTIED, {}),  # torch_dcp, by torch's FSDP
 }
 
 
 def fits(name: str, layout: Layout) -> bool:
-    """Whether a layout can hold the model, and stock Megatron refuses it: another one than was saved, or zarr."""
+    """Whether a layout can hold the model, and stock Megatron refuses it: another one than was saved, or its format."""
     job = fixture_named(name).job
     written = (job["layout"]["tp"], job["layout"]["pp"])
-    refused = written != (layout.tensor, layout.pipeline) or name.startswith("p3")
+    refused = written != (layout.tensor, layout.pipeline) or name.startswith(("p3", "p5"))
     return refused and job["args"]["num_layers"] % layout.pipeline == 0
 
 

@@ -1,6 +1,6 @@
 """Genuine Megatron-FSDP (`--use-megatron-fsdp`) on CPU ranks resumes what was converted for it, and its own alike.
 
-A job of 3D parallelism resumes what Megatron-FSDP wrote, and a job of Megatron-FSDP what one of 3D parallelism wrote.
+It resumes what jobs of 3D parallelism wrote, too; that they resume what it wrote, `test_formats.py` shows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron_on_cpu import launch
-from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE, assemble
+from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -49,11 +49,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
     plain = {"environment": UNDUMPED, "until": 8}
     fsdp = {**plain, "more": FSDP, "plugins": [RANK_SCRIPTS / "fsdp_on_cpu.py"]}
     found = {name: resume(folder / name, DATA_PARALLEL, run, **fsdp) for name, run in loads.items()}
-    return {
-        **found,
-        "from 3d": online(folder / "from 3d"),
-        "to 3d": resume(folder / "to 3d", Layout(tensor=2, pipeline=2, ranks=4), own, until=8),
-    }
+    return {**found, "from 3d": online(folder / "from 3d")}
 
 
 def online(folder: Path) -> Job:
@@ -74,20 +70,11 @@ def test_it_resumes_what_was_converted_as_its_own(resumed: dict[str, Job]) -> No
     assert resumed["back"].losses == own
 
 
-@pytest.mark.parametrize(("name", "fixture"), [("to 3d", "p50"), ("from 3d", "p10")])
-def test_training_goes_on_in_the_other_world(resumed: dict[str, Job], name: str, fixture: str) -> None:
+def test_training_goes_on_in_the_other_world(resumed: dict[str, Job]) -> None:
     """With the losses of the job that was not interrupted, but for the order of its sums."""
-    record = fixture_named(fixture).job["losses"]
+    record = fixture_named(ONLINE[-1]).job["losses"]
     expected = {one["iteration"]: one["loss"]["lm loss"] for one in record if one["iteration"] > 4}
-    assert resumed[name].losses == pytest.approx(expected, abs=2e-4)
-
-
-def test_a_job_of_3d_parallelism_has_every_bit_of_it(resumed: dict[str, Job]) -> None:
-    """Weights, masters and moments of the live job equal those of the job that wrote; stock finds no tensor in it."""
-    job = resumed["to 3d"]
-    assert differing(fixture_named("p50").truth, assemble(job.at_load)) == []
-    (summary,) = [line for line in job.said if "optimizer resumed" in line]
-    assert "from TP1 x PP1 x DP4 as TP2 x PP2 x DP1: fsdp_dtensor" in summary
+    assert resumed["from 3d"].losses == pytest.approx(expected, abs=2e-4)
 
 
 def told(job: Job, name: str) -> dict[str, Any]:

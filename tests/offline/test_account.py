@@ -72,8 +72,8 @@ def add_to_legacy(folder: Path) -> None:
 ADDING = {"torch_dist": add_to_torch_dist, "zarr": add_to_zarr, "torch": add_to_legacy}
 
 
-# Of p50's format see test_fsdp.py.
-READ = [name for name in FIXTURES if name[:3] != "p50"]
+# Of the formats of p50 and p51 see test_fsdp.py and test_torch_dcp.py.
+READ = [name for name in FIXTURES if name[:3] not in ("p50", "p51")]
 
 
 @pytest.fixture(params=READ)

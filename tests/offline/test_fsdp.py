@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,18 +219,3 @@ def test_names() -> None:
     assert parameter_of(f"module.{further}", job) == Stored(expected, None)
     with pytest.raises(UnsupportedCheckpointError, match="further tokens"):
         names.of(expected)
-
-
-def torch_dcp(folder: Path) -> Path:
-    """As `--use-torch-fsdp2` saves it: the same, but without wrappers in the names."""
-    state = {"model": {"decoder.final_layernorm.weight": torch.ones(2)}, "args": Namespace(), "iteration": 4}
-    dcp.save(state, checkpoint_id=folder, no_dist=True)
-    return folder
-
-
-def test_torch_dcp_is_refused_by_name(tmp_path: Path) -> None:
-    """It is not taken for Megatron-FSDP's."""
-    folder = torch_dcp(tmp_path / "iter_0000004")
-    for read in (open_checkpoint, verify):
-        with pytest.raises(UnsupportedCheckpointError, match="format is not read.*torch_dcp"):
-            read(folder)

@@ -1,0 +1,93 @@
+"""What `fsdp_dtensor` and `torch_dcp` share: torch's own distributed checkpoint, its keys flattened as torch does.
+
+Every entry of a dict is an object or an array of its own, under the path to it. Here the index is read as that of a
+`torch_dist` checkpoint would be.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, RERUN_STATE, UNKNOWN, Unread, joined, of_the_job
+from mcore_ckpt_ext.model_space.names import ShardedKey
+from mcore_ckpt_ext.optimizers.table import format_name
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, read_index
+
+MODEL = "model."
+RANDOM_STATE = "rng_state."
+
+
+class FlattenedCheckpoint(TorchDistCheckpoint):
+    """One iteration folder of torch's distributed checkpoint, as Megatron writes it without its own."""
+
+    @cached_property
+    @override
+    def stored_index(self) -> DcpIndex:
+        return read_index(self.folder)
+
+    @override
+    def _read_common(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key in self.stored_index.objects:
+            first, *rest = key.split(".")
+            if first in COMMON_KEYS and len(rest) <= 1:
+                value = self._stored_object(key)
+                if rest:
+                    found.setdefault(first, {})[rest[0]] = value
+                else:
+                    found[first] = value
+        return found
+
+    def _stored_object(self, key: str) -> Any:
+        return self._archived(self.stored_index.objects[key], key)
+
+    @override
+    def _unwrapped(self, loaded: Any, where: str) -> Any:
+        return loaded
+
+    @cached_property
+    @override
+    def stored_optimizer_format(self) -> str | None:
+        return format_name(self._optimizer_keys)
+
+    @cached_property
+    @override
+    def _keeps_nothing(self) -> bool:
+        return False
+
+    @override
+    def unread(self, *, objects: bool = True) -> list[Unread]:
+        return joined(self._left_over())
+
+    def _left_over(self) -> Iterator[Unread]:
+        index = self.stored_index
+        sizes = {key: place.length for key, place in index.objects.items()}
+        for key, array in index.arrays.items():
+            sizes[key] = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
+        for key, nbytes in sizes.items():
+            if key.split(".")[0] in COMMON_KEYS or self._is_taken(key):
+                continue
+            if key.startswith((RANDOM_STATE, RERUN_STATE)):
+                yield of_the_job(key.partition(".")[0], nbytes)
+            else:
+                yield Unread(key, UNKNOWN if key.startswith("optimizer.") else OTHER, nbytes)
+
+    @abstractmethod
+    def _is_taken(self, key: str) -> bool:
+        """Whether what stands under a stored key is read, or says nothing."""
+
+    @abstractmethod
+    def kind_of(self, key: str) -> str:
+        """The kind of a stored array."""
+
+    @override
+    def sharded_keys(self) -> Mapping[str, ShardedKey]:
+        return Checkpoint.sharded_keys(self)  # as Megatron would have them: here no key stacks layers

@@ -1,0 +1,48 @@
+"""Which of an optimizer's parameter groups holds a parameter, by Megatron's own rule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.model_space.names import VOCABULARY, of_experts
+
+
+def group_that_holds(
+    name: str, shape: tuple[int, ...], groups: Sequence[Mapping[str, Any]], arguments: JobArguments
+) -> int:
+    """The number of the group that a parameter is in (`_get_param_groups`, megatron/core/optimizer/__init__.py).
+
+    Biases and arrays of one axis have no weight decay; experts on ranks of their own, and embeddings with a learning
+    rate of their own, have groups of their own.
+
+    Args:
+        name: of the parameter in model space.
+        shape: its shape.
+        groups: all groups, each once.
+        arguments: of the job that wrote them.
+
+    Raises:
+        UnsupportedCheckpointError: the groups differ otherwise.
+    """
+    decays = float(not name.endswith(".bias") and len(shape) != 1)
+    wanted = {"wd_mult": decays, "is_expert_parallel": of_experts(name), "is_decoupled_lr": name in VOCABULARY}
+    fit = list(range(len(groups)))
+    for setting, value in wanted.items():
+        values = {bool(_setting(group, setting)) for group in groups}
+        if len(values) > 1:
+            fit = [number for number in fit if _setting(groups[number], setting) == value]
+    if len(fit) != 1 or arguments.stated.get("no_weight_decay_cond_type"):
+        raise UnsupportedCheckpointError(
+            "which parameters belong to which parameter group is not known", found=f"{len(fit)} groups that fit",
+            expected="one with and one without weight decay, of dense parameters and of experts", where=name,
+            helps="convert --to torch_dist; or --drop optimizer",
+        )  # fmt: skip
+    return fit[0]
+
+
+def _setting(group: Mapping[str, Any], name: str) -> Any:
+    """A setting of a group; NeMo prefixes the multipliers with `pre_`."""
+    return group.get(name, group.get(f"pre_{name}", False))

@@ -1,0 +1,150 @@
+"""The checkpoint format `torch_dcp`: what a job with `--use-torch-fsdp2` writes, in torch's own distributed checkpoint.
+
+Sources: `save_checkpoint` and `generate_state_dict` (megatron/training/checkpointing.py), `state_dict` of
+`Float16OptimizerWithFloat16Params` and `FP32Optimizer` (megatron/core/optimizer/optimizer.py), core_v0.12.0 to 0.19.2.
+Weights lie under the names of their modules. The optimizer's state has numbers: masters by group and position
+(`fp32_from_fp16_params`, of the parameters of half precision), moments by torch's own ids, which a group's `params`
+lists. A group has its parameters in the order of registration, which is that of the stored model, too; which group a
+parameter is in, Megatron's rule says. Shapes must agree with that, and masters are proven against their weights
+wherever they are used, as in every format.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.flattened import MODEL, FlattenedCheckpoint
+from mcore_ckpt_ext.formats.group_rule import group_that_holds
+from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.layout.local_parameters import model_space_name
+from mcore_ckpt_ext.model_space.names import is_extra_state, is_module_buffer
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray
+
+NAME = "torch_dcp"
+_STATE = "optimizer.state."
+# Around the inner optimizer's own dict there is another one, unless the job trains in fp32.
+_GROUP = re.compile(r"^(?P<inner>optimizer\.(?:optimizer\.)?)param_groups\.(?P<group>\d+)\.(?P<setting>\w+)$")
+_MASTER = re.compile(r"^optimizer\.fp32_from_fp16_params\.(?P<group>\d+)\.(?P<position>\d+)$")
+_MOMENT = re.compile(r"^optimizer\.(?:optimizer\.)?state\.(?P<id>\d+)\.(?P<kind>\w+)$")
+
+
+class TorchDcpCheckpoint(FlattenedCheckpoint):
+    """One iteration folder in `torch_dcp`."""
+
+    format = NAME
+
+    @override
+    def _read_index(self) -> DcpIndex:
+        weights = {name: replace(array, key=name) for name, array in self._weights()}
+        state = dict(self._state(weights)) if self._groups else {}
+        return DcpIndex({**weights, **state}, {}, {}, has_plans=True)
+
+    def _weights(self) -> Iterator[tuple[str, StoredArray]]:
+        """Each weight by its name in model space, in the order of registration."""
+        for key, array in self.stored_index.arrays.items():
+            if key.startswith(MODEL) and not is_extra_state(key):
+                yield model_space_name(key.removeprefix(MODEL), 0, 0, self.arguments), array
+
+    def _state(self, weights: Mapping[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
+        """Masters and moments by the keys that `torch_dist` would have for them."""
+        for name, found in self._owned(weights).items():
+            for kind, array in found.items():
+                if array.shape != weights[name].shape:
+                    raise self._unknown(f"{kind} of shape {array.shape}, a weight of {weights[name].shape}", name)
+                key = f"{_STATE}{kind}.{name}"
+                yield key, replace(array, key=key)
+
+    def _owned(self, weights: Mapping[str, StoredArray]) -> dict[str, dict[str, StoredArray]]:
+        """The optimizer's arrays of each parameter, by kind.
+
+        Raises:
+            UnsupportedCheckpointError: there are more or fewer than parameters.
+        """
+        masters: dict[int, dict[int, StoredArray]] = {}
+        moments: dict[int, dict[str, StoredArray]] = {}
+        for key, array in self.stored_index.arrays.items():
+            if match := _MASTER.match(key):
+                masters.setdefault(int(match["group"]), {})[int(match["position"])] = array
+            elif match := _MOMENT.match(key):
+                moments.setdefault(int(match["id"]), {})[match["kind"]] = array
+        ids = [deque(group.get("params", ())) for group in self._groups]
+        halves = [deque(array for _, array in sorted(masters.get(n, {}).items())) for n in range(len(ids))]
+        found: dict[str, dict[str, StoredArray]] = {}
+        for name, weight in weights.items():
+            if is_module_buffer(name):
+                continue
+            group = group_that_holds(name, weight.shape, self._groups, self.arguments)
+            is_half = weight.dtype != "float32"
+            if not ids[group] or (is_half and not halves[group]):
+                raise self._unknown("no state for it", name)
+            master = {FP32_PARAM: halves[group].popleft()} if is_half else {}
+            found[name] = {**master, **moments.pop(ids[group].popleft(), {})}
+        if left := sum(map(len, [*ids, *halves])) + len(moments):
+            raise self._unknown(f"state of {left} parameters more", "the stored model")
+        return found
+
+    def _unknown(self, found: str, name: str) -> UnsupportedCheckpointError:
+        return UnsupportedCheckpointError(
+            "it cannot be told which of the optimizer's state belongs to which weight", found=found,
+            expected="state for every parameter, group by group, in the order of the stored model",
+            where=f"{name}, {self.folder}", helps="resume it once with Megatron, and save in torch_dist",
+        )  # fmt: skip
+
+    @cached_property
+    def _groups(self) -> Sequence[dict[str, Any]]:
+        """The parameter groups.
+
+        Raises:
+            UnsupportedCheckpointError: one has no step, as torch's own Adam keeps it elsewhere.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        for key in self.stored_index.objects:
+            if match := _GROUP.match(key):
+                found.setdefault(int(match["group"]), {})[match["setting"]] = self._stored_object(key)
+        groups = [group for _, group in sorted(found.items())]
+        if any("betas" in group and "step" not in group for group in groups):
+            raise UnsupportedCheckpointError(
+                "the state of torch's own Adam, which counts its steps beside each parameter, is not read in this "
+                "format", where=str(self.folder), helps="resume it once with Megatron, and save in torch_dist",
+            )  # fmt: skip
+        return groups
+
+    @override
+    def _common_optimizers(self) -> list[dict[Any, Any]]:
+        if not self._groups:
+            return []
+        inner = {"param_groups": list(self._groups)}
+        has_masters = any(_MASTER.match(key) for key in self.stored_index.arrays)
+        return [{"optimizer": inner} if has_masters else inner]
+
+    @override
+    def extra_states(self) -> Mapping[str, Any]:
+        return {
+            model_space_name(key.removeprefix(MODEL), 0, 0, self.arguments): self._stored_object(key)
+            for key in self.stored_index.objects
+            if key.startswith(MODEL) and is_extra_state(key)
+        }
+
+    @override
+    def _is_taken(self, key: str) -> bool:
+        if key in self.stored_index.objects:
+            return bool(_GROUP.match(key)) or (key.startswith(MODEL) and is_extra_state(key))
+        of_optimizer = bool(_MASTER.match(key) or _MOMENT.match(key))
+        return of_optimizer or (key.startswith(MODEL) and not is_extra_state(key))
+
+    @override
+    def kind_of(self, key: str) -> str:
+        if match := _MOMENT.match(key):
+            return match["kind"]
+        if _MASTER.match(key):
+            return FP32_PARAM
+        return WEIGHT if key.startswith(MODEL) else OTHER
