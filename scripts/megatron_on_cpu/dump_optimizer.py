@@ -168,7 +168,18 @@ def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool
 def _sections(local_name: str, parameter: torch.nn.Parameter, config: Any) -> tuple[int, ...]:
     if config.gated_linear_unit and ".linear_fc1." in local_name:
         return (parameter.shape[0] // 2,) * 2
+    if local_name.endswith((".self_attention.in_proj.weight", ".self_attention.conv1d.weight")):
+        return _sections_of_net(config, projected="in_proj" in local_name)
     return tuple(getattr(parameter, "partition_sizes", ()))  # a Mamba mixer's
+
+
+def _sections_of_net(config: Any, *, projected: bool) -> tuple[int, ...]:
+    """Rows of query, key and value of a gated delta net, and where it is projected of z, beta and alpha."""
+    ranks = config.tensor_model_parallel_size
+    keys = config.linear_num_key_heads * config.linear_key_head_dim // ranks
+    values = config.linear_num_value_heads * config.linear_value_head_dim // ranks
+    heads = config.linear_num_value_heads // ranks
+    return (keys, keys, values, *((values, heads, heads) if projected else ()))
 
 
 def names_of_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, dict[str, str]]]:

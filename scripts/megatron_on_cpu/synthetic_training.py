@@ -7,6 +7,7 @@ the genuine optimizer takes it, so a job that resumes exactly goes on exactly, u
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import zlib
@@ -40,6 +41,9 @@ def install() -> None:
         return make_optimizer(config, model_chunks, *more, **options)
 
     training.get_megatron_optimizer = get_megatron_optimizer
+    with contextlib.suppress(ImportError):  # since 0.19; only running a gated delta net needs its kernels
+        nets: Any = [importlib.import_module(f"megatron.core.ssm.gated_delta_net.{name}") for name in ("common", "gdn")]
+        nets[0].HAVE_FLA, nets[1].chunk_gated_delta_rule = True, _passes
     training.get_forward_backward_func = lambda *_, **__: _passes
 
 

@@ -36,6 +36,10 @@ BLOCKWISE = [*LLAMA, "--fp8-format", "e4m3", "--fp8-recipe", "blockwise"]
 MICROSCALED = [*GROUPED, "--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
 GATHERED = [*TENSORWISE, "--fp8-param-gather"]
 FIRST_SCALE = [*DELAYED, "--fp8-param-gather"]
+# Two layers of gated delta nets, each before one of gated attention; the norms are stored less 1.
+NETS = [*LLAMA, "--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "2"]
+NETS += ["--linear-num-key-heads", "2", "--linear-num-value-heads", "4", "--linear-key-head-dim", "8"]
+NETS += ["--linear-value-head-dim", "8", "--attention-output-gate", "--qk-layernorm", "--apply-layernorm-1p"]
 SQUARE, LONG, WIDE = Layout(2, 2, 4), Layout(1, 2, 4), Layout(2, 1, 4)
 SPREAD = experts_over(1, 2, 4, 2)
 
@@ -61,6 +65,7 @@ SAVES = {
     "microscaled": (SPREAD, [*MICROSCALED, *ENGINE]),
     "gathered": (SQUARE, [*GATHERED, *ENGINE]),
     "first scale": (SQUARE, [*FIRST_SCALE, *ENGINE]),
+    "nets": (SQUARE, [*NETS, *ENGINE]),
     "local": (SQUARE, [*LLAMA, *_EXACT]),
     "local experts": (SPREAD, [*GATED_EXPERTS, *_EXACT]),
     "local latent": (SQUARE, [*LATENT, *_EXACT]),
@@ -81,6 +86,7 @@ RESUMES = {
     "tensorwise, TP1": Resumed("tensorwise", LONG, TENSORWISE),
     "blockwise, TP1": Resumed("blockwise", LONG, BLOCKWISE),
     "microscaled, EP4": Resumed("microscaled", experts_over(1, 1, 4, 4), MICROSCALED),
+    "nets, TP1": Resumed("nets", LONG, NETS),
     "to the local spec": Resumed("dense", LONG, LLAMA, tuple(_EXACT)),
     "from the local spec": Resumed("local", LONG, LLAMA),
     "grouped, to the local spec": Resumed("grouped", experts_over(1, 2, 4, 2), GATED_EXPERTS, tuple(_EXACT)),
