@@ -78,6 +78,7 @@ class Rule:
         where: in which models and layers.
         keeps_dtype: `--dtype` leaves it as it is.
         pieces: where the parameter is stored in several, what the tensor consists of; `rows` does not count then.
+        swapped: each row begins with the second half of Megatron's.
     """
 
     hugging_face: str
@@ -86,6 +87,7 @@ class Rule:
     where: Condition = always
     keeps_dtype: bool = False
     pieces: Callable[[ModelArguments], Sequence[Piece]] | None = None
+    swapped: bool = False
 
 
 @dataclass(frozen=True)
@@ -275,6 +277,8 @@ class Family:
         regions = tuple(
             Region(name + end, (start, *(0 for _ in inner)), (count, *inner)) for end, start, count in pieces
         )
+        if rule.swapped:
+            regions = tuple(half for region in regions for half in _halves_swapped(region))
         rows = sum(count for _, _, count in pieces)
         turned = rule.rows.transposed
         return HuggingFaceTensor(
@@ -282,6 +286,12 @@ class Family:
             (*inner, rows) if turned else (rows, *inner), regions, turned, rule.rows.interleaved, rule.rows.shift,
             rule.keeps_dtype,
         )  # fmt: skip
+
+
+def _halves_swapped(region: Region) -> Iterator[Region]:
+    """Of each row of a matrix the second half, then the first."""
+    rows, half = range(region.offsets[0], region.offsets[0] + region.sizes[0]), region.sizes[1] // 2
+    return (Region(region.name, (row, start), (1, half)) for row in rows for start in (half, 0))
 
 
 def _places(rule: Rule, arguments: ModelArguments) -> Iterator[tuple[int, _Places]]:
@@ -313,14 +323,16 @@ def parameter_shapes(tensors: Sequence[HuggingFaceTensor]) -> Mapping[str, tuple
     Raises:
         UnsupportedCheckpointError: rows of a parameter are left out, or taken twice.
     """
-    spans: dict[str, list[tuple[int, int]]] = {}
+    spans: dict[tuple[str, tuple[int, ...]], list[tuple[int, int]]] = {}
     inner: dict[str, tuple[int, ...]] = {}
     for tensor in tensors:
         for region in tensor.regions:
-            spans.setdefault(region.name, []).append((region.offsets[0], region.sizes[0]))
-            inner[region.name] = region.sizes[1:]
-    shapes = {}
-    for name, found in spans.items():
+            name, behind = region.name, region.offsets[1:]
+            spans.setdefault((name, behind), []).append((region.offsets[0], region.sizes[0]))
+            ends = tuple(offset + size for offset, size in zip(behind, region.sizes[1:], strict=True))
+            inner[name] = max(ends, inner.get(name, ends))
+    shapes: dict[str, tuple[int, ...]] = {}
+    for (name, _), found in spans.items():
         end = 0
         for start, count in sorted(found):
             if start != end:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 from typing_extensions import override
@@ -10,8 +12,10 @@ from typing_extensions import override
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import full_attention, llama_like
-from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Needs
+from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.settings import Both, Config, Needs
+
+_SAID = "num_nextn_predict_layers"
 
 
 class Qwen2(Family):
@@ -28,16 +32,54 @@ class Qwen2(Family):
     )
 
 
-class MiMo(Qwen2):
-    """The code of Qwen2, which its folders bring along under this name; transformers has no such class.
+_FURTHER = {
+    "token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
+    "final_layernorm": "final_layernorm",
+}  # fmt: skip
+_OF_FURTHER = re.compile(r"model\.mtp_layers\.(\d+)\.")
 
-    Its layers that predict further tokens are left out: what they project comes in the other order than Megatron's.
+
+def _further_tokens() -> tuple[Rule, ...]:
+    """Its layers that predict further tokens, which project the hidden state before the embedding, Megatron after it.
+
+    Source: models/mimo/mimo_bridge.py of Megatron-Bridge (commit 067f987d).
     """
+    ours, theirs = "mtp.layers.{step}", "model.mtp_layers.{step}"
+    return (
+        *(Rule(f"{theirs}.{one}.weight", f"{ours}.{other}.weight", swapped=one == "input_proj")
+          for one, other in _FURTHER.items()),
+        *(replace(
+            rule, hugging_face=rule.hugging_face.replace("model.layers.{layer}", theirs),
+            megatron=rule.megatron.replace("decoder.layers.{layer}", f"{ours}.transformer_layer"),
+        ) for rule in Qwen2.rules if "{layer}" in rule.hugging_face),
+    )  # fmt: skip
+
+
+class MiMo(Qwen2):
+    """The code of Qwen2, which its folders bring along under this name; transformers has no such class."""
 
     model_type = "mimo"
     architecture = "MiMoForCausalLM"
-    without_effect = (*Qwen2.without_effect, "num_nextn_predict_layers", "attention_bias")
-    left_out: ClassVar[Sequence[str]] = (*Qwen2.left_out, r"^model\.mtp_layers\.")
+    without_effect = (*Qwen2.without_effect, "attention_bias")
+    megatron_left_out: ClassVar[Sequence[str]] = (r"\.local_tokens_per_expert$",)
+    rules = (*Qwen2.rules, *_further_tokens())
+    settings = (
+        *Qwen2.settings,
+        Both(
+            (_SAID,),
+            lambda arguments: {_SAID: arguments.mtp_num_layers or 0},
+            lambda config: {"mtp_num_layers": config.get(_SAID) or None},
+        ),
+    )
+
+    @override
+    def further_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
+        return len({match[1] for name in names if (match := _OF_FURTHER.match(name))})
+
+    @override
+    def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
+        left = set() if arguments.mtp_num_layers else {name for name in names if _OF_FURTHER.match(name)}
+        return super().without_place(names, arguments, config) | left
 
     @override
     def rather_another(self, arguments: ModelArguments) -> list[str]:

@@ -305,6 +305,45 @@ def test_the_one_layer_that_predicts_a_further_token(models: dict[str, Path], tm
     assert_same_tensors(tmp_path / "model", tmp_path / "back")
 
 
+# Its mapping of MiMo's (models/mimo/mimo_bridge.py, the same commit), which also exchanges the halves of `input_proj`.
+MIMO_BY_BRIDGE = {
+    "token_layernorm": "enorm", "hidden_layernorm": "hnorm", "final_layernorm": "final_layernorm",
+    "self_attn.o_proj": "transformer_layer.self_attention.linear_proj",
+    "mlp.down_proj": "transformer_layer.mlp.linear_fc2",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("spec", LAYER_SPECS)
+def test_the_layers_of_mimo_that_predict_further_tokens(
+    spec: LayerSpec, models: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(models["qwen2"], tmp_path / "model")
+    config, stored = json.loads((tmp_path / "model" / "config.json").read_text()), tensors(tmp_path / "model")
+    said = {**config, "model_type": "mimo", "num_nextn_predict_layers": 1}
+    (tmp_path / "model" / "config.json").write_text(json.dumps(said))
+    hidden = stored["model.norm.weight"].shape[0]
+    theirs = "model.mtp_layers.0."
+    layer = {
+        name.replace("model.layers.1.", theirs): tensor + 1 for name, tensor in stored.items() if "layers.1." in name
+    }
+    norms = {f"{theirs}{name}.weight": torch.randn(hidden) for name in MIMO_BY_BRIDGE if "." not in name}
+    projection = torch.randn(hidden, 2 * hidden)
+    further = {**layer, **norms, f"{theirs}input_proj.weight": projection}
+    save_file({**stored, **further}, tmp_path / "model" / "model.safetensors", {"format": "pt"})
+    report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", torch_dist("mimo", spec))
+    assert any("--mtp-num-layers 1" in note for note in report.notes)
+    checkpoint = mcore_ckpt_ext.open_checkpoint(tmp_path / "run")
+    for one, other in MIMO_BY_BRIDGE.items():
+        found = checkpoint.tensor("weight", f"mtp.layers.0.{other}.weight").read()
+        assert torch.equal(found, further[f"{theirs}{one}.weight"]), other
+    hidden_first = torch.cat(projection.chunk(2, dim=1)[::-1], dim=1)
+    assert torch.equal(checkpoint.tensor("weight", "mtp.layers.0.eh_proj.weight").read(), hidden_first)
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    assert_same_tensors(tmp_path / "model", tmp_path / "back")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    assert compare(tmp_path / "run", tmp_path / "model").equal
+
+
 def test_numbers_that_are_stored_less_one_are_rounded_once(tmp_path: Path) -> None:
     """In bf16 what is below a half loses bits less 1; it comes back within half a step near 1, and the rest exactly."""
     make("qwen3_next", tmp_path / "model", torch.bfloat16)
