@@ -34,6 +34,7 @@ from mcore_ckpt_ext.transfer import DEFAULT_WORKERS, Transfer, read_slice
 
 SCHEMA = 3
 KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
+_Where = str | os.PathLike[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +221,7 @@ def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
     return all(kind in side.kinds for side in sides) or any(kind in side.checkpoint.carried_kinds() for side in sides)
 
 
-def _sides(
-    a: str | os.PathLike[str],
-    b: str | os.PathLike[str],
-    family: str | None,
-    facts: Facts,
-    weights: str | os.PathLike[str] | None,
-) -> tuple[_Side, _Side]:
+def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Where | None) -> tuple[_Side, _Side]:
     """Both checkpoints, a Hugging Face folder with the vocabulary of the other, B under the names of A's layer spec."""
     of_family = family_named(family) if family else None
     opened = open_both((a, b), of_family, facts, weights)
