@@ -1,7 +1,8 @@
-"""Megatron-Bridge: its genuine `save_checkpoint` and `load_checkpoint` (0.3.1 from PyPI), beside the installed Core."""
+"""Megatron-Bridge from PyPI: its genuine `save_checkpoint`, `load_checkpoint` and `AutoBridge`."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,13 @@ from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
-from mcore_ckpt_ext.targets import TorchDist
+from mcore_ckpt_ext.targets import HuggingFace, TorchDist
+from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
 from tests.harness.packages import installed_beside
 from tests.harness.programs import Programs
 
-BRIDGE = "0.3.1"
+BRIDGE = os.environ.get("BRIDGE_VERSION", "0.6.2")
 
 
 @pytest.fixture(scope="module")
@@ -31,8 +33,17 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found.add("dense, on one stage", script, packages, 4, 1, dense, "none")
     found.add("experts", script, packages, 1, 2, "none", experts, "experts")
     found.add("experts, loaded", script, packages, 2, 1, experts, "none", "experts")
+    imports, source = RANK_SCRIPTS / "bridge_import.py", _hugging_face(found.folder)
+    imported = found.place("imported")
+    found.add("imported", imports, packages, 2, 2, source, "none", imported)
+    found.add("imported, loaded", imports, packages, 1, 4, source, imported, "none")
     found.run()
     return found
+
+
+def _hugging_face(folder: Path) -> Path:
+    convert(fixture_named("p02").run, folder / "llama", HuggingFace(vocab_size=256))
+    return folder / "llama"
 
 
 def test_stock_refuses(ran: Programs) -> None:
@@ -59,3 +70,13 @@ def test_offline(ran: Programs, tmp_path: Path) -> None:
     convert(tmp_path / "megatron", tmp_path / "bridge", TorchDist(loop="bridge"))
     assert compare(run, tmp_path / "bridge").equal
     assert str(open_checkpoint(ran.place("experts")).layout) == "TP1 x PP2 x DP2"
+
+
+def test_weights_that_bridge_imported(ran: Programs, tmp_path: Path) -> None:
+    """`AutoBridge` and this package take a Hugging Face folder for the same model, and its job resumes."""
+    source, run = ran.folder / "llama", ran.place("imported")
+    assert verify(run).sound
+    assert compare(source, run).equal
+    assert_same_optimizer(ran.dump("imported"), ran.dump("imported, loaded"))
+    convert(run, tmp_path / "exported", HuggingFace(vocab_size=256))
+    assert compare(source, tmp_path / "exported").equal

@@ -1,0 +1,43 @@
+"""Megatron-Bridge's genuine `AutoBridge` takes a Hugging Face folder into a model; its loop saves it, or resumes.
+
+argv: the folder that megatron-bridge is installed in, tensor and pipeline parallel size, the Hugging Face folder, the
+run folder to load or "none", and the run folder to save or "none".
+"""
+
+import sys
+from typing import Any
+
+import bridge_packages
+import core_model
+import torch
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import Float16Module
+
+packages, tensor, pipeline, source, *places = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:7]
+bridge_packages.find(packages)
+
+from megatron.bridge import AutoBridge  # noqa: E402
+
+core_model.start(core_model.Layout(tensor=tensor, pipeline=pipeline))
+bridge = AutoBridge.from_hf_pretrained(source)
+provider = bridge.to_megatron_provider(load_weights=False)
+provider.tensor_model_parallel_size, provider.pipeline_model_parallel_size = tensor, pipeline
+provider.pipeline_dtype = provider.params_dtype = torch.bfloat16
+provider.bf16, provider.use_cpu_initialization, provider.gradient_accumulation_fusion = True, True, False
+provider.apply_rope_fusion = provider.bias_activation_fusion = provider.masked_softmax_fusion = False
+provider.persist_layer_norm = provider.cross_entropy_loss_fusion = False
+provider.transformer_layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
+provider.finalize()
+model = provider.provide()
+bridge.load_hf_weights([model])
+buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+wrapped: Any = DistributedDataParallel(provider, buffers, Float16Module(provider, model))
+settings = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, bf16=True, use_distributed_optimizer=True)
+optimizer = get_megatron_optimizer(settings, [wrapped])
+wrapped.zero_grad_buffer()
+optimizer.step()  # which changes no weight, since nothing has a gradient
+bridge_packages.run(provider, wrapped, optimizer, *places)
