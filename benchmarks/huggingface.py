@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
-from conversion import copy
 from safetensors.torch import save_file
 
-_MEASURED = """
+MEASURED = """
 import json, os, pathlib, sys, time
 {imports}
 def memory(which):
@@ -37,7 +38,7 @@ seconds = time.monotonic() - begun
 print(json.dumps({{"seconds": seconds, "memory": memory("VmHWM") - before}}))
 """
 
-OURS = _MEASURED.format(
+OURS = MEASURED.format(
     imports="""
 import torch, mcore_ckpt_ext
 from mcore_ckpt_ext.offline import conversion
@@ -46,7 +47,7 @@ from mcore_ckpt_ext.targets import TARGETS
     work="mcore_ckpt_ext.convert(source, destination, TARGETS[sys.argv[3]]())",
 )
 # What such scripts do: all arrays by name into memory, then layer by layer under the other names.
-SCRIPT = _MEASURED.format(
+SCRIPT = MEASURED.format(
     imports="""
 import torch
 import torch.distributed.checkpoint as dcp
@@ -139,6 +140,17 @@ def make(folder: Path, *, layers: int, hidden: int, feed_forward: int, vocabular
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return total
+
+
+def copy(source: Path, destination: Path) -> float:
+    """Seconds for `cp` of a folder and a flush of every file."""
+    begun = time.monotonic()
+    subprocess.run(["cp", "-r", str(source), str(destination)], check=True)
+    for path in destination.rglob("*"):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    return time.monotonic() - begun
 
 
 def measured(program: str, source: Path, destination: Path, *more: str) -> dict[str, float]:
