@@ -55,16 +55,25 @@ def run_config(family: Family, arguments: ModelArguments) -> str:
 
 def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
     """The section `model`: its class, and the fields of that; the layout is one rank's."""
-    names = list(_SAME) + list(_EXPERTS if arguments.num_experts else ())
-    provider = "gpt_provider.GPTModelProvider"
-    if arguments.multi_latent_attention:
-        provider, names = "mla_provider.MLAModelProvider", [*names, *_LATENT]
-    model = {name: arguments.value(name) for name in names}
+    of_all = "mla_provider.MLAModelProvider" if arguments.multi_latent_attention else "gpt_provider.GPTModelProvider"
+    model = {
+        **model_fields(arguments),
+        "_target_": f"megatron.bridge.models.{family.bridge_provider or of_all}",
+        "_call_": True,
+        **family.bridge_fields(arguments),
+    }
+    if family.bridge_provider:
+        del model["activation_func"]  # the family's own
+    return {name: value for name, value in model.items() if name not in family.bridge_lacks}
+
+
+def model_fields(arguments: ModelArguments) -> dict[str, Any]:
+    """The fields of a model, of whatever class it may be; the layout is one rank's."""
+    experts, latent = _EXPERTS if arguments.num_experts else (), _LATENT if arguments.multi_latent_attention else ()
+    model = {name: arguments.value(name) for name in (*_SAME, *experts, *latent)}
     if arguments.position_embedding_type == "yarn":
         model |= {name: arguments.value(ours) for name, ours in _YARN.items()}
-    model |= {
-        "_target_": f"megatron.bridge.models.{family.bridge_provider or provider}",
-        "_call_": True,
+    return model | {
         "activation_func": _named(_activation(arguments)),
         "gated_linear_unit": is_gated(arguments),
         "share_embeddings_and_output_weights": not arguments.untie_embeddings_and_output_weights,
@@ -80,11 +89,7 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
         "params_dtype": _named(str(arguments.job.params_dtype)),
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
-        **family.bridge_fields(arguments),
     }
-    if family.bridge_provider:
-        del model["activation_func"]  # the family's own
-    return {name: value for name, value in model.items() if name not in family.bridge_lacks}
 
 
 def _activation(arguments: ModelArguments) -> str:

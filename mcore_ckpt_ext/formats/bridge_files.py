@@ -13,7 +13,7 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.families.arguments import complete
-from mcore_ckpt_ext.families.bridge import bridge_model
+from mcore_ckpt_ext.families.bridge import bridge_model, model_fields
 from mcore_ckpt_ext.families.recognition import family_of_megatron
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import run_config_of
@@ -61,15 +61,23 @@ def _content(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], list[str]]:
         kept, emptied = harmless(found)
         return kept, [f"left out of {RUN_CONFIG}: {place}, which Megatron-Bridge would run" for place in emptied]
     tokenizer = {"tokenizer": {"vocab_size": checkpoint.tokens}} if checkpoint.tokens else {}
+    rows = {"vocab_size": checkpoint.vocabulary_rows, "should_pad_vocab": False}
+    section: dict[str, Any] = {}
     try:
         model = complete(checkpoint.arguments)
+        stated = checkpoint.arguments
+        # What only some description tells of is not filled up with defaults.
+        section = {
+            name: value for name, value in model_fields(model).items() if stated.tells_all or stated.is_known(name)
+        }
         fit = family_of_megatron(model, checkpoint.names(WEIGHT))
-    except CheckpointError:
-        without = f"{RUN_CONFIG} names no model class, for the model belongs to no family that is known here: "
-        return {"model": {}, **tokenizer}, [f"{without}training resumes, but AutoBridge cannot export it"]
-    section = bridge_model(fit.family, fit.arguments)
-    rows = {"vocab_size": checkpoint.vocabulary_rows, "should_pad_vocab": False}
-    return {"model": {**section, **rows}, **tokenizer}, []
+    except CheckpointError as error:
+        without = f"{RUN_CONFIG} names no model class, for the model belongs to no family that is known here"
+        notes = [f"{without}: training resumes, but AutoBridge cannot export it"]
+        if not section:
+            return {"model": {}, **tokenizer}, [*notes, f"{RUN_CONFIG} says nothing of the model: {error}"]
+        return {"model": {**section, **rows}, **tokenizer}, notes
+    return {"model": {**bridge_model(fit.family, fit.arguments), **rows}, **tokenizer}, []
 
 
 def train_state(checkpoint: Checkpoint) -> bytes:

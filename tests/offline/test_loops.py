@@ -229,6 +229,19 @@ def test_of_megatrons_own_checkpoint(tmp_path: Path) -> None:
     assert_bridge_resumes(tmp_path / "llama")
     report = convert(fixture_named("p22").run, tmp_path / "other", TorchDist(loop="bridge"))
     assert any("AutoBridge cannot export it" in note for note in report.notes)
+    assert not [
+        note for note in convert(tmp_path / "other", tmp_path / "back", TorchDist()).notes if "nothing tells" in note
+    ]
+    kept, of_source = open_checkpoint(tmp_path / "back").arguments, open_checkpoint(fixture_named("p22").run).arguments
+    for name in (
+        "num_attention_heads",
+        "num_query_groups",
+        "num_experts",
+        "moe_ffn_hidden_size",
+        "swiglu",
+        "normalization",
+    ):
+        assert kept.value(name) == of_source.value(name), name
 
 
 def test_what_was_written_for_bridge_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
