@@ -8,6 +8,7 @@ the twin as `fully_reshardable`, which takes several times the memory). Then job
 
     stock      Megatron's own load, unchanged layout, without this package
     fast       `--ckpt-ext-load fast`, unchanged layout
+    once       the same with `--ckpt-ext-read-once`
     moved      TP2 x PP2: this package alone can (`auto`)
     twin       TP2 x PP2 from the `fully_reshardable` twin: Megatron's only way
     cold stock, cold fast      the same, after the page cache has forgotten the checkpoint, for the bound, too
@@ -58,6 +59,7 @@ class Way:
 WAYS = {
     "stock": Way("saved", 1, 4, {"MCORE_CKPT_EXT": "0"}),
     "fast": Way("saved", 1, 4, {"MCORE_CKPT_EXT_LOAD": "fast"}),
+    "once": Way("saved", 1, 4, {"MCORE_CKPT_EXT_LOAD": "fast", "MCORE_CKPT_EXT_READ_ONCE": "1"}),
     "moved": Way("saved", 2, 2, {"MCORE_CKPT_EXT_LOAD": "auto"}),
     "twin": Way("twin", 2, 2, {"MCORE_CKPT_EXT": "0"}),
     "cold stock": Way("saved", 1, 4, {"MCORE_CKPT_EXT": "0"}, cold=True),

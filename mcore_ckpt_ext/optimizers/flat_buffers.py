@@ -238,6 +238,11 @@ class FlatBuffers(OptimizerState):
             found.setdefault(group.rank, []).append(group)
         return found
 
+    @cached_property
+    def _last_child(self) -> int:
+        """The number of the last chained optimizer."""
+        return max(child for child, _ in self._arrays)
+
     def _group(self, child: int, index: int) -> OptimizerGroup:
         """The group of a chained optimizer and `dp_group_idx`, by the rules of `get_megatron_optimizer`.
 
@@ -249,7 +254,7 @@ class FlatBuffers(OptimizerState):
         layout = self.models.layout
         first_chunk_apart = bool(self.models.arguments.overlap_param_gather_with_optimizer_step)
         stages = range(layout.virtual_pipeline)
-        if self.models.experts_apart and child == max(number for number, _ in self._arrays):
+        if self.models.experts_apart and child == self._last_child:
             rest, tensor = divmod(index, layout.expert_tensor)
             if self.models.arguments.lacks("expert_tensor_parallel_size"):
                 expert, pipeline = divmod(rest, layout.pipeline)
