@@ -26,7 +26,7 @@ from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import OFF, RANK_SCRIPTS, TIME_LIMIT, Job, differing, resume
 from tests.harness.layouts import Layout
 
-DATA_PARALLEL = Layout(tensor=1, pipeline=1, ranks=4)
+DATA_PARALLEL, BOTH = Layout(tensor=1, pipeline=1, ranks=4), Layout(tensor=2, pipeline=1, ranks=4)
 LAST_LEARNING_RATE = 0.0009816326530612245  # of the fourth step
 FSDP = [
     "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params", "--ckpt-format", "fsdp_dtensor",
@@ -53,11 +53,14 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
 
 
 def online(folder: Path) -> Job:
-    """A job of Megatron-FSDP that loads what jobs of 3D parallelism wrote, and goes on from the last of them."""
+    """A job of Megatron-FSDP that loads what jobs of 3D parallelism wrote, and goes on from the last of them.
+
+    It has tensor parallelism, too: norms and biases are on two ranks each.
+    """
     folder.mkdir()
     (folder / "order.json").write_text(json.dumps([(name, str(fixture_named(name).run)) for name in ONLINE]))
     return resume(
-        folder, DATA_PARALLEL, None, until=8, more=FSDP[:-1],
+        folder, BOTH, None, until=8, more=FSDP[:-1],
         environment={MOMENTS_VARIABLE: "never", "TEST_LOADS": str(folder / "order.json")},
         plugins=[RANK_SCRIPTS / "fsdp_on_cpu.py", RANK_SCRIPTS / "fsdp_loads.py"],
     )  # fmt: skip
@@ -108,7 +111,7 @@ def test_what_does_not_fit_is_refused_on_all_ranks(resumed: dict[str, Job]) -> N
 def test_one_line_says_what_was_resumed(resumed: dict[str, Job]) -> None:
     assert [line.partition(" s; ")[0].rpartition(", ")[0] for line in resumed["from 3d"].said] == [
         "[rank 0] [mcore_ckpt_ext] model and optimizer resumed from TP1 x PP4 x DP2 by Megatron-FSDP: "
-        f"{form}, 0.7 MB read, 56,000 masters proven equal to their weights"
+        f"{form}, 0.7 MB read, 57,856 masters proven equal to their weights"
         for form in ("torch, legacy_torch", "torch_dist, fully_reshardable", "torch_dist, dp_reshardable")
     ]
 

@@ -31,6 +31,7 @@ LAYOUT, OTHER = Layout(1, 2, 4), Layout(2, 1, 4)
 MUON = ("--optimizer", "muon")
 LAYER_WISE = (*MUON, "--use-distributed-optimizer")
 LION = ("--optimizer", "lion")
+SOAP, ADAPTIVE = ("--optimizer", "soap"), ("--optimizer", "adaptive_muon")
 # What Muon does not step is Lion's, not Adam's.
 WITH_LION = (*MUON, "--muon-scalar-optimizer", "lion")
 # Adam's or Lion's part in a DistributedOptimizer of its own.
@@ -66,7 +67,10 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         Turn(folder / "from Adam to Muon", LAYOUT, optimizer=MUON, load=adam),
         Turn(folder / "from Muon to Adam", LAYOUT, load=stocks),
         Turn(folder / "from Lion to Adam", LAYOUT, more=LLAMA, optimizer=LAYER_WISE, load=beside, environment=SPLIT),
-        Turn(folder / "from Adam to SOAP", LAYOUT, optimizer=("--optimizer", "soap"), load=adam),
+        Turn(folder / "from Adam to SOAP", LAYOUT, optimizer=SOAP, load=adam),
+        Turn(folder / "from Adam to adaptive Muon", LAYOUT, optimizer=ADAPTIVE, load=adam),
+        Turn(folder / "SOAP saves", LAYOUT, optimizer=SOAP, saves=True, until=SAVED),
+        Turn(folder / "adaptive Muon steps", LAYOUT, optimizer=ADAPTIVE, until=1),
     ]  # fmt: skip
     plugins = [] if request.param else [RANK_SCRIPTS / "model_by_function.py"]  # as a checkout's own script does
     return run_in_turn(folder, turns, plugins, of_checkout=request.param)
@@ -152,6 +156,7 @@ def test_versions_that_share_the_optimizer_out_differently(
         ("from Muon to Adam", "momentum_buffer of this parameter", "exp_avg and exp_avg_sq"),
         ("from Lion to Adam", "exp_avg of this parameter", "exp_avg and exp_avg_sq"),
         ("from Adam to SOAP", "--optimizer adam", "--optimizer soap"),
+        ("from Adam to adaptive Muon", "--optimizer adam", "--optimizer adaptive_muon"),
     ],
 )
 def test_another_kind_of_optimizer_is_refused_on_all_ranks(
@@ -167,6 +172,21 @@ def test_another_kind_of_optimizer_is_refused_on_all_ranks(
     for rank in range(4):
         assert f"[rank {rank}] mcore_ckpt_ext.errors.ResumeRefusedError: " in result.output
     assert "the optimizer is untouched" in result.output
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("SOAP saves", "does not match model shape"),
+        ("adaptive Muon steps", "'TensorParallelAdaptiveMuon' object has no attribute 'scale_mode'"),
+    ],
+)
+def test_what_stock_cannot_do_by_itself(name: str, reason: str, results: Results) -> None:
+    """There are no such checkpoints to serve. Once this fails, there are: the documentation's table says so."""
+    if results.of_checkout:
+        pytest.skip("told of the installed Megatron, and of emerging-optimizers 0.3.0")
+    assert results[name].returncode != 0
+    assert reason in results[name].output
 
 
 def assert_resumed(saved: Job, resumed: Job, moments: set[str]) -> None:
