@@ -17,6 +17,7 @@ from mcore_ckpt_ext.formats.description import (
     ARGUMENTS,
     Description,
     completed,
+    contradicting,
     described,
     refuse_facts,
     stated_by_megatron,
@@ -83,7 +84,7 @@ class DescribedCheckpoint(Checkpoint):
         """
         own = self._stated_by_megatron
         if own is not None and own.tells_all:
-            return Description(own)
+            return Description(own, problems=contradicting(own, self.folder))
         found = described(self.reader, own, self.sidecar, self._facts)
         if self._lender is not None:
             found = found.with_model(told_of_the_model(self._lender))

@@ -39,6 +39,8 @@ _RECORDED = {
     "world": "world_size",
 }  # fmt: skip
 
+_COMPARED = (*_RECORDED.values(), "num_layers", "hidden_size", "num_attention_heads", "num_query_groups", "num_experts")
+
 
 @dataclass(frozen=True)
 class Description:
@@ -87,6 +89,18 @@ def described(reader: FolderReader, own: JobArguments | None, sidecar: Sidecar |
     stated = {**description.arguments.stated, **counted, **recorded, **facts.stated()}
     told = (*description.problems, *problems)
     return replace(description, arguments=_partial(stated, folder, told), problems=told)
+
+
+def contradicting(own: JobArguments, folder: Path) -> tuple[str, ...]:
+    """What a file beside a checkpoint says otherwise than Megatron's arguments in it, which count."""
+    found = next((one for looks in _READERS if (one := looks(folder)) is not None), None)
+    if found is None:
+        return ()
+    said = {name: found.arguments.value(name) for name in _COMPARED if found.arguments.value(name) is not None}
+    other = {name: value for name, value in said.items() if own.value(name) not in (value, None)}
+    told = (f"{found.source} says {name} {value}, but Megatron's arguments say {own.value(name)}, which counts"
+            for name, value in other.items())  # fmt: skip
+    return (*found.problems, *told)
 
 
 def _train_state(reader: FolderReader) -> tuple[dict[str, int], tuple[str, ...]]:

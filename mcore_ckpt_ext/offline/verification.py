@@ -212,6 +212,9 @@ class _Run:
             return False
         with _Noting(self, PROOF):
             check_step(checkpoint)
+            if not checkpoint.param_groups():
+                what = "the optimizer has no parameter groups: its step, and what else is not a tensor, is not there"
+                self.findings.append(error(COMPLETE, str(self.folder), what))
             optimizer = checkpoint.optimizer
             for buffers in optimizer.buffers:
                 self.findings.extend([*check_arrays(buffers), *check_groups(buffers)])

@@ -159,6 +159,33 @@ def test_a_description_that_is_none(bridge: Fixture, text: str) -> None:
     assert verify(bridge.run, quick=True).sound
 
 
+def test_a_description_beside_arguments_of_megatrons(tmp_path: Path) -> None:
+    """They count; that the file says something else, or nothing, is told."""
+    copied = fixture_named("p02").copy_to(tmp_path / "copy")
+    copied.iteration.chmod(0o755)
+    config = copied.iteration / "run_config.yaml"
+    said = (fixture_named("p49").iteration / "run_config.yaml").read_text()
+    config.write_text(said)
+    assert not verify(copied.run, quick=True).findings
+    config.write_text(said.replace("num_layers: 4", "num_layers: 5"))
+    told = "run_config.yaml says num_layers 5, but Megatron's arguments say 4, which counts"
+    assert [finding.what for finding in verify(copied.run, quick=True).findings] == [told]
+    assert inspect(copied.run).model["layers"] == 4
+    config.write_text("model: {")
+    (finding,) = verify(copied.run, quick=True).findings
+    assert finding.what.startswith("run_config.yaml is not believed: ")
+
+
+def test_an_optimizer_without_its_groups_is_not_sound(bridge: Fixture, tmp_path: Path) -> None:
+    edit_index(bridge, lambda key: key.endswith(".optimizer/shard_0_1"))
+    found = verify(bridge.run)
+    assert [finding.what for finding in found.findings if finding.severity == "error"] == [
+        "the optimizer has no parameter groups: its step, and what else is not a tensor, is not there"
+    ]
+    with pytest.raises(UnsupportedCheckpointError, match="no parameter groups"):
+        convert(bridge.run, tmp_path / "out", TorchDist())
+
+
 def test_counts_that_cannot_be_read(bridge: Fixture) -> None:
     (bridge.iteration / "train_state.pt").write_bytes(b"no archive")
     found = inspect(bridge.run)
