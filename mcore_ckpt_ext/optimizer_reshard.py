@@ -25,7 +25,14 @@ from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.online.admission import check_kinds, check_lost, check_names, spelling_in, verify_checksums
+from mcore_ckpt_ext.online.admission import (
+    check_adapters,
+    check_kinds,
+    check_lost,
+    check_names,
+    spelling_in,
+    verify_checksums,
+)
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here, gather, rank_and_size
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.live_job import LiveJob, RankView, check_same_kinds
@@ -55,14 +62,17 @@ class Summary:
     """Why the sidecar could not be read."""
     differing: int = 0
     """Masters of tied embeddings that are not the same on all pipeline stages."""
+    new: int = 0
+    """Elements of parameters that the model of the checkpoint does not have."""
 
     def __str__(self) -> str:
         changed = f"; {self.changed} weights halfway between two took the one that this optimizer writes"
+        anew = f"; {self.new:,} elements that the checkpoint's model does not have start anew" if self.new else ""
         return (
             f"optimizer resumed from {self.source} as {self.target}: {self.optimizer_format}, "
             f"{self.bytes_read / 1e6:,.1f} MB read, {self.parameters} parameters {self.certainty} "
             f"({self.elements:,} elements, placed by {' and '.join(self.witnesses)}), {self.seconds:.1f} s"
-            f"{changed if self.changed else ''}{f'; {in_words(self.differing)}' if self.differing else ''}"
+            f"{anew}{changed if self.changed else ''}{f'; {in_words(self.differing)}' if self.differing else ''}"
             f"{f'; {SIDECAR_FILE} is not believed: {self.disbelieved}' if self.disbelieved else ''}"
         )
 
@@ -107,7 +117,7 @@ def prepare(
 
     def under_its_names() -> tuple[Checkpoint, LiveJob, Spell]:
         checkpoint, (job,) = opened(), jobs
-        spell = spelling_in(checkpoint, names)
+        spell = spelling_in(checkpoint, names, arguments)
         return (checkpoint, job, spell) if spell is str else (opened(spell), LiveJob(chunks, optimizer, spell), spell)
 
     checkpoint, job, spell = agreed_here("opening the checkpoint", under_its_names)
@@ -117,6 +127,7 @@ def prepare(
     def plan() -> Prepared:
         check_same_kinds(views)
         check_names(checkpoint, set(map(spell, names)))
+        check_adapters(checkpoint, ParallelLayout.from_arguments(arguments), arguments)
         if verify_all:
             verify_checksums(checkpoint, *rank_and_size())
         if not accept_lost:
@@ -251,6 +262,10 @@ class Proven:
                 reading.read(kind, values)
                 for shard, tensor in values.items():
                     shard.home.keep(shard, kind, tensor)
+            for shard in prepared.job.new:
+                shard.home.set_master(shard, shard.weight.float())
+                for kind in shard.kinds:
+                    shard.home.keep(shard, kind, shard.home.room(shard).zero_())
             for home, groups in zip(prepared.job.homes, prepared.groups, strict=True):
                 home.finish(groups, prepared.scaler)
             return changed
@@ -281,8 +296,9 @@ class Proven:
             prepared.bytes_read,
             checkpoint.optimizer.witnesses(),
             prepared.differing,
+            sum(shard.slice.numel for shard in prepared.job.new),
         )
-        elements, bytes_read, witnesses, differing = zip(*gather(own), strict=True)
+        elements, bytes_read, witnesses, differing, new = zip(*gather(own), strict=True)
         checkpoint.reader.close()
         return Summary(
             source=checkpoint.layout,
@@ -297,4 +313,5 @@ class Proven:
             certainty=prepared.certainty,
             differing=sum(differing),
             disbelieved=checkpoint.sidecar_problem,
+            new=sum(new),
         )

@@ -6,8 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcore_ckpt_ext.model_space.anatomy import (
+    in_vocabulary,
+    is_language_block,
+    language_prefix,
+    pipelined_block,
+    second_names,
+)
 from mcore_ckpt_ext.model_space.names import (
-    BLOCKS,
     LayerSpec,
     ParameterName,
     in_layer,
@@ -29,6 +35,10 @@ DENSE = st.sampled_from(
 )  # fmt: skip
 OF_EXPERTS = st.sampled_from(["linear_fc1.weight", "linear_fc1.bias", "linear_fc2.weight", "linear_fc2.bias"])
 NUMBERS = st.integers(0, 300)
+BLOCKS = (
+    "decoder", "encoder", "language_model.decoder", "thinker.language_model.decoder", "vision_model.decoder",
+    "modality_submodules.images.encoders.clip.decoder",
+)  # fmt: skip
 NAMES = st.one_of(
     st.builds(ParameterName, st.sampled_from(BLOCKS), NUMBERS, st.none(), st.none(), DENSE),
     st.builds(ParameterName, st.sampled_from(BLOCKS), NUMBERS, st.just("mlp.experts"), NUMBERS, OF_EXPERTS),
@@ -44,7 +54,7 @@ NAMES = st.one_of(
 def test_what_is_parsed_is_formatted_again(name: ParameterName) -> None:
     assert parse(str(name)) == name
     layer, suffix = split_layer(str(name))
-    assert layer == name.layer
+    assert layer == (None if name.layer is None else (name.block, name.layer))
     assert str(name) == (suffix if layer is None else in_layer(layer, suffix))
 
 
@@ -59,13 +69,15 @@ def test_a_sharded_key_gives_the_name_back(name: ParameterName, stack_layers: bo
 def test_a_rank_s_own_name_gives_the_name_back(
     name: ParameterName, spec: LayerSpec, grouped: bool, layers: int, experts: int
 ) -> None:
-    if spec is LayerSpec.LOCAL and "_layernorm." in name.rest and name.layer is not None:
+    is_mapped = name.block is not None and is_language_block(name.block)
+    if spec is LayerSpec.LOCAL and "_layernorm." in name.rest and is_mapped:
         return  # of that spec's own names there is no such key
     own = own_name(name, spec, grouped)
     assert parse_own(f"module.module.{own}", spec) == name
     moved = name.counted_from(layers, experts)
     assert parse_own(own, spec).counted_from(layers, experts) == moved
     assert moved.counted_from(-layers, -experts) == name
+    assert moved.layer == (name.layer + layers if name.layer is not None and is_mapped else name.layer)
 
 
 @pytest.mark.parametrize(
@@ -137,3 +149,40 @@ def test_norms_have_the_name_that_the_checkpoint_has(fused: str, separate: str) 
         assert spelled_as_in({one}, other) == one
         assert spelled_as_in({one, other}, other) == other
         assert spelled_as_in({}, other) == other
+
+
+LLAVA = ["language_model.decoder.layers.0.mlp.linear_fc1.weight", "vision_model.decoder.layers.0.mlp.linear_fc1.weight"]
+
+
+@pytest.mark.parametrize(
+    ("names", "block"),
+    [
+        (["embedding.word_embeddings.weight", "decoder.layers.1.mlp.linear_fc1.weight"], "decoder"),
+        (["encoder.layers.1.mlp.linear_fc1.weight", "pooler.dense.weight"], "encoder"),
+        (LLAVA, "language_model.decoder"),
+        ([f"thinker.{name}" for name in LLAVA], "thinker.language_model.decoder"),
+        (["encoder.layers.1.mlp.linear_fc1.weight", "decoder.layers.1.mlp.linear_fc1.weight"], None),
+        (["vision_model.decoder.layers.0.mlp.linear_fc1.weight"], None),
+        (["embedding.word_embeddings.weight"], None),
+    ],
+    ids=["GPT", "BERT", "LLaVA", "deeper", "T5", "a tower alone", "no layers"],
+)
+def test_the_block_that_a_pipeline_divides(names: list[str], block: str | None) -> None:
+    assert pipelined_block(names) == block
+
+
+def test_the_rows_of_a_vocabulary() -> None:
+    tables = [
+        "embedding.word_embeddings.weight",
+        "output_layer.weight",
+        "output_layer.bias",
+        "lm_head.output_layer.bias",
+    ]
+    assert all(in_vocabulary(prefix + name) for name in tables for prefix in ("", "language_model."))
+    assert not any(map(in_vocabulary, ["pooler.dense.weight", "vision_model.position_embeddings.weight", *LLAVA]))
+    assert [language_prefix(name) for name in LLAVA] == ["language_model.", ""]
+
+
+def test_what_t5_registers_twice() -> None:
+    names = ["lm_head.output_layer.bias", "output_layer.bias", "embedding.position_embeddings.weight"]
+    assert second_names(names) == {"lm_head.output_layer.bias": "output_layer.bias"}

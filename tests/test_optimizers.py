@@ -12,6 +12,7 @@ from mcore_ckpt_ext.errors import CheckpointError, PackingError, UnreadableCheck
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import LOCAL, TRANSFORMER_ENGINE
+from mcore_ckpt_ext.model_space.names import Layer
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.offline.findings import PROOF
@@ -98,8 +99,9 @@ def test_two_orders_within_the_same_borders_are_one_too_many(monkeypatch: pytest
 
     class Exchanged:
         label = "another order"
+        frame = LOCAL.frame
 
-        def arrange(self, layer: int, suffixes: list[str]) -> list[str] | None:
+        def arrange(self, layer: Layer, suffixes: list[str]) -> list[str] | None:
             known = LOCAL.arrange(layer, suffixes)
             swap = {"mlp.linear_fc2.bias": "self_attention.linear_proj.bias"}
             swap |= {value: key for key, value in swap.items()}

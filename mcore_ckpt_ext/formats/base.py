@@ -13,7 +13,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened, some
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
-from mcore_ckpt_ext.formats.stacking import stacks_layers
+from mcore_ckpt_ext.formats.stacking import stacked_blocks
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
@@ -24,7 +24,8 @@ from mcore_ckpt_ext.layout.proposals import Proposal, by_order, by_sidecar
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import MOST_BYTES as SIDECAR_BYTES
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS, ShardedKey, parse
+from mcore_ckpt_ext.model_space.anatomy import is_word_embeddings
+from mcore_ckpt_ext.model_space.names import ShardedKey, parse
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
@@ -186,7 +187,9 @@ class Checkpoint(ABC):
 
         A model to begin with may lack its padding; then it is what its arguments say that a job makes of it.
         """
-        stated, tensor = self.arguments.padded_vocab_size, self.logical_tensor(WEIGHT, WORD_EMBEDDINGS)
+        stated = self.arguments.padded_vocab_size
+        table = next(filter(is_word_embeddings, self.names(WEIGHT)), None)
+        tensor = self.logical_tensor(WEIGHT, table) if table else None
         if tensor is None:
             return stated
         rows, multiple = tensor.shape[0], self.arguments.make_vocab_size_divisible_by or 1
@@ -243,8 +246,9 @@ class Checkpoint(ABC):
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
         """The array of each name in `torch_dist`, and its index on the axes that count layers and experts."""
         names = self.weights.names()
-        stacked = stacks_layers(names, self.arguments)
-        return {name: parse(name).sharded_key(stacked) for name in names}
+        stacked = stacked_blocks(names, self.arguments)
+        parsed = {name: parse(name) for name in names}
+        return {name: own.sharded_key(own.block in stacked) for name, own in parsed.items()}
 
     def random_state_grid(self) -> tuple[int, ...] | None:
         """Ranks for which the state of the random generators is stored as one array; None where it is not."""

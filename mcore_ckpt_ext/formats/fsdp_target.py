@@ -20,7 +20,8 @@ from mcore_ckpt_ext.formats.fsdp_names import GROUPS, HALVES, MODEL, STATE, Modu
 from mcore_ckpt_ext.formats.group_rule import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS
-from mcore_ckpt_ext.model_space.names import VOCABULARY, is_module_buffer
+from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
+from mcore_ckpt_ext.model_space.names import is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR

@@ -25,7 +25,8 @@ from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
-from mcore_ckpt_ext.model_space.names import VOCABULARY, module_and_leaf
+from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
+from mcore_ckpt_ext.model_space.names import module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.planning.output import Arrangement, Output, OutputFile, Placed, Quantised, Record

@@ -51,6 +51,7 @@ from mcore_ckpt_ext.formats.unread import (
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.local_parameters import layers_of
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder
+from mcore_ckpt_ext.model_space.anatomy import second_names
 from mcore_ckpt_ext.optimizers.dp_zero import LEGACY, buffer_arrays, legacy_optimizer
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatState, GroupKey
 from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS, LegacyMasters, RankOptimizers
@@ -325,7 +326,8 @@ class LegacyCheckpoint(Checkpoint):
         for rank, named in self.weights.models:
             file = rank.place.file
             own = parameters.setdefault(file, [])
-            own.extend(named)
+            twice = second_names(dict(named))
+            own.extend((name, value) for name, value in named if name not in twice)
             found[file] = RankOptimizers(rank.tensor, rank.place, optimizers_of[file], own)
         return list(found.values())
 

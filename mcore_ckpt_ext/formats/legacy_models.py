@@ -13,17 +13,16 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.legacy_ranks import LegacyRank
 from mcore_ckpt_ext.formats.reader_order import order_for
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
-from mcore_ckpt_ext.layout.local_parameters import LocalNames, shard_grid
+from mcore_ckpt_ext.layout.local_parameters import LocalNames, gated_in_towers, shard_grid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, registration_order
-from mcore_ckpt_ext.model_space.names import OUTPUT_LAYER, WORD_EMBEDDINGS, of_experts, parse
+from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, second_names
+from mcore_ckpt_ext.model_space.names import of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.output import Placed
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
-
-_VOCABULARY = (WORD_EMBEDDINGS, OUTPUT_LAYER, "output_layer.bias")
 
 
 class TargetModels:
@@ -42,11 +41,14 @@ class TargetModels:
         self._arguments = arguments
         self._layout = layout
         self._names = LocalNames(arguments)
+        tensors = {name: self._padded(name) for name in checkpoint.weights.names()}
+        gated = gated_in_towers({name: tensor.shape for name, tensor in tensors.items()})
+        self._twice = second_names(tensors)
         weights = {}
-        for name in checkpoint.weights.names():
-            tensor = self._padded(name)
+        for name, tensor in tensors.items():
             ranks = layout.expert_tensor if of_experts(name) else layout.tensor
-            weights[name] = StoredWeight(tensor, shard_grid(name, tensor.shape, ranks, arguments, version))
+            grid = shard_grid(name, tensor.shape, ranks, arguments, version, gated.get(name))
+            weights[name] = StoredWeight(tensor, grid)
         self.local = LocalModels(weights, arguments, layout, experts_apart=layout.expert > 1)
         if self.local.predicts_more_tokens:
             raise UnsupportedCheckpointError(
@@ -87,19 +89,17 @@ class TargetModels:
         )  # fmt: skip
 
     def module_buffers(self, rank: LegacyRank, stage: int) -> list[str]:
-        """Names of a chunk's tensors that are not parameters: biases of the experts' router, for example."""
-        span = self._layers(rank, stage)
+        """Names of a chunk's tensors that are no parameters of their own: a router's biases, second names."""
         others = [name for name in self._checkpoint.weights.names() if name not in self.local.weights]
-        return [name for name in others if (parse(name).layer or 0) in span]
+        return [name for name in others if self.local.chunk_of(name) == (rank.pipeline, stage)]
 
     def extra_states(self, rank: LegacyRank, stage: int, names: Iterable[str]) -> list[str]:
         """Those of the extra states with these names that belong to a chunk's modules."""
-        span = self._layers(rank, stage)
         first, count = self._first_expert(rank), (self._arguments.num_experts or 0) // self._layout.expert
         found = []
         for name in names:
-            layer, expert = parse(name).layer, parse(name).expert
-            here = layer in span if layer is not None else self.is_last(rank, stage)
+            expert = parse(name).expert
+            here = self.local.chunk_of(name) == (rank.pipeline, stage)
             if here and (expert is None or first <= expert < first + count):
                 found.append(name)
         return found
@@ -114,6 +114,7 @@ class TargetModels:
 
     def part(self, name: str, rank: LegacyRank, kind: str = WEIGHT) -> DeclaredTensor:
         """A rank's part of a weight, or of the optimizer state of another kind."""
+        name = self._twice.get(name, name)
         if name in self.local.weights:
             tensor = self.local.weights[name].tensor
             ranks = self._layout.expert_tensor if of_experts(name) else self._layout.tensor
@@ -135,12 +136,12 @@ class TargetModels:
 
     def _wanted(self, kind: str, regions: Sequence[Region], tensor: LogicalTensor) -> WantedSlice:
         tensors: Mapping[str, LogicalTensor] = {tensor.name: tensor}
-        return WantedSlice(kind, Slice.whole(tuple(regions)), tensors, may_pad=tensor.name in _VOCABULARY)
+        return WantedSlice(kind, Slice.whole(tuple(regions)), tensors, may_pad=in_vocabulary(tensor.name))
 
     def _padded(self, name: str) -> LogicalTensor:
         """A weight as the target has it: the vocabulary padded for its tensor-parallel size."""
         tensor = self._checkpoint.named_tensor(WEIGHT, name)
-        if name in _VOCABULARY:
+        if in_vocabulary(name):
             return replace(tensor, shape=(self._arguments.whole("padded_vocab_size"), *tensor.shape[1:]))
         return tensor
 

@@ -23,6 +23,7 @@ from mcore_ckpt_ext.formats.legacy_ranks import MODEL_FILE, OPTIMIZER_FILE, Lega
 from mcore_ckpt_ext.formats.legacy_whole_state import WholeStates
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK, PortableState, portable_chain, undistributed
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.model_space.anatomy import language_prefix
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.storage.archive_draft import draft_archive
@@ -142,7 +143,9 @@ class LegacyTarget:
         for module, names in by_module.items():
             chunk[module] = self._extra_state(names)
         if last:
-            chunk.setdefault(f"output_layer.{EXTRA_STATE}", None)  # the output layer is a ColumnParallelLinear
+            # The output layer is a ColumnParallelLinear.
+            before = language_prefix(models.local.word_embeddings or "")
+            chunk.setdefault(f"{before}output_layer.{EXTRA_STATE}", None)
         return chunk
 
     def _extra_state(self, names: Sequence[str]) -> Any:

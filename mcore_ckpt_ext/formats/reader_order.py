@@ -9,7 +9,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.respelled import Respelled
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, known_orders
-from mcore_ckpt_ext.model_space.names import of_experts, split_layer
+from mcore_ckpt_ext.model_space.names import Layer, of_experts, split_layer
 
 
 def order_for(checkpoint: Checkpoint, arguments: JobArguments, experts_apart: bool) -> ParameterOrder:
@@ -59,7 +59,7 @@ def _registered(checkpoint: Checkpoint) -> list[list[str]]:
 
 def _agrees(order: ParameterOrder, names: Sequence[str]) -> bool:
     """Whether an order arranges every layer of a buffer as it was found."""
-    layers: dict[int, list[str]] = {}
+    layers: dict[Layer, list[str]] = {}
     for name in names:
         layer, suffix = split_layer(name)
         if layer is not None:

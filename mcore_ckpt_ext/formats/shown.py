@@ -10,16 +10,14 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.model_space.names import OUTPUT_LAYER, WORD_EMBEDDINGS, of_experts, parse
+from mcore_ckpt_ext.model_space.anatomy import BLOCKS, is_output_layer, is_word_embeddings, pipelined_block
+from mcore_ckpt_ext.model_space.names import of_experts, parse
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray
 
 _GROUP = re.compile(r"^(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.")
 _DTYPES = re.compile(r"\.dtype_\(torch\.(\w+), torch\.(\w+)\)\.")
 _FILE = re.compile(r"(?:^|/)__(\d{1,9})_\d+\.distcp$", re.ASCII)
-_TABLES = (WORD_EMBEDDINGS, OUTPUT_LAYER)
-"""Of these every tensor-parallel rank has one band of rows (core_v0.7.0 to 0.19.2)."""
-
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 EXPERT, EXPERT_TENSOR = "expert_model_parallel_size", "expert_tensor_parallel_size"
 
@@ -36,7 +34,7 @@ def layout_shown(index: DcpIndex, grid: tuple[int, ...] | None, stated: Mapping[
     found: dict[str, int] = {}
     if grid is not None:
         found = {PIPELINE: grid[0], TENSOR: grid[1]}
-    elif groups and (tensor := _bands(index.arrays, _TABLES) or stated.get(TENSOR)) and groups[0] % tensor == 0:
+    elif groups and (tensor := _bands(index.arrays) or stated.get(TENSOR)) and groups[0] % tensor == 0:
         found = {PIPELINE: groups[0] // tensor, TENSOR: tensor}
     if not found or not groups:
         # Where optimizers are not flat, files and chunks are those of whoever wrote them last: a converter's, too.
@@ -65,16 +63,18 @@ def model_shown(arrays: Mapping[str, StoredArray], names: Iterable[str]) -> dict
     """What the arrays show of the model: its layers, experts and widths, and whether its embeddings are tied."""
     names = list(names)
     parsed = [parse(name) for name in names]
-    layers = {name.layer for name in parsed if name.layer is not None and name.block == "decoder"}
+    divided = pipelined_block(names) or BLOCKS[0]
+    layers = {name.layer for name in parsed if name.layer is not None and name.block == divided}
     experts = {name.expert for name in parsed if name.expert is not None}
+    table = next(filter(is_word_embeddings, names), None)
     found: dict[str, Any] = {}
     if layers:
         found["num_layers"] = 1 + max(layers)
         found["num_experts"] = 1 + max(experts) if experts else None
-    if WORD_EMBEDDINGS in arrays:
-        found["padded_vocab_size"], found["hidden_size"] = arrays[WORD_EMBEDDINGS].shape[:2]
-    if WORD_EMBEDDINGS in names:
-        found["untie_embeddings_and_output_weights"] = OUTPUT_LAYER in names
+    if table is not None and table in arrays:
+        found["padded_vocab_size"], found["hidden_size"] = arrays[table].shape[:2]
+    if table is not None:
+        found["untie_embeddings_and_output_weights"] = any(map(is_output_layer, names))
     if gradients := _gradients_in_fp32(arrays):
         found["accumulate_allreduce_grads_in_fp32"] = gradients == {"float32"}
     return found
@@ -100,10 +100,13 @@ def _experts(index: DcpIndex, groups: int, pipeline: int) -> dict[str, int]:
     return {EXPERT_TENSOR: max(columns), EXPERT: groups // (pipeline * max(columns))}
 
 
-def _bands(arrays: Mapping[str, StoredArray], keys: Iterable[str]) -> int | None:
-    """In how many bands of rows a table of the vocabulary is stored; None where there is none."""
-    for key in keys:
-        if key in arrays:
+def _bands(arrays: Mapping[str, StoredArray]) -> int | None:
+    """In how many bands of rows a table of the vocabulary is stored; None where there is none.
+
+    Of these every tensor-parallel rank has one (core_v0.7.0 to 0.19.2).
+    """
+    for is_table in (is_word_embeddings, is_output_layer):
+        for key in filter(is_table, arrays):
             return len({chunk.offsets[0] for chunk in arrays[key].chunks})
     return None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.model_space.names import split_layer
+from mcore_ckpt_ext.model_space.names import Layer, split_layer
 
 # Arguments whose value other than the default makes a block heterogeneous.
 _ALWAYS = (
@@ -17,15 +17,18 @@ _ALWAYS = (
 )  # fmt: skip
 
 
-def stacks_layers(names: Iterable[str], arguments: JobArguments) -> bool:
-    """Whether Megatron stacks the layers of a model with these parameters."""
+def stacked_blocks(names: Iterable[str], arguments: JobArguments) -> set[str]:
+    """The blocks, of a model with these parameters, whose layers Megatron stacks."""
     if any(arguments.value(name) for name in _ALWAYS):
-        return False
+        return set()
     frequencies = (arguments.moe_layer_freq, arguments.linear_attention_freq)
     if any(value if isinstance(value, Sequence) else (value or 0) > 1 for value in frequencies):
-        return False
-    by_layer: dict[int, set[str]] = {}
+        return set()
+    by_layer: dict[Layer, set[str]] = {}
     for layer, suffix in map(split_layer, names):
         if layer is not None:
             by_layer.setdefault(layer, set()).add(suffix)
-    return len({frozenset(suffixes) for suffixes in by_layer.values()}) <= 1
+    kinds: dict[str, set[frozenset[str]]] = {}
+    for layer, suffixes in by_layer.items():
+        kinds.setdefault(layer.block, set()).add(frozenset(suffixes))
+    return {block for block, found in kinds.items() if len(found) == 1}

@@ -31,7 +31,8 @@ from mcore_ckpt_ext.formats.portable_state import (
     portable_chain,
     undistributed,
 )
-from mcore_ckpt_ext.model_space.names import EXTRA_STATE, in_some_layer, of_experts, parse
+from mcore_ckpt_ext.model_space.anatomy import block_of, leaves_out_state
+from mcore_ckpt_ext.model_space.names import of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, MODEL_SPACE
@@ -187,13 +188,13 @@ class TorchDistTarget:
     def _objects(self) -> Iterator[tuple[str, Any]]:
         """Pickled objects by key: extra states, and the random states where their ranks keep their meaning."""
         counts: dict[str, tuple[int, ...]] = {}
-        layers = [found for found in self._keys.values() if in_some_layer(found[0])]
-        # Experts are always stacked; one axis more shows that layers are, too.
-        stacked = any(len(index) > of_experts(key) for key, index in layers)
+        # Experts are always stacked; one axis more shows that the layers of a block are, too.
+        stacked = {block_of(key) for key, index in self._keys.values() if len(index) > of_experts(key)}
         states: list[tuple[str, tuple[int, ...], Any]] = []
         for name, value in {**self._of_last_norms(), **self._state.extra_states}.items():
-            key, index = parse(name).sharded_key(stacked)
-            if key != f"output_layer.{EXTRA_STATE}":  # left out by `GPTModel.sharded_state_dict`
+            parsed = parse(name)
+            key, index = parsed.sharded_key(parsed.block in stacked)
+            if not leaves_out_state(key, self._keys):
                 states.append((key, index or (0,), value))
                 counts[key] = tuple(map(max, counts.get(key, states[-1][1]), states[-1][1]))
         for key, index, value in states:

@@ -17,7 +17,7 @@ import torch
 from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement
 from mcore_ckpt_ext.layout.grad_buffer import align
-from mcore_ckpt_ext.model_space.names import split_layer
+from mcore_ckpt_ext.model_space.names import Layer, split_layer
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 _SAMPLE = 64
@@ -165,18 +165,21 @@ def irregularity(packings: Iterable[Packing]) -> str | None:
         for key in sorted(packing):
             buffers.setdefault((key.buffer, key.dtypes), []).extend(placement.name for placement in packing[key])
         for names in buffers.values():
+            seen: set[str] = set()
             blocks = [
                 (layer, tuple(suffix for _, suffix in block))
                 for layer, block in groupby(map(split_layer, names), key=lambda part: part[0])
                 if layer is not None
             ]
-            layers = [layer for layer, _ in blocks]
-            if layers != sorted(set(layers), reverse=True):
-                return f"the layers would lie in the order {layers}"
+            for block, own in groupby((layer for layer, _ in blocks), key=lambda layer: layer.block):
+                layers = [layer.number for layer in own]
+                if block in seen or layers != sorted(set(layers), reverse=True):
+                    return f"the layers of {block} would lie in the order {layers}"
+                seen.add(block)
             for layer, suffixes in blocks:
                 usual = orders.setdefault(frozenset(suffixes), suffixes)
                 if usual != suffixes:
-                    return f"layer {layer} would lie as {suffixes}, another one as {usual}"
+                    return f"layer {layer.number} would lie as {suffixes}, another one as {usual}"
     return None
 
 
@@ -227,7 +230,7 @@ class _Assignment:
                     changed |= self._narrow(index, {n for n in names if split_layer(n)[0] in (before, after)})
         return changed
 
-    def _known_layer(self, index: int, step: int) -> int | None:
+    def _known_layer(self, index: int, step: int) -> Layer | None:
         index += step
         while 0 <= index < len(self._open) and self._spots[index].key.buffer == self._spots[index - step].key.buffer:
             if len(self._open[index]) == 1:

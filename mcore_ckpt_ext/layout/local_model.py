@@ -9,10 +9,12 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from operator import itemgetter
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk
-from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS, is_module_buffer, parse, split_layer, split_parameters
+from mcore_ckpt_ext.model_space.anatomy import is_word_embeddings, language_prefix, pipelined_block, second_names
+from mcore_ckpt_ext.model_space.names import is_module_buffer, parse, split_layer, split_parameters
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 
@@ -55,9 +57,13 @@ class LocalModels:
     ) -> None:
         """`experts_apart`: experts have buffers and an optimizer of their own (more than one expert-parallel rank).
 
-        `layers`: global decoder layers by `[pipeline rank][virtual stage]`; None to take them from the arguments.
+        `layers`: global layers of the block that a pipeline divides, by `[pipeline rank][virtual stage]`; None to take
+        them from the arguments.
         """
-        self.weights = {name: weight for name, weight in weights.items() if not is_module_buffer(name)}
+        twice = second_names(weights)
+        self.weights = {
+            name: weight for name, weight in weights.items() if not is_module_buffer(name) and name not in twice
+        }
         self.arguments = arguments
         self.layout = layout
         self.experts_apart = experts_apart
@@ -97,25 +103,66 @@ class LocalModels:
         `setup_embeddings_and_output_layer`).
         """
         layers = self.layers_by_chunk
-        if layers is None:
+        if layers is None or self.predicts_more_tokens or self._is_divided_otherwise:
             return None
-        by_layer: dict[int | None, list[str]] = {}
-        for name in self._parameters():
-            by_layer.setdefault(split_layer(name)[0], []).append(name)
-        outside = by_layer.get(None, [])
-        if self.predicts_more_tokens:
-            return None
-        chunks = [[[n for i in span for n in by_layer.get(i, [])] for span in spans] for spans in layers]
-        chunks[0][0] += [name for name in outside if name.startswith("embedding.")]
-        chunks[-1][-1] += [name for name in outside if not name.startswith("embedding.")]
-        if self.has_tied_copy:
-            chunks[-1][-1].append(WORD_EMBEDDINGS)
+        chunks: list[list[list[str]]] = [[[] for _ in spans] for spans in layers]
+        # The layers first, as their numbers are; what stands around them has its place in the order of registration.
+        parameters = [(split_layer(name)[0], name) for name in self._parameters()]
+        inside = sorted(((layer.number, name) for layer, name in parameters if layer is not None), key=itemgetter(0))
+        for name in [*(name for _, name in inside), *(name for layer, name in parameters if layer is None)]:
+            if (place := self.chunk_of(name)) is not None:
+                chunks[place[0]][place[1]].append(name)
+        if self.word_embeddings is not None and self.has_tied_copy:
+            chunks[-1][-1].append(self.word_embeddings)
         return chunks
+
+    def chunk_of(self, name: str) -> tuple[int, int] | None:
+        """The pipeline rank and virtual stage that hold a tensor; None of a layer that no stage has.
+
+        The language model begins with its embedding and ends with its norm and output layer; towers and projectors
+        stand on the first stage (`model_provider` of pretrain_vlm.py, core_v0.13 to 0.19.2).
+        """
+        layer, _ = split_layer(name)
+        if layer is not None and layer.block == self._divided:
+            return self._chunk_of_layer.get(layer.number)
+        own = name.removeprefix(self._prefix)
+        begins = not name.startswith(self._prefix) or own.startswith(("embedding.", "position_embeddings."))
+        last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
+        return (0, 0) if begins or layer is not None else last
+
+    @cached_property
+    def _prefix(self) -> str:
+        return language_prefix(self._divided or self.word_embeddings or "")
+
+    @cached_property
+    def _divided(self) -> str | None:
+        return pipelined_block(self.weights)
+
+    @cached_property
+    def _chunk_of_layer(self) -> dict[int, tuple[int, int]]:
+        spans = enumerate(self.layers_by_chunk or [])
+        return {number: (rank, stage) for rank, own in spans for stage, span in enumerate(own) for number in span}
+
+    @property
+    def _is_divided_otherwise(self) -> bool:
+        """Whether stages hold the model in a way that is not known here: two stacks of layers, stages for a tower.
+
+        T5 with several stages, and those of an encoder (`--encoder-pipeline-model-parallel-size`), are of
+        core_v0.7.0 to 0.12.
+        """
+        if self.layout.pipeline == 1:
+            return False
+        return self._divided is None or bool(self.arguments.stated.get("encoder_pipeline_model_parallel_size"))
+
+    @cached_property
+    def word_embeddings(self) -> str | None:
+        """The name of the word embeddings; None of a model without them."""
+        return next(filter(is_word_embeddings, self.weights), None)
 
     @property
     def has_tied_copy(self) -> bool:
         """Whether the last pipeline stage holds a copy of the word embeddings of its own."""
-        return self.ties_embeddings and self.layout.pipeline > 1 and WORD_EMBEDDINGS in self.weights
+        return self.ties_embeddings and self.layout.pipeline > 1 and self.word_embeddings is not None
 
     def names(self, rank: ModelRank) -> list[list[str]] | None:
         """Names that a rank holds, by virtual stage; None where the pipeline split is not known."""

@@ -14,9 +14,16 @@ from dataclasses import dataclass
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.model_space.anatomy import (
+    block_of,
+    is_language_block,
+    is_output_layer,
+    is_word_embeddings,
+    output_layer_of,
+    pipelined_block,
+    word_embeddings_of,
+)
 from mcore_ckpt_ext.model_space.names import (
-    OUTPUT_LAYER,
-    WORD_EMBEDDINGS,
     LayerSpec,
     fuses_experts,
     is_first_linear,
@@ -40,9 +47,13 @@ _ROW_PARALLEL = {"linear_proj", "linear_fc2"}
 _REPLICATED = {
     "input_layernorm", "pre_mlp_layernorm", "pre_cross_attn_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm",
     "final_layernorm", "post_layernorm", "enorm", "hnorm", "router", "position_embeddings", "tokentype_embeddings",
+    "relative_attention_bias", "binary_head",  # t5_model.py, bert_model.py
+    "conv1", "ln_pre", "ln_post",  # clip_vit_model.py
 }  # fmt: skip
-# Parameters of fused norms (extensions/transformer_engine.py) and of the shared expert's gate (shared_experts.py).
-_REPLICATED_LEAVES = {"layer_norm_weight", "layer_norm_bias", "gate_weight"}
+_REPLICATED_HEADS = ("lm_head.dense.", "lm_head.layer_norm.", "pooler.dense.")  # bert_lm_head.py, pooler.py
+# Parameters of fused norms (extensions/transformer_engine.py) of the shared expert's gate (shared_experts.py), of a
+# tower (clip_vit_model.py).
+_REPLICATED_LEAVES = {"layer_norm_weight", "layer_norm_bias", "gate_weight", "class_token"}
 # Cut in some versions and whole in others (multi_latent_attention.py): the sizes that a whole one has tell.
 _DOWN_PROJECTIONS = {
     "linear_q_down_proj": ("q_lora_rank",),
@@ -52,10 +63,14 @@ _DOWN_PROJECTIONS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """The place among the ranks that share a tensor: number `rank` of `ranks`."""
+    """The place among the ranks that share a tensor: number `rank` of `ranks`.
+
+    `gated`: whether a first linear holds a gate, too; None where the arguments of the job tell.
+    """
 
     rank: int
     ranks: int
+    gated: bool | None = None
 
 
 def model_space_name(local: str, first_layer: int, first_expert: int, arguments: JobArguments) -> str:
@@ -70,8 +85,8 @@ def model_space_name(local: str, first_layer: int, first_expert: int, arguments:
     Raises:
         UnsupportedCheckpointError: its elements lie in an order that nothing else has.
     """
-    if unwrapped(local) == OUTPUT_LAYER and not arguments.untie_embeddings_and_output_weights:
-        return WORD_EMBEDDINGS
+    if is_output_layer(unwrapped(local)) and not arguments.untie_embeddings_and_output_weights:
+        return word_embeddings_of(unwrapped(local))
     if fuses_experts(local):
         raise UnsupportedCheckpointError(
             "the experts are stored as one transposed matrix (GroupedMLP), which this package does not read",
@@ -110,14 +125,39 @@ class LocalNames:
 
         `tied_copy`: the chunk holds the word embeddings as its output layer.
         """
-        if name == WORD_EMBEDDINGS and tied_copy:
-            return OUTPUT_LAYER
+        if is_word_embeddings(name) and tied_copy:
+            return output_layer_of(name)
         return own_name(parse(name).counted_from(-first_layer, -first_expert), self._spec, self._grouped)
 
 
+def gated_in_towers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
+    """Of each first linear outside the language model, by name, whether it holds a gate, too.
+
+    The arguments speak of the language model alone; but a gated linear has twice the rows that the next one has columns
+    (megatron/core/transformer/mlp.py, core_v0.7.0 to 0.19.2).
+
+    Args:
+        shapes: of a model's weights, or of a rank's parts of them, by model-space name.
+    """
+    found = {}
+    for name, shape in shapes.items():
+        following = shapes.get(f"{name.rpartition('.')[0].removesuffix('linear_fc1')}linear_fc2.weight")
+        if is_first_linear(name) and following is not None and not _is_of_language_layer(name):
+            found[name] = shape[0] == 2 * following[1]
+    return found
+
+
+def _is_of_language_layer(name: str) -> bool:
+    block = block_of(name)
+    return block is not None and is_language_block(block)
+
+
 def layers_of(local_names: Mapping[str, object]) -> int:
-    """How many decoder layers a rank's model chunk has, by the names of its `state_dict`."""
-    return len({split_layer(unwrapped(name))[0] for name in local_names} - {None})
+    """How many layers that a pipeline divides a rank's model chunk has, by the names of its `state_dict`."""
+    names = [unwrapped(name) for name in local_names]
+    block = pipelined_block(names)
+    layers = (split_layer(name)[0] for name in names)
+    return len({layer.number for layer in layers if layer is not None and layer.block == block})
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +189,7 @@ def regions_of(
     Raises:
         UnsupportedCheckpointError: no rule says how tensor parallelism cuts it.
     """
-    cut = _cut(name, shape, part.ranks, arguments)
+    cut = _cut(name, shape, part, arguments)
     if cut is None:
         return shape, (Region.whole(name, shape),)
     size = shape[cut.axis] // cut.bands
@@ -161,7 +201,12 @@ def regions_of(
 
 
 def shard_grid(
-    name: str, shape: tuple[int, ...], ranks: int, arguments: JobArguments, version: tuple[int, int]
+    name: str,
+    shape: tuple[int, ...],
+    ranks: int,
+    arguments: JobArguments,
+    version: tuple[int, int],
+    gated: bool | None = None,
 ) -> tuple[tuple[int, ...], ...]:
     """Where the shards of a tensor begin, axis by axis, when `ranks` tensor-parallel ranks share it.
 
@@ -171,11 +216,12 @@ def shard_grid(
         ranks: that share it.
         arguments: of the job that will read it.
         version: of Megatron that will.
+        gated: whether a first linear holds a gate, too; None where the arguments tell.
 
     Raises:
         UnsupportedCheckpointError: no rule says how it is cut, or it cannot be divided.
     """
-    cut = _cut(name, shape, ranks, arguments, version)
+    cut = _cut(name, shape, TensorPart(0, ranks, gated), arguments, version)
     if cut is None:
         return tuple((0,) for _ in shape)
     parts = ranks * cut.bands
@@ -197,25 +243,27 @@ def whole_cut(name: str, shape: tuple[int, ...], arguments: JobArguments) -> Cut
     Raises:
         UnsupportedCheckpointError: no rule says how it is cut.
     """
-    return _cut(name, shape, 2, arguments, _TODAY)
+    return _cut(name, shape, TensorPart(0, 2), arguments, _TODAY)
 
 
 def _cut(
-    name: str, shape: tuple[int, ...], ranks: int, arguments: JobArguments, version: tuple[int, int] | None = None
+    name: str, shape: tuple[int, ...], part: TensorPart, arguments: JobArguments, version: tuple[int, int] | None = None
 ) -> Cut | None:
-    """How `ranks` tensor-parallel ranks share a tensor; None where every rank has the whole.
+    """How tensor-parallel ranks share a tensor; None where every rank has the whole.
 
     The down projections of latent attention are cut up to 0.13 and by the local layer spec, and whole on every rank of
     Transformer Engine's since 0.14 (gpt_layer_specs.py, `linear()`). Where no `version` says so, the sizes tell.
     """
     module, leaf = module_and_leaf(name)
-    if ranks == 1 or leaf in _REPLICATED_LEAVES or module in _REPLICATED:
+    is_whole = leaf in _REPLICATED_LEAVES or module in _REPLICATED or name.startswith(_REPLICATED_HEADS)
+    if part.ranks == 1 or is_whole:
         return None
     if leaf == "softmax_offset":  # one for each head (dot_product_attention.py)
         return Cut(0)
     if leaf in ("weight", "bias"):
         if is_first_linear(name):
-            return Cut(0, 2 if arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit else 1)
+            stated = bool(arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit)
+            return Cut(0, 2 if (stated if part.gated is None else part.gated) else 1)
         if module in _COLUMN_PARALLEL:
             return Cut(0)
         if module in _ROW_PARALLEL:
@@ -226,7 +274,7 @@ def _cut(
             return Cut(0) if is_cut else None
     raise UnsupportedCheckpointError(
         "no rule says how tensor parallelism cuts a parameter",
-        found=f"{name}, {shape} on each of {ranks} ranks",
+        found=f"{name}, {shape} on each of {part.ranks} ranks",
         helps="load it once under its own layout and save it with --ckpt-format torch_dist, which records the cut",
     )
 

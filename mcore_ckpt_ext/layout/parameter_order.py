@@ -12,13 +12,16 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.model_space.names import OUTPUT_LAYER, WORD_EMBEDDINGS, in_layer, parse, split_layer
-
-_BEFORE_LAYERS = (WORD_EMBEDDINGS, "embedding.position_embeddings.weight", "embedding.tokentype_embeddings.weight")
-_AFTER_LAYERS = (
-    "decoder.final_layernorm.weight", "decoder.final_layernorm.bias", "decoder.final_norm.weight",  # GPT, hybrid models
-    OUTPUT_LAYER, "output_layer.bias",
-)  # fmt: skip
+from mcore_ckpt_ext.model_space.anatomy import (
+    WORD_EMBEDDINGS,
+    is_language_block,
+    is_output_layer,
+    is_word_embeddings,
+    language_prefix,
+    output_layer_of,
+    word_embeddings_of,
+)
+from mcore_ckpt_ext.model_space.names import Layer, in_layer, parse, split_layer
 
 
 def _both(*modules: str) -> tuple[str, ...]:
@@ -36,6 +39,9 @@ _LATENT = [
     f"self_attention.{name}"
     for name in ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
 ]
+_CROSS = _both(
+    "pre_cross_attn_layernorm", *(f"cross_attention.{name}" for name in ("linear_proj", "linear_q", "linear_kv"))
+)
 _EXPERTS = ("experts",)
 _SHARED = _both("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2") + ("mlp.shared_experts.gate_weight",)
 
@@ -43,13 +49,38 @@ _SHARED = _both("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"
 # parameters of all experts. The local spec stores its separate norms under the fused keys of the other one.
 _LOCAL = (
     *_norm(_QKV), *_both("input_layernorm", _PROJ, _QKV, *_LATENT), *_QK_NORMS,
-    *_norm(_FC1), *_both("pre_mlp_layernorm", _FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
+    *_CROSS, *_norm(_FC1), *_both("pre_mlp_layernorm", _FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
 )  # fmt: skip
 _TRANSFORMER_ENGINE = (
     *_both("input_layernorm", _PROJ),
     *(name for linear in (_QKV, *_LATENT) for name in (*_norm(linear), *_both(linear))), *_QK_NORMS,
-    *_both("pre_mlp_layernorm"), *_norm(_FC1), *_both(_FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
+    *_CROSS, *_both("pre_mlp_layernorm"), *_norm(_FC1), *_both(_FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
 )  # fmt: skip
+
+# What stands around the layers, and the blocks that hold these, in registration order: of a language model (GPT,
+# hybrid, BERT, T5), of a tower, and of what projects its answer (gpt_model.py, bert_model.py, t5_model.py,
+# clip_vit_model.py, multimodal_projector.py; llava_model.py registers them in this order).
+_LANGUAGE_MODEL = (
+    WORD_EMBEDDINGS, "embedding.position_embeddings.weight", "position_embeddings.weight",
+    "embedding.tokentype_embeddings.weight",
+    *(f"{part}_relative_pos_emb.relative_attention_bias.weight" for part in ("encoder", "decoder")),
+    "encoder", *_both("encoder.final_layernorm"), "decoder", *_both("decoder.final_layernorm", "decoder.final_norm"),
+    *_both("lm_head.dense", "lm_head.layer_norm", "lm_head.output_layer", "output_layer"),
+    *_both("binary_head", "pooler.dense"),
+)  # fmt: skip
+_TOWER = (
+    "class_token", *_both("ln_pre", "ln_post", "conv1"), "position_embeddings.weight", "decoder",
+    *_both("decoder.final_layernorm"),
+)  # fmt: skip
+_PROJECTOR = (*_both("encoder.linear_fc1", "encoder.linear_fc2", "encoder"),)
+_FRAME = {
+    item: number
+    for number, item in enumerate((
+        *_LANGUAGE_MODEL,
+        *(f"vision_model.{item}" for item in _TOWER),
+        *(f"vision_projection.{item}" for item in _PROJECTOR),
+    ))
+}  # fmt: skip
 
 
 class ParameterOrder(Protocol):
@@ -59,7 +90,10 @@ class ParameterOrder(Protocol):
     def label(self) -> str:
         """For messages."""
 
-    def arrange(self, layer: int, suffixes: Sequence[str]) -> list[str] | None:
+    def frame(self, items: Sequence[str]) -> list[str] | None:
+        """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""
+
+    def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """The suffixes of one layer in registration order; None if this witness does not know them all."""
 
 
@@ -71,7 +105,14 @@ class KnownOrder:
         self._rank = {suffix: position for position, suffix in enumerate(template)}
         self._experts_by_matrix = experts_by_matrix
 
-    def arrange(self, layer: int, suffixes: Sequence[str]) -> list[str] | None:
+    def frame(self, items: Sequence[str]) -> list[str] | None:
+        """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""
+        prefix = max(map(language_prefix, items), default="")
+        ranks = {item: _FRAME.get(item.removeprefix(prefix)) for item in items}
+        known = [(rank, item) for item, rank in ranks.items() if rank is not None]
+        return [item for _, item in sorted(known)] if len(known) == len(items) else None
+
+    def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """The suffixes of one layer in registration order; None if this witness does not know them all."""
         keys = [self._key(suffix) for suffix in suffixes]
         known = [(key, suffix) for key, suffix in zip(keys, suffixes, strict=True) if key is not None]
@@ -106,15 +147,41 @@ class WitnessedOrder:
     def __init__(self, label: str, registered: Iterable[Sequence[str]]) -> None:
         """`registered`: model-space names in registration order, one sequence for each model chunk."""
         self.label = label
-        self._layers: dict[int, dict[str, int]] = {}
+        self._layers: dict[Layer, dict[str, int]] = {}
+        self._frame: list[str] = []
         for names in registered:
+            seen: dict[str, None] = {}
             for name in names:
                 layer, suffix = split_layer(name)
                 if layer is not None:
                     ranks = self._layers.setdefault(layer, {})
                     ranks.setdefault(suffix, len(ranks))
+                    seen.setdefault(layer.block)
+                else:
+                    # The last stage of a tied model has a copy of the embedding, in place of its output layer.
+                    is_copy = is_word_embeddings(name) and any(map(is_language_block, seen))
+                    seen.setdefault(output_layer_of(name) if is_copy else name)
+            self._insert(seen)
 
-    def arrange(self, layer: int, suffixes: Sequence[str]) -> list[str] | None:
+    def _insert(self, items: Iterable[str]) -> None:
+        """What a chunk registers, each item behind the one that it follows there."""
+        after = 0
+        for item in items:
+            if item not in self._frame:
+                self._frame.insert(after, item)
+            after = self._frame.index(item) + 1
+
+    def frame(self, items: Sequence[str]) -> list[str] | None:
+        """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""
+        known = self._frame.copy()
+        for item in items:
+            if item not in known and is_output_layer(item):  # where the model that was seen has it tied
+                own = [seen for seen in known if language_prefix(seen) == language_prefix(item)]
+                bias = item.replace(".weight", ".bias")
+                known.insert(known.index(bias) if bias in known else known.index(own[-1]) + 1 if own else 0, item)
+        return [item for item in known if item in items] if {*known} >= {*items} else None
+
+    def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """The suffixes of one layer in registration order; None if this witness does not know them all."""
         ranks = self._layers.get(layer, {})
         return sorted(suffixes, key=ranks.__getitem__) if all(suffix in ranks for suffix in suffixes) else None
@@ -142,22 +209,24 @@ def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: b
     Returns:
         None when the witness does not know some parameter.
     """
-    layers: dict[int, list[str]] = {}
+    layers: dict[str, dict[int, list[str]]] = {}
     outside: list[str] = []
     for name in names:
         layer, suffix = split_layer(name)
-        if layer is None:
-            outside.append(name)
+        if layer is not None:
+            layers.setdefault(layer.block, {}).setdefault(layer.number, []).append(suffix)
         else:
-            layers.setdefault(layer, []).append(suffix)
-    before = [name for name in _BEFORE_LAYERS if name in outside and not (tied_copy and name == WORD_EMBEDDINGS)]
-    after = [name for name in _AFTER_LAYERS if name in outside] + [WORD_EMBEDDINGS] * tied_copy
-    if len(before) + len(after) != len(outside):
+            outside.append(output_layer_of(name) if tied_copy and is_word_embeddings(name) else name)
+    frame = order.frame([*outside, *layers])
+    if frame is None:
         return None
-    result = before
-    for layer in sorted(layers):
-        suffixes = order.arrange(layer, layers[layer])
-        if suffixes is None:
-            return None
-        result += [in_layer(layer, suffix) for suffix in suffixes]
-    return result + after
+    result: list[str] = []
+    for item in frame:
+        for number, own in sorted(layers.get(item, {}).items()):
+            suffixes = order.arrange(Layer(item, number), own)
+            if suffixes is None:
+                return None
+            result += [in_layer(Layer(item, number), suffix) for suffix in suffixes]
+        if item not in layers:
+            result.append(word_embeddings_of(item) if tied_copy and is_output_layer(item) else item)
+    return result

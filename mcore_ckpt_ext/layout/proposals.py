@@ -12,7 +12,6 @@ from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, registration_order
 from mcore_ckpt_ext.layout.quantised import QUANTISED, is_quantised
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 
@@ -126,7 +125,7 @@ def _pack_buffer(
     # `shared_embedding` marks the word embeddings of tied models with several pipeline stages
     # (language_module.py, `setup_embeddings_and_output_layer`).
     parameters = [
-        BufferParameter(numel_of(region), models.has_tied_copy and name == WORD_EMBEDDINGS)
+        BufferParameter(numel_of(region), models.has_tied_copy and name == models.word_embeddings)
         for name, region in zip(names, known, strict=True)
     ]
     buckets = pack(

@@ -22,6 +22,7 @@ class RankArrays:
     def __init__(self, arguments: JobArguments, layout: ParallelLayout) -> None:
         self._arguments = arguments
         self._layout = layout
+        self._gated: dict[str, bool] = {}
         self._tensors: dict[tuple[str, str], LogicalTensor] = {}
         self._copies: dict[tuple[str, str], dict[Region, list[StoredSlice]]] = {}
 
@@ -63,4 +64,4 @@ class RankArrays:
     def _part(self, name: str, tensor_rank: int) -> TensorPart:
         """Experts are cut between the expert-tensor ranks, which run fastest (parallel_state.py)."""
         ranks = self._layout.expert_tensor if of_experts(name) else self._layout.tensor
-        return TensorPart(tensor_rank % ranks, ranks)
+        return TensorPart(tensor_rank % ranks, ranks, self._gated.get(name))

@@ -11,6 +11,8 @@ A rank's own names, those of its `state_dict`, count layers from the first of it
 first. Sources, core_v0.7.0 to 0.19.2: `sharded_state_dict` of megatron/core/transformer/transformer_block.py
 (homogeneous blocks stack their layers into one array for each parameter, others put the layer into the key) and of
 moe/experts.py (experts are stacked always).
+
+Layers are those of a block (`anatomy.py`).
 """
 
 from __future__ import annotations
@@ -19,17 +21,14 @@ import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from typing import NamedTuple
 
-WORD_EMBEDDINGS = "embedding.word_embeddings.weight"
-OUTPUT_LAYER = "output_layer.weight"
-VOCABULARY = (WORD_EMBEDDINGS, OUTPUT_LAYER)
-"""The parameters with a row for every token, which padding makes longer."""
+from mcore_ckpt_ext.model_space.anatomy import BLOCK, is_language_block
+
 EXTRA_STATE = "_extra_state"
 """What Transformer Engine's modules store beside their parameters ends in this; it carries no weights."""
 
-# The blocks whose layers are numbered through the whole model: `decoder.layers.3`.
-BLOCKS = ("decoder",)
-_LAYER = re.compile(rf"^({'|'.join(BLOCKS)})\.layers\.(\d+)\.(.+)$")
+_LAYER = re.compile(rf"^({BLOCK})\.layers\.(\d+)\.(.+)$")
 _EXPERT = re.compile(r"^(.*\.experts)\.experts\.(\d+)\.(.+)$")
 _SEQUENTIAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.+)$")
 _GROUPED_EXPERT = re.compile(r"^(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
@@ -44,6 +43,13 @@ _SPLIT_PARTS = ("query", "key", "value", "z", "x", "B", "C", "dt", "beta", "alph
 
 ShardedKey = tuple[str, tuple[int, ...]]
 """A key of Megatron's sharded state dict, and the index on its axes that count layers and experts."""
+
+
+class Layer(NamedTuple):
+    """A layer of a model: the block that holds it, and its number there."""
+
+    block: str
+    number: int
 
 
 class LayerSpec(Enum):
@@ -89,7 +95,7 @@ class ParameterName:
     """A name taken apart; `str` puts it together as in model space.
 
     Attributes:
-        block: `decoder`; None outside the layers.
+        block: `decoder`, `vision_model.decoder`; None outside the layers.
         layer: the number of its layer; None outside the layers.
         experts: the module that holds the experts, seen from the layer (`mlp.experts`); None for everything else.
         expert: the number of its expert; None for everything else.
@@ -122,10 +128,11 @@ class ParameterName:
         return f"{self.block}.layers.{in_layer}", (self.layer, *index)
 
     def counted_from(self, layer: int, expert: int) -> ParameterName:
-        """The same, where the first layer and the first expert have these numbers."""
+        """The same, where the first layer and the first expert have these numbers; a tower is never divided."""
+        is_divided = self.block is not None and is_language_block(self.block)
         return replace(
             self,
-            layer=None if self.layer is None else self.layer + layer,
+            layer=self.layer + layer if self.layer is not None and is_divided else self.layer,
             expert=None if self.expert is None else self.expert + expert,
         )
 
@@ -149,14 +156,17 @@ def parse_own(name: str, spec: LayerSpec) -> ParameterName:
 def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool) -> str:
     """The way back: the name as the `state_dict` of a rank has it; `name` already has that rank's numbers."""
     separate = {key: own for own, key in _OWN_TO_KEY[spec].items()}
-    renamed = name if name.layer is None else replace(name, rest=_renamed(name.rest, separate.items()))
+    is_mapped = name.block is not None and is_language_block(name.block)
+    renamed = replace(name, rest=_renamed(name.rest, separate.items())) if is_mapped else name
     return renamed.own(grouped_experts)
 
 
 def _parsed(name: str, experts: Sequence[re.Pattern[str]], renaming: Iterable[tuple[str, str]]) -> ParameterName:
     block, layer, rest = None, None, name
     if match := _LAYER.match(name):
-        block, layer, rest = match[1], int(match[2]), _renamed(match[3], renaming)
+        block, layer, rest = match[1], int(match[2]), match[3]
+        if is_language_block(block):  # the layers of vision towers have no such map (vit_layer_specs.py)
+            rest = _renamed(rest, renaming)
     for pattern in experts:
         if match := pattern.match(rest):
             number, leaf = (match[2], match[3]) if match[2].isdecimal() else (match[3], match[2])
@@ -222,20 +232,15 @@ def name_at(key: str, stack_index: Sequence[int]) -> str:
     return name
 
 
-def split_layer(name: str) -> tuple[int | None, str]:
-    """(global layer, what follows) of a model-space name; (None, name) outside the layers."""
+def split_layer(name: str) -> tuple[Layer | None, str]:
+    """(its layer, what follows) of a model-space name; (None, name) outside the layers."""
     match = _LAYER.match(name)
-    return (int(match[2]), match[3]) if match else (None, name)
+    return (Layer(match[1], int(match[2])), match[3]) if match else (None, name)
 
 
-def in_layer(layer: int, suffix: str, block: str = BLOCKS[0]) -> str:
+def in_layer(layer: Layer, suffix: str) -> str:
     """The model-space name of a layer's parameter: the inverse of `split_layer`."""
-    return f"{block}.layers.{layer}.{suffix}"
-
-
-def in_some_layer(name: str) -> bool:
-    """Whether a model-space name or a sharded key belongs to a layer of a block."""
-    return name.startswith(tuple(f"{block}.layers." for block in BLOCKS))
+    return f"{layer.block}.layers.{layer.number}.{suffix}"
 
 
 def of_experts(name: str) -> bool:

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.huggingface_model import LOCAL
 from mcore_ckpt_ext.formats.respelled import spelled_as
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
-from mcore_ckpt_ext.model_space.names import VOCABULARY
+from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, is_word_embeddings
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.beside import Fact, facts_beside
@@ -256,14 +256,15 @@ class _Side:
         if found is None:
             where = f"{kind} {name}, {self.checkpoint.folder}"
             raise UnsupportedCheckpointError("a tensor has no elements", where=where)
-        if self.rows and name in VOCABULARY and found.shape[0] > self.rows:
+        if self.rows and in_vocabulary(name) and found.shape[0] > self.rows:
             return replace(found, shape=(self.rows, *found.shape[1:]))
         return found
 
     @property
     def vocabulary(self) -> str:
         """How many of the vocabulary's rows are looked at."""
-        tensor = self.source.logical_tensor(WEIGHT, VOCABULARY[0])
+        table = next(filter(is_word_embeddings, self.checkpoint.names(WEIGHT)), None)
+        tensor = self.source.logical_tensor(WEIGHT, table) if table else None
         stored = tensor.shape[0] if tensor else 0
         return f"{self.rows} of {stored} rows, as many as the other has" if self.rows not in (None, stored) else "all"
 

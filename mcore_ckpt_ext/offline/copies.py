@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import some
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
+from mcore_ckpt_ext.model_space.anatomy import is_word_embeddings
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.coverage import copies_of
 from mcore_ckpt_ext.optimizers.copies import different_elements
@@ -44,7 +44,7 @@ def compared_copies(checkpoint: Checkpoint, kind: str, name: str, transfer: Tran
 
 def is_left_by_offload(checkpoint: Checkpoint, kind: str, name: str) -> bool:
     """Whether copies may differ because the job was like that (`optimizers/copies.py`)."""
-    return kind != WEIGHT and name == WORD_EMBEDDINGS and bool(checkpoint.arguments.optimizer_cpu_offload)
+    return kind != WEIGHT and is_word_embeddings(name) and bool(checkpoint.arguments.optimizer_cpu_offload)
 
 
 def differing_copies(checkpoint: Checkpoint, kinds: Iterable[str], share: tuple[int, int] = (0, 1)) -> list[str]:

@@ -4,21 +4,45 @@ from __future__ import annotations
 
 from operator import eq
 
-from mcore_ckpt_ext.errors import ModelMismatchError, ProofError
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import ModelMismatchError, ProofError, UnsupportedCheckpointError, some
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.model_space.adapters import is_adapter, ordered_by_rank
+from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
 from mcore_ckpt_ext.model_space.names import spelled_as_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.homes.home import LiveShard
-from mcore_ckpt_ext.online.live_model import Spell
+from mcore_ckpt_ext.online.live_model import NEW, Spell
 from mcore_ckpt_ext.settings import ACCEPT_LOST
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 
-def spelling_in(checkpoint: Checkpoint, live: set[str]) -> Spell:
-    """Gives live names as the checkpoint has them; `str` where they are the same, as under the same layer spec."""
+def spelling_in(checkpoint: Checkpoint, live: set[str], arguments: JobArguments | None = None) -> Spell:
+    """Gives live names as the checkpoint has them; `str` where they are the same, as under the same layer spec.
+
+    Args:
+        checkpoint: that is to be resumed.
+        live: the names of all parameters and buffers of the live model.
+        arguments: of the running job, where it may be another kind of model.
+
+    Raises:
+        CheckpointError: a hybrid model is to go on from a GPT, and cannot.
+    """
     known = set(checkpoint.names(WEIGHT))
-    spelled = {name: spelled_as_in(known, name) for name in live}
+    own = {name: name for name in live}
+    if arguments is not None and becomes_hybrid(checkpoint.arguments, arguments):
+        layers = checkpoint.arguments.num_layers
+        of_gpt = names_in_gpt(str(arguments.hybrid_layer_pattern), layers, live)
+        own = {name: NEW + name if found is None else found for name, found in of_gpt.items()}
+    spelled = {name: spelled_as_in(known, found) for name, found in own.items()}
     return str if all(map(eq, spelled, spelled.values())) else lambda name: spelled.get(name, name)
+
+
+def becomes_hybrid(written: JobArguments, running: JobArguments) -> bool:
+    """Whether a hybrid model is to go on from a GPT (`_maybe_setup_gpt_to_hybrid_load`, checkpointing.py, 0.19.2)."""
+    was_hybrid = written.hybrid_layer_pattern or written.stated.get("hybrid_override_pattern")
+    return bool(running.hybrid_layer_pattern) and not was_hybrid
 
 
 def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
@@ -34,6 +58,26 @@ def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
             found=f"{len(unused)} of them, {', '.join(unused[:3])}",
             where=str(checkpoint.folder),
             helps="resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
+        )
+
+
+def check_adapters(checkpoint: Checkpoint, running: ParallelLayout, arguments: JobArguments) -> None:
+    """Refuse adapters that Megatron-Bridge itself would hand out wrongly under another tensor parallel size.
+
+    Raises:
+        UnsupportedCheckpointError: there are such.
+    """
+    names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
+    if not names or checkpoint.layout.tensor == running.tensor:
+        return
+    gated = bool(arguments.swiglu or arguments.gated_linear_unit or checkpoint.arguments.gated_linear_unit)
+    if wrong := ordered_by_rank(names, gated):
+        raise UnsupportedCheckpointError(
+            "Megatron-Bridge reads the rows of these adapters wrongly under another tensor parallel size",
+            found=f"{some(wrong, 2)}, under TP{running.tensor}",
+            expected=f"TP{checkpoint.layout.tensor}, as they were saved",
+            where=str(checkpoint.folder),
+            helps="keep the size; `mcore-ckpt convert --to hf` writes them for peft in their true order",
         )
 
 

@@ -10,11 +10,18 @@ from typing import Any
 from mcore_ckpt_ext.errors import ModelMismatchError
 from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.online.homes.recognition import homes_of
-from mcore_ckpt_ext.online.live_model import Spell, live_names, live_parameters, registered_names, trained_names
+from mcore_ckpt_ext.online.live_model import NEW, Spell, live_names, live_parameters, registered_names, trained_names
 
 
 class LiveJob:
-    """The model and the optimizer of one rank, as they are to be filled."""
+    """The model and the optimizer of one rank, as they are to be filled.
+
+    Attributes:
+        homes: its optimizers.
+        shards: what they hold, and a checkpoint has.
+        new: what they hold of parameters that start anew.
+        view: what this rank tells the others.
+    """
 
     def __init__(self, chunks: Sequence[Any], optimizer: Any, spell: Spell = str) -> None:
         """Read it.
@@ -31,7 +38,9 @@ class LiveJob:
         self.homes = homes_of(optimizer)
         live = live_parameters(chunks, spell)
         self._live = live
-        self.shards = [shard for home in self.homes for shard in home.shards(live)]
+        held = [shard for home in self.homes for shard in home.shards(live)]
+        self.shards = [shard for shard in held if not shard.name.startswith(NEW)]
+        self.new = [shard for shard in held if shard.name.startswith(NEW)]
         first = not self.homes or any(home.is_first_replica for home in self.homes)
         self.view = RankView(
             names=live_names(chunks, spell) if first else [],

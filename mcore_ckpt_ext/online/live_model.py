@@ -48,6 +48,9 @@ def quantisation(parameter: torch.Tensor) -> Proof | None:
 Spell = Callable[[str], str]
 """Gives a model-space name as a checkpoint has it."""
 
+NEW = "new."
+"""What then stands before the name of a parameter that the checkpoint's model does not have, and that starts anew."""
+
 
 def live_parameters(chunks: Sequence[Any], spell: Spell = str) -> dict[int, LiveParameter]:
     """All parameters and buffers of the model chunks by `id`, described by the model's own sharded state dict."""

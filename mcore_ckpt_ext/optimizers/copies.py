@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from mcore_ckpt_ext.layout.proof import BITS
-from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
+from mcore_ckpt_ext.model_space.anatomy import is_word_embeddings
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -30,12 +30,13 @@ def differing_masters(state: OptimizerState, transfer: Transfer, share: tuple[in
         transfer: reads its files.
         share: which part of the work this is: its number, and how many there are.
     """
-    tensor = state.logical_tensor(FP32_PARAM, WORD_EMBEDDINGS)
-    if tensor is None:
+    table = next(filter(is_word_embeddings, state.names(FP32_PARAM)), None)
+    tensor = state.logical_tensor(FP32_PARAM, table) if table else None
+    if table is None or tensor is None:
         return 0
     return sum(
         different_elements(tensor, FP32_PARAM, first, other, transfer, share)
-        for first, *others in state.copies(FP32_PARAM, WORD_EMBEDDINGS)
+        for first, *others in state.copies(FP32_PARAM, table)
         for other in others
     )
 

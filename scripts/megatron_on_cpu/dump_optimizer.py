@@ -37,7 +37,7 @@ MOMENTS_VARIABLE = "MEGATRON_ON_CPU_DUMP_AT"
 
 _STATE_NAMES = ("fp32_param", *MOMENTS)
 # Of multi-token prediction, too, whose layers checkpoints call otherwise.
-_LAYER = re.compile(r"decoder\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer")
+_LAYER = re.compile(r"(?:\w+\.)*?(?:decoder|encoder)\.layers\.\d+|mtp\.layers\.\d+\.mtp_model_layer")
 _LOCAL_EXPERT = re.compile(r"(?P<before>.*\.experts\.)local_experts\.(?P<number>\d+)\.(?P<rest>.*)")
 # Transformer Engine's grouped linear layers count their experts' parameters.
 _GROUPED_EXPERT = re.compile(r"(?P<before>.*\.experts\.)(?P<rest>linear_fc\d\.(?:weight|bias))(?P<number>\d+)")
@@ -166,7 +166,11 @@ def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool
 
 
 def _sections(local_name: str, parameter: torch.nn.Parameter, config: Any) -> tuple[int, ...]:
-    if config.gated_linear_unit and ".linear_fc1." in local_name:
+    # Of an adapter, what answers for both the gate and the up projection.
+    in_parts = local_name.endswith(
+        (".linear_in.weight", ".adapter_gate.linear_out.weight", ".adapter_up.linear_out.weight")
+    )
+    if config.gated_linear_unit and ".linear_fc1." in local_name and not in_parts:
         return (parameter.shape[0] // 2,) * 2
     if local_name.endswith((".self_attention.in_proj.weight", ".self_attention.conv1d.weight")):
         return _sections_of_net(config, projected="in_proj" in local_name)
@@ -194,13 +198,13 @@ def names_of_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, dict[str, st
 def _layer_in_model(name: str, module: Any) -> str:
     if name.startswith("mtp."):
         return name.replace("mtp_model_layer", "transformer_layer")
-    return f"decoder.layers.{module.layer_number - 1}"
+    return f"{name.rpartition('.')[0]}.{module.layer_number - 1}"
 
 
 def name_in_model(local_name: str, layers: dict[str, tuple[str, dict[str, str]]], config: Any, *, tied: bool) -> str:
     """Translate a parameter's name in its chunk to the one that does not depend on the layout or on the layer spec."""
-    if tied and local_name == "output_layer.weight":
-        return "embedding.word_embeddings.weight"
+    if tied and local_name.endswith("output_layer.weight"):
+        return local_name.removesuffix("output_layer.weight") + "embedding.word_embeddings.weight"
     layer = _LAYER.match(local_name)
     if layer is None:
         return local_name

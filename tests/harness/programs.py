@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_on_cpu import launch
@@ -29,12 +30,27 @@ class Programs:
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def add(self, name: str, script: Path, *arguments: object, stock: bool = False) -> None:
-        """A program; its `wrapped` and `optimizer` are dumped where it ends well. `stock`: without the hooks."""
+    def add(
+        self,
+        name: str,
+        script: Path,
+        *arguments: object,
+        stock: bool = False,
+        without: Sequence[Path] = (),
+        commands: Sequence[Sequence[object]] = (),
+    ) -> None:
+        """A program; its `wrapped` and `optimizer` are dumped where it ends well.
+
+        `stock`: without the hooks. `without`: files that are removed before it begins. `commands`: of
+        `mcore-ckpt`, which the first rank runs before it.
+        """
         self._names.append(name)
         words = [str(argument) for argument in arguments]
         dump = str(self.folder / "dumps" / name)
-        self._orders.append({"script": str(script), "arguments": words, "dump": dump, "stock": stock})
+        self._orders.append({
+            "script": str(script), "arguments": words, "dump": dump, "stock": stock, "without": [*map(str, without)],
+            "commands": [[*map(str, words)] for words in commands],
+        })  # fmt: skip
 
     def run(self) -> None:
         """Run them all."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from megatron_on_cpu.dump_optimizer import assemble
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -19,11 +20,11 @@ from tests.harness.layouts import Layout
 
 MIXER = ["--mamba-state-dim", "8", "--mamba-head-dim", "8", "--mamba-num-groups", "2", "--mamba-num-heads", "8"]
 PLAIN = ["--position-embedding-type", "none", "--normalization", "RMSNorm", "--disable-bias-linear"]
-PLAIN += ["--untie-embeddings-and-output-weights", "--spec", "hybrid_layers", "hybrid_stack"]
+PLAIN += ["--untie-embeddings-and-output-weights"]
 
 
-def pattern(layers: str) -> list[str]:
-    return [*MIXER, *PLAIN, "--hybrid-layer-pattern", layers]
+def pattern(layers: str, stack: str = "hybrid_stack") -> list[str]:
+    return [*MIXER, *PLAIN, "--spec", "hybrid_layers", stack, "--hybrid-layer-pattern", layers]
 
 
 @pytest.mark.parametrize(
@@ -51,3 +52,34 @@ def test_the_live_optimizer_equals_the_one_that_was_saved(
     whole = open_checkpoint(bare)
     for kind in whole.kinds():
         assert all(whole.tensor(kind, name).read().numel() for name in whole.names(kind))
+
+
+def test_a_hybrid_model_goes_on_from_a_gpt(tmp_path: Path) -> None:
+    """Two layers of a GPT are halves of four of its layers; the Mamba layers have their own weights and no moments."""
+    run = save_noise(tmp_path / "saved", Layout(2, 2, 4), [*PLAIN, "--num-layers", "2"])
+    bare = copy_of(run, tmp_path / "bare")
+    (bare / "iter_0000004" / FILE_NAME).unlink()
+    cases = [Case("sidecar", run, dump=tmp_path / "sidecar"), Case("bare", bare, dump=tmp_path / "bare_dump")]
+    cases += [Case("uneven", run, {"hybrid_layer_pattern": "M*-M--"})]
+    outcomes = load_all(tmp_path / "job", Layout(1, 1, 2), cases, more=pattern("M*-M*-", "stack_after_gpt"))
+    truth = assemble(tmp_path / "saved" / "dump" / "after_save_0000004")
+    for name, folder in (("sidecar", "sidecar"), ("bare", "bare_dump")):
+        assert [rank["error"] for rank in outcomes[name]] == [None, None]
+        assert "elements that the checkpoint's model does not have start anew" in outcomes[name][0]["lines"][0]
+        alive = assemble(tmp_path / folder)
+        new = {key: alive.pop(key) for key in list(alive) if ".layers.0." in key or ".layers.3." in key}
+        assert all(not tensor.any() for key, tensor in new.items() if key.startswith("exp_avg"))
+        weights = {key.partition(".")[2]: tensor for key, tensor in new.items() if key.startswith("weight.")}
+        assert len(weights) > 10
+        assert all(torch.equal(new[f"fp32_param.{name}"], weights[name].float()) for name in weights)
+        assert differing(truth, {in_gpt(key): tensor for key, tensor in alive.items()}) == []
+    assert all("cannot be taken for a hybrid model" in rank["error"] for rank in outcomes["uneven"])
+    assert all(rank["before"] == rank["after"] for rank in outcomes["uneven"])
+
+
+def in_gpt(key: str) -> str:
+    """The name that a tensor of the layers `M*-M*-` has in the GPT."""
+    for own, number in ((1, 0), (2, 0), (4, 1), (5, 1)):
+        if f".layers.{own}." in key:
+            return key.replace(f".layers.{own}.", f".layers.{number}.")
+    return key.replace("decoder.final_norm", "decoder.final_layernorm")

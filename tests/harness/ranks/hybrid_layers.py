@@ -47,24 +47,29 @@ _MLP = partial(
     submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
 )
 
-hybrid_stack = ModuleSpec(
-    module=HybridStack,
-    submodules=HybridStackSubmodules(
-        mamba_layer=ModuleSpec(
-            module=MambaLayer,
-            submodules=MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=_MIXER, mamba_bda=get_bias_dropout_add),
+
+def _stack(keys: dict[str, str]) -> ModuleSpec:
+    """`keys`: under which keys its norms are stored, where these are not their own."""
+    mamba = MambaLayerSubmodules(norm=WrappedTorchNorm, mixer=_MIXER, mamba_bda=get_bias_dropout_add)
+    attention = TransformerLayerSubmodules(
+        input_layernorm=WrappedTorchNorm, self_attention=_ATTENTION, self_attn_bda=get_bias_dropout_add,
+        sharded_state_dict_keys_map=keys,
+    )  # fmt: skip
+    mlp = TransformerLayerSubmodules(
+        pre_mlp_layernorm=WrappedTorchNorm, mlp=_MLP, mlp_bda=get_bias_dropout_add, sharded_state_dict_keys_map=keys
+    )
+    return ModuleSpec(
+        module=HybridStack,
+        submodules=HybridStackSubmodules(
+            mamba_layer=ModuleSpec(module=MambaLayer, submodules=mamba),
+            attention_layer=ModuleSpec(module=TransformerLayer, submodules=attention),
+            mlp_layer=ModuleSpec(module=MLPLayer, submodules=mlp),
         ),
-        attention_layer=ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=WrappedTorchNorm, self_attention=_ATTENTION, self_attn_bda=get_bias_dropout_add
-            ),
-        ),
-        mlp_layer=ModuleSpec(
-            module=MLPLayer,
-            submodules=TransformerLayerSubmodules(
-                pre_mlp_layernorm=WrappedTorchNorm, mlp=_MLP, mlp_bda=get_bias_dropout_add
-            ),
-        ),
-    ),
-)
+    )
+
+
+hybrid_stack = _stack({})
+# With the keys that GPT has in either layer spec.
+stack_after_gpt = _stack({
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_", "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+})  # fmt: skip

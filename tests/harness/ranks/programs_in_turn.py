@@ -1,6 +1,7 @@
 """Runs programs on Megatron Core one after the other, in one launch, and dumps what each left alive.
 
-argv: a JSON file with a list of {name, script, arguments, dump, stock}. A program may raise: then its turn says what.
+argv: a JSON file with a list of {script, arguments, dump, stock, without, commands}; the first rank removes the files
+`without`, and runs the commands of `mcore-ckpt`. Where a program raises, its turn says what.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from megatron_on_cpu.groups import leave_groups
 from torch.distributed.checkpoint.api import CheckpointException
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import main as main_of_command
 
 
 def train(wrapped: Any, optimizer: Any) -> None:
@@ -29,7 +31,12 @@ def train(wrapped: Any, optimizer: Any) -> None:
             for master in group["params"]:
                 moments = {"exp_avg": torch.zeros_like(master), "exp_avg_sq": torch.zeros_like(master)}
                 one.optimizer.state[master] = moments
-    core_model.fill_with_noise(job, tied=False, seed=7)
+    core_model.fill_with_noise(job, is_tied(job), seed=7)
+
+
+def is_tied(job: core_model.Job) -> bool:
+    """Whether the output layer is the word embedding."""
+    return bool(job.models[0].share_embeddings_and_output_weights)
 
 
 def run(turn: dict[str, Any]) -> str:
@@ -37,13 +44,21 @@ def run(turn: dict[str, Any]) -> str:
     parallel_state.destroy_model_parallel()
     leave_groups()
     (mcore_ckpt_ext.uninstall if turn["stock"] else mcore_ckpt_ext.install)()
+    for path in turn["without"]:
+        Path(path).unlink(missing_ok=True)
+    if torch.distributed.get_rank() == 0:
+        for words in turn["commands"]:
+            if main_of_command(words):
+                raise RuntimeError(f"mcore-ckpt {' '.join(words)}")
+    torch.distributed.barrier()
     sys.argv = [turn["script"], *turn["arguments"]]
     try:
         left = Namespace(**runpy.run_path(turn["script"], {"train": train}, run_name="__main__"))
     except (Exception, CheckpointException) as error:
         return f"{type(error).__name__}: {error}"
     if turn["dump"]:
-        core_model.dump(core_model.Job([left.wrapped], left.optimizer, {}), Path(turn["dump"]), tied=False)
+        job = core_model.Job([left.wrapped], left.optimizer, {})
+        core_model.dump(job, Path(turn["dump"]), is_tied(job))
     return "done"
 
 

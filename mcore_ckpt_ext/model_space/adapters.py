@@ -1,0 +1,49 @@
+"""Names of low-rank adapters beside the parameters that they adapt: those of Megatron-Bridge.
+
+    decoder.layers.3.self_attention.linear_qkv.adapter.linear_in.weight             LoRA, DoRA
+    decoder.layers.3.self_attention.linear_qkv.adapter.linear_out.weight
+    decoder.layers.3.self_attention.linear_qkv.adapter.weight_magnitude             DoRA
+    decoder.layers.3.self_attention.linear_qkv.adapter.adapter_q.linear_in.weight   CanonicalLoRA
+
+Sources: `AdapterWrapper.sharded_state_dict` (peft/adapter_wrapper.py), peft/canonical_lora.py, peft/dora_layers.py;
+megatron-bridge 0.3.1.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+MARK = ".adapter."
+IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
+PARTS = {"linear_qkv": ("adapter_q", "adapter_k", "adapter_v"), "linear_fc1": ("adapter_gate", "adapter_up")}
+"""The adapters of CanonicalLoRA's that one linear has, in the order of its rows."""
+
+_FIRST_LINEAR = re.compile(
+    r"\.linear_fc1\.adapter\.(?:(adapter_gate\.|adapter_up\.)?linear_out\.weight|weight_magnitude)$"
+)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a model-space name is that of an adapter's tensor."""
+    return MARK in name
+
+
+def ordered_by_rank(names: Iterable[str], gated: bool) -> list[str]:
+    """The adapters' tensors whose rows lie in an order that depends on the tensor parallel size.
+
+    Megatron-Bridge stores the rows of every adapter of a `linear_fc1` as a gate's and an up projection's, which they
+    are not where the adapter is for one of them, or the linear has no gate; and magnitudes of both as those of one
+    (`sharded_state_dict` of `ParallelLinearAdapter` and `ParallelLinearDoRAAdapter`). Under another tensor parallel
+    size, its own load then hands out the wrong rows.
+
+    Args:
+        names: model-space names.
+        gated: whether the model's MLPs have gates.
+    """
+    found = []
+    for name in names:
+        if match := _FIRST_LINEAR.search(name):
+            is_wrong = bool(match[1]) or (gated == name.endswith(MAGNITUDE))
+            found += [name] if is_wrong else []
+    return found

@@ -1,0 +1,59 @@
+"""A hybrid model's names as the GPT has them that it goes on from.
+
+Source: `gpt_compatible_layer_maps` and `retarget_sharded_state_dict_to_gpt_checkpoint`
+(megatron/core/dist_checkpointing/gpt_checkpoint_interop.py, core_v0.19.2): each attention layer of the pattern and each
+MLP or expert layer is half a layer of the GPT, in turn; Mamba layers are new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.model_space.names import Layer, in_layer, split_layer
+
+_ATTENTION, _DENSE, _EXPERTS, _NEW = "*", "-", "E", "M"
+_FINAL_NORM = ("decoder.final_norm.", "decoder.final_layernorm.")
+
+
+def names_in_gpt(pattern: str, layers: int | None, names: Iterable[str]) -> dict[str, str | None]:
+    """What the GPT calls each parameter of a hybrid model; None of those that it does not have.
+
+    Args:
+        pattern: of the hybrid model's layers, `--hybrid-layer-pattern`.
+        layers: of the GPT; None where it is not known.
+        names: model-space names of the hybrid model's parameters.
+
+    Raises:
+        UnsupportedCheckpointError: no GPT can be taken for such a model.
+        ModelMismatchError: a GPT of that many layers cannot.
+    """
+    own, _, further = pattern.partition("/")
+    kinds = own.replace("|", "")
+    attention, linear = ([number for number, kind in enumerate(kinds) if kind in part] for part in ("*", "-E"))
+    is_known = not further and {*kinds} <= {_ATTENTION, _DENSE, _EXPERTS, _NEW} and not {_DENSE, _EXPERTS} <= {*kinds}
+    if not is_known or not attention or len(attention) != len(linear):
+        raise UnsupportedCheckpointError(
+            "a GPT's checkpoint cannot be taken for a hybrid model of this pattern",
+            found=f"--hybrid-layer-pattern {pattern}: {len(attention)} attention, {len(linear)} MLP layers",
+            expected=f"as many {_ATTENTION} as {_DENSE}, or as {_EXPERTS}; beside them {_NEW} only",
+            helps="Megatron itself has no such translation either (gpt_checkpoint_interop.py)",
+        )
+    if layers is not None and layers != len(attention):
+        raise ModelMismatchError(
+            "the pattern of the hybrid model does not have the layers of the GPT",
+            found=f"{len(attention)} attention and as many MLP layers in {pattern}",
+            expected=f"{layers}, as in the checkpoint",
+            helps="give --hybrid-layer-pattern as many of each as the GPT has layers",
+        )
+    number_in_gpt = {number: place for part in (attention, linear) for place, number in enumerate(part)}
+    found: dict[str, str | None] = {}
+    for name in names:
+        layer, suffix = split_layer(name)
+        if layer is None:
+            found[name] = name.replace(*_FINAL_NORM)
+        elif layer.number in number_in_gpt:
+            found[name] = in_layer(Layer(layer.block, number_in_gpt[layer.number]), suffix)
+        else:
+            found[name] = None
+    return found

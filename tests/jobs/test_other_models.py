@@ -1,0 +1,70 @@
+"""Models that are no plain GPT, of genuine Megatron Core under the local spec: saved, and resumed elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME
+from mcore_ckpt_ext.offline.comparison import compare
+from mcore_ckpt_ext.offline.inspection import inspect
+from mcore_ckpt_ext.offline.verification import verify
+from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
+from tests.harness.programs import Programs
+
+ITERATION = "iter_0000004"
+PROGRAM = RANK_SCRIPTS / "other_models.py"
+# What wrote it, and what goes on from there: tensor and pipeline parallel size. T5 has one stage (pretrain_t5.py).
+MODELS = {"bert": ((1, 4), (2, 2)), "t5": ((2, 1), (4, 1)), "llava": ((2, 2), (1, 4))}
+WAYS = ("with a sidecar", "without one", "legacy", "torch_dist")
+
+
+def places(turns: Programs, model: str) -> list[Path]:
+    """Where a model is saved, and what is converted of it."""
+    folder = turns.place(model)
+    return [folder / "saved", folder / "legacy", folder / "torch_dist"]
+
+
+@pytest.fixture(scope="module")
+def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
+    """Each model, resumed by the hooks; and what is converted of it, without a sidecar, resumed by stock Megatron."""
+    found = Programs(tmp_path_factory.mktemp("models"))
+    for model, (written, running) in MODELS.items():
+        folder, legacy, back = places(found, model)
+        sizes = ["--tensor-model-parallel-size", running[0], "--pipeline-model-parallel-size", running[1]]
+        to_legacy = ["convert", folder, legacy, "--to", "legacy", *sizes]
+        found.add(model, PROGRAM, model, *written, "none", folder)
+        found.add(f"{model}, with a sidecar", PROGRAM, model, *running, folder, "none")
+        found.add(f"{model}, without one", PROGRAM, model, *running, folder, "none", without=[folder / FILE_NAME])
+        found.add(
+            f"{model}, legacy", PROGRAM, model, *running, legacy / ITERATION, "none", stock=True, commands=[to_legacy]
+        )
+        to_torch_dist = ["convert", legacy, back, "--to", "torch_dist"]
+        found.add(
+            f"{model}, torch_dist",
+            PROGRAM,
+            model,
+            *running,
+            back / ITERATION,
+            "none",
+            stock=True,
+            commands=[to_torch_dist],
+        )
+    found.run()
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_is_resumed_under_another_layout(turns: Programs, model: str, way: str) -> None:
+    assert_same_optimizer(turns.dump(model), turns.dump(f"{model}, {way}"))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_model_is_known_offline(turns: Programs, model: str) -> None:
+    saved, *converted = places(turns, model)
+    tensor, pipeline = MODELS[model][0]
+    assert inspect(saved).layout_text == f"TP{tensor} x PP{pipeline} x DP{4 // (tensor * pipeline)}"
+    assert all(verify(place).sound for place in (saved, *converted))
+    assert all(compare(saved, place).equal for place in converted)
