@@ -127,6 +127,7 @@ class HuggingFace:
         max_shard_size: the most bytes of tensors that a file holds, unless it is one tensor.
         pickled: `pytorch_model.bin` instead of safetensors.
         quantize: `fp8-block` for weights of linear layers in fp8 with a scale for each block of 128 x 128.
+        lora_alpha: of adapters, which are written for peft, where nothing beside the checkpoint tells it.
         arguments: `NAME=VALUE` of the job's arguments as its model was computed, where the checkpoint cannot tell.
 
     Example:
@@ -145,6 +146,7 @@ class HuggingFace:
     max_shard_size: int = SHARD_BYTES
     pickled: bool = False
     quantize: Quantization | None = None
+    lora_alpha: int | None = None
     arguments: Sequence[str] = ()
 
     def stated_arguments(self) -> dict[str, Any]:
@@ -173,7 +175,7 @@ class HuggingFace:
             UsageError: a value makes no sense.
         """
         self.stated_arguments()
-        _check_sizes(vocab_size=self.vocab_size, max_shard_size=self.max_shard_size)
+        _check_sizes(vocab_size=self.vocab_size, max_shard_size=self.max_shard_size, lora_alpha=self.lora_alpha)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kind", self.kind, EXPORTED_KINDS)
         _check_choice("quantize", self.quantize, QUANTIZATIONS)

@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.model_space.adapters import ordered_by_rank
 from mcore_ckpt_ext.model_space.anatomy import (
     in_vocabulary,
     is_language_block,
@@ -13,6 +15,7 @@ from mcore_ckpt_ext.model_space.anatomy import (
     pipelined_block,
     second_names,
 )
+from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
 from mcore_ckpt_ext.model_space.names import (
     LayerSpec,
     ParameterName,
@@ -186,3 +189,28 @@ def test_the_rows_of_a_vocabulary() -> None:
 def test_what_t5_registers_twice() -> None:
     names = ["lm_head.output_layer.bias", "output_layer.bias", "embedding.position_embeddings.weight"]
     assert second_names(names) == {"lm_head.output_layer.bias": "output_layer.bias"}
+
+
+def test_a_hybrid_model_s_names_in_a_gpt() -> None:
+    names = ["decoder.layers.1.self_attention.linear_qkv.weight", "decoder.layers.5.mlp.linear_fc1.weight",
+             "decoder.layers.3.mixer.D", "decoder.final_norm.weight", "output_layer.weight"]  # fmt: skip
+    assert list(names_in_gpt("M*-M|*-", 2, names).values()) == [
+        "decoder.layers.0.self_attention.linear_qkv.weight", "decoder.layers.1.mlp.linear_fc1.weight",
+        None, "decoder.final_layernorm.weight", "output_layer.weight",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("pattern", ["M*-M*", "*-*E", "G-", "*-/*-", "MM", "*-*-*-"])
+def test_patterns_that_no_gpt_of_two_layers_can_be_taken_for(pattern: str) -> None:
+    with pytest.raises(CheckpointError, match="pattern"):
+        names_in_gpt(pattern, 2, [])
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_adapters_that_are_ordered_by_the_tensor_parallel_size(gated: bool) -> None:
+    linear = "decoder.layers.0.mlp.linear_fc1.adapter"
+    always = [f"{linear}.adapter_gate.linear_out.weight", f"{linear}.adapter_up.linear_out.weight"]
+    never = [f"{linear}.linear_in.weight", f"{linear}.adapter_up.linear_in.weight",
+             "decoder.layers.0.self_attention.linear_qkv.adapter.weight_magnitude"]  # fmt: skip
+    whole, magnitude = f"{linear}.linear_out.weight", f"{linear}.weight_magnitude"
+    assert ordered_by_rank([*always, *never, whole, magnitude], gated) == [*always, magnitude if gated else whole]

@@ -24,7 +24,7 @@ HOSTILE = {
     "names a class": "a: !!python/object/apply:os.system [exit 3]",
     "names a class, 'tag:yaml.org,2002:python/name": "!!python/name:os.system x",
     "names a class, '!mine": "a: !mine 1",
-    "names a class, 'tag:yaml.org,2002:set": "a: !!set {b}",
+    "names a class, 'tag:yaml.org,2002:omap": "a: !!omap {b: 1}",
     "nested too deeply": "[" * 1_000_000,
     "nested too deeply;": "{a: " * 100_000,
     "nested too deeply:": "- " * 400_000,
@@ -67,6 +67,10 @@ def test_a_real_file_says_what_pyyaml_says() -> None:
 )
 def test_values_are_those_of_yaml(text: str) -> None:
     assert parsed_yaml(text, "x") == yaml.safe_load(text)
+
+
+def test_a_set_is_its_members() -> None:
+    assert parsed_yaml("a: !!set {b, c}\nd: !!set {}", "x") == {"a": {"b": None, "c": None}, "d": {}}
 
 
 def test_dates_and_binary_data_stay_texts() -> None:

@@ -70,6 +70,7 @@ _OPTIONS = (
         help="an argument of the job as its model was computed, where the checkpoint cannot tell; repeat it",
     ),
     _option("quantize", choices=QUANTIZATIONS, help="quantise the weights of linear layers: fp8 by 128 x 128 blocks"),
+    _option("lora_alpha", type=parse_count, metavar="N", help="of adapters, where the checkpoint does not tell it"),
     _option("pickled", "--bin", action="store_true", help="write pytorch_model.bin instead of safetensors"),
 )
 

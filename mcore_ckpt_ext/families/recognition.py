@@ -139,7 +139,7 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
 
 def family_of_megatron(
     arguments: ModelArguments,
-    names: Collection[str],
+    names: Collection[str] | None,
     wanted: Family | None = None,
     once: str | None = None,
     where: str | None = None,
@@ -148,7 +148,7 @@ def family_of_megatron(
 
     Args:
         arguments: completed, with the true `vocab_size`.
-        names: of its weights, in model space.
+        names: of its weights, in model space; None where it has adapters alone.
         wanted: the family that the user names.
         once: the `model_type` that it had in a Hugging Face folder, if it came from one.
         where: the checkpoint, for messages.
@@ -180,10 +180,12 @@ def family_of_megatron(
     )  # fmt: skip
 
 
-def fit(family: Family, arguments: ModelArguments, names: Collection[str]) -> Fit:
+def fit(family: Family, arguments: ModelArguments, names: Collection[str] | None) -> Fit:
     """How a Megatron checkpoint fits a family, under the layer spec that its names follow."""
     if misfits := family.misfits(arguments):
         return Fit(family, arguments, misfits, by_names=False)
+    if names is None:
+        return Fit(family, arguments, [])
     left_out = set(matching(names, family.megatron_left_out))
     found: list[Fit] = []
     for spec in dict.fromkeys((arguments.transformer_impl, "transformer_engine", "local")):

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened, some
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
-from mcore_ckpt_ext.formats.stacking import stacked_blocks
+from mcore_ckpt_ext.formats.stacking import sharded_keys
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
@@ -24,8 +24,8 @@ from mcore_ckpt_ext.layout.proposals import Proposal, by_order, by_sidecar
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import MOST_BYTES as SIDECAR_BYTES
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.model_space.anatomy import is_word_embeddings
-from mcore_ckpt_ext.model_space.names import ShardedKey, parse
+from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
+from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
@@ -187,8 +187,7 @@ class Checkpoint(ABC):
 
         A model to begin with may lack its padding; then it is what its arguments say that a job makes of it.
         """
-        stated = self.arguments.padded_vocab_size
-        table = next(filter(is_word_embeddings, self.names(WEIGHT)), None)
+        stated, table = self.arguments.padded_vocab_size, word_embeddings_in(self.names(WEIGHT))
         tensor = self.logical_tensor(WEIGHT, table) if table else None
         if tensor is None:
             return stated
@@ -245,10 +244,7 @@ class Checkpoint(ABC):
 
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
         """The array of each name in `torch_dist`, and its index on the axes that count layers and experts."""
-        names = self.weights.names()
-        stacked = stacked_blocks(names, self.arguments)
-        parsed = {name: parse(name) for name in names}
-        return {name: own.sharded_key(own.block in stacked) for name, own in parsed.items()}
+        return sharded_keys(self.weights.names(), self.arguments)
 
     def random_state_grid(self) -> tuple[int, ...] | None:
         """Ranks for which the state of the random generators is stored as one array; None where it is not."""

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.formats.base import Checkpoint, Weights
 from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
-from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
+from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.extents import Extent, PlainExtent, Rearranged, Scaled
 from mcore_ckpt_ext.planning.plan import Copies, StoredSlice

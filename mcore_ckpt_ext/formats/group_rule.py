@@ -7,7 +7,8 @@ from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.model_space.names import VOCABULARY, of_experts
+from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
+from mcore_ckpt_ext.model_space.names import of_experts
 
 
 def group_that_holds(

@@ -10,7 +10,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.model_space.anatomy import BLOCKS, is_output_layer, is_word_embeddings, pipelined_block
+from mcore_ckpt_ext.model_space.anatomy import (
+    BLOCKS,
+    is_output_layer,
+    is_word_embeddings,
+    pipelined_block,
+    word_embeddings_in,
+)
 from mcore_ckpt_ext.model_space.names import of_experts, parse
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray
@@ -66,7 +72,7 @@ def model_shown(arrays: Mapping[str, StoredArray], names: Iterable[str]) -> dict
     divided = pipelined_block(names) or BLOCKS[0]
     layers = {name.layer for name in parsed if name.layer is not None and name.block == divided}
     experts = {name.expert for name in parsed if name.expert is not None}
-    table = next(filter(is_word_embeddings, names), None)
+    table = word_embeddings_in(names)
     found: dict[str, Any] = {}
     if layers:
         found["num_layers"] = 1 + max(layers)

@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.model_space.names import Layer, split_layer
+from mcore_ckpt_ext.model_space.names import Layer, ShardedKey, parse, split_layer
 
 # Arguments whose value other than the default makes a block heterogeneous.
 _ALWAYS = (
     "hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
 )  # fmt: skip
+
+
+def sharded_keys(names: Sequence[str], arguments: JobArguments) -> dict[str, ShardedKey]:
+    """The array that Megatron has for each of a model's parameters, and its index on the axes of layers and experts."""
+    stacked = stacked_blocks(names, arguments)
+    return {str(own): own.sharded_key(own.block in stacked) for own in map(parse, names)}
 
 
 def stacked_blocks(names: Iterable[str], arguments: JobArguments) -> set[str]:

@@ -32,7 +32,7 @@ from mcore_ckpt_ext.formats.portable_state import (
     undistributed,
 )
 from mcore_ckpt_ext.model_space.anatomy import block_of, leaves_out_state
-from mcore_ckpt_ext.model_space.names import of_experts, parse
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, MODEL_SPACE

@@ -25,6 +25,7 @@ from mcore_ckpt_ext.hooks.attended import Attended
 from mcore_ckpt_ext.hooks.first_look import megatron_version
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
+from mcore_ckpt_ext.online.admission import check_adapters
 from mcore_ckpt_ext.online.agreement import agreed, gather, is_first_rank, rank_and_size
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
@@ -167,7 +168,9 @@ def _is_ours(folder: Path, optimizer: Any) -> bool:
     checkpoint = open_checkpoint(folder)
     if checkpoint.optimizer_format is None:
         return False
-    both = [_spelled_out(one) for one in (checkpoint.arguments, live_arguments(chunks_of(optimizer), optimizer))]
+    running = live_arguments(chunks_of(optimizer), optimizer)
+    check_adapters(checkpoint, ParallelLayout.from_arguments(running), running)
+    both = [_spelled_out(one) for one in (checkpoint.arguments, running)]
     moved = bool(placement_changes(*both)) or not checkpoint.layout.unknown.isdisjoint(_PLACING)
     return not stock_can_load(checkpoint.optimizer_format, moved, megatron_version())
 

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.legacy_feed import fed
 from mcore_ckpt_ext.hooks.rebinding import rebound
-from mcore_ckpt_ext.model_space.names import WORD_EMBEDDINGS
+from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.online.live_model import live_parameters
 from mcore_ckpt_ext.settings import FROM_HF

@@ -33,7 +33,7 @@ from mcore_ckpt_ext.hooks.drafted_reader import DraftedReader
 from mcore_ckpt_ext.hooks.first_look import megatron_version
 from mcore_ckpt_ext.hooks.legacy_feed import folder_named
 from mcore_ckpt_ext.hooks.rebinding import rebound
-from mcore_ckpt_ext.model_space.names import VOCABULARY
+from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.offline.filling import Filler
 from mcore_ckpt_ext.offline.opening import open_source
 from mcore_ckpt_ext.online.admission import check_lost, verify_checksums

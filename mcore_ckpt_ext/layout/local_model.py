@@ -13,7 +13,7 @@ from operator import itemgetter
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk
-from mcore_ckpt_ext.model_space.anatomy import is_word_embeddings, language_prefix, pipelined_block, second_names
+from mcore_ckpt_ext.model_space.anatomy import language_prefix, pipelined_block, second_names, word_embeddings_in
 from mcore_ckpt_ext.model_space.names import is_module_buffer, parse, split_layer, split_parameters
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
@@ -157,7 +157,7 @@ class LocalModels:
     @cached_property
     def word_embeddings(self) -> str | None:
         """The name of the word embeddings; None of a model without them."""
-        return next(filter(is_word_embeddings, self.weights), None)
+        return word_embeddings_in(self.weights)
 
     @property
     def has_tied_copy(self) -> bool:

@@ -34,8 +34,9 @@ def ordered_by_rank(names: Iterable[str], gated: bool) -> list[str]:
 
     Megatron-Bridge stores the rows of every adapter of a `linear_fc1` as a gate's and an up projection's, which they
     are not where the adapter is for one of them, or the linear has no gate; and magnitudes of both as those of one
-    (`sharded_state_dict` of `ParallelLinearAdapter` and `ParallelLinearDoRAAdapter`). Under another tensor parallel
-    size, its own load then hands out the wrong rows.
+    (`sharded_state_dict` of `ParallelLinearAdapter` and `ParallelLinearDoRAAdapter`, 0.3.1 and 0.6.2; of a linear
+    without a gate 0.6.2 does it rightly). Under another tensor parallel size, its own load then hands out the wrong
+    rows.
 
     Args:
         names: model-space names.

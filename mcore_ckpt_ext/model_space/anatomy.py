@@ -80,6 +80,11 @@ def is_word_embeddings(name: str) -> bool:
     return name == word_embeddings_of(name)
 
 
+def word_embeddings_in(names: Iterable[str]) -> str | None:
+    """The name of the word embeddings among those of a model; None of a model without them."""
+    return next(filter(is_word_embeddings, names), None)
+
+
 def is_output_layer(name: str) -> bool:
     """Whether it is the name of the weight of a language model's output layer; T5 has it in its head, too."""
     own = name.removeprefix(language_prefix(name))

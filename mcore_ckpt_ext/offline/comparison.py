@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.huggingface_model import LOCAL
 from mcore_ckpt_ext.formats.respelled import spelled_as
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
-from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, is_word_embeddings
+from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, word_embeddings_in
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.beside import Fact, facts_beside
@@ -263,8 +263,7 @@ class _Side:
     @property
     def vocabulary(self) -> str:
         """How many of the vocabulary's rows are looked at."""
-        table = next(filter(is_word_embeddings, self.checkpoint.names(WEIGHT)), None)
-        tensor = self.source.logical_tensor(WEIGHT, table) if table else None
+        tensor = self.source.logical_tensor(WEIGHT, word_embeddings_in(self.checkpoint.names(WEIGHT)) or "")
         stored = tensor.shape[0] if tensor else 0
         return f"{self.rows} of {stored} rows, as many as the other has" if self.rows not in (None, stored) else "all"
 

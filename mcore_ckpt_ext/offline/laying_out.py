@@ -12,6 +12,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.wide_norms import WithWideNorms
+from mcore_ckpt_ext.formats.adapter_order import about_order
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.bridge_files import run_config_file, train_state
 from mcore_ckpt_ext.formats.canonical import canonical_output
@@ -27,11 +28,13 @@ from mcore_ckpt_ext.formats.huggingface_folder import (
 )
 from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceTarget
 from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
+from mcore_ckpt_ext.formats.peft_target import PeftTarget
 from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.torch_dist_target import TorchDistTarget
 from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
 from mcore_ckpt_ext.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
+from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.output import Output, OutputFile
@@ -86,7 +89,7 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
             found=f"--expert-model-parallel-size {expert}", where=str(checkpoint.folder), helps="leave the option out",
         )  # fmt: skip
     check_step(checkpoint)
-    kinds, notices = checkpoint.carried_kinds(), checkpoint.notices()
+    kinds, notices = checkpoint.carried_kinds(), [*checkpoint.notices(), *about_order(checkpoint)]
     if isinstance(target, Canonical):
         return LaidOut(_noting(canonical_output(checkpoint), notices), "", kinds)
     output = _files_of_iteration(checkpoint, target)
@@ -100,6 +103,11 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
 
 def _files_of_iteration(checkpoint: Checkpoint, target: TorchDist | Legacy | FsdpDtensor) -> Output:
     _check_buildable(checkpoint, target)
+    if not isinstance(target, TorchDist) and any(map(is_adapter, checkpoint.names(WEIGHT))):
+        raise UnsupportedCheckpointError(
+            f"adapters are not written as {target.name}", where=str(checkpoint.folder),
+            helps="--to torch_dist for Megatron-Bridge, --to hf for peft",
+        )  # fmt: skip
     if isinstance(target, FsdpDtensor):
         expert = target.expert_model_parallel_size
         experts_apart = checkpoint.experts_apart if expert is None else expert > 1
@@ -189,6 +197,11 @@ def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
 
 
 def _hugging_face(checkpoint: Checkpoint, target: HuggingFace, family: Family | None) -> LaidOut:
+    if any(map(is_adapter, checkpoint.names(WEIGHT))):
+        adapters = PeftTarget(checkpoint, target, family)
+        return LaidOut(adapters.output(), "", (), adapters.left_out, False, adapters.read_back)
+    if target.lora_alpha is not None:
+        raise UsageError("the checkpoint has no adapters", found="--lora-alpha", helps="leave the option out")
     tokenizer = _tokenizer(target.tokenizer)
     layout = HuggingFaceTarget(checkpoint, target, family, tokenizer)
     spec = layout.fit.arguments.transformer_impl

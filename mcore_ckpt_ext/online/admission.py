@@ -6,9 +6,9 @@ from operator import eq
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, ProofError, UnsupportedCheckpointError, some
+from mcore_ckpt_ext.formats.adapter_order import ordered_by_size
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.model_space.adapters import is_adapter, ordered_by_rank
 from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
 from mcore_ckpt_ext.model_space.names import spelled_as_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
@@ -67,11 +67,8 @@ def check_adapters(checkpoint: Checkpoint, running: ParallelLayout, arguments: J
     Raises:
         UnsupportedCheckpointError: there are such.
     """
-    names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
-    if not names or checkpoint.layout.tensor == running.tensor:
-        return
-    gated = bool(arguments.swiglu or arguments.gated_linear_unit or checkpoint.arguments.gated_linear_unit)
-    if wrong := ordered_by_rank(names, gated):
+    moved = "tensor" in checkpoint.layout.unknown or checkpoint.layout.tensor != running.tensor
+    if moved and (wrong := ordered_by_size(checkpoint, arguments)):
         raise UnsupportedCheckpointError(
             "Megatron-Bridge reads the rows of these adapters wrongly under another tensor parallel size",
             found=f"{some(wrong, 2)}, under TP{running.tensor}",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from mcore_ckpt_ext.layout.proof import BITS
-from mcore_ckpt_ext.model_space.anatomy import is_word_embeddings
+from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -30,7 +30,7 @@ def differing_masters(state: OptimizerState, transfer: Transfer, share: tuple[in
         transfer: reads its files.
         share: which part of the work this is: its number, and how many there are.
     """
-    table = next(filter(is_word_embeddings, state.names(FP32_PARAM)), None)
+    table = word_embeddings_in(state.names(FP32_PARAM))
     tensor = state.logical_tensor(FP32_PARAM, table) if table else None
     if table is None or tensor is None:
         return 0

@@ -119,7 +119,8 @@ class _Reader:
         return found, total
 
     def _mapping(self, event: Any, depth: int) -> _Sized:
-        _check_tag(event, "map")
+        # A set is written as its members, each with nothing (`params_to_save` of Megatron-Bridge's adapters, 0.3.1).
+        _check_tag(event, "map", "set")
         found: dict[str, Any] = {}
         total = 1
         while type(following := next(self._events)).__name__ != "MappingEndEvent":
@@ -156,6 +157,6 @@ class _Reader:
             raise ValueError(f"{event.value!r} is no {tag.removeprefix(_PLAIN)}") from error
 
 
-def _check_tag(event: Any, plain: str) -> None:
-    if event.tag not in (None, "!", f"{_PLAIN}{plain}"):
+def _check_tag(event: Any, *plain: str) -> None:
+    if event.tag not in (None, "!", *(f"{_PLAIN}{kind}" for kind in plain)):
         raise ValueError(f"it names a class, {event.tag[:80]!r}")

@@ -127,6 +127,7 @@ def test_each_target_has_its_own_options_in_the_help(capsys: pytest.CaptureFixtu
     assert groups == {
         "--tokenizer": "--to hf",
         "--quantize": "--to hf",
+        "--lora-alpha": "--to hf",
         "--dtype": "--to hf",
         "--from": "--to hf",
         "--max-shard-size": "--to hf",

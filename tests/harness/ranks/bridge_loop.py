@@ -1,27 +1,61 @@
 """Megatron-Bridge's genuine `save_checkpoint` and `load_checkpoint` around a tiny GPT on CPU ranks.
 
 argv: the folder that megatron-bridge is installed in, tensor and pipeline parallel size, the run folder to load or
-"none", the run folder to save or "none", and perhaps "experts".
+"none", the run folder to save or "none", and perhaps "experts", or how adapters are put into the model: "lora", "dora",
+"canonical". With these it also saves, beside the run folder, the model without them, and what it answers with them.
 """
 
+import shutil
 import sys
+from pathlib import Path
 
 import bridge_packages
 import core_model
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
 packages, tensor, pipeline, *places = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:6]
 bridge_packages.find(packages)
 
 from megatron.bridge.models.gpt_provider import GPTModelProvider  # noqa: E402
+from megatron.bridge.peft import canonical_lora, dora, lora, utils  # noqa: E402
 
-core_model.start(core_model.Layout(tensor=tensor, pipeline=pipeline))
-job = core_model.build(core_model.Layout(tensor=tensor, pipeline=pipeline), "experts" in sys.argv, tied=False)
+utils.HAVE_TE = False  # it takes names of megatron.core, which are None here, for classes of Transformer Engine
+kinds = {"lora": lora.LoRA, "dora": dora.DoRA, "canonical": canonical_lora.CanonicalLoRA}
+# Of row-parallel linears, DoRA takes the norms of each rank's columns alone.
+chosen = {"dora": {"target_modules": ["linear_qkv", "linear_fc1"]}}
+(adapters,) = [kinds[word](dim=4, alpha=8, **chosen.get(word, {})) for word in sys.argv[6:] if word in kinds] or [None]
+layout = core_model.Layout(tensor=tensor, pipeline=pipeline)
+core_model.start(layout)
+job = core_model.build(layout, "experts" in sys.argv, tied=False, adapt=adapters)
 wrapped, optimizer = job.chunks[0], job.optimizer
+like_llama = {
+    "normalization": "RMSNorm", "num_query_groups": 2, "position_embedding_type": "rope", "gated_linear_unit": True,
+    "add_bias_linear": False, "activation_func": torch.nn.functional.silu,
+}  # fmt: skip
 provider = GPTModelProvider(
     num_layers=core_model.LAYERS, hidden_size=core_model.HIDDEN, num_attention_heads=core_model.HEADS,
     ffn_hidden_size=128, bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16,
     tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipeline, vocab_size=core_model.VOCABULARY,
     share_embeddings_and_output_weights=False, num_moe_experts=core_model.EXPERTS if "experts" in sys.argv else None,
+    **(like_llama if adapters else {}),
 )  # fmt: skip
-bridge_packages.run(provider, wrapped, optimizer, *places, train)  # type: ignore[name-defined]  # noqa: F821 - made by whoever runs this
+makes = train  # type: ignore[name-defined]  # noqa: F821 - made by whoever runs this
+bridge_packages.run(provider, wrapped, optimizer, *places, makes, peft=adapters)
+if adapters and places[1] != "none":
+    run, model = Path(places[1]), job.models[0]
+    base = {key: value for key, value in model.sharded_state_dict().items() if ".adapter." not in key}
+    (run.parent / "base").mkdir(exist_ok=True)
+    dist_checkpointing.save({"model": base, "iteration": 4, "checkpoint_version": 3.0}, str(run.parent / "base"))
+    model.float().eval()
+    for module in model.modules():
+        if hasattr(module, "input_in_float16"):  # the softmax rounds what it was built for
+            module.input_in_float16 = module.input_in_bf16 = False
+    tokens, mask = torch.arange(12).view(1, -1), torch.ones(12, 12).triu(1).bool()[None, None]
+    with torch.no_grad():
+        answer = gather_from_tensor_model_parallel_region(model(tokens, tokens, mask))
+    model.bfloat16()  # as it was: these numbers are exact in both
+    if torch.distributed.get_rank() == 0:
+        shutil.copy(run / "iter_0000004" / "run_config.yaml", run.parent / "base")
+        torch.save(answer, run.parent / "answer.pt")

@@ -24,7 +24,9 @@ def find(packages: str) -> None:
                      "megatron.energon", "megatron.core.datasets.megatron_tokenizer")  # fmt: skip
 
 
-def run(provider: Any, wrapped: Any, optimizer: Any, source: str, target: str, train: Any = None) -> None:
+def run(
+    provider: Any, wrapped: Any, optimizer: Any, source: str, target: str, train: Any = None, peft: Any = None
+) -> None:
     """Resume from a run folder, and save into one; "none" leaves it out.
 
     Args:
@@ -34,6 +36,7 @@ def run(provider: Any, wrapped: Any, optimizer: Any, source: str, target: str, t
         source: the run folder to load.
         target: the run folder to save.
         train: makes what is saved, if it is not the state as it is.
+        peft: how adapters were put into the model, which alone are saved then.
     """
     from megatron.bridge.training import checkpointing, config, state
 
@@ -48,7 +51,7 @@ def run(provider: Any, wrapped: Any, optimizer: Any, source: str, target: str, t
         train=config.TrainingConfig(train_iters=8, global_batch_size=8, micro_batch_size=1),
         optimizer=config.OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True),
         ddp=config.DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True),
-        scheduler=config.SchedulerConfig(), dataset=config.MockGPTDatasetConfig(
+        peft=peft, scheduler=config.SchedulerConfig(), dataset=config.MockGPTDatasetConfig(
             random_seed=1, seq_length=32, reset_position_ids=False, reset_attention_mask=False, eod_mask_loss=False
         ),
     )  # fmt: skip

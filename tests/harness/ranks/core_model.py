@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,8 +78,15 @@ def start(layout: Layout) -> None:
     tensor_parallel.model_parallel_cuda_manual_seed(1234)
 
 
-def build(layout: Layout, experts: bool, tied: bool, distributed: bool = True) -> Job:
-    """The model of this rank, wrapped for training, with its optimizer."""
+def build(
+    layout: Layout, experts: bool, tied: bool, distributed: bool = True, adapt: Callable[[Any], Any] | None = None
+) -> Job:
+    """The model of this rank, wrapped for training, with its optimizer.
+
+    `adapt`: puts adapters into the model, which is then one like Llama.
+    """
+    gated = experts or adapt is not None
+    like_llama = {"normalization": "RMSNorm", "num_query_groups": 2} if adapt else {}
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, ffn_hidden_size=128,
         bf16=True, params_dtype=torch.bfloat16, pipeline_dtype=torch.bfloat16, use_cpu_initialization=True,
@@ -89,8 +96,8 @@ def build(layout: Layout, experts: bool, tied: bool, distributed: bool = True) -
         expert_model_parallel_size=layout.expert, expert_tensor_parallel_size=layout.expert_tensor or layout.tensor,
         num_moe_experts=EXPERTS if experts else None,
         gradient_accumulation_fusion=False,
-        moe_token_dispatcher_type="alltoall", add_bias_linear=not experts, gated_linear_unit=experts,
-        activation_func=torch.nn.functional.silu if experts else torch.nn.functional.gelu,
+        moe_token_dispatcher_type="alltoall", add_bias_linear=not gated, gated_linear_unit=gated,
+        activation_func=torch.nn.functional.silu if gated else torch.nn.functional.gelu, **like_llama,
     )  # fmt: skip
     wrapped = []
     ddp = DistributedDataParallelConfig(
@@ -99,6 +106,7 @@ def build(layout: Layout, experts: bool, tied: bool, distributed: bool = True) -
     )  # fmt: skip
     for stage in range(layout.virtual):
         model = _chunk(config, layout, stage, experts, tied)
+        model = adapt(model) if adapt else model
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         module = Float16Module(config, model)
@@ -130,11 +138,16 @@ def _chunk(config: Any, layout: Layout, stage: int, experts: bool, tied: bool) -
         function(**({"ignore_virtual": False} | at if "vp_stage" in inspect.signature(function).parameters else {}))
         for function in (parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage)
     )
-    spec = get_gpt_layer_local_spec(num_experts=EXPERTS if experts else None, moe_grouped_gemm=False)
+    rms = config.normalization == "RMSNorm"
+    spec = get_gpt_layer_local_spec(
+        num_experts=EXPERTS if experts else None,
+        moe_grouped_gemm=False,
+        **({"normalization": "RMSNorm"} if rms else {}),
+    )
     here = at if "vp_stage" in inspect.signature(GPTModel.__init__).parameters else {}
     return GPTModel(
         config, spec, VOCABULARY, POSITIONS, pre_process=first, post_process=last,
-        share_embeddings_and_output_weights=tied, **here,
+        share_embeddings_and_output_weights=tied, **({"position_embedding_type": "rope"} if rms else {}), **here,
     )  # fmt: skip
 
 

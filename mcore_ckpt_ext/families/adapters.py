@@ -1,0 +1,169 @@
+"""Low-rank adapters: how the tensors of a PEFT folder are made of Megatron-Bridge's rows.
+
+An adapter of a Megatron linear answers for all Hugging Face linears that this one is made of: their `lora_B` are its
+rows, cut as the weight is, and they share its `lora_A`. Sources: peft/lora.py, dora_layers.py, canonical_lora.py and
+utils.py (`ParallelLinearAdapter`) of megatron-bridge 0.3.1; peft 0.21.2 (utils/save_and_load.py) for PEFT's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.families.family import HuggingFaceTensor
+from mcore_ckpt_ext.model_space.adapters import IN, MAGNITUDE, MARK, OUT, PARTS
+from mcore_ckpt_ext.model_space.slices import Region
+
+MAGNITUDES = "lora_magnitude_vector"
+_PREFIX = "base_model.model."
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What a PEFT folder holds.
+
+    Attributes:
+        tensors: the tensors, under PEFT's names.
+        rank: of all adapters.
+        targets: names of Hugging Face's linears that have one, or the ends of these names.
+        magnitudes: they have magnitudes, too (DoRA).
+    """
+
+    tensors: list[HuggingFaceTensor]
+    rank: int
+    targets: set[str]
+    magnitudes: bool
+
+
+def adapters_of(base: Sequence[HuggingFaceTensor], shapes: Shapes, tensor_ranks: int | None) -> Adapters:
+    """The adapters of a model.
+
+    Args:
+        base: the tensors of the whole model, without adapters.
+        shapes: of the adapters' tensors, by model-space name.
+        tensor_ranks: how many tensor-parallel ranks wrote them; None where it is not known.
+
+    Raises:
+        UnsupportedCheckpointError: one of them has no place in a PEFT folder.
+    """
+    linears: dict[str, list[HuggingFaceTensor]] = {}
+    for tensor in base:
+        linears.setdefault(tensor.regions[0].name, []).append(tensor)
+    found: list[HuggingFaceTensor] = []
+    for linear in dict.fromkeys(name.partition(MARK)[0] for name in shapes):
+        ours = sorted(linears.get(f"{linear}.weight", ()), key=lambda tensor: tensor.regions[0].offsets[0])
+        if not ours or any(one.transposed or one.interleaved > 1 or len(one.shape) != 2 for one in ours):
+            raise _without_place([name for name in shapes if name.startswith(linear)])
+        for number, tensor in enumerate(ours):
+            found += _Linear(linear, number, len(ours), shapes, tensor_ranks).tensors(tensor)
+    used = {region.name for tensor in found for region in tensor.regions}
+    if used != shapes.keys():
+        raise _without_place(sorted(shapes.keys() - used))
+    ranks = {tensor.shape[0] for tensor in found if tensor.name.endswith(".lora_A.weight")}
+    if len(ranks) != 1:
+        raise UnsupportedCheckpointError(
+            "the adapters are not all of one rank", found=some(sorted(map(str, ranks))),
+            helps="convert --to canonical, which keeps them as they are",
+        )  # fmt: skip
+    end = ".lora_A.weight"
+    adapted = {tensor.name.removeprefix(_PREFIX).removesuffix(end) for tensor in found if tensor.name.endswith(end)}
+    linears_of = {tensor.name.removesuffix(".weight") for tensor in base}
+    magnitudes = any(tensor.name.endswith(MAGNITUDES) for tensor in found)
+    return Adapters(found, ranks.pop(), _targets(adapted, linears_of), magnitudes)
+
+
+def _targets(adapted: set[str], modules: set[str]) -> set[str]:
+    """What PEFT is told to adapt: the last names of linears, where all that bear them are adapted; else whole names."""
+    last = {name.rpartition(".")[2] for name in adapted}
+    all_of_them = {name for name in modules if name.rpartition(".")[2] in last}
+    return last if all_of_them == adapted else adapted
+
+
+def _without_place(names: Sequence[str]) -> UnsupportedCheckpointError:
+    return UnsupportedCheckpointError(
+        "it is not known how PEFT holds these adapters", found=some(list(names), 4),
+        expected="those of linears of attention and dense MLPs, of Megatron-Bridge's LoRA, DoRA or CanonicalLoRA",
+        helps="convert --to canonical, which keeps them as they are",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Linear:
+    """The adapter of Megatron's linear `name`, as far as it answers for number `part` of `parts` linears."""
+
+    name: str
+    part: int
+    parts: int
+    shapes: Shapes
+    tensor_ranks: int | None
+
+    def tensors(self, base: HuggingFaceTensor) -> Iterator[HuggingFaceTensor]:
+        """What PEFT has of the linear that `base` is the weight of; nothing where it has no adapter of its own."""
+        module = _PREFIX + base.name.removesuffix(".weight")
+        spans = [(region.offsets[0], region.sizes[0]) for region in base.regions]
+        own = PARTS.get(self.name.rpartition(".")[2], ())
+        apart = f"{self.name}{MARK}{own[self.part]}." if len(own) == self.parts else ""
+        is_apart = any(name.startswith(f"{self.name}{MARK}{part}.") for part in own for name in self.shapes)
+        before = apart if is_apart and apart else f"{self.name}{MARK}"
+        if before + IN not in self.shapes:
+            return
+        rows, rank = self.shapes[before + OUT]
+        if is_apart:
+            spans = [(0, rows)]
+        if is_apart and self.name.endswith("linear_fc1"):
+            spans = list(self._as_halves(rows))
+        elif self.name.endswith("linear_fc1") and self.parts == 1 and self._ranks() > 1:
+            raise UnsupportedCheckpointError(
+                "releases of Megatron-Bridge store the rows of this adapter in different orders", where=self.name,
+                found=f"a linear without a gate, under TP{self._ranks()}", expected="TP1",
+                helps="save it once under TP1",
+            )  # fmt: skip
+        if sum(count for _, count in spans) != base.shape[0] or self.shapes[before + IN] != (rank, base.shape[1]):
+            raise UnsupportedCheckpointError(
+                "an adapter does not have the shape of its linear", found=str((rows, rank)),
+                expected=f"that of {base.name}, {base.shape}", where=self.name,
+            )  # fmt: skip
+        yield HuggingFaceTensor(f"{module}.lora_A.weight", (rank, base.shape[1]), (_whole(before + IN, self.shapes),))
+        regions = tuple(Region(before + OUT, (start, 0), (count, rank)) for start, count in spans)
+        yield HuggingFaceTensor(f"{module}.lora_B.weight", (base.shape[0], rank), regions)
+        if before + MAGNITUDE in self.shapes:
+            if self.name.endswith("linear_fc1") and self.parts == 2:
+                spans = list(self._of_each_rank(self.shapes[before + MAGNITUDE][0]))
+            regions = tuple(Region(before + MAGNITUDE, (start,), (count,)) for start, count in spans)
+            yield HuggingFaceTensor(f"{module}.{MAGNITUDES}", (base.shape[0],), regions)
+
+    def _as_halves(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Rows that were stored as a gate's and an up projection's, although they are of one of them alone.
+
+        `ParallelLinearAdapter.sharded_state_dict` takes every adapter of a `linear_fc1` for one of both: of each rank's
+        rows the first half goes to the first half of the array, the second one to the second.
+        """
+        ranks = self._ranks()
+        size = rows // (2 * ranks)
+        for rank in range(ranks):
+            yield from ((rank * size, size), (rows // 2 + rank * size, size)) if ranks > 1 else ()
+        if ranks == 1:
+            yield 0, rows
+
+    def _of_each_rank(self, rows: int) -> Iterator[tuple[int, int]]:
+        """Rows of one of two projections, where each rank's are those of its gate, then those of its up projection.
+
+        `ParallelLinearDoRAAdapter.sharded_state_dict` stores the magnitudes of a `linear_fc1` as of one matrix.
+        """
+        ranks = self._ranks()
+        size = rows // (2 * ranks)
+        yield from (((2 * rank + self.part) * size, size) for rank in range(ranks))
+
+    def _ranks(self) -> int:
+        if self.tensor_ranks is None:
+            raise UnsupportedCheckpointError(
+                "the order of an adapter's rows depends on the tensor parallel size that it was saved under",
+                where=self.name, helps="state it: --source-tensor-model-parallel-size N",
+            )  # fmt: skip
+        return self.tensor_ranks
+
+
+def _whole(name: str, shapes: Shapes) -> Region:
+    return Region.whole(name, tuple(shapes[name]))

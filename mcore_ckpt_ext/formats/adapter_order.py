@@ -1,0 +1,28 @@
+"""Adapters whose rows Megatron-Bridge itself would hand out wrongly under another tensor parallel size."""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import some
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.model_space.adapters import is_adapter, ordered_by_rank
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+
+
+def ordered_by_size(checkpoint: Checkpoint, running: JobArguments | None = None) -> list[str]:
+    """Their names (see `ordered_by_rank`); `running`: of a job that may say more than the checkpoint does."""
+    names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
+    jobs = [job for job in (checkpoint.arguments, running) if job is not None]
+    gated = any(job.swiglu or job.gated_linear_unit or job.quick_geglu for job in jobs)
+    return ordered_by_rank(names, gated)
+
+
+def about_order(checkpoint: Checkpoint) -> list[str]:
+    """What whoever goes on from a converted checkpoint should know."""
+    found = ordered_by_size(checkpoint)
+    if not found:
+        return []
+    return [
+        f"resume under TP{checkpoint.layout.tensor} only: Megatron-Bridge reads the rows of some adapters wrongly "
+        f"under another tensor parallel size: {some(found, 1)}"
+    ]
