@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import PackingError, ProofError, UnsupportedCheckpointError, UsageError
+from mcore_ckpt_ext.errors import ModelMismatchError, PackingError, ProofError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.formats.base import Checkpoint, Weights
+from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface_folder import CONFIG
 from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
@@ -88,10 +91,11 @@ def lent_weights(lender: Checkpoint, arguments: JobArguments) -> dict[str, LentW
 
 
 def check_lender(lender: Checkpoint, checkpoint: Checkpoint) -> None:
-    """Refuse weights where they are not needed, and a folder that has none.
+    """Refuse weights where they are not needed, a folder that has none, and one that describes another model.
 
     Raises:
-        UsageError: it is one of the two.
+        UsageError: it is one of the first two.
+        ModelMismatchError: the optimizer's job says otherwise what the model is than the folder's `config.json`.
     """
     if checkpoint.names(WEIGHT) or checkpoint.stored_optimizer_format is None:
         raise UsageError(
@@ -101,6 +105,14 @@ def check_lender(lender: Checkpoint, checkpoint: Checkpoint) -> None:
         )  # fmt: skip
     if not lender.names(WEIGHT):
         raise UsageError("the folder has no weights either", where=str(lender.folder), helps=NAME_THEM)
+    if not isinstance(lender, HuggingFaceCheckpoint) or not checkpoint.arguments.tells_all:
+        return
+    if found := contradictions(lender.family, lender.model, checkpoint.arguments):
+        raise ModelMismatchError(
+            "the job of the optimizer trained another model than config.json describes, though the weights may fit",
+            found="; ".join(found), where=str(lender.folder / CONFIG),
+            helps="name the folder of the model that was trained; or, if it is that, mend its config.json",
+        )  # fmt: skip
 
 
 def check_belonging(checkpoint: Checkpoint, folder: Path) -> None:

@@ -80,7 +80,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         self._below = below
         described = described_model(folder / below, family, transformer_impl)
         self.config, self.family, self._whole = described.config, described.family, described.whole
-        self._model = described.arguments
+        self.model = described.arguments
         self._of_images: list[str] = []
         stored, unread = read_tensors(self.reader, below)
         self._stale = [f"not read, because the folder also holds safetensors: {', '.join(unread)}"] if unread else []
@@ -89,9 +89,9 @@ class HuggingFaceCheckpoint(Checkpoint):
             self._of_images = [name for name, ours in names.items() if ours is None]
             stored = {ours: self._turned(ours, stored[name]) for name, ours in names.items() if ours is not None}
         stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
-        held = self.family.further_layers(stored, self._model)
+        held = self.family.further_layers(stored, self.model)
         self._holds_no_further, further = not held, held if further_tokens else 0
-        self._model = replace(self._model, mtp_num_layers=further or None)
+        self.model = replace(self.model, mtp_num_layers=further or None)
         self.left_out: list[str] = []
         self._weights = ModelSpaceWeights(self._matched(stored))
 
@@ -102,33 +102,33 @@ class HuggingFaceCheckpoint(Checkpoint):
     def without_further_tokens(self) -> HuggingFaceCheckpoint:
         """The same, without the layers that predict further tokens."""
         return HuggingFaceCheckpoint(
-            self.folder, self._witnesses, family=self.family, transformer_impl=self._model.transformer_impl,
+            self.folder, self._witnesses, family=self.family, transformer_impl=self.model.transformer_impl,
             below=self._below, further_tokens=False,
         )  # fmt: skip
 
     @property
     def predicts_further_tokens(self) -> bool:
         """Whether it has layers that do."""
-        return bool(self._model.mtp_num_layers)
+        return bool(self.model.mtp_num_layers)
 
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
         """Match every tensor that the configuration asks for with one that is there; none may remain."""
         prefix = self.family.optional_prefix
         if prefix and not any(name.startswith(prefix) for name in stored):
             stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
-        layers, experts = self._model.num_layers, self._model.num_experts or 1
+        layers, experts = self.model.num_layers, self.model.num_experts or 1
         if layers > len(stored):
             raise UnreadableCheckpointError(
                 "config.json describes more layers than the folder can hold",
                 found=f"{len(stored)} tensors", expected=f"{layers} layers", where=str(self.folder),
             )  # fmt: skip
         # Query, key and value are rows of one parameter, group by group.
-        regions = layers * (experts + 3 * self._model.num_query_groups)
+        regions = layers * (experts + 3 * self.model.num_query_groups)
         Budget(_ENTRY_BYTES * len(stored), CONFIG).spend(_STEPS_A_REGION * regions, "layers, experts and query groups")
         self._check_tied(stored)
-        expected = {tensor.name: tensor for tensor in self.family.tensors(self._model, stored)}
+        expected = {tensor.name: tensor for tensor in self.family.tensors(self.model, stored)}
         stored = self._without_copies(stored, expected.values())
-        ignored = self.family.without_place(stored.keys(), self._model, self.config) - expected.keys()
+        ignored = self.family.without_place(stored.keys(), self.model, self.config) - expected.keys()
         self.left_out = sorted([*ignored, *self._of_activations, *self._of_images])
         missing = [name for name in expected if name not in stored]
         surplus = [name for name in stored if name not in expected and name not in ignored]
@@ -156,7 +156,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         Raises:
             UnreadableCheckpointError: one of them is not.
         """
-        copies = self.family.copies(self._model)
+        copies = self.family.copies(self.model)
         if not any(copy.name in stored for copy in copies):
             return stored
         originals = {tensor.regions[0].name: tensor.name for tensor in expected}
@@ -175,7 +175,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         """Check that a tied model's own output layer, which is left out, really is a copy."""
         copy = stored.get("lm_head.weight")
         embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
-        if self._model.untie_embeddings_and_output_weights or copy is None or embedding is None:
+        if self.model.untie_embeddings_and_output_weights or copy is None or embedding is None:
             return
         if copy.shape != embedding.shape or not self._same_bytes(copy, embedding):
             raise UnreadableCheckpointError(
@@ -206,16 +206,16 @@ class HuggingFaceCheckpoint(Checkpoint):
         """What a release checkpoint says about the job that will read it."""
         dtypes = self._weights.dtypes
         arguments = {
-            **self._model.stated(),
+            **self.model.stated(),
             "padded_vocab_size": -(-self.vocabulary // _PADDING) * _PADDING,
             "make_vocab_size_divisible_by": _PADDING,
-            "seq_length": self._model.max_position_embeddings,
-            "norm_epsilon": self._model.layernorm_epsilon,
-            "apply_layernorm_1p": self._model.layernorm_zero_centered_gamma,
+            "seq_length": self.model.max_position_embeddings,
+            "norm_epsilon": self.model.layernorm_epsilon,
+            "apply_layernorm_1p": self.model.layernorm_zero_centered_gamma,
             # True whatever the positions are, and compared on loading (`check_checkpoint_args`).
             "add_position_embedding": True,
             "moe_grouped_gemm": bool(
-                self._model.num_experts and self._model.transformer_impl == TRANSFORMER_ENGINE
+                self.model.num_experts and self.model.transformer_impl == TRANSFORMER_ENGINE
             ),
             "bf16": "bfloat16" in dtypes,
             "fp16": "float16" in dtypes and "bfloat16" not in dtypes,
@@ -245,7 +245,7 @@ class HuggingFaceCheckpoint(Checkpoint):
     @property
     @override
     def vocabulary(self) -> int:
-        return int(self._model.known("vocab_size"))
+        return int(self.model.known("vocab_size"))
 
     @property
     @override
@@ -254,7 +254,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def notices(self) -> list[str]:
         """What a user should know about this model."""
-        found = self.family.notices(self._model)
+        found = self.family.notices(self.model)
         if self._whole:
             found.append(f"of {self._whole} only the text is read, as {with_article(self.family.name)}")
         if self.left_out:
@@ -270,7 +270,7 @@ class HuggingFaceCheckpoint(Checkpoint):
                 f"pretrain_gpt.py cannot train this model: {self.family.only_bridge}. Megatron-Bridge can; it reads "
                 "run_config.yaml"
             )
-        elif lacking := unsaid(self._model):
+        elif lacking := unsaid(self.model):
             said = ", ".join(f"{name} = {value}" for name, value in lacking.items())
             found.append(
                 f"pretrain_gpt.py cannot train this model as it is: {said}, but no flag of it says so, or none that it "
@@ -281,13 +281,13 @@ class HuggingFaceCheckpoint(Checkpoint):
         if wide := self._weights.wider_than_most:
             most = self._weights.dtypes[0]
             found.append(f"in float32, unlike the rest, so that a job in {most} rounds them: {some(wide, _SHOWN)}")
-        if self._model.position_embedding_type == "yarn":
+        if self.model.position_embedding_type == "yarn":
             found.append("--position-embedding-type yarn is of Megatron 0.19 and later")
         return found + self._stale
 
     def unbuildable(self, version: tuple[int, int]) -> str | None:
         """Why a version of Megatron has no such model; None where it has."""
-        model = self._model
+        model = self.model
         if model.multi_latent_attention and not model.q_lora_rank and version == NORM_IN_QUERY:
             return "0.19 fuses a norm into linear_q_proj, which a model without compressed queries does not have"
         return None
@@ -330,7 +330,7 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def extra_states(self) -> Mapping[str, Any]:
         """What newly made modules store: Megatron would miss it otherwise."""
-        return fresh_extra_states(self._weights.names(), self._model.transformer_impl == TRANSFORMER_ENGINE)
+        return fresh_extra_states(self._weights.names(), self.model.transformer_impl == TRANSFORMER_ENGINE)
 
     @override
     def random_states(self) -> Mapping[tuple[int, ...], Any]:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, UsageError
+from mcore_ckpt_ext.errors import ModelMismatchError, ProofError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.loops.facts import Facts
 from mcore_ckpt_ext.offline.comparison import compare
@@ -73,6 +73,17 @@ def test_a_hugging_face_folder(name: str, layout: str, tmp_path: Path) -> None:
     assert report.proven_elements >= masters
     assert f"the weights are those of {weights}" in report.notes
     assert compare(fixture_named(name).run, tmp_path / "out").equal
+
+
+def test_a_config_json_that_describes_another_model(tmp_path: Path) -> None:
+    """The tensors are the same; what they mean is not."""
+    folder, weights = optimizer_alone("p05", tmp_path / "alone"), hugging_face("p05", tmp_path / "weights")
+    shutil.copy(fixture_named("p05").iteration / "common.pt", folder)  # with the arguments of the job
+    assert compare(fixture_named("p05").run, folder, weights=weights).equal
+    config = json.loads((weights / "config.json").read_text())
+    (weights / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 0.1}))
+    with pytest.raises(ModelMismatchError, match="is 1e-05, not 0.1"):
+        open_checkpoint(folder, weights=weights)
 
 
 @pytest.mark.parametrize("name", ["p21", "p22", "p41"])
