@@ -70,6 +70,12 @@ def is_huggingface(folder: Path) -> bool:
     return any((folder / name).exists() for name in (CONFIG, _ADAPTER, *_SINGLE, *INDICES))
 
 
+def is_model(folder: Path) -> bool:
+    """Whether a folder holds a configuration and weights; of either alone, other programs leave files, too."""
+    has_weights = any((folder / name).is_file() for name in _IN_ORDER)
+    return has_weights and (folder / CONFIG).is_file() and is_huggingface(folder)
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a model that can be converted.
 

@@ -16,7 +16,7 @@ from mcore_ckpt_ext.errors import ModelMismatchError, UsageError, with_article
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, is_huggingface
+from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, is_model
 from mcore_ckpt_ext.formats.huggingface_model import LOCAL, TRANSFORMER_ENGINE, described_model
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
@@ -58,9 +58,7 @@ def named_model(arguments: Any) -> Path | None:
 
 
 def _is_model(directory: str | None) -> bool:
-    if not directory or "://" in str(directory):
-        return False
-    return (Path(directory) / CONFIG).is_file() and is_huggingface(Path(directory))
+    return bool(directory) and "://" not in str(directory) and is_model(Path(str(directory)))
 
 
 def check_arguments(arguments: Any) -> None:
@@ -98,7 +96,7 @@ def check_arguments(arguments: Any) -> None:
 def _no_folder(arguments: Any) -> UsageError:
     named = str(getattr(arguments, "load", None))
     has_checkpoint = (Path(named) / TRACKER_FILE).exists()
-    what = f"it holds {TRACKER_FILE}" if has_checkpoint else "no Hugging Face folder with a config.json"
+    what = f"it holds {TRACKER_FILE}" if has_checkpoint else "no Hugging Face folder with a config.json and weights"
     return UsageError(
         f"{FROM_HF.flag}: --load names no Hugging Face folder to start from", found=what, where=named,
         helps="a job that goes on from its own checkpoints does not need the option: --load RUN "

@@ -39,6 +39,7 @@ def test_the_tokenizer_is_that_of_the_folder_that_the_job_began_with(tmp_path: P
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text("{}")
+    (model / "model.safetensors").touch()
     for named in ({"load": str(model)}, {"load": "run", "pretrained_checkpoint": str(model)}):
         command = export_command(save_of(tmp_path, 4), Namespace(**{**vars(EVERY), **named}))
         assert command is not None

@@ -40,6 +40,7 @@ def model(tmp_path: Path) -> Path:
 def described(folder: Path, config: dict[str, Any]) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").touch()
     return folder
 
 
@@ -124,6 +125,14 @@ def test_a_checkpoint_counts_for_more_than_a_model(model: Path, tmp_path: Path) 
     assert model_folder(arguments(model)) == model
     (model / "latest_checkpointed_iteration.txt").write_text("4")
     assert model_folder(arguments(model)) is None
+
+
+def test_a_configuration_alone_is_no_model(model: Path) -> None:
+    """A run folder may hold a file of that name, whoever wrote it, before its first checkpoint."""
+    (model / "model.safetensors").unlink()
+    assert model_folder(arguments(model)) is None
+    check_arguments(arguments(model, num_layers=7))
+    assert "--load names no Hugging Face folder" in refusal(arguments(model, ckpt_ext_from_hf=True))
 
 
 def test_the_flag_asks_for_a_folder(model: Path, tmp_path: Path) -> None:
