@@ -104,12 +104,14 @@ class Exports:
         begun, place = time.monotonic(), destination(save)
         try:
             place.parent.mkdir(exist_ok=True)
-            # Into a file: a pipe would break, and the export with it, where the job ends before.
+            # Into a file, for a pipe would break, and in a session of its own: where the job ends or is killed before,
+            # the checkpoint is whole all the same, and its folder shall be.
             with tempfile.TemporaryFile("w+", errors="replace") as output:
                 environment = environment_of(os.environ)
                 result = subprocess.run(
-                    command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False
-                )
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False,
+                    start_new_session=True,
+                )  # fmt: skip
                 output.seek(0)
                 problem = output.read() if result.returncode else None
         except OSError as error:
