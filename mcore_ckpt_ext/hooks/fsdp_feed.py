@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -93,9 +92,12 @@ class _Feed:
                 found=f"--pipeline-model-parallel-size {running.pipeline_model_parallel_size}",
                 expected="1", where=str(folder), helps="resume without pipeline stages",
             )  # fmt: skip
-        self._folder, self._arguments = folder, running
+        self._folder = folder
         spec: LayerSpec = "local" if running.transformer_impl == "local" else "transformer_engine"
         self.checkpoint = open_source(folder, FsdpDtensor(transformer_impl=spec), None)
+        experts_apart = (running.expert_model_parallel_size or 1) > 1
+        # The checkpoint under the names that the running job has.
+        self._target = FsdpTarget(self.checkpoint, megatron_version(), experts_apart, ModuleNames(running))
         self._filler = Filler(self.checkpoint, ACCEPT_LOST.value)
         self._reader: DraftedReader | None = None
 
@@ -131,12 +133,6 @@ class _Feed:
             f"{source.optimizer_format or 'without optimizer'}, {sum(read) / 1e6:,.1f} MB read, "
             f"{sum(proven):,} masters {how}"
         )
-
-    @cached_property
-    def _target(self) -> FsdpTarget:
-        """The checkpoint under the names that the running job has."""
-        experts_apart = (self._arguments.expert_model_parallel_size or 1) > 1
-        return FsdpTarget(self.checkpoint, megatron_version(), experts_apart, ModuleNames(self._arguments))
 
     def _fill(self, state_dict: dict[str, Any], load: Callable[..., None]) -> None:
         """Fill a state dict by torch's own `load`; collective.
