@@ -117,9 +117,14 @@ class JobArguments:
     padded_vocab_size: int | None = kinds.whole(_MOST_ELEMENTS)
     make_vocab_size_divisible_by: int | None = kinds.whole(_MOST_ELEMENTS)
     mtp_num_layers: int | None = kinds.whole(MOST_LAYERS)
+    mamba_state_dim: int | None = kinds.whole(_MOST_ELEMENTS)
+    mamba_head_dim: int | None = kinds.whole(_MOST_ELEMENTS)
+    mamba_num_groups: int | None = kinds.whole(_MOST_ELEMENTS)
+    mamba_num_heads: int | None = kinds.whole(_MOST_ELEMENTS)
 
     # What it is built of.
     transformer_impl: str | None = kinds.text()
+    is_hybrid_model: bool | None = kinds.flag()
     spec: object = kinds.anything()
     hetereogenous_dist_checkpoint: bool | None = kinds.flag()
     heterogeneous_layers_config_path: str | None = kinds.text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from functools import cache
@@ -25,7 +26,12 @@ def installed_beside(package: str, version: str, *options: str) -> Path:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *options]
         command += ["--target", str(partial), f"{package}=={version}"]
         subprocess.run(command, check=True, timeout=_TIME_LIMIT)
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError:  # another process was faster
+            if not folder.exists():
+                raise
+            shutil.rmtree(partial)
     return folder
 
 
