@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import pickle
 import re
 import zlib
@@ -273,7 +274,9 @@ def _noise_filler() -> Any:
         for placed in block.content:
             wanted = placed.wanted
             kind = FP32_PARAM if wanted.kind == WEIGHT else wanted.kind
-            at = zlib.crc32(f"{kind} {wanted.slice.regions[0].name}".encode()) % _NOISE + wanted.slice.start
+            region = wanted.slice.regions[0]
+            before = region.offsets[0] * math.prod(region.sizes[1:])  # at TP1 a part is whole rows
+            at = zlib.crc32(f"{kind} {region.name}".encode()) % _NOISE + before + wanted.slice.start
             room = elements[placed.start : placed.stop]
             done = 0
             while done < room.numel():
