@@ -71,7 +71,9 @@ class Setting(Generic[Value]):
             return self.default, False
 
 
-SWITCH = Setting("MCORE_CKPT_EXT", "0 switches the package off", True, {"0": False, "1": True}.__getitem__)
+_off_or_on = {"0": False, "1": True}.__getitem__
+
+SWITCH = Setting("MCORE_CKPT_EXT", "0 switches the package off", True, _off_or_on)
 VERIFY_ALL = Setting(
     "MCORE_CKPT_EXT_VERIFY", "full: checksums of all records before a resume", False, {"full": True}.__getitem__
 )
@@ -79,7 +81,7 @@ ACCEPT_LOST = Setting(
     "MCORE_CKPT_EXT_ACCEPT_LOST",
     "1: resume although elements are lost",
     False,
-    {"0": False, "1": True}.__getitem__,
+    _off_or_on,
 )
 PROOF = Setting(
     "MCORE_CKPT_EXT_PROOF",
@@ -98,7 +100,7 @@ FALLBACK = Setting(
     "MCORE_CKPT_EXT_FALLBACK",
     "1: resume from the newest whole checkpoint",
     False,
-    {"0": False, "1": True}.__getitem__,
+    _off_or_on,
     argument="ckpt_ext_fallback",
 )
 LOAD = Setting(
@@ -113,14 +115,14 @@ READ_ONCE = Setting(
     "MCORE_CKPT_EXT_READ_ONCE",
     "1: what several ranks want is read by one of them and sent to the others",
     False,
-    {"0": False, "1": True}.__getitem__,
+    _off_or_on,
     argument="ckpt_ext_read_once",
 )
 FROM_HF = Setting(
     "MCORE_CKPT_EXT_FROM_HF",
     "1: the folder that a job begins with must be one of Hugging Face",
     False,
-    {"0": False, "1": True}.__getitem__,
+    _off_or_on,
     argument="ckpt_ext_from_hf",
 )
 EXPORT_HF = Setting(

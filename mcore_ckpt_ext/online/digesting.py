@@ -64,7 +64,7 @@ class Digester:
             totals = torch.zeros(len(self.places) + 1, dtype=torch.int64, device=device_of_collectives())
             if beside and totals.device.type == "cpu":
                 own = self._beside.submit(self._add_own, optimizer, totals).result
-            else:  # a device works beside anyway
+            else:  # when it is shared: a device is not waited for, and a synchronous save may fork at any time
                 own = partial(self._add_own, optimizer, totals)
         self._newest = Digests(self, own)
         return self._newest

@@ -149,6 +149,14 @@ def everything_in(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return found
 
 
+def assert_is_the_truth(checkpoint: Checkpoint, fixture: Fixture) -> None:
+    """All that was live when a fixture was saved, and nothing else, in every bit and in its dtype."""
+    found, truth = everything_in(checkpoint), fixture.truth
+    assert found.keys() == truth.keys()
+    assert all(torch.equal(found[name], truth[name]) for name in truth)
+    assert all(found[name].dtype == truth[name].dtype for name in truth)
+
+
 def assert_converted(run: Path, truth: Mapping[str, torch.Tensor], folder: Path, *, legacy: bool = True) -> None:
     """A checkpoint in every format of both times, and from there back into torch_dist, is the truth in every bit.
 

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.targets import HuggingFace, TorchDist
-from tests.harness.checkpoints import everything_in, fixture_named
+from tests.harness.checkpoints import assert_is_the_truth, fixture_named
 
 _OF_OPTIMIZERS = ("optimizer.", "chained_", "common_state")
 # Every row of the vocabulary: what a tokenizer does not need is in no Hugging Face folder otherwise.
@@ -60,15 +60,15 @@ def test_a_hugging_face_folder(name: str, layout: str, tmp_path: Path) -> None:
     folder = optimizer_alone(name, tmp_path / "alone")
     weights = hugging_face(name, tmp_path / "weights")
     assert inspect(folder, weights=weights).layout_text == layout
-    found, truth = everything_in(open_checkpoint(folder, weights=weights)), fixture_named(name).truth
-    assert found.keys() == truth.keys()
-    assert all(torch.equal(found[key], truth[key]) for key in truth)
+    assert_is_the_truth(open_checkpoint(folder, weights=weights), fixture_named(name))
     verified = verify(folder, weights=weights)
     assert verified.sound
     (masters,) = (
         int(check.extent.partition(" ")[0].replace(",", "")) for check in verified.checks if check.name == "proof"
     )
-    assert masters == sum(tensor.numel() for key, tensor in truth.items() if key.startswith("fp32_param."))
+    assert masters == sum(
+        tensor.numel() for key, tensor in fixture_named(name).truth.items() if key.startswith("fp32_param.")
+    )
     report = convert(folder, tmp_path / "out", TorchDist(megatron_version="0.16"), weights=weights)
     assert report.proven_elements >= masters
     assert f"the weights are those of {weights}" in report.notes
@@ -91,9 +91,7 @@ def test_another_checkpoint(name: str, tmp_path: Path) -> None:
     """It may be of any layout: how the optimizer's job had cut the weights follows from Megatron's rules."""
     folder = optimizer_alone(name, tmp_path / "alone")
     convert(fixture_named(name).run, tmp_path / "weights", TorchDist(), drop=["optimizer"])
-    found, truth = everything_in(open_checkpoint(folder, weights=tmp_path / "weights")), fixture_named(name).truth
-    assert found.keys() == truth.keys()
-    assert all(torch.equal(found[key], truth[key]) for key in truth)
+    assert_is_the_truth(open_checkpoint(folder, weights=tmp_path / "weights"), fixture_named(name))
 
 
 def test_experts_under_the_names_of_either_spec(tmp_path: Path) -> None:
