@@ -1,12 +1,14 @@
 """Genuine Megatron-FSDP (`--use-megatron-fsdp`) on CPU ranks resumes what was converted for it, and its own alike.
 
-It resumes what jobs of 3D parallelism wrote, too; that they resume what it wrote, `test_formats.py` shows.
+It resumes what jobs of 3D parallelism wrote, too, with experts and without; that they resume what it wrote without,
+`test_formats.py` shows.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,81 +16,77 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron_on_cpu import launch
-from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE
+from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE, assemble
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.conversion import convert
+from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.targets import FsdpDtensor, TorchDist
 from tests.harness.checkouts import VARIABLE, with_checkout
 from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import OFF, RANK_SCRIPTS, TIME_LIMIT, Job, differing, resume
-from tests.harness.layouts import Layout
+from tests.harness.layouts import SEQUENCE, Layout, expert_sizes
+from tests.harness.models import GATED_EXPERTS
+from tests.harness.turns import Results, Turn, run_in_turn
 
-DATA_PARALLEL, BOTH = Layout(tensor=1, pipeline=1, ranks=4), Layout(tensor=2, pipeline=1, ranks=4)
+# One process has one job of Megatron-FSDP: torch remembers its process groups by name.
+DENSE = Layout(tensor=2, pipeline=1, ranks=4)  # norms and biases are on two ranks each
+EXPERTS = Layout(tensor=2, pipeline=1, ranks=4, more=(*SEQUENCE, *expert_sizes(2, 1)))
+THREE_DIMENSIONS = Layout(tensor=1, pipeline=2, ranks=4, more=expert_sizes(2, 1))
 LAST_LEARNING_RATE = 0.0009816326530612245  # of the fourth step
 FSDP = [
     "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params", "--ckpt-format", "fsdp_dtensor",
-    "--no-load-rng",
 ]  # fmt: skip
-# Its optimizer consists of DTensors, which only the plugin of these tests dumps.
-UNDUMPED = {**OFF, MOMENTS_VARIABLE: "never"}
-# Loaded into one job one after the other: legacy, a format that stock reshards, another model, a flat format.
-ONLINE = ("p08b", "p04", "p12", "p10")
+PLUGINS = [RANK_SCRIPTS / "fsdp_on_cpu.py", RANK_SCRIPTS / "fsdp_loads.py"]
+# Loaded into one job one after the other: its own, the same after a way through torch_dist, legacy, a format that stock
+# reshards, another model, a flat format.
+ONLINE = ("p50", "back", "p08b", "p04", "p12", "p10")
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
-    """Everything from iteration 4 on; a process has one such job, for torch remembers its process groups by name."""
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """A job of Megatron-FSDP that loads one checkpoint after the other, and goes on from the last of them."""
     folder = tmp_path_factory.mktemp("fsdp")
-    own = fixture_named("p50").run
-    convert(own, folder / "torch_dist", TorchDist(megatron_version="0.19.2"))
-    convert(folder / "torch_dist", folder / "and_back", FsdpDtensor(megatron_version="0.19.2"))
-    loads = {"own": own, "back": folder / "and_back"}
-    plain = {"environment": UNDUMPED, "until": 8}
-    fsdp = {**plain, "more": FSDP, "plugins": [RANK_SCRIPTS / "fsdp_on_cpu.py"]}
-    found = {name: resume(folder / name, DATA_PARALLEL, run, **fsdp) for name, run in loads.items()}
-    return {**found, "from 3d": online(folder / "from 3d")}
+    convert(fixture_named("p50").run, folder / "torch_dist", TorchDist(megatron_version="0.19.2"))
+    convert(folder / "torch_dist", folder / "back", FsdpDtensor(megatron_version="0.19.2"))
+    runs = {name: folder / name if name == "back" else fixture_named(name).run for name in ONLINE}
+    return resume(folder / "job", DENSE, None, more=FSDP, environment=loading(folder / "job", runs), plugins=PLUGINS)
 
 
-def online(folder: Path) -> Job:
-    """A job of Megatron-FSDP that loads what jobs of 3D parallelism wrote, and goes on from the last of them.
+@pytest.fixture(scope="module")
+def with_experts(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Experts: from 3D parallelism to Megatron-FSDP, which saves at once, and from there back."""
+    folder = tmp_path_factory.mktemp("experts")
+    there, back = folder / "there", folder / "back"
+    runs = {"p09": fixture_named("p09").run}
+    turns = [
+        Turn(there, EXPERTS, saves=True, more=[*GATED_EXPERTS, *FSDP], environment=loading(there, runs)),
+        Turn(back, THREE_DIMENSIONS, load=there / "checkpoints", more=GATED_EXPERTS),
+    ]
+    return run_in_turn(folder, turns, PLUGINS)
 
-    It has tensor parallelism, too: norms and biases are on two ranks each.
-    """
+
+def loading(folder: Path, runs: Mapping[str, Path]) -> dict[str, str]:
+    """The environment of a job that loads these; its optimizer consists of DTensors, which only its plugin dumps."""
     folder.mkdir()
-    (folder / "order.json").write_text(json.dumps([(name, str(fixture_named(name).run)) for name in ONLINE]))
-    return resume(
-        folder, BOTH, None, until=8, more=FSDP[:-1],
-        environment={MOMENTS_VARIABLE: "never", "TEST_LOADS": str(folder / "order.json")},
-        plugins=[RANK_SCRIPTS / "fsdp_on_cpu.py", RANK_SCRIPTS / "fsdp_loads.py"],
-    )  # fmt: skip
+    # What `convert` writes has no random state.
+    order = [(name, {"load": str(run), "no_load_rng": name == "back"}) for name, run in runs.items()]
+    (folder / "order.json").write_text(json.dumps(order))
+    return {MOMENTS_VARIABLE: "never", "TEST_LOADS": str(folder / "order.json")}
 
 
-def test_it_resumes_what_was_converted_as_its_own(resumed: dict[str, Job]) -> None:
-    """To 3D parallelism and back: every number that training comes to is the same."""
-    own = resumed["own"].losses
-    assert sorted(own) == [5, 6, 7, 8]
-    assert resumed["back"].losses == own
-
-
-def test_training_goes_on_in_the_other_world(resumed: dict[str, Job]) -> None:
-    """With the losses of the job that was not interrupted, but for the order of its sums."""
+def test_training_goes_on_in_the_other_world(resumed: Job) -> None:
+    """With the loss of the job that was not interrupted, but for the order of its sums."""
     record = fixture_named(ONLINE[-1]).job["losses"]
-    expected = {one["iteration"]: one["loss"]["lm loss"] for one in record if one["iteration"] > 4}
-    assert resumed["from 3d"].losses == pytest.approx(expected, abs=2e-4)
+    expected = {one["iteration"]: one["loss"]["lm loss"] for one in record if one["iteration"] == 5}
+    assert resumed.losses == pytest.approx(expected, abs=2e-4)
 
 
-def told(job: Job, name: str) -> dict[str, Any]:
-    return json.loads((job.folder / f"{name}.json").read_text())
-
-
-@pytest.mark.parametrize("name", [name for name in ONLINE if name != "p12"])
-def test_megatron_fsdp_has_every_bit_of_3d_parallelism(resumed: dict[str, Job], name: str) -> None:
-    """Masters and moments of the live job equal those of the job that wrote, whatever was there before."""
-    job = resumed["from 3d"]
-    truth = {key: value for key, value in fixture_named(name).truth.items() if not key.startswith("weight.")}
+def assert_lives(job: Job, name: str, written: str) -> None:
+    """After a load, the masters and moments of the job are those of the job that wrote, whatever was there before."""
+    truth = {key: value for key, value in fixture_named(written).truth.items() if not key.startswith("weight.")}
     # Modules of the local layer spec keep their norms apart; checkpoints name them as fused ones.
     live = {
         key.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
@@ -101,15 +99,35 @@ def test_megatron_fsdp_has_every_bit_of_3d_parallelism(resumed: dict[str, Job], 
     assert told(job, name) == {"error": None, "iteration": 4, "groups": groups, "steps": 32}
 
 
-def test_what_does_not_fit_is_refused_on_all_ranks(resumed: dict[str, Job]) -> None:
-    error = told(resumed["from 3d"], "p12")["error"]
+def told(job: Job, name: str) -> dict[str, Any]:
+    return json.loads((job.folder / f"{name}.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in ONLINE if name != "p12"])
+def test_megatron_fsdp_has_every_bit_of_3d_parallelism(resumed: Job, name: str) -> None:
+    assert_lives(resumed, name, "p50" if name == "back" else name)
+
+
+def test_experts_go_there_and_back(with_experts: Results) -> None:
+    """TP2 x EP2 of Megatron-FSDP has every bit of TP1 x PP2 x EP2, and so has such a job of what that saves."""
+    job, back = with_experts.job("there"), with_experts.job("back")
+    assert_lives(job, "p09", "p09")
+    (line,) = job.said
+    assert "resumed from TP1 x PP2 x EP2 x DP4 by Megatron-FSDP: torch_dist, dp_reshardable" in line
+    assert verify(job.run).sound
+    assert differing(fixture_named("p09").truth, assemble(back.at_load)) == []
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks(resumed: Job) -> None:
+    error = told(resumed, "p12")["error"]
     assert "ResumeRefusedError" in error
     assert "rank 0, 1, 2, 3: ModelMismatchError: the job has something that the checkpoint lacks" in error
     assert "decoder.layers.2.input_layernorm.weight" in error
 
 
-def test_one_line_says_what_was_resumed(resumed: dict[str, Job]) -> None:
-    assert [line.partition(" s; ")[0].rpartition(", ")[0] for line in resumed["from 3d"].said] == [
+def test_one_line_says_what_was_resumed(resumed: Job) -> None:
+    """Its own format is left to stock."""
+    assert [line.partition(" s; ")[0].rpartition(", ")[0] for line in resumed.said] == [
         "[rank 0] [mcore_ckpt_ext] model and optimizer resumed from TP1 x PP4 x DP2 by Megatron-FSDP: "
         f"{form}, 0.7 MB read, 57,856 masters proven equal to their weights"
         for form in ("torch, legacy_torch", "torch_dist, fully_reshardable", "torch_dist, dp_reshardable")

@@ -1,7 +1,8 @@
 """Plugin for jobs of Megatron-FSDP: loads one checkpoint after the other, dumps the live state after each, trains on.
 
-TEST_LOADS names a file with a list of `[name, run folder]`. What is written beside it, `<name>.safetensors`, holds the
-optimizer's own masters and moments, `<name>.json` what went wrong, the iteration, and the settings of each parameter.
+TEST_LOADS names a file with a list of `[name, arguments]`; without it a job is left alone. What is written beside it,
+`<name>.safetensors`, holds the optimizer's own masters and moments, `<name>.json` what went wrong, the iteration, and
+the settings of each parameter. A job with `--save` saves what it loaded last before it trains on.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import uneven_dtensor_to_full_tensor
 from megatron.training import get_args, training
 from safetensors.torch import save_file
@@ -23,10 +26,13 @@ original = training.setup_model_and_optimizer
 @functools.wraps(original)
 def setup_and_load(*positional: Any, **keywords: Any) -> Any:
     model, optimizer, scheduler = original(*positional, **keywords)
+    if "TEST_LOADS" not in os.environ:
+        return model, optimizer, scheduler
     order = Path(os.environ["TEST_LOADS"])
     arguments = get_args()
-    for name, run in json.loads(order.read_text()):
-        arguments.load, error = run, None
+    for name, changed in json.loads(order.read_text()):
+        error, before = None, {key: getattr(arguments, key) for key in changed}
+        vars(arguments).update(changed)
         scheduler = training.get_optimizer_param_scheduler(optimizer)
         for count in ("iteration", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"):
             setattr(arguments, count, 0)
@@ -34,6 +40,7 @@ def setup_and_load(*positional: Any, **keywords: Any) -> Any:
             arguments.iteration = training.load_checkpoint(model, optimizer, scheduler)[0]
         except Exception as refusal:
             error = f"{type(refusal).__name__}: {refusal}"
+        vars(arguments).update(before)
         tensors = state_of(model, optimizer)
         if torch.distributed.get_rank() == 0:
             save_file(tensors, order.with_name(f"{name}.safetensors"))
@@ -43,20 +50,35 @@ def setup_and_load(*positional: Any, **keywords: Any) -> Any:
             ]
             told = {"error": error, "iteration": arguments.iteration, "groups": settings, "steps": scheduler.num_steps}
             order.with_name(f"{name}.json").write_text(json.dumps(told))
+    if arguments.save:
+        training.save_checkpoint(arguments.iteration, model, optimizer, scheduler, 0)
     return model, optimizer, scheduler
 
 
 def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Masters and moments, put together on every rank."""
     metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
-    masters = {f"fp32_param.{bare(name)}": value for name, value in model[0].state_dict_for_save_checkpoint().items()}
+    masters = {
+        f"fp32_param.{in_whole(bare(name))}": value for name, value in model[0].state_dict_for_save_checkpoint().items()
+    }
     states = optimizer.sharded_state_dict({}, metadata=metadata)["state"]
     moments = {f"{kind}.{bare(name)}": value for name, state in states.items() for kind, value in state.items()}
-    return {
-        name: uneven_dtensor_to_full_tensor(value).contiguous()
+    own = {
+        name.replace("local_experts", "experts"): uneven_dtensor_to_full_tensor(value).contiguous()
         for name, value in {**masters, **moments}.items()
         if isinstance(value, torch.distributed.tensor.DTensor)
     }
+    every: list[dict[str, torch.Tensor]] = [{}] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(every, own)
+    return {name: value for found in every for name, value in found.items()}
+
+
+def in_whole(name: str) -> str:
+    """The name of an expert's parameter by its number in the whole model, by which the optimizer has its moments."""
+    arguments = get_args()
+    own = (arguments.num_experts or 1) // arguments.expert_model_parallel_size
+    first = own * parallel_state.get_expert_model_parallel_rank()
+    return re.sub(r"local_experts\.(\d+)", lambda found: f"local_experts.{first + int(found[1])}", name)
 
 
 def bare(name: str) -> str:
