@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, product
 
 import numpy
 import torch
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.extents import Extent, Rearranged, Scaled
 from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, WantedSlice, derivation_of, make_plan
@@ -313,19 +312,6 @@ def read_wanted(source: Source, transfer: Transfer, wanted: WantedSlice, accept_
 
 
 def _derived(derivation: Derivation, transfer: Transfer, wanted: WantedSlice, accept_lost: bool) -> torch.Tensor:
-    inputs = []
-    for source, kind in derivation.needs:
-        tensors = {}
-        for name, tensor in wanted.tensors.items():
-            own = source.logical_tensor(kind, name)
-            if own is None:
-                raise UnreadableCheckpointError(
-                    "a tensor cannot be derived: what it is made from is not in the checkpoint",
-                    expected=f"{kind} {name}",
-                    where=f"{wanted.kind} {name}",
-                    helps="the checkpoint is incomplete or damaged: use another iteration",
-                )
-            tensors[name] = replace(own, shape=tensor.shape)
-        inputs.append(read_wanted(source, transfer, replace(wanted, kind=kind, tensors=tensors), accept_lost))
-    result: torch.Tensor = derivation.compute(*inputs)
+    inputs = [read_wanted(source, transfer, needed, accept_lost) for source, needed in derivation.inputs(wanted)]
+    result: torch.Tensor = derivation.values(wanted, inputs)
     return result

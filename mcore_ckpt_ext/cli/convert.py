@@ -103,6 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             if option.targets == targets:
                 group.add_argument(option.flag, dest=option.field, default=argparse.SUPPRESS, **option.how)
     add_weights(parser)
+    parser.add_argument("--merge", metavar="BASE", help="merge adapters into this model: a folder of either kind")
     add_facts(parser, FactsOfSource)
 
 
@@ -173,6 +174,7 @@ def _converted(arguments: argparse.Namespace, target: Target, team: Team) -> Rep
         drop=arguments.drop,
         facts=facts_of(arguments),
         weights=arguments.weights,
+        merge=arguments.merge,
         progress=Progress() if team.rank == 0 else lambda done, total: None,
         team=team,
     )

@@ -7,8 +7,9 @@ utils.py (`ParallelLinearAdapter`) of megatron-bridge 0.3.1; peft 0.21.2 (utils/
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, chain, pairwise
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
@@ -16,25 +17,83 @@ from mcore_ckpt_ext.model_space.adapters import IN, MAGNITUDE, MARK, OUT, PARTS
 from mcore_ckpt_ext.model_space.slices import Region
 
 MAGNITUDES = "lora_magnitude_vector"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
 Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Adapters:
-    """What a PEFT folder holds.
+class Adapted:
+    """A linear of Hugging Face's, and its adapter under PEFT's names.
 
     Attributes:
-        tensors: the tensors, under PEFT's names.
-        rank: of all adapters.
-        targets: names of Hugging Face's linears that have one, or the ends of these names.
-        magnitudes: they have magnitudes, too (DoRA).
+        base: the linear's weight.
+        into: `lora_A`, (rank, input features).
+        out: `lora_B`, (output features, rank).
+        magnitudes: of DoRA, (output features,).
     """
 
-    tensors: list[HuggingFaceTensor]
-    rank: int
-    targets: set[str]
-    magnitudes: bool
+    base: HuggingFaceTensor
+    into: HuggingFaceTensor
+    out: HuggingFaceTensor
+    magnitudes: HuggingFaceTensor | None = None
+
+    @property
+    def tensors(self) -> list[HuggingFaceTensor]:
+        """The adapter's."""
+        return [self.into, self.out, *([self.magnitudes] if self.magnitudes else [])]
+
+    @property
+    def rank(self) -> int:
+        """Of the adapter."""
+        return self.into.shape[0]
+
+    @property
+    def module(self) -> str:
+        """The linear's name."""
+        return self.base.name.removesuffix(".weight")
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """Those of a model.
+
+    Attributes:
+        linears: that have one.
+        modules: names of all linears.
+    """
+
+    linears: Sequence[Adapted]
+    modules: frozenset[str]
+
+    @property
+    def tensors(self) -> list[HuggingFaceTensor]:
+        """What a PEFT folder holds."""
+        return [tensor for one in self.linears for tensor in one.tensors]
+
+    @property
+    def rank(self) -> int:
+        """Of all adapters.
+
+        Raises:
+            UnsupportedCheckpointError: they have several.
+        """
+        ranks = {one.rank for one in self.linears}
+        if len(ranks) != 1:
+            raise UnsupportedCheckpointError(
+                "the adapters are not all of one rank", found=some(sorted(map(str, ranks))),
+                helps="convert --to canonical, which keeps them as they are",
+            )  # fmt: skip
+        return ranks.pop()
+
+    @property
+    def targets(self) -> set[str]:
+        """What PEFT is told to adapt."""
+        return _targets({one.module for one in self.linears}, self.modules)
+
+    @property
+    def has_magnitudes(self) -> bool:
+        """Whether they are DoRA's."""
+        return any(one.magnitudes for one in self.linears)
 
 
 def adapters_of(base: Sequence[HuggingFaceTensor], shapes: Shapes, tensor_ranks: int | None) -> Adapters:
@@ -46,35 +105,40 @@ def adapters_of(base: Sequence[HuggingFaceTensor], shapes: Shapes, tensor_ranks:
         tensor_ranks: how many tensor-parallel ranks wrote them; None where it is not known.
 
     Raises:
-        UnsupportedCheckpointError: one of them has no place in a PEFT folder.
+        UnsupportedCheckpointError: it is not known what one of them is for.
     """
     linears: dict[str, list[HuggingFaceTensor]] = {}
     for tensor in base:
         linears.setdefault(tensor.regions[0].name, []).append(tensor)
-    found: list[HuggingFaceTensor] = []
+    found: list[Adapted] = []
     for linear in dict.fromkeys(name.partition(MARK)[0] for name in shapes):
         ours = sorted(linears.get(f"{linear}.weight", ()), key=lambda tensor: tensor.regions[0].offsets[0])
-        if not ours or any(one.transposed or one.interleaved > 1 or len(one.shape) != 2 for one in ours):
+        if not ours or not all(map(_is_plain, ours)):
             raise _without_place([name for name in shapes if name.startswith(linear)])
         for number, tensor in enumerate(ours):
-            found += _Linear(linear, number, len(ours), shapes, tensor_ranks).tensors(tensor)
-    used = {region.name for tensor in found for region in tensor.regions}
+            found += _Linear(linear, number, len(ours), shapes, tensor_ranks).adapted(tensor)
+    used = {region.name for one in found for tensor in one.tensors for region in tensor.regions}
     if used != shapes.keys():
         raise _without_place(sorted(shapes.keys() - used))
-    ranks = {tensor.shape[0] for tensor in found if tensor.name.endswith(".lora_A.weight")}
-    if len(ranks) != 1:
-        raise UnsupportedCheckpointError(
-            "the adapters are not all of one rank", found=some(sorted(map(str, ranks))),
-            helps="convert --to canonical, which keeps them as they are",
-        )  # fmt: skip
-    end = ".lora_A.weight"
-    adapted = {tensor.name.removeprefix(_PREFIX).removesuffix(end) for tensor in found if tensor.name.endswith(end)}
-    linears_of = {tensor.name.removesuffix(".weight") for tensor in base}
-    magnitudes = any(tensor.name.endswith(MAGNITUDES) for tensor in found)
-    return Adapters(found, ranks.pop(), _targets(adapted, linears_of), magnitudes)
+    return Adapters(found, frozenset(tensor.name.removesuffix(".weight") for tensor in base))
 
 
-def _targets(adapted: set[str], modules: set[str]) -> set[str]:
+def _is_plain(tensor: HuggingFaceTensor) -> bool:
+    """Whether a tensor is a linear's matrix, row by row."""
+    return not tensor.transposed and tensor.interleaved == 1 and len(tensor.shape) == 2
+
+
+def aligned(*columns: Sequence[Region]) -> Iterator[tuple[list[int], int]]:
+    """Rows that belong together, of several lists of regions that have equally many: where each is, how many."""
+    ends = [list(accumulate(region.sizes[0] for region in regions)) for regions in columns]
+    at = [0] * len(columns)
+    for start, stop in pairwise(sorted({0, *chain.from_iterable(ends)})):
+        at = [place + (own[place] <= start) for place, own in zip(at, ends, strict=True)]
+        found = [(regions[place], own[place]) for regions, place, own in zip(columns, at, ends, strict=True)]
+        yield [region.offsets[0] + region.sizes[0] - (end - start) for region, end in found], stop - start
+
+
+def _targets(adapted: set[str], modules: Collection[str]) -> set[str]:
     """What PEFT is told to adapt: the last names of linears, where all that bear them are adapted; else whole names."""
     last = {name.rpartition(".")[2] for name in adapted}
     all_of_them = {name for name in modules if name.rpartition(".")[2] in last}
@@ -99,15 +163,15 @@ class _Linear:
     shapes: Shapes
     tensor_ranks: int | None
 
-    def tensors(self, base: HuggingFaceTensor) -> Iterator[HuggingFaceTensor]:
+    def adapted(self, base: HuggingFaceTensor) -> Iterator[Adapted]:
         """What PEFT has of the linear that `base` is the weight of; nothing where it has no adapter of its own."""
-        module = _PREFIX + base.name.removesuffix(".weight")
+        module = PREFIX + base.name.removesuffix(".weight")
         spans = [(region.offsets[0], region.sizes[0]) for region in base.regions]
         own = PARTS.get(self.name.rpartition(".")[2], ())
         apart = f"{self.name}{MARK}{own[self.part]}." if len(own) == self.parts else ""
         is_apart = any(name.startswith(f"{self.name}{MARK}{part}.") for part in own for name in self.shapes)
         before = apart if is_apart and apart else f"{self.name}{MARK}"
-        if before + IN not in self.shapes:
+        if before + IN not in self.shapes or before + OUT not in self.shapes:
             return
         rows, rank = self.shapes[before + OUT]
         if is_apart:
@@ -125,14 +189,16 @@ class _Linear:
                 "an adapter does not have the shape of its linear", found=str((rows, rank)),
                 expected=f"that of {base.name}, {base.shape}", where=self.name,
             )  # fmt: skip
-        yield HuggingFaceTensor(f"{module}.lora_A.weight", (rank, base.shape[1]), (_whole(before + IN, self.shapes),))
+        into = HuggingFaceTensor(f"{module}.lora_A.weight", (rank, base.shape[1]), (_whole(before + IN, self.shapes),))
         regions = tuple(Region(before + OUT, (start, 0), (count, rank)) for start, count in spans)
-        yield HuggingFaceTensor(f"{module}.lora_B.weight", (base.shape[0], rank), regions)
-        if before + MAGNITUDE in self.shapes:
-            if self.name.endswith("linear_fc1") and self.parts == 2:
-                spans = list(self._of_each_rank(self.shapes[before + MAGNITUDE][0]))
-            regions = tuple(Region(before + MAGNITUDE, (start,), (count,)) for start, count in spans)
-            yield HuggingFaceTensor(f"{module}.{MAGNITUDES}", (base.shape[0],), regions)
+        out = HuggingFaceTensor(f"{module}.lora_B.weight", (base.shape[0], rank), regions)
+        if before + MAGNITUDE not in self.shapes:
+            yield Adapted(base, into, out)
+            return
+        if self.name.endswith("linear_fc1") and self.parts == 2:
+            spans = list(self._of_each_rank(self.shapes[before + MAGNITUDE][0]))
+        regions = tuple(Region(before + MAGNITUDE, (start,), (count,)) for start, count in spans)
+        yield Adapted(base, into, out, HuggingFaceTensor(f"{module}.{MAGNITUDES}", (base.shape[0],), regions))
 
     def _as_halves(self, rows: int) -> Iterator[tuple[int, int]]:
         """Rows that were stored as a gate's and an up projection's, although they are of one of them alone.

@@ -8,6 +8,8 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.model_space.adapters import is_adapter, ordered_by_rank
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
+_BY_COLUMNS = (".linear_proj.adapter.weight_magnitude", ".linear_fc2.adapter.weight_magnitude")
+
 
 def ordered_by_size(checkpoint: Checkpoint, running: JobArguments | None = None) -> list[str]:
     """Their names (see `ordered_by_rank`); `running`: of a job that may say more than the checkpoint does."""
@@ -25,4 +27,16 @@ def about_order(checkpoint: Checkpoint) -> list[str]:
     return [
         f"resume under TP{checkpoint.layout.tensor} only: Megatron-Bridge reads the rows of some adapters wrongly "
         f"under another tensor parallel size: {some(found, 1)}"
+    ]
+
+
+def about_norms(checkpoint: Checkpoint, who: str) -> list[str]:
+    """Of DoRA, where the model that was trained is another than that of whole norms; `who`: whose model that is."""
+    names = [name for name in checkpoint.names(WEIGHT) if name.endswith(_BY_COLUMNS)]
+    if not names or "tensor" in checkpoint.layout.unknown or checkpoint.layout.tensor == 1:
+        return []
+    # `DoRALinear._get_weight_norm` (peft/dora_layers.py, megatron-bridge 0.3.1).
+    return [
+        f"under {checkpoint.layout} Megatron-Bridge divided {some(names, 1)} by norms of each rank's columns alone: "
+        f"{who} another model than the one that was trained"
     ]

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, with_article
-from mcore_ckpt_ext.families.adapters import Adapters, adapters_of
-from mcore_ckpt_ext.families.arguments import complete
+from mcore_ckpt_ext.errors import UsageError, some, with_article
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
-from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
+from mcore_ckpt_ext.families.recognition import Fit
+from mcore_ckpt_ext.formats.adapter_order import about_norms
+from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.description import run_config_of
+from mcore_ckpt_ext.formats.merged import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -34,20 +33,10 @@ class PeftTarget:
         """Raises: UnsupportedCheckpointError, when the model or an adapter is of a kind that is not known."""
         self._checkpoint = checkpoint
         self._check_options(options)
-        names = checkpoint.names(WEIGHT)
-        self._own = [name for name in names if is_adapter(name)]
-        self.left_out = [name for name in names if not is_adapter(name)]
-        where = str(checkpoint.folder)
-        stated = options.stated_arguments()
-        known = checkpoint.arguments
-        model = complete(known.changed(source=where, **stated) if stated else known)
-        tokens = options.vocab_size or checkpoint.vocabulary or checkpoint.vocabulary_rows
-        model = replace(model, vocab_size=tokens or 1)  # no adapter depends on it
-        self.fit: Fit = family_of_megatron(model, self.left_out or None, family, None, where)
-        shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in self._own}
-        ranks = None if "tensor" in checkpoint.layout.unknown else checkpoint.layout.tensor
-        self._adapters: Adapters = adapters_of(self.fit.family.tensors(self.fit.arguments), shapes, ranks)
-        self._alpha, self._dropout = self._scaling(options)
+        self.left_out = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
+        self.fit: Fit = fit_of_adapters(checkpoint, family, options.stated_arguments())
+        self._adapters = adapters_in(checkpoint, self.fit)
+        self._scaling = scaling_of(checkpoint, options.lora_alpha)
 
     @staticmethod
     def _check_options(options: HuggingFace) -> None:
@@ -58,19 +47,6 @@ class PeftTarget:
                 f"--{named[0]} has no meaning for adapters", expected="they are written as they are stored",
                 helps="leave it out",
             )  # fmt: skip
-
-    def _scaling(self, options: HuggingFace) -> tuple[float, float]:
-        """The factor `lora_alpha`, and the dropout that they were trained with."""
-        told: Mapping[str, Any] = (run_config_of(self._checkpoint.folder) or {}).get("peft") or {}
-        args = self._checkpoint.arguments.stated
-        alpha = options.lora_alpha or told.get("alpha") or args.get("lora_alpha")
-        if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
-            raise UnsupportedCheckpointError(
-                "it is not known by what the adapters are multiplied", found="no alpha beside the checkpoint",
-                where=str(self._checkpoint.folder), helps="say which they were trained with: --lora-alpha N",
-            )  # fmt: skip
-        dropout = told.get("dropout", args.get("lora_dropout"))
-        return alpha, float(dropout) if isinstance(dropout, (int, float)) else 0.0
 
     def output(self) -> Output:
         """Both files, and where each tensor goes."""
@@ -93,21 +69,15 @@ class PeftTarget:
     def _config(self) -> dict[str, Any]:
         return {
             "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": None, "inference_mode": True,
-            "r": self._adapters.rank, "lora_alpha": self._alpha, "lora_dropout": self._dropout, "bias": "none",
-            "target_modules": sorted(self._adapters.targets), "use_dora": self._adapters.magnitudes,
-            "use_rslora": False, "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
+            "r": self._adapters.rank, "lora_alpha": self._scaling.alpha, "lora_dropout": self._scaling.dropout,
+            "bias": "none", "target_modules": sorted(self._adapters.targets),
+            "use_dora": self._adapters.has_magnitudes, "use_rslora": self._scaling.by_root,
+            "fan_in_fan_out": False, "init_lora_weights": True, "modules_to_save": None,
         }  # fmt: skip
 
     def _notes(self) -> Iterator[str]:
         yield f"adapters for {with_article(self.fit.family.name)}, which peft loads onto the model"
-        by_columns = (".linear_proj.adapter.weight_magnitude", ".linear_fc2.adapter.weight_magnitude")
-        divided = [name for name in self._own if name.endswith(by_columns)]
-        if divided and self._checkpoint.layout.tensor > 1:
-            # `DoRALinear._get_weight_norm` (peft/dora_layers.py, megatron-bridge 0.3.1).
-            yield (
-                f"under {self._checkpoint.layout} Megatron-Bridge divided {some(divided, 1)} by norms of each rank's "
-                "columns alone: peft, which has whole norms, computes another model than the one that was trained"
-            )
+        yield from about_norms(self._checkpoint, "peft, which has whole norms, computes")
         if self.left_out:
             yield f"left out: the model itself, {some(self.left_out, 2)}"
 

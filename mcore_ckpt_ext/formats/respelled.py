@@ -18,7 +18,7 @@ from mcore_ckpt_ext.model_space.names import ShardedKey, of_experts, parse, spel
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice, derivation_of
+from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice, WantedSlice, derivation_of
 
 
 class _Names:
@@ -48,9 +48,30 @@ class _Names:
         """Slices of a tensor under the name that stands for its own."""
         return [self._slice(one) for one in stored] if name in self._stored else stored
 
+    def as_stored(self, wanted: WantedSlice) -> WantedSlice:
+        """A wanted slice under the names of the checkpoint's own."""
+        regions = tuple(replace(region, name=self.stored(region.name)) for region in wanted.slice.regions)
+        tensors = {self.stored(name): replace(one, name=self.stored(name)) for name, one in wanted.tensors.items()}
+        return replace(wanted, slice=replace(wanted.slice, regions=regions), tensors=tensors)
+
     def _slice(self, stored: StoredSlice) -> StoredSlice:
         regions = tuple(replace(region, name=self.of(region.name)) for region in stored.slice.regions)
         return replace(stored, slice=replace(stored.slice, regions=regions))
+
+
+class _Derivation:
+    """A derivation of a tensor that has another name."""
+
+    def __init__(self, derivation: Derivation, names: _Names) -> None:
+        self._derivation, self._names = derivation, names
+
+    def inputs(self, wanted: WantedSlice) -> Sequence[tuple[Source, WantedSlice]]:
+        """What has to be read, under the names that it is stored under."""
+        return self._derivation.inputs(self._names.as_stored(wanted))
+
+    def values(self, wanted: WantedSlice, inputs: Sequence[Any]) -> Any:
+        """The slice."""
+        return self._derivation.values(self._names.as_stored(wanted), inputs)
 
 
 class _Source:
@@ -67,9 +88,7 @@ class _Source:
 
     def derivation(self, kind: str, name: str) -> Derivation | None:
         found = derivation_of(self._source, kind, self._names.stored(name))
-        if found is None:
-            return None
-        return replace(found, needs=tuple((_Source(source, self._names), kind) for source, kind in found.needs))
+        return _Derivation(found, self._names) if found else None
 
 
 class _Weights(_Source):

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, readable, some
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.unread import OTHER, Unread
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.offline.accounting import stored_parts
@@ -17,6 +18,7 @@ OPTIMIZER = "optimizer"
 # What `DistributedOptimizer` and Adam have; `legacy` is written for them.
 _ADAM = {FP32_PARAM, EXP_AVG, EXP_AVG_SQ}
 _NO_PLACE = "a Hugging Face folder has no place for it"
+_MERGED = "it belongs to the model as it was before"
 _DROPPED = "dropped, as you asked"
 
 
@@ -33,9 +35,14 @@ def settle(checkpoint: Checkpoint, target: Target, drop: Collection[str]) -> lis
         UsageError: there is nothing of a kind that is to be dropped.
     """
     unread = checkpoint.unread()
+    merged = isinstance(checkpoint, MergedCheckpoint)
+    if drop and (merged or isinstance(target, HuggingFace)):
+        what = "merged model" if merged else "Hugging Face folder"
+        raise UsageError(f"there is nothing to drop: a {what} has no optimizer", found=_spelt(drop))
+    if isinstance(checkpoint, MergedCheckpoint):
+        trained = [one for one in checkpoint.sources if one.optimizer_format]
+        return [*unread, *(item for one in trained for item in _stored_optimizer(one, _MERGED))]
     if isinstance(target, HuggingFace):
-        if drop:
-            raise UsageError("there is nothing to drop: a Hugging Face folder has no optimizer", found=_spelt(drop))
         weights = target.kind == WEIGHT
         return [*unread, *(_stored_optimizer(checkpoint, _NO_PLACE) if weights and checkpoint.optimizer_format else ())]
     _check_drop(checkpoint, unread, drop)

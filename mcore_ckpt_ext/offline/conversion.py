@@ -17,6 +17,7 @@ from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckp
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
+from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -91,6 +92,7 @@ def convert(
     drop: Collection[str] = (),
     facts: Facts = NOTHING,
     weights: str | os.PathLike[str] | None = None,
+    merge: str | os.PathLike[str] | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     team: Team | None = None,
 ) -> Report:
@@ -112,6 +114,8 @@ def convert(
         drop: kinds of optimizer state to leave out, where it cannot be carried; `optimizer` leaves all of it out.
         facts: what you know of the job that wrote a source without Megatron's arguments.
         weights: where the weights lie, if the source holds an optimizer alone: a Hugging Face folder, or a checkpoint.
+        merge: the model that the source's adapters are merged into, a Hugging Face folder or a checkpoint; the source
+            itself, where they lie beside it.
         progress: told the bytes written so far and the bytes to write, of this process.
         team: the processes that share the work, each with the same arguments; by default this one alone.
 
@@ -130,14 +134,15 @@ def convert(
     begun = time.monotonic()
     team = team or Alone()
     of_family = family_named(family) if family else None
-    checkpoint = open_source(source, target, of_family, facts, weights)
-    folders = [checkpoint.folder, *([as_path(weights)] if weights is not None else [])]
+    checkpoint = open_source(source, target, of_family, facts, weights, merge)
+    read = checkpoint.sources if isinstance(checkpoint, MergedCheckpoint) else [checkpoint]
+    folders = [*(one.folder for one in read), *([as_path(weights)] if weights is not None else [])]
     before = [_state_of(folder) for folder in folders]
     with interpreting(checkpoint.folder):
         unread = settle(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
     output = laid_out.output
-    read_from = [*folders, as_path(source)]
+    read_from = [*folders, as_path(source), *([as_path(merge)] if merge is not None else [])]
     if isinstance(target, HuggingFace) and target.tokenizer is not None:
         read_from.append(as_path(target.tokenizer))
     place = checked_destination(destination, read_from, laid_out.folder)
@@ -180,7 +185,12 @@ def convert(
 
 
 def _turns(checkpoint: Checkpoint, output: Output) -> bool:
-    """Whether matrices may be transposed or quantised on the way: parts of their rows and columns are slow to read."""
+    """Whether matrices may be transposed or quantised on the way: parts of their rows and columns are slow to read.
+
+    Of weights that are merged, every number takes several times its memory on the way.
+    """
+    if isinstance(checkpoint, MergedCheckpoint):
+        return False
     turned = any(placed.arranged is not None for record in output.records for placed in record.content)
     turned = turned or any(record.quantised is not None for record in output.records)
     return turned or checkpoint.format == HUGGING_FACE

@@ -28,6 +28,7 @@ from mcore_ckpt_ext.formats.huggingface_folder import (
 )
 from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceTarget
 from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
+from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.peft_target import PeftTarget
 from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.steps import check_step
@@ -200,7 +201,8 @@ def _hugging_face(checkpoint: Checkpoint, target: HuggingFace, family: Family | 
     if any(map(is_adapter, checkpoint.names(WEIGHT))):
         adapters = PeftTarget(checkpoint, target, family)
         return LaidOut(adapters.output(), "", (), adapters.left_out, False, adapters.read_back)
-    if target.lora_alpha is not None:
+    merged = checkpoint.about_merging() if isinstance(checkpoint, MergedCheckpoint) else []
+    if target.lora_alpha is not None and not merged:
         raise UsageError("the checkpoint has no adapters", found="--lora-alpha", helps="leave the option out")
     tokenizer = _tokenizer(target.tokenizer)
     layout = HuggingFaceTarget(checkpoint, target, family, tokenizer)
@@ -210,7 +212,7 @@ def _hugging_face(checkpoint: Checkpoint, target: HuggingFace, family: Family | 
         return open_checkpoint(folder, family=layout.fit.family, transformer_impl=spec)
 
     taken = [name for name in {**checkpoint.companions(), **tokenizer} if name not in (CONFIG, GENERATION_CONFIG)]
-    output = _noting(layout.output(), companion_notes(taken, checkpoint))
+    output = _noting(layout.output(), [*merged, *companion_notes(taken, checkpoint)])
     return LaidOut(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)
 
 

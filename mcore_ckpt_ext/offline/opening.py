@@ -7,12 +7,14 @@ from collections.abc import Sequence
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
+from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -25,6 +27,7 @@ def open_source(
     family: Family | None,
     facts: Facts = NOTHING,
     weights: str | os.PathLike[str] | None = None,
+    merge: str | os.PathLike[str] | None = None,
 ) -> Checkpoint:
     """The source of a conversion, under the names that the target wants.
 
@@ -36,6 +39,8 @@ def open_source(
     spec = wanted or TRANSFORMER_ENGINE
     checkpoint = open_checkpoint(path, family=family, transformer_impl=spec, facts=facts, weights=weights)
     require_weights(checkpoint)
+    if merge is not None:
+        return _merged(checkpoint, target, family, merge)
     from_hugging_face = isinstance(checkpoint, HuggingFaceCheckpoint)
     if isinstance(target, Legacy) and isinstance(checkpoint, HuggingFaceCheckpoint):
         # Which rank of a pipeline holds the layers that predict further tokens, no legacy file says.
@@ -83,6 +88,28 @@ def require_weights(checkpoint: Checkpoint) -> None:
             "the checkpoint holds an optimizer without its weights, and nothing proves it without them",
             found=checkpoint.optimizer_format, where=str(checkpoint.folder), helps=NAME_THEM,
         )  # fmt: skip
+
+
+def _merged(
+    checkpoint: Checkpoint, target: Target, family: Family | None, path: str | os.PathLike[str]
+) -> MergedCheckpoint:
+    """A model with the adapters of a checkpoint merged into it.
+
+    Raises:
+        UsageError: the two do not belong together, or the target is not for such a model.
+    """
+    base = open_checkpoint(path, family=family)
+    if isinstance(target, HuggingFace):
+        stated, alpha = target.stated_arguments(), target.lora_alpha
+    elif isinstance(base, HuggingFaceCheckpoint) or target.transformer_impl is not None:
+        raise UsageError(
+            "adapters are merged into a Hugging Face folder to be written as one, into a checkpoint of Megatron under "
+            "its own layer spec", found=f"--merge {path} --to {target.name}", where=str(checkpoint.folder),
+            helps="merge first: --merge --to hf; then convert what was written",
+        )  # fmt: skip
+    else:
+        stated, alpha = {}, None
+    return MergedCheckpoint(base, checkpoint, scaling_of(checkpoint, alpha), family, stated)
 
 
 def _under_layer_spec(checkpoint: Checkpoint, target: Target, spec: str) -> Checkpoint:

@@ -12,7 +12,7 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIG
 from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders, join
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.wrapper import WrappedState
-from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
+from mcore_ckpt_ext.planning.plan import Copies, Derivation, ElementByElement, Source, StoredSlice
 
 
 class JoinedMasters(WrappedState):
@@ -62,7 +62,7 @@ class JoinedMasters(WrappedState):
                 where=name,
                 helps="the checkpoint is incomplete or its weights were edited: use another iteration",
             )
-        return Derivation(((self._weights, WEIGHT), (self.state, PARAM_REMAINDER)), join)
+        return ElementByElement(((self._weights, WEIGHT), (self.state, PARAM_REMAINDER)), join)
 
     def _is_joined(self, kind: str, name: str) -> bool:
         return kind == FP32_PARAM and self.state.logical_tensor(PARAM_REMAINDER, name) is not None
@@ -109,7 +109,7 @@ class NumbersOfRemainders(WrappedState):
                 )
             return numbers.to(torch.int16)
 
-        return Derivation(((self.state, FP32_PARAM),), compute)
+        return ElementByElement(((self.state, FP32_PARAM),), compute)
 
 
 class WeightsAsMasters(WrappedState):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.extents import Extent
@@ -61,9 +61,19 @@ Copies = list[list[list[StoredSlice]]]
 """The parts of a tensor, the copies of each part, and the slices that hold each copy."""
 
 
+class Derivation(Protocol):
+    """How the values of a tensor that is stored nowhere follow from stored ones."""
+
+    def inputs(self, wanted: WantedSlice) -> Sequence[tuple[Source, WantedSlice]]:
+        """What has to be read for a slice of the tensor, and from where."""
+
+    def values(self, wanted: WantedSlice, inputs: Sequence[Any]) -> Any:
+        """The slice as a 1-D tensor, computed from 1-D tensors of the inputs, in their order."""
+
+
 @dataclass(frozen=True, slots=True)
-class Derivation:
-    """How the values of a tensor that is stored nowhere follow from stored ones, element by element.
+class ElementByElement:
+    """A derivation of each element from those that have its place in other tensors.
 
     Attributes:
         needs: where each input comes from, by source and kind; of the same name and shape.
@@ -72,6 +82,32 @@ class Derivation:
 
     needs: tuple[tuple[Source, str], ...]
     compute: Callable[..., Any]
+
+    def inputs(self, wanted: WantedSlice) -> Sequence[tuple[Source, WantedSlice]]:
+        """The same slice of the other tensors.
+
+        Raises:
+            UnreadableCheckpointError: one of them is not there.
+        """
+        return [(source, self._input(source, kind, wanted)) for source, kind in self.needs]
+
+    def values(self, wanted: WantedSlice, inputs: Sequence[Any]) -> Any:
+        """The elements, computed from those of the inputs."""
+        return self.compute(*inputs)
+
+    def _input(self, source: Source, kind: str, wanted: WantedSlice) -> WantedSlice:
+        tensors = {}
+        for name, tensor in wanted.tensors.items():
+            own = source.logical_tensor(kind, name)
+            if own is None:
+                raise UnreadableCheckpointError(
+                    "a tensor cannot be derived: what it is made from is not in the checkpoint",
+                    expected=f"{kind} {name}",
+                    where=f"{wanted.kind} {name}",
+                    helps="the checkpoint is incomplete or damaged: use another iteration",
+                )
+            tensors[name] = replace(own, shape=tensor.shape)
+        return replace(wanted, kind=kind, tensors=tensors)
 
 
 @runtime_checkable
@@ -172,7 +208,7 @@ def plans_of(wanted: WantedSlice, source: Source, accept_lost: bool = False) -> 
     derivation = derivation_of(source, wanted.kind, wanted.slice.regions[0].name)
     if derivation is None:
         return [make_plan([wanted], source, accept_lost)]
-    needs = (plans_of(replace(wanted, kind=kind), needed, accept_lost) for needed, kind in derivation.needs)
+    needs = (plans_of(needed, own, accept_lost) for own, needed in derivation.inputs(wanted))
     return [plan for plans in needs for plan in plans]
 
 

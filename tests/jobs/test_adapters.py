@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +16,13 @@ from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.targets import HuggingFace, Legacy, TorchDist
+from tests.harness.huggingface import assert_same_tensors, tensors
 from tests.harness.jobs import RANK_SCRIPTS, differing
 from tests.harness.packages import installed_beside
 from tests.harness.programs import Programs
 
 BRIDGE, PEFT, ACCELERATE = os.environ.get("BRIDGE_VERSION", "0.6.2"), "0.21.2", "1.15.0"
-KINDS = ("lora", "dora", "canonical")
+KINDS, VOCABULARY = ("lora", "dora", "canonical"), 128
 # Megatron-Bridge orders the rows of some by the tensor parallel size (model_space/adapters.py).
 MOVES = {"lora": (1, 4), "dora": (2, 2), "canonical": (2, 2)}
 
@@ -56,31 +58,95 @@ def test_what_bridge_would_hand_out_wrongly_is_refused(ran: Programs) -> None:
     assert "Megatron-Bridge reads the rows of these adapters wrongly under another tensor parallel size" in ended
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_peft_loads_them_onto_the_model(
-    ran: Programs, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And the model answers as Megatron's does, in fp32, to the rounding of sums."""
+@pytest.fixture
+def with_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on peft can be imported."""
     monkeypatch.syspath_prepend(str(installed_beside("accelerate", ACCELERATE)))
     monkeypatch.syspath_prepend(str(installed_beside("peft", PEFT)))
+
+
+@pytest.fixture(scope="module")
+def exported(ran: Programs) -> Path:
+    """Of each kind, the model's folder for transformers, and that of its adapters for peft."""
+    for kind in KINDS:
+        place, folder = ran.place(kind), ran.folder / "exported" / kind
+        convert(place / "base", folder / "base", HuggingFace(vocab_size=VOCABULARY), family="Llama")
+        report = convert(place / "run", folder / "adapters", HuggingFace(), family="Llama")
+        assert report.notes[0] == "adapters for a Llama, which peft loads onto the model"
+    return ran.folder / "exported"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.usefixtures("with_peft")
+def test_peft_loads_them_onto_the_model(ran: Programs, exported: Path, kind: str) -> None:
+    """And the model answers as Megatron's does, in fp32, to the rounding of sums."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    place = ran.place(kind)
+    place, folder = ran.place(kind), exported / kind
     assert inspect(place / "run").layout_text == "TP2 x PP1 x DP2"
     assert verify(place / "run").sound
-    convert(place / "base", tmp_path / "base", HuggingFace(vocab_size=128), family="Llama")
-    report = convert(place / "run", tmp_path / "adapters", HuggingFace(), family="Llama")
-    assert report.notes[0] == "adapters for a Llama, which peft loads onto the model"
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     tokens = torch.arange(12).view(1, -1)
     truth = torch.load(place / "answer.pt")
     with torch.no_grad():
         without = model(tokens).logits
-        found = PeftModel.from_pretrained(model, tmp_path / "adapters").eval()(tokens).logits
+        found = PeftModel.from_pretrained(model, folder / "adapters").eval()(tokens).logits
     scale = float(truth.abs().max())
     assert float((without - truth).abs().max()) > 1e-2 * scale
     assert float((found - truth).abs().max()) < 1e-5 * scale
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "bfloat16") for kind in KINDS), ("dora", "float32")])
+@pytest.mark.usefixtures("with_peft")
+def test_merged_they_are_what_peft_merges(ran: Programs, exported: Path, kind: str, dtype: str, tmp_path: Path) -> None:
+    """Into a folder of Hugging Face's in the same bits; in fp32, which nothing rounds, to the order of sums."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    place, folder = ran.place(kind), exported / kind
+    model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=getattr(torch, dtype))
+    truth = PeftModel.from_pretrained(model, folder / "adapters").merge_and_unload().state_dict()
+    base = tensors(folder / "base")
+    assert sum(not torch.equal(base[name], truth[name].to(base[name].dtype)) for name in base) in (20, 28)
+    chosen: Any = None if dtype == "bfloat16" else dtype
+    report = convert(place / "run", tmp_path / "merged", HuggingFace(dtype=chosen), merge=folder / "base")
+    assert any(note.startswith("adapters are merged into") for note in report.notes)
+    assert "optimizer state exp_avg" in {item.key for item in report.unread}
+    found = tensors(tmp_path / "merged")
+    assert found.keys() == truth.keys()
+    bound = 0 if dtype == "bfloat16" else 1e-6
+    assert all(float((found[name] - truth[name]).abs().max()) <= bound for name in found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_megatron_s_own_base_is_merged_into_too(ran: Programs, exported: Path, kind: str, tmp_path: Path) -> None:
+    """And written for Hugging Face or for Megatron, it is the same model."""
+    place = ran.place(kind)
+    convert(place / "run", tmp_path / "one", HuggingFace(), merge=exported / kind / "base")
+    convert(place / "run", tmp_path / "megatron", TorchDist(), merge=place / "base", family="Llama")
+    convert(tmp_path / "megatron", tmp_path / "other", HuggingFace(vocab_size=VOCABULARY), family="Llama")
+    assert_same_tensors(tmp_path / "one", tmp_path / "other")
+    if kind == "lora":  # the two lie in one checkpoint
+        options = HuggingFace(vocab_size=VOCABULARY, lora_alpha=8)
+        convert(place / "whole", tmp_path / "beside", options, merge=place / "whole", family="Llama")
+        assert_same_tensors(tmp_path / "one", tmp_path / "beside")
+
+
+def test_what_does_not_belong_together_is_refused(ran: Programs, exported: Path, tmp_path: Path) -> None:
+    run, base = ran.place("lora") / "run", exported / "lora" / "base"
+    whole, plain = ran.place("lora") / "whole", ran.place("lora") / "base"
+    cases: list[tuple[Path, Path, Any, str]] = [
+        (plain, base, HuggingFace(), "no adapters to merge"),
+        (whole, plain, HuggingFace(lora_alpha=8), "the adapters lie beside a model of their own"),
+        (run, whole, HuggingFace(), "the model to merge into has adapters of its own"),
+        (run, base, TorchDist(), "merged into a Hugging Face folder to be written as one"),
+    ]
+    for source, into, target, said in cases:
+        with pytest.raises(CheckpointError, match=said):
+            convert(source, tmp_path / "refused", target, merge=into, family="Llama")
+    with pytest.raises(CheckpointError, match="a merged model has no optimizer"):
+        convert(run, tmp_path / "refused", HuggingFace(), merge=base, drop=["optimizer"])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,8 @@
 
 argv: the folder that megatron-bridge is installed in, tensor and pipeline parallel size, the run folder to load or
 "none", the run folder to save or "none", and perhaps "experts", or how adapters are put into the model: "lora", "dora",
-"canonical". With these it also saves, beside the run folder, the model without them, and what it answers with them.
+"canonical". With these it also saves, beside the run folder, the model without them, and what it answers with them; of
+"lora" the two in one checkpoint, too.
 """
 
 import shutil
@@ -45,9 +46,11 @@ makes = train  # type: ignore[name-defined]  # noqa: F821 - made by whoever runs
 bridge_packages.run(provider, wrapped, optimizer, *places, makes, peft=adapters)
 if adapters and places[1] != "none":
     run, model = Path(places[1]), job.models[0]
-    base = {key: value for key, value in model.sharded_state_dict().items() if ".adapter." not in key}
-    (run.parent / "base").mkdir(exist_ok=True)
-    dist_checkpointing.save({"model": base, "iteration": 4, "checkpoint_version": 3.0}, str(run.parent / "base"))
+    whole = model.sharded_state_dict()
+    saved = {"base": {key: value for key, value in whole.items() if ".adapter." not in key}}
+    for name, content in (saved | ({"whole": whole} if "lora" in sys.argv else {})).items():
+        (run.parent / name).mkdir(exist_ok=True)
+        dist_checkpointing.save({"model": content, "iteration": 4, "checkpoint_version": 3.0}, str(run.parent / name))
     model.float().eval()
     for module in model.modules():
         if hasattr(module, "input_in_float16"):  # the softmax rounds what it was built for
@@ -57,5 +60,7 @@ if adapters and places[1] != "none":
         answer = gather_from_tensor_model_parallel_region(model(tokens, tokens, mask))
     model.bfloat16()  # as it was: these numbers are exact in both
     if torch.distributed.get_rank() == 0:
-        shutil.copy(run / "iter_0000004" / "run_config.yaml", run.parent / "base")
+        for name in ("base", "whole"):
+            if (run.parent / name).exists():
+                shutil.copy(run / "iter_0000004" / "run_config.yaml", run.parent / name)
         torch.save(answer, run.parent / "answer.pt")

@@ -1,0 +1,43 @@
+"""By what adapters are multiplied, which no tensor tells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.description import run_config_of
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """The factor alpha, divided by the rank, or `by_root` of it (rsLoRA); and the dropout of the training."""
+
+    alpha: float
+    by_root: bool = False
+    dropout: float = 0.0
+
+    def of_rank(self, rank: int) -> float:
+        """What the product of an adapter's matrices is multiplied by."""
+        return self.alpha / (sqrt(rank) if self.by_root else rank)
+
+
+def scaling_of(checkpoint: Checkpoint, alpha: float | None) -> Scaling:
+    """That of a checkpoint's adapters; `alpha`: as the user states it.
+
+    Raises:
+        UnsupportedCheckpointError: neither the user nor anything beside the checkpoint tells it.
+    """
+    told: Mapping[str, Any] = (run_config_of(checkpoint.folder) or {}).get("peft") or {}
+    args = checkpoint.arguments.stated
+    found = alpha or told.get("alpha") or args.get("lora_alpha")
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
+        raise UnsupportedCheckpointError(
+            "it is not known by what the adapters are multiplied", found="no alpha beside the checkpoint",
+            where=str(checkpoint.folder), helps="say which they were trained with: --to hf --lora-alpha N",
+        )  # fmt: skip
+    dropout = told.get("dropout", args.get("lora_dropout"))
+    return Scaling(found, bool(args.get("use_rslora")), float(dropout) if isinstance(dropout, (int, float)) else 0.0)
