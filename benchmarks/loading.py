@@ -13,10 +13,10 @@ the twin as `fully_reshardable`, which takes several times the memory). Then job
     twin       TP2 x PP2 from the `fully_reshardable` twin: Megatron's only way
     cold stock, cold fast      the same, after the page cache has forgotten the checkpoint, for the bound, too
 
-and between them the bound of each: as many processes read as many bytes of the same files into fresh memory. Seconds
-are from barrier to barrier around `load_checkpoint`; processor seconds are those of all ranks, by gigabyte that the
-processes asked for; memory is the peak of a rank beyond what it held before and what it holds after the load, whichever
-is more.
+and between them the bound of each: as many processes read into fresh memory as many bytes of the same files as the
+ranks hold afterwards, or asked for, where that is less. Seconds are from barrier to barrier around `load_checkpoint`;
+processor seconds are those of all ranks, by gigabyte that they hold; memory is the peak of a rank beyond what it held
+before and what it holds after the load, whichever is more.
 """
 
 from __future__ import annotations
@@ -102,15 +102,15 @@ def forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-def bound(folder: Path, asked: list[float]) -> tuple[float, float]:
+def bound(folder: Path, counts: list[float]) -> tuple[float, float]:
     """Seconds, and processor seconds, of as many processes that read as many bytes and do nothing else."""
-    barrier = multiprocessing.Barrier(len(asked) + 1)
+    barrier = multiprocessing.Barrier(len(counts) + 1)
     queue: multiprocessing.Queue[float] = multiprocessing.Queue()
     files = sorted(path for path in folder.rglob("*.distcp"))
-    starts = [sum(asked[:rank]) for rank in range(len(asked))]
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
     readers = [
         multiprocessing.Process(target=read_plainly, args=(files, int(start), int(count), barrier, queue))
-        for start, count in zip(starts, asked, strict=True)
+        for start, count in zip(starts, counts, strict=True)
     ]
     for reader in readers:
         reader.start()
@@ -173,18 +173,21 @@ def main() -> None:
             way.runs.append(ranks)
             if way.cold:
                 forget(options.folder / way.folder)
-            way.bounds.append(bound(options.folder / way.folder, [rank["asked"] for rank in ranks]))
-    print("| way | seconds | bound | x bound | processor s/GB | bound | GB asked | peak MiB |")
+            way.bounds.append(bound(options.folder / way.folder, [min(rank["held"], rank["asked"]) for rank in ranks]))
+    print("| way | seconds | bound | x bound | processor s/GB | bound | GB | GB asked | peak MiB |")
     for name, way in ways.items():
         seconds = statistics.median(run[0]["seconds"] for run in way.runs)
         least = statistics.median(seconds for seconds, _ in way.bounds)
-        asked = statistics.median(sum(rank["asked"] for rank in run) for run in way.runs) / 1e9
-        busy = statistics.median(sum(rank["processor"] for rank in run) for run in way.runs) / asked
-        least_busy = statistics.median(busy for _, busy in way.bounds) / asked
+        held, asked, busy = (
+            statistics.median(sum(rank[key] for rank in run) for run in way.runs)
+            for key in ("held", "asked", "processor")
+        )
+        least_busy = statistics.median(busy for _, busy in way.bounds)
         peak = max(rank["peak"] - max(rank["before"], rank["after"]) for run in way.runs for rank in run)
         print(
-            f"| {name} | {seconds:.2f} | {least:.2f} | {seconds / least:.2f} | {busy:.2f} | {least_busy:.2f} "
-            f"| {asked:.2f} | {peak >> 20} |"
+            f"| {name} | {seconds:.2f} | {least:.2f} | {seconds / least:.2f} "
+            f"| {1e9 * busy / held:.2f} | {1e9 * least_busy / held:.2f} "
+            f"| {held / 1e9:.2f} | {asked / 1e9:.2f} | {peak >> 20} |"
         )
     print(f"load of the machine: {os.getloadavg()[0]:.1f}")
 

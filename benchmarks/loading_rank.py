@@ -35,6 +35,16 @@ def bytes_asked() -> int:
     return int(found[1]) if found else 0
 
 
+def bytes_held(chunks: Any, optimizer: Any) -> int:
+    """Bytes of this rank's weights, masters and moments: what a load that reads nothing in vain asks for."""
+    weights = [parameter for chunk in chunks for parameter in chunk.parameters()]
+    inner = [part.optimizer for part in getattr(optimizer, "chained_optimizers", [optimizer])]
+    masters = [master for one in inner for group in one.param_groups for master in group["params"]]
+    moments = [value for one in inner for kept in one.state.values() for value in kept.values()]
+    tensors = {id(held): held for held in (*weights, *masters, *moments) if isinstance(held, torch.Tensor)}
+    return sum(held.nbytes for held in tensors.values())
+
+
 @functools.wraps(load_checkpoint)
 def measured(*positional: Any, **keywords: Any) -> None:
     """Load, report, end."""
@@ -50,7 +60,7 @@ def measured(*positional: Any, **keywords: Any) -> None:
     processor, asked = time.process_time() - busy, bytes_asked() - asked
     torch.distributed.barrier()
     seconds = time.perf_counter() - begun
-    found = {"seconds": seconds, "processor": processor, "asked": asked}
+    found = {"seconds": seconds, "processor": processor, "asked": asked, "held": bytes_held(*positional[:2])}
     memory = {"before": before, "peak": status("VmHWM"), "after": status("VmRSS")}
     report = Path(os.environ["LOADING_REPORT"]) / f"{os.environ['RANK']}"
     report.with_suffix(".json").write_text(json.dumps(found | memory))

@@ -6,6 +6,7 @@ else through a block of bounded size. Nothing here knows a format or a framework
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -37,7 +38,9 @@ _READ_ALONG_BYTES = 4095
 # Rows as long as this are worth a call each; shorter ones pass through a cache of the processor.
 _LONG_ROW_BYTES = 1 << 13
 _ALONG_BYTES = 1 << 19
-# Rows that follow each other in the file go to their places in memory by one call, unless they are as short as this.
+# Rows go to their places in memory by one call, and what lies between them to where nobody looks: while that is no more
+# than the rows themselves and than this, and unless they are as short as that.
+_SKIPPED_BYTES = 1 << 13
 _SHORT_ROW_BYTES = 1024
 # Of each fp8 number while it is decoded.
 _DECODED_BYTES = 8
@@ -70,12 +73,10 @@ class Block:
 class Transfer:
     """Moves the bytes of plans out of one checkpoint folder; payload positions are looked up once."""
 
-    def __init__(
-        self, reader: FolderReader, workers: int = DEFAULT_WORKERS, checksums: Checksums | None = None
-    ) -> None:
+    def __init__(self, reader: FolderReader, workers: int | None = None, checksums: Checksums | None = None) -> None:
         """Args: the folder's reader, the number of threads, what compares checksums (see `Payloads`)."""
         self._reader = reader
-        self._workers = workers
+        self._workers = workers or _threads()
         self._payloads = Payloads(reader, checksums)
         self._scratch = threading.local()
         self._stages = Stages()
@@ -174,9 +175,9 @@ class Transfer:
             skip, step = source_stride * size, target_stride * size
             if count == 1:
                 self._reader.read_into(payload.file, offset, memory[begin : begin + row_bytes])
-            elif skip == row_bytes and row_bytes > _SHORT_ROW_BYTES and step > 0:
+            elif _SHORT_ROW_BYTES < row_bytes <= skip <= row_bytes + min(row_bytes, _SKIPPED_BYTES) and step > 0:
                 places = range(begin, begin + count * step, step)
-                self._reader.scatter(payload.file, offset, [memory[place : place + row_bytes] for place in places])
+                self._scatter(payload.file, offset, [memory[place : place + row_bytes] for place in places], skip)
             elif row_bytes < _LONG_ROW_BYTES and _are_near(length, count, source_stride, size):
                 run = target, length, count, source_stride, target_stride
                 self._read_along(payload.file, offset, destination, run)
@@ -184,6 +185,13 @@ class Transfer:
                 begins = (begin + row * step for row in range(count))
                 rows = (memory[place : place + row_bytes] for place in begins)
                 self._reader.read_rows(payload.file, offset, skip, rows)
+
+    def _scatter(self, file: str, offset: int, rows: list[memoryview], stride: int) -> None:
+        """Read rows of one length straight to their places, and along with them what lies between."""
+        if skipped := stride - len(rows[0]):
+            nowhere = _bytes_of(self._scratch_of(skipped))
+            rows = [part for row in rows for part in (row, nowhere)][:-1]
+        self._reader.scatter(file, offset, rows)
 
     def _read_along(
         self, file: str, offset: int, destination: torch.Tensor, run: tuple[int, int, int, int, int]
@@ -264,6 +272,12 @@ class Transfer:
             return found.view(columns, span)[:, ::step].t().contiguous()
         found = self._read_rows(payload, extent.first + begin * columns, span * columns, 1, span * columns, array)
         return found.view(span, columns)[::step].contiguous()
+
+
+def _threads() -> int:
+    """Of which each has a core, where every rank of this machine (`LOCAL_WORLD_SIZE` of torchrun) has as many."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, min(DEFAULT_WORKERS, (os.cpu_count() or 1) // max(1, int(ranks) if ranks.isdecimal() else 1)))
 
 
 def _are_near(length: int, count: int, stride: int, size: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip
 from tests.harness.jobs import copy_of
 
-STORED = torch.arange(60_000, dtype=torch.float32)
+STORED = torch.arange(150_000, dtype=torch.float32)
 # source, target, length, count, source stride, target stride
 RUNS = {
     "one": (7, 3, 1000, 1, 0, 0),
@@ -34,6 +35,7 @@ RUNS = {
     "near and spread": (3, 1, 100, 40, 900, 130),
     "more of them than are copied at once": (0, 0, 600, 50, 1100, 600),
     "as much between them as they have": (5, 2, 1500, 15, 3000, 1510),
+    "more rows apart than a call takes": (1, 2, 257, 550, 270, 258),
     "far": (0, 4, 100, 20, 2000, 120),
     "long and near": (0, 4, 5000, 10, 5500, 5010),
 }
@@ -52,7 +54,7 @@ def plan_of(run: tuple[int, ...]) -> Plan:
 
 def expected(run: tuple[int, ...]) -> torch.Tensor:
     source, target, length, count, source_stride, target_stride = run
-    memory = torch.full((70_000,), -1.0)
+    memory = torch.full((150_000,), -1.0)
     for row in range(count):
         begin, place = source + row * source_stride, target + row * target_stride
         memory[place : place + length] = STORED[begin : begin + length]
@@ -61,14 +63,14 @@ def expected(run: tuple[int, ...]) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_every_element_reaches_its_place_and_nothing_else_is_touched(name: str, reader: FolderReader) -> None:
-    memory = torch.full((70_000,), -1.0)
+    memory = torch.full((150_000,), -1.0)
     Transfer(reader).execute(plan_of(RUNS[name]), [memory])
     assert torch.equal(memory, expected(RUNS[name]))
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_view_of_other_memory_is_filled_as_well(name: str, reader: FolderReader) -> None:
-    memory = torch.full((70_010,), -1.0)
+    memory = torch.full((150_010,), -1.0)
     Transfer(reader).execute(plan_of(RUNS[name]), [memory[10:]])
     assert torch.equal(memory[10:], expected(RUNS[name]))
     assert torch.equal(memory[:10], torch.full((10,), -1.0))
@@ -94,7 +96,7 @@ def test_on_the_way_to_a_device_blocks_are_used_in_turn(
 
     transfer = Transfer(reader)
     transfer._stages = pinned.Stages(make, send)  # type: ignore[arg-type]
-    memory = torch.full((70_000,), -1.0)
+    memory = torch.full((150_000,), -1.0)
     plan = plan_of(RUNS[name])
     transfer._read_staged(transfer.locate(plan.copies[0].extent), plan.copies[0].runs.rows(), memory)
     assert torch.equal(memory, expected(RUNS[name]))
@@ -112,7 +114,19 @@ def test_a_file_that_ends_too_early_is_told(name: str, reader: FolderReader) -> 
     # Whoever plans looks at the size; the file may shrink afterwards.
     extent = plan.copies[0].extent._replace(length=4)
     with pytest.raises(UnreadableCheckpointError, match="shorter than its metadata says"):
-        transfer.execute(Plan([], [Copy(extent, 0, plan.copies[0].runs)]), [torch.empty(70_000)])
+        transfer.execute(Plan([], [Copy(extent, 0, plan.copies[0].runs)]), [torch.empty(150_000)])
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "threads"), [(2, "8", 1), (96, "8", 4), (16, "8", 2), (3, "", 3), (8, "0", 4)]
+)
+def test_the_ranks_of_a_machine_share_its_cores(
+    cores: int, ranks: str, threads: int, reader: FolderReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    assert Transfer(reader)._workers == threads
+    assert Transfer(reader, workers=3)._workers == 3
 
 
 def tensors_of(name: str) -> list[ArchivedTensor]:
