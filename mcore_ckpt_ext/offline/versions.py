@@ -176,7 +176,7 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
     if isinstance(checkpoint, FsdpCheckpoint):
         return [*_of_fsdp(checkpoint, writer, "--use-megatron-fsdp", Version(0, 14))]
     if isinstance(checkpoint, TorchDcpCheckpoint):
-        return [*_of_fsdp(checkpoint, writer, "--use-torch-fsdp2", Version(0, 12))]
+        return [*_of_torch_fsdp(checkpoint, writer)]
     if not checkpoint.arguments.tells_all:
         return [*_of_another_loop(checkpoint)]
     # The format zarr left the loader in 0.16 (commit faa6037b).
@@ -206,6 +206,15 @@ def _of_fsdp(checkpoint: Checkpoint, writer: Writer, flag: str, since: Version) 
         "stock Megatron without it", "none", "none", "mcore-ckpt convert --to torch_dist makes it one of its own"
     )
     yield Resumption("Megatron with mcore_ckpt_ext, without it", _span(readable), "any", "tested with 0.19.2")
+
+
+def _of_torch_fsdp(checkpoint: Checkpoint, writer: Writer) -> Iterator[Resumption]:
+    """See `hooks/torch_fsdp_feed.py` for what stock Megatron makes of its own."""
+    known = _span([version for version in KNOWN if max(writer.first, Version(0, 12)) <= version])
+    stumbles = "its loader calls ChainedOptimizer.state_dict with an argument that this does not know"
+    yield Resumption("stock Megatron", "none", "none", stumbles)
+    yield Resumption("Megatron with mcore_ckpt_ext, --use-torch-fsdp2", known, "TP1, any DP", "tested with 0.19.2")
+    yield Resumption("Megatron with mcore_ckpt_ext, without it", known, "any", "tested with 0.19.2")
 
 
 def _of_another_loop(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> Iterator[Resumption]:

@@ -32,6 +32,7 @@ from tests.harness.models import GATED_EXPERTS
 from tests.harness.turns import Results, Turn, run_in_turn
 
 # One process has one job of Megatron-FSDP: torch remembers its process groups by name.
+DATA_PARALLEL = Layout(tensor=1, pipeline=1, ranks=4)
 DENSE = Layout(tensor=2, pipeline=1, ranks=4)  # norms and biases are on two ranks each
 EXPERTS = Layout(tensor=2, pipeline=1, ranks=4, more=(*SEQUENCE, *expert_sizes(2, 1)))
 THREE_DIMENSIONS = Layout(tensor=1, pipeline=2, ranks=4, more=expert_sizes(2, 1))
@@ -40,9 +41,13 @@ FSDP = [
     "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params", "--ckpt-format", "fsdp_dtensor",
 ]  # fmt: skip
 PLUGINS = [RANK_SCRIPTS / "fsdp_on_cpu.py", RANK_SCRIPTS / "fsdp_loads.py"]
+TORCH_FSDP = ["--use-torch-fsdp2", "--ckpt-format", "torch_dcp", "--num-layers", "2"]
+TORCH_FSDP += ["--untie-embeddings-and-output-weights"]
 # Loaded into one job one after the other: its own, the same after a way through torch_dist, legacy, a format that stock
 # reshards, another model, a flat format.
 ONLINE = ("p50", "back", "p08b", "p04", "p12", "p10")
+# Likewise: zarr, its weights alone, a model with tied embeddings, its own, the same in torch_dist.
+INTO_TORCH_FSDP = ("p32", "weights", "p12", "p51", "torch_dist")
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +61,22 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Job:
 
 
 @pytest.fixture(scope="module")
-def with_experts(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    """Experts: from 3D parallelism to Megatron-FSDP, which saves at once, and from there back."""
-    folder = tmp_path_factory.mktemp("experts")
-    there, back = folder / "there", folder / "back"
+def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Experts: from 3D parallelism to Megatron-FSDP, which saves at once, and from there back; and torch's FSDP."""
+    folder = tmp_path_factory.mktemp("turns")
+    there, back, by_torch = folder / "there", folder / "back", folder / "by_torch"
     runs = {"p09": fixture_named("p09").run}
+    convert(fixture_named("p51").run, folder / "torch_dist", TorchDist(megatron_version="0.19.2"))
+    for_torch = {name: fixture_named(name).run for name in INTO_TORCH_FSDP if name[0] == "p"}
+    for_torch |= {"weights": for_torch["p32"], "torch_dist": folder / "torch_dist"}
     turns = [
         Turn(there, EXPERTS, saves=True, more=[*GATED_EXPERTS, *FSDP], environment=loading(there, runs)),
+        Turn(
+            by_torch, DATA_PARALLEL, saves=True, until=8, more=TORCH_FSDP, optimizer=[],
+            environment=loading(by_torch, {name: for_torch[name] for name in INTO_TORCH_FSDP}),
+        ),
         Turn(back, THREE_DIMENSIONS, load=there / "checkpoints", more=GATED_EXPERTS),
-    ]
+    ]  # fmt: skip
     return run_in_turn(folder, turns, PLUGINS)
 
 
@@ -72,7 +84,10 @@ def loading(folder: Path, runs: Mapping[str, Path]) -> dict[str, str]:
     """The environment of a job that loads these; its optimizer consists of DTensors, which only its plugin dumps."""
     folder.mkdir()
     # What `convert` writes has no random state.
-    order = [(name, {"load": str(run), "no_load_rng": name == "back"}) for name, run in runs.items()]
+    order = [
+        (name, {"load": str(run), "no_load_rng": name == "back", "no_load_optim": name == "weights"})
+        for name, run in runs.items()
+    ]
     (folder / "order.json").write_text(json.dumps(order))
     return {MOMENTS_VARIABLE: "never", "TEST_LOADS": str(folder / "order.json")}
 
@@ -84,16 +99,26 @@ def test_training_goes_on_in_the_other_world(resumed: Job) -> None:
     assert resumed.losses == pytest.approx(expected, abs=2e-4)
 
 
-def assert_lives(job: Job, name: str, written: str) -> None:
-    """After a load, the masters and moments of the job are those of the job that wrote, whatever was there before."""
-    truth = {key: value for key, value in fixture_named(written).truth.items() if not key.startswith("weight.")}
-    # Modules of the local layer spec keep their norms apart; checkpoints name them as fused ones.
-    live = {
+def live_state(job: Job, name: str) -> dict[str, torch.Tensor]:
+    """What lived after a load, in model space.
+
+    Modules of the local layer spec keep their norms apart; checkpoints name them as fused ones.
+    """
+    return {
         key.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
             ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
         ): value
         for key, value in load_file(job.folder / f"{name}.safetensors").items()
     }
+
+
+def assert_lives(job: Job, name: str, written: str, *, weights: bool = False) -> None:
+    """After a load, the masters and moments of the job are those of the job that wrote, whatever was there before.
+
+    `weights`: whether it has weights beside its masters.
+    """
+    truth = {key: value for key, value in fixture_named(written).truth.items() if weights or key[:6] != "weight"}
+    live = {key: value for key, value in live_state(job, name).items() if weights or key[:6] != "weight"}
     assert differing(truth, live) == []
     groups = [{"wd_mult": decay, "step": 4, "lr": LAST_LEARNING_RATE} for decay in (1.0, 0.0)]
     assert told(job, name) == {"error": None, "iteration": 4, "groups": groups, "steps": 32}
@@ -108,9 +133,9 @@ def test_megatron_fsdp_has_every_bit_of_3d_parallelism(resumed: Job, name: str) 
     assert_lives(resumed, name, "p50" if name == "back" else name)
 
 
-def test_experts_go_there_and_back(with_experts: Results) -> None:
+def test_experts_go_there_and_back(in_turn: Results) -> None:
     """TP2 x EP2 of Megatron-FSDP has every bit of TP1 x PP2 x EP2, and so has such a job of what that saves."""
-    job, back = with_experts.job("there"), with_experts.job("back")
+    job, back = in_turn.job("there"), in_turn.job("back")
     assert_lives(job, "p09", "p09")
     (line,) = job.said
     assert "resumed from TP1 x PP2 x EP2 x DP4 by Megatron-FSDP: torch_dist, dp_reshardable" in line
@@ -132,6 +157,34 @@ def test_one_line_says_what_was_resumed(resumed: Job) -> None:
         f"{form}, 0.7 MB read, 57,856 masters proven equal to their weights"
         for form in ("torch, legacy_torch", "torch_dist, fully_reshardable", "torch_dist, dp_reshardable")
     ]
+
+
+@pytest.mark.parametrize("name", ["p32", "p51", "torch_dist"])
+def test_torch_fsdp_has_every_bit_of_3d_parallelism(in_turn: Results, name: str) -> None:
+    """And of its own checkpoint, which stock Megatron 0.19.2 stumbles over: Adam's step, too."""
+    assert_lives(in_turn.job("by_torch"), name, "p51" if name == "torch_dist" else name, weights=True)
+
+
+def test_torch_fsdp_trains_on_and_saves(in_turn: Results) -> None:
+    job = in_turn.job("by_torch")
+    assert told(job, "p12")["error"].count("the job has something that the checkpoint lacks") == 1
+    assert "output_layer.weight" in told(job, "p12")["error"]
+    assert [line.partition(": ")[2].partition(", 0.")[0] for line in job.said] == [
+        "zarr, dp_zero_gather_scatter",
+        "zarr, alone",
+        "torch_dcp, no_distributed_optimizer",
+        "torch_dist, no_distributed_optimizer",
+    ]
+    assert verify(job.run).sound
+
+
+def test_torch_fsdp_takes_weights_alone(in_turn: Results) -> None:
+    """Under --no-load-optim, and makes its masters of them."""
+    truth = {name: value for name, value in fixture_named("p32").truth.items() if name.startswith("weight.")}
+    live = live_state(in_turn.job("by_torch"), "weights")
+    assert differing(truth, {name: live[name] for name in truth}) == []
+    masters = {name.replace("weight.", "fp32_param.", 1): value.float() for name, value in truth.items()}
+    assert differing(masters, {name: live[name] for name in masters}) == []
 
 
 @with_checkout

@@ -53,8 +53,8 @@ def test_what_is_shown() -> None:
     found = inspect(run)
     assert (found.format, found.optimizer_format) == ("torch_dcp", "no_distributed_optimizer")
     assert [(who.who, who.layouts) for who in found.resumptions] == [
-        ("stock Megatron with --use-torch-fsdp2", "its own: TP1 x PP1 x DP4; another DP"),
-        ("stock Megatron without it", "none"),
+        ("stock Megatron", "none"),
+        ("Megatron with mcore_ckpt_ext, --use-torch-fsdp2", "TP1, any DP"),
         ("Megatron with mcore_ckpt_ext, without it", "any"),
     ]
     masters = sum(value.numel() for name, value in fixture_named("p51").truth.items() if name.startswith("fp32_param"))

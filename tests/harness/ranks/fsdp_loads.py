@@ -1,4 +1,4 @@
-"""Plugin for jobs of Megatron-FSDP: loads one checkpoint after the other, dumps the live state after each, trains on.
+"""Plugin for jobs of either FSDP: loads one checkpoint after the other, dumps the live state after each, trains on.
 
 TEST_LOADS names a file with a list of `[name, arguments]`; without it a job is left alone. What is written beside it,
 `<name>.safetensors`, holds the optimizer's own masters and moments, `<name>.json` what went wrong, the iteration, and
@@ -57,10 +57,26 @@ def setup_and_load(*positional: Any, **keywords: Any) -> Any:
 
 def state_of(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
     """Masters and moments, put together on every rank."""
+    return state_of_torch(model, optimizer) if get_args().use_torch_fsdp2 else state_of_megatron(model, optimizer)
+
+
+def state_of_torch(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Those of a job of torch's FSDP, and its weights."""
+    (child,) = optimizer.chained_optimizers
+    names = {id(parameter): bare(name) for name, parameter in model[0].named_parameters()}
+    found = {f"weight.{bare(name)}": parameter for name, parameter in model[0].named_parameters()}
+    for parameters, masters in zip(child.float16_groups, child.fp32_from_float16_groups, strict=True):
+        for parameter, master in zip(parameters, masters, strict=True):
+            state = {"fp32_param": master, **child.optimizer.state[master]}
+            found.update({f"{kind}.{names[id(parameter)]}": value for kind, value in state.items()})
+    return {name: value.detach().full_tensor().contiguous() for name, value in found.items()}
+
+
+def state_of_megatron(model: Any, optimizer: Any) -> dict[str, torch.Tensor]:
+    """Those of a job of Megatron-FSDP."""
     metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}
-    masters = {
-        f"fp32_param.{in_whole(bare(name))}": value for name, value in model[0].state_dict_for_save_checkpoint().items()
-    }
+    weights = model[0].state_dict_for_save_checkpoint()
+    masters = {f"fp32_param.{in_whole(bare(name))}": value for name, value in weights.items()}
     states = optimizer.sharded_state_dict({}, metadata=metadata)["state"]
     moments = {f"{kind}.{bare(name)}": value for name, state in states.items() for kind, value in state.items()}
     own = {

@@ -1,7 +1,7 @@
-"""Plugin for jobs with `--use-megatron-fsdp`: Transformer Engine's FusedAdam has state for empty shards, too.
+"""Plugin for jobs of Megatron-FSDP and of torch's FSDP on CPU ranks.
 
-There every parameter gets its state before its gradient is looked at (transformer_engine/pytorch/optimizers/
-fused_adam.py, 2.20.2); otherwise ranks disagree on what they save.
+Transformer Engine's FusedAdam has state for empty shards, too: there every parameter gets its state before its gradient
+is looked at (transformer_engine/pytorch/optimizers/fused_adam.py, 2.20.2); otherwise ranks disagree on what they save.
 """
 
 import os
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from megatron_on_cpu.fused_adam import FusedAdam
+from torch.distributed.device_mesh import DeviceMesh
 
 os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "8"  # 1, as elsewhere, is refused
 step = FusedAdam.step
@@ -23,3 +24,13 @@ def step_with_all_states(self: Any, closure: None = None, **options: Any) -> Non
 
 
 FusedAdam.step = step_with_all_states  # type: ignore[method-assign]
+
+mesh_of = DeviceMesh.from_group
+
+
+def mesh_on_cpu(group: Any, device_type: str, **options: Any) -> DeviceMesh:
+    """Megatron asks for a mesh of GPUs (`TorchFullyShardedDataParallel`)."""
+    return mesh_of(group, "cpu", **options)
+
+
+DeviceMesh.from_group = staticmethod(mesh_on_cpu)  # type: ignore[method-assign, assignment]
