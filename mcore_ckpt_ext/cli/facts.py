@@ -28,7 +28,7 @@ def add_weights(parser: argparse.ArgumentParser) -> None:
     """The option that names the folder of weights that lie elsewhere."""
     parser.add_argument(
         "--weights", metavar="FOLDER",
-        help="where the weights lie, if there is an optimizer alone: a Hugging Face folder, or a checkpoint",
+        help="where the model of an optimizer alone, or of a PEFT folder, lies: a Hugging Face folder, or a checkpoint",
     )  # fmt: skip
 
 

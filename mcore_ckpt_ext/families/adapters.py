@@ -14,6 +14,7 @@ from itertools import accumulate, chain, pairwise
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.model_space.adapters import IN, MAGNITUDE, MARK, OUT, PARTS
+from mcore_ckpt_ext.model_space.names import module_and_leaf, of_experts
 from mcore_ckpt_ext.model_space.slices import Region
 
 MAGNITUDES = "lora_magnitude_vector"
@@ -88,7 +89,7 @@ class Adapters:
     @property
     def targets(self) -> set[str]:
         """What PEFT is told to adapt."""
-        return _targets({one.module for one in self.linears}, self.modules)
+        return shortest({one.module for one in self.linears}, self.modules)
 
     @property
     def has_magnitudes(self) -> bool:
@@ -107,13 +108,11 @@ def adapters_of(base: Sequence[HuggingFaceTensor], shapes: Shapes, tensor_ranks:
     Raises:
         UnsupportedCheckpointError: it is not known what one of them is for.
     """
-    linears: dict[str, list[HuggingFaceTensor]] = {}
-    for tensor in base:
-        linears.setdefault(tensor.regions[0].name, []).append(tensor)
+    linears = linears_of(base)
     found: list[Adapted] = []
     for linear in dict.fromkeys(name.partition(MARK)[0] for name in shapes):
-        ours = sorted(linears.get(f"{linear}.weight", ()), key=lambda tensor: tensor.regions[0].offsets[0])
-        if not ours or not all(map(_is_plain, ours)):
+        ours = linears.get(linear, ())
+        if not ours:
             raise _without_place([name for name in shapes if name.startswith(linear)])
         for number, tensor in enumerate(ours):
             found += _Linear(linear, number, len(ours), shapes, tensor_ranks).adapted(tensor)
@@ -123,9 +122,25 @@ def adapters_of(base: Sequence[HuggingFaceTensor], shapes: Shapes, tensor_ranks:
     return Adapters(found, frozenset(tensor.name.removesuffix(".weight") for tensor in base))
 
 
+def linears_of(base: Sequence[HuggingFaceTensor]) -> dict[str, list[HuggingFaceTensor]]:
+    """Of each linear of Megatron's, the weights of Hugging Face's that it is made of, in the order of its rows.
+
+    Those of which PEFT has no adapters are left out.
+    """
+    found: dict[str, list[HuggingFaceTensor]] = {}
+    for tensor in sorted(base, key=lambda tensor: tensor.regions[0].offsets[0]):
+        name = tensor.regions[0].name
+        module, leaf = module_and_leaf(name)
+        # Routers are no linears to transformers, and of experts Megatron-Bridge has several kinds of adapters.
+        if module.startswith("linear_") and leaf == "weight" and not of_experts(name):
+            found.setdefault(name.removesuffix(".weight"), []).append(tensor)
+    return {name: ours for name, ours in found.items() if all(map(_is_plain, ours))}
+
+
 def _is_plain(tensor: HuggingFaceTensor) -> bool:
     """Whether a tensor is a linear's matrix, row by row."""
-    return not tensor.transposed and tensor.interleaved == 1 and len(tensor.shape) == 2
+    is_whole = not any(any(region.offsets[1:]) for region in tensor.regions)
+    return not tensor.transposed and tensor.interleaved == 1 and len(tensor.shape) == 2 and is_whole
 
 
 def aligned(*columns: Sequence[Region]) -> Iterator[tuple[list[int], int]]:
@@ -138,7 +153,7 @@ def aligned(*columns: Sequence[Region]) -> Iterator[tuple[list[int], int]]:
         yield [region.offsets[0] + region.sizes[0] - (end - start) for region, end in found], stop - start
 
 
-def _targets(adapted: set[str], modules: Collection[str]) -> set[str]:
+def shortest(adapted: set[str], modules: Collection[str]) -> set[str]:
     """What PEFT is told to adapt: the last names of linears, where all that bear them are adapted; else whole names."""
     last = {name.rpartition(".")[2] for name in adapted}
     all_of_them = {name for name in modules if name.rpartition(".")[2] in last}

@@ -43,11 +43,12 @@ _LATENT = (
 )  # fmt: skip
 
 
-def run_config(family: Family, arguments: ModelArguments) -> str:
-    """The file's text for a model that nobody has trained yet."""
+def run_config(family: Family, arguments: ModelArguments, **sections: Any) -> str:
+    """The file's text for a model that nobody has trained yet; `sections`: further ones."""
     content = {
         "model": bridge_model(family, arguments),
         "checkpoint": {"save_rng": False, "save_optim": False, "fully_parallel_save": True},
+        **sections,
     }
     # YAML 1.1, which PyYAML reads, takes 1e-06 for text and 1.0e-06 for a number.
     return re.sub(r"(?<=: )(-?\d+)e(?=[+-]\d)", r"\1.0e", json.dumps(content, indent=2)) + "\n"

@@ -17,10 +17,11 @@ from mcore_ckpt_ext.formats.fsdp_dtensor import NAME as FSDP_DTENSOR
 from mcore_ckpt_ext.formats.fsdp_dtensor import FsdpCheckpoint
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
+from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface, is_peft
 from mcore_ckpt_ext.formats.huggingface_model import LOCAL, TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.nemo_folder import NemoCheckpoint, is_nemo
+from mcore_ckpt_ext.formats.peft_folder import PeftCheckpoint
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.torch_dcp import NAME as TORCH_DCP
 from mcore_ckpt_ext.formats.torch_dcp import TorchDcpCheckpoint
@@ -64,7 +65,7 @@ def open_checkpoint(
         transformer_impl: the layer spec whose names a Hugging Face folder is read under.
         facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
         weights: where the weights lie, if the checkpoint holds an optimizer alone: any path as above. Whether they
-            belong to it is then looked at here, by samples.
+            belong to it is then looked at here, by samples. Of adapters in a PEFT folder, the model that they are for.
 
     Raises:
         UsageError: facts are given of a checkpoint that describes its job itself, or they contradict its index; or
@@ -85,6 +86,8 @@ def open_checkpoint(
     """
     with interpreting(path):
         folder = iteration_folder(as_path(path))
+        if weights is not None and is_peft(folder):
+            return PeftCheckpoint(folder, open_checkpoint(weights, family=family), family)
         if weights is not None:
             lender = open_checkpoint(weights, family=family, transformer_impl=transformer_impl)
             try:

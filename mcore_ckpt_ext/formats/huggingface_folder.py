@@ -33,7 +33,7 @@ INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _IN_ORDER = (_SINGLE[0], INDICES[0], _SINGLE[1], INDICES[1])
 # How `torch.save` began its files before 1.6 (`MAGIC_NUMBER`, torch/serialization.py).
 _BEFORE_ZIP = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
-_ADAPTER = "adapter_config.json"
+ADAPTER = "adapter_config.json"
 _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", "tokenizer.model.v3", "tokenizer.model.v7", "spiece.model",
@@ -67,7 +67,12 @@ def is_huggingface(folder: Path) -> bool:
     # Canonical folders have an index of the same name, and Megatron's may hold anything beside their own files.
     if any((folder / name).exists() for name in ("common.json", "metadata.json")):
         return False
-    return any((folder / name).exists() for name in (CONFIG, _ADAPTER, *_SINGLE, *INDICES))
+    return any((folder / name).exists() for name in (CONFIG, ADAPTER, *_SINGLE, *INDICES))
+
+
+def is_peft(folder: Path) -> bool:
+    """Whether a folder is one that peft wrote: adapters without their model."""
+    return (folder / ADAPTER).is_file() and not (folder / CONFIG).exists()
 
 
 def is_model(folder: Path) -> bool:
@@ -83,10 +88,10 @@ def read_config(folder: Path) -> dict[str, Any]:
         UnreadableCheckpointError: it is missing or damaged.
         UnsupportedCheckpointError: the folder holds an adapter.
     """
-    if (folder / _ADAPTER).exists():
+    if (folder / ADAPTER).exists():
         raise UnsupportedCheckpointError(
-            "this folder holds an adapter (LoRA), not a model", found=_ADAPTER, where=str(folder),
-            helps="merge it into its base model first: PeftModel.merge_and_unload(), then save_pretrained",
+            "this folder holds an adapter (LoRA), not a model", found=ADAPTER, where=str(folder),
+            helps="name the model that it is for: --weights FOLDER; or merge the two: --merge FOLDER",
         )  # fmt: skip
     return read_json(folder / CONFIG)
 
@@ -110,7 +115,7 @@ def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, Store
     first, *others = found
     if first in INDICES:
         return _tensors_of_index(reader, below, folder / first), others
-    return dict(_tensors_of(reader, _joined(below, first))), others
+    return dict(tensors_of(reader, _joined(below, first))), others
 
 
 def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str, StoredTensor]:
@@ -128,7 +133,7 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
     found: dict[str, StoredTensor] = {}
     origin: dict[str, str] = {}
     for file in files:
-        for name, tensor in _tensors_of(reader, _joined(below, file)):
+        for name, tensor in tensors_of(reader, _joined(below, file)):
             found[name] = tensor
             origin[name] = file
     missing = [name for name, file in weight_map.items() if origin.get(name) != file]
@@ -143,7 +148,13 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
     return found
 
 
-def _tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTensor]]:
+def tensors_of(reader: FolderReader, file: str) -> Iterator[tuple[str, StoredTensor]]:
+    """The tensors of one file, safetensors or a pickle, by name.
+
+    Raises:
+        UnreadableCheckpointError: it is damaged, or holds something else.
+        UnsupportedCheckpointError: it is older than torch 1.6.
+    """
     if file.endswith(".safetensors"):
         for name, shape, extent in read_header(reader, file):
             yield name, StoredTensor(shape, extent)

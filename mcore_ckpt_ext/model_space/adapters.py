@@ -19,6 +19,8 @@ IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
 PARTS = {"linear_qkv": ("adapter_q", "adapter_k", "adapter_v"), "linear_fc1": ("adapter_gate", "adapter_up")}
 """The adapters of CanonicalLoRA's that one linear has, in the order of its rows."""
 
+_TARGETS = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("linear_fc1_gate", "linear_fc1_up")}
+
 _FIRST_LINEAR = re.compile(
     r"\.linear_fc1\.adapter\.(?:(adapter_gate\.|adapter_up\.)?linear_out\.weight|weight_magnitude)$"
 )
@@ -27,6 +29,12 @@ _FIRST_LINEAR = re.compile(
 def is_adapter(name: str) -> bool:
     """Whether a model-space name is that of an adapter's tensor."""
     return MARK in name
+
+
+def targets_of(linear: str) -> list[str]:
+    """What CanonicalLoRA calls the linears whose rows one has (`_init_target_match_state`, canonical_lora.py)."""
+    before, dot, last = linear.rpartition(".")
+    return [before + dot + target for target in _TARGETS.get(last, (last,))]
 
 
 def ordered_by_rank(names: Iterable[str], gated: bool) -> list[str]:

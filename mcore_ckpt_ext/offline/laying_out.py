@@ -29,6 +29,7 @@ from mcore_ckpt_ext.formats.huggingface_folder import (
 from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceTarget
 from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
 from mcore_ckpt_ext.formats.merged import MergedCheckpoint
+from mcore_ckpt_ext.formats.peft_folder import PeftCheckpoint
 from mcore_ckpt_ext.formats.peft_target import PeftTarget
 from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.steps import check_step
@@ -155,7 +156,7 @@ def _torch_dist(checkpoint: Checkpoint, target: TorchDist) -> Output:
     experts_apart = checkpoint.experts_apart if expert is None else expert > 1
     version, for_bridge = version_number(target.megatron_version), target.loop == "bridge"
     written = TorchDistTarget(checkpoint, version, experts_apart, with_arguments=not for_bridge)
-    if isinstance(checkpoint, HuggingFaceCheckpoint):
+    if isinstance(checkpoint, (HuggingFaceCheckpoint, PeftCheckpoint)):
         return _beside(written.output(), _file(RUN_CONFIG, checkpoint.run_config().encode()))
     if not for_bridge:
         return written.output()

@@ -13,11 +13,13 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface_folder import is_peft
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.targets import HuggingFace, Legacy, Target, TorchDist
 
 
@@ -37,6 +39,8 @@ def open_source(
     """
     wanted = None if isinstance(target, HuggingFace) else target.transformer_impl
     spec = wanted or TRANSFORMER_ENGINE
+    if weights is None and is_peft(as_path(path)):
+        weights = merge
     checkpoint = open_checkpoint(path, family=family, transformer_impl=spec, facts=facts, weights=weights)
     require_weights(checkpoint)
     if merge is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import megatron
@@ -59,7 +60,7 @@ def run(
     running._cfg = cfg  # the setter takes over the process's signals
     if source != "none":
         step, _ = checkpointing.load_checkpoint(running, [wrapped], optimizer, None)
-        if step != 4:
+        if step != (0 if (Path(source) / "release").exists() else 4):
             raise RuntimeError(f"resumed from step {step}")
     if target != "none":
         if train is not None:

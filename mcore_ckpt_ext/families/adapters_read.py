@@ -1,0 +1,133 @@
+"""Which adapters of Megatron-Bridge's those of a PEFT folder are.
+
+Where one linear of Megatron's is several of Hugging Face's, Bridge's LoRA and DoRA have one adapter, with one `lora_A`;
+CanonicalLoRA has one for each of them (peft/lora.py, dora.py, canonical_lora.py of megatron-bridge 0.6.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.families.adapters import (
+    MAGNITUDES,
+    PREFIX,
+    Adapters,
+    Shapes,
+    adapters_of,
+    linears_of,
+    shortest,
+)
+from mcore_ckpt_ext.families.family import HuggingFaceTensor
+from mcore_ckpt_ext.model_space.adapters import IN, MAGNITUDE, MARK, OUT, PARTS, targets_of
+
+
+def adapters_read(
+    base: Sequence[HuggingFaceTensor], shapes: Shapes, is_one: Callable[[Sequence[str]], bool]
+) -> tuple[Adapters, Shapes]:
+    """The adapters of a PEFT folder.
+
+    Args:
+        base: the tensors of the model that they are for.
+        shapes: of the folder's tensors, by PEFT's names.
+        is_one: whether tensors of these names have the same content.
+
+    Returns:
+        The adapters, and the shapes of their tensors by model-space names.
+
+    Raises:
+        UnsupportedCheckpointError: a tensor is none of an adapter of the model's linears.
+    """
+    ends = (".lora_A.weight", ".lora_B.weight")
+    modules = [{name.removesuffix(end) for name in shapes if name.endswith(end)} for end in ends]
+    if alone := sorted(modules[0] ^ modules[1]):
+        raise UnsupportedCheckpointError("a linear has lora_A without lora_B, or the other way round", where=alone[0])
+    of_model = linears_of(base)
+    linears = {name: own for name, ours in of_model.items() if (own := [one for one in ours if _lora_a(one) in shapes])}
+    several = {name: of_model[name] for name in linears if len(of_model[name]) > 1}
+    fused = all(linears[name] == ours and is_one([_lora_a(one) for one in ours]) for name, ours in several.items())
+    found: dict[str, tuple[int, ...]] = {}
+    for name, ours in linears.items():
+        if fused or name not in several:
+            found |= _tensors(f"{name}{MARK}", ours, shapes)
+            continue
+        parts = PARTS.get(name.rpartition(".")[2], ())
+        if len(parts) != len(several[name]):
+            raise UnsupportedCheckpointError(
+                "Megatron-Bridge has no adapters for the parts of this linear", found=some([one.name for one in ours]),
+                expected="one lora_A for all of them", where=name,
+            )  # fmt: skip
+        for part, one in zip(parts, several[name], strict=True):
+            found |= _tensors(f"{name}{MARK}{part}.", [one], shapes) if one in ours else {}
+    adapters = adapters_of(base, found, 1)
+    known = {tensor.name for tensor in adapters.tensors}
+    if known != shapes.keys():
+        raise UnsupportedCheckpointError(
+            "the folder's tensors are not those of adapters of this model's linears",
+            found="; ".join(
+                [*(f"unknown: {name}" for name in sorted(shapes.keys() - known)[:4]),
+                 *(f"missing: {name}" for name in sorted(known - shapes.keys())[:4])]
+            ),
+            expected="lora_A and lora_B of linears of attention, dense MLPs and shared experts",
+            helps="name the model that they were trained for: --weights FOLDER, or --merge FOLDER",
+        )  # fmt: skip
+    return adapters, found
+
+
+def _lora_a(tensor: HuggingFaceTensor) -> str:
+    return f"{PREFIX}{tensor.name.removesuffix('.weight')}.lora_A.weight"
+
+
+def _tensors(before: str, ours: Sequence[HuggingFaceTensor], shapes: Shapes) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """What Bridge has of an adapter that is for some linears together, and the shapes."""
+    rank = shapes[_lora_a(ours[0])][0]
+    rows = sum(tensor.shape[0] for tensor in ours)
+    yield before + IN, (rank, ours[0].shape[1])
+    yield before + OUT, (rows, rank)
+    if f"{PREFIX}{ours[0].name.removesuffix('.weight')}.{MAGNITUDES}" in shapes:
+        yield before + MAGNITUDE, (rows,)
+
+
+def bridge_peft(
+    base: Sequence[HuggingFaceTensor], names: Collection[str], rank: int, alpha: float, dropout: float
+) -> dict[str, Any]:
+    """The section `peft` of `run_config.yaml`.
+
+    Args:
+        base: the tensors of the model.
+        names: of the adapters' tensors, in model space.
+        rank: of all adapters.
+        alpha: the factor.
+        dropout: of the training.
+
+    Raises:
+        UnsupportedCheckpointError: Megatron-Bridge has no such adapters.
+    """
+    parts: dict[str, set[str]] = {}
+    for name in names:
+        linear, _, rest = name.partition(MARK)
+        parts.setdefault(linear, set()).add(rest.partition(".")[0] if rest.startswith("adapter_") else "")
+    divided = {linear: own for linear, own in parts.items() if own != {""}}
+    with_norms = {name.partition(MARK)[0] for name in names if name.endswith(MAGNITUDE)}
+    lacking = [linear for linear, own in divided.items() if own != set(PARTS[linear.rpartition(".")[2]])]
+    whole = [linear for linear in parts if divided and linear not in divided and linear.endswith((*PARTS,))]
+    if with_norms and (divided or with_norms != parts.keys()):
+        raise _not_bridge_s("DoRA of linears with different lora_A, or of some linears only", sorted(with_norms))
+    if lacking or whole:  # `LoRALinearSplitQKV` and `LoRALinearSplitFC1UpGate` call each (canonical_lora.py)
+        raise _not_bridge_s("CanonicalLoRA of a part of a linear only", lacking or whole)
+    kind = "dora.DoRA" if with_norms else "canonical_lora.CanonicalLoRA" if divided else "lora.LoRA"
+    chosen = shortest(set(parts), linears_of(base))
+    targets = [target for name in chosen for target in (targets_of(name) if divided else (name,))]
+    return {
+        "_target_": f"megatron.bridge.peft.{kind}", "_call_": True, "target_modules": sorted(targets), "dim": rank,
+        "alpha": alpha, "dropout": dropout,
+    }  # fmt: skip
+
+
+def _not_bridge_s(found: str, names: Sequence[str]) -> UnsupportedCheckpointError:
+    return UnsupportedCheckpointError(
+        "Megatron-Bridge has no such adapters", found=f"{found}: {some(names, 2)}",
+        expected="LoRA, DoRA or CanonicalLoRA of whole linears",
+        helps="merge them into their model: --merge FOLDER --to hf",
+    )  # fmt: skip

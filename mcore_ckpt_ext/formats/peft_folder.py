@@ -1,0 +1,205 @@
+"""A PEFT folder as a source: adapters in model space, as Megatron-Bridge has them, for a model that lies elsewhere.
+
+Sources: `LoraConfig` (tuners/lora/config.py), `save_pretrained` (peft_model.py, utils/save_and_load.py); peft 0.21.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
+from mcore_ckpt_ext.families.adapters import MAGNITUDES, Adapters
+from mcore_ckpt_ext.families.adapters_read import adapters_read, bridge_peft
+from mcore_ckpt_ext.families.bridge import run_config
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.recognition import Fit
+from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.huggingface_folder import ADAPTER, StoredTensor, tensors_of
+from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
+from mcore_ckpt_ext.formats.merged import fit_of_adapters
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.extents import RawArray, Scaled
+from mcore_ckpt_ext.storage.safetensors import read_json
+
+NAME = "peft"
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+# Keys that say which linears have adapters, which their tensors show, or how they were made.
+_WITHOUT_EFFECT = {
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "r", "lora_dropout",
+    "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "peft_type",
+    "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config",
+    "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
+    "init_lora_weights", "bias",
+}  # fmt: skip
+# Others change the base, too (`reset_lora_parameters`, tuners/lora/layer.py).
+_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+_LAYOUT = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context", "data")
+
+
+class PeftCheckpoint(Checkpoint):
+    """A folder that `peft` loads onto a model."""
+
+    format = NAME
+
+    def __init__(self, folder: Path, base: Checkpoint, family: Family | None = None) -> None:
+        """Read the configuration, the header, and whether linears share their `lora_A`.
+
+        Args:
+            folder: the folder.
+            base: the model that the adapters are for; of it nothing but its description is used.
+            family: of the model; by default as it says.
+
+        Raises:
+            UnreadableCheckpointError: a file is missing or damaged.
+            UnsupportedCheckpointError: Megatron-Bridge has nothing like these adapters.
+        """
+        super().__init__(folder)
+        self.config = read_json(folder / ADAPTER)
+        self._check_config()
+        self._fit: Fit = fit_of_adapters(base, family, {})
+        stored = self._stored()
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        self._of_model = self._fit.family.tensors(self._fit.arguments)
+        found, self._shapes = adapters_read(
+            self._of_model, shapes, lambda names: len({self._digest(stored[name]) for name in names}) == 1
+        )
+        self._adapters: Adapters = found
+        self._weights = ModelSpaceWeights([(one, stored[one.name]) for one in self._once(stored)])
+
+    def _check_config(self) -> None:
+        told = {key: value for key, value in self.config.items() if key not in _WITHOUT_EFFECT and value}
+        told |= {key: value for key, value in (("bias", self.config.get("bias")),) if value not in (None, "none")}
+        begun = self.config.get("init_lora_weights")
+        told |= {} if begun in _BEGINNINGS else {"init_lora_weights": begun}
+        if (kind := self.config.get("peft_type")) != "LORA":
+            told["peft_type"] = kind
+        if told:
+            raise UnsupportedCheckpointError(
+                "Megatron has no adapters like these, or it is not known how it has them",
+                found=", ".join(f"{key}: {shortened(repr(value), 40)}" for key, value in sorted(told.items())),
+                expected="LoRA or DoRA of linears", where=str(self.folder / ADAPTER),
+                helps="merge them first: PeftModel.merge_and_unload(), then save_pretrained",
+            )  # fmt: skip
+
+    def _stored(self) -> dict[str, StoredTensor]:
+        file = next((name for name in _FILES if (self.folder / name).is_file()), None)
+        if file is None:
+            raise UnreadableCheckpointError("the folder holds no adapters", expected=" or ".join(_FILES),
+                                            where=str(self.folder))  # fmt: skip
+        end = f".{MAGNITUDES}.weight"  # as peft before 0.10 wrote it
+        return {
+            name.removesuffix(".weight") if name.endswith(end) else name: tensor
+            for name, tensor in tensors_of(self.reader, file)
+        }
+
+    def _digest(self, tensor: StoredTensor) -> bytes:
+        place = self.transfer.locate(tensor.extent)
+        size = prod(tensor.shape) * place.dtype.itemsize
+        first = place.offset + tensor.first * place.dtype.itemsize
+        return hashlib.sha256(self.reader.read(place.file, first, size)).digest() + str(place.dtype).encode()
+
+    def _once(self, stored: Mapping[str, StoredTensor]) -> Iterator[Any]:
+        """The tensors, each of Bridge's once; with the shapes that they have to have."""
+        seen = set()
+        for tensor in self._adapters.tensors:
+            if stored[tensor.name].shape != tensor.shape:
+                raise UnreadableCheckpointError(
+                    "an adapter does not have the shape of its linear", found=str(stored[tensor.name].shape),
+                    expected=str(tensor.shape), where=tensor.name, helps="name the model that the adapters are for",
+                )  # fmt: skip
+            if tensor.regions not in seen:
+                yield tensor
+            seen.add(tensor.regions)
+
+    @property
+    @override
+    def common(self) -> dict[str, Any]:
+        """What a release checkpoint says: of the model, and of its adapters."""
+        arguments = {
+            **self._fit.arguments.stated(), **{f"{name}_parallel_size": 1 for name in _LAYOUT},
+            "virtual_pipeline_model_parallel_size": None, "world_size": 1, "iteration": 0, "consumed_train_samples": 0,
+            "lora_alpha": self.config.get("lora_alpha"), "lora_dropout": self.config.get("lora_dropout"),
+            "use_rslora": bool(self.config.get("use_rslora")),
+        }  # fmt: skip
+        return {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
+
+    def run_config(self) -> str:
+        """What Megatron-Bridge asks for in a checkpoint of these adapters.
+
+        Raises:
+            UnsupportedCheckpointError: it has none like them.
+        """
+        scaling = scaling_of(self, None)
+        if scaling.by_root:
+            raise UnsupportedCheckpointError(
+                "Megatron-Bridge divides alpha by the rank, not by its root", found="use_rslora: true",
+                where=str(self.folder / ADAPTER), helps="merge them into their model: --merge FOLDER --to hf",
+            )  # fmt: skip
+        names = self._weights.names()
+        peft = bridge_peft(self._of_model, names, self._adapters.rank, scaling.alpha, scaling.dropout)
+        return run_config(self._fit.family, self._fit.arguments, peft=peft)
+
+    @property
+    @override
+    def released(self) -> bool:
+        return True
+
+    @override
+    def companions(self) -> dict[str, bytes]:
+        return {}
+
+    @override
+    def notices(self) -> list[str]:
+        return [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
+
+    @property
+    @override
+    def weights(self) -> ModelSpaceWeights:
+        return self._weights
+
+    @property
+    def stored_optimizer_format(self) -> str | None:
+        """There is none."""
+        return None
+
+    @property
+    @override
+    def optimizer(self) -> OptimizerState:
+        raise UnsupportedCheckpointError("a PEFT folder holds no optimizer", where=str(self.folder))
+
+    @property
+    @override
+    def experts_apart(self) -> bool:
+        return False
+
+    @override
+    def param_groups(self) -> list[dict[str, Any]]:
+        return []
+
+    @override
+    def grad_scaler(self) -> dict[str, Any] | None:
+        return None
+
+    @override
+    def extra_states(self) -> Mapping[str, Any]:
+        return {}
+
+    @override
+    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+        return {}
+
+    @override
+    def archives(self) -> Iterator[tuple[str, int, int]]:
+        found: Sequence[str] = sorted({
+            stored.extent.file for _, stored in self._weights.matched
+            if not isinstance(stored.extent, (RawArray, Scaled))
+        })  # fmt: skip
+        return ((file, 0, self.reader.size(file)) for file in found)

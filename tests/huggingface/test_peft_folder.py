@@ -1,0 +1,124 @@
+"""PEFT folders: what is merged of them, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.offline.conversion import convert
+from mcore_ckpt_ext.offline.inspection import inspect
+from mcore_ckpt_ext.targets import HuggingFace, Legacy, TorchDist
+from tests.harness.huggingface import tensors
+
+RANK, ALPHA = 3, 5
+_MOE = "model.layers.0.block_sparse_moe"
+CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "init_lora_weights": True}
+Tensors = dict[str, torch.Tensor]
+
+
+def adapter(module: str, out: int, into: int) -> Tensors:
+    """That of one linear, with random numbers."""
+    name = f"base_model.model.{module}"
+    return {f"{name}.lora_A.weight": torch.randn(RANK, into), f"{name}.lora_B.weight": torch.randn(out, RANK)}
+
+
+def peft_folder(folder: Path, content: Mapping[str, torch.Tensor], **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(dict(content), folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
+    return folder
+
+
+def of_queries_and_values() -> Tensors:
+    """As peft adapts a Llama where nobody says what."""
+    found: Tensors = {}
+    for layer in range(2):
+        before = f"model.layers.{layer}.self_attn"
+        found |= adapter(f"{before}.q_proj", 32, 32) | adapter(f"{before}.v_proj", 16, 32)
+    return found
+
+
+@pytest.mark.parametrize(("by_root", "divisor"), [(False, 3.0), (True, 3.0**0.5)])
+def test_some_linears_are_merged_and_the_others_are_the_same_bits(
+    models: dict[str, Path], tmp_path: Path, by_root: bool, divisor: float
+) -> None:
+    content = of_queries_and_values()
+    there = peft_folder(tmp_path / "peft", content, use_rslora=by_root)
+    report = convert(there, tmp_path / "merged", HuggingFace(), merge=models["llama"])
+    assert "adapters are merged into 2 weights, in fp32, and rounded once" in report.notes
+    base, found = tensors(models["llama"]), tensors(tmp_path / "merged")
+    for name, weight in base.items():
+        before = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{before}.lora_A.weight" in content:
+            product = content[f"{before}.lora_B.weight"] @ content[f"{before}.lora_A.weight"]
+            assert torch.equal(found[name], weight + product * (ALPHA / divisor)), name
+        else:
+            assert torch.equal(found[name], weight), name
+    with pytest.raises(CheckpointError, match="rank, not by its root" if by_root else "CanonicalLoRA of a part of a"):
+        convert(there, tmp_path / "run", TorchDist(), weights=models["llama"])
+
+
+def test_it_is_shown_with_its_model_and_asks_for_it(models: dict[str, Path], tmp_path: Path) -> None:
+    there = peft_folder(tmp_path / "peft", of_queries_and_values())
+    with pytest.raises(CheckpointError, match=r"an adapter \(LoRA\), not a model.*--weights FOLDER"):
+        convert(there, tmp_path / "run", TorchDist())
+    assert inspect(there, weights=models["llama"]).format == "peft"
+    names = open_checkpoint(there, weights=models["llama"]).names("weight")
+    assert "decoder.layers.1.self_attention.linear_qkv.adapter.adapter_v.linear_out.weight" in names
+
+
+def without(end: str) -> Callable[[Tensors], Tensors]:
+    return lambda content: {name: tensor for name, tensor in content.items() if not name.endswith(end)}
+
+
+def with_more(module: str, out: int = 32, into: int = 32) -> Callable[[Tensors], Tensors]:
+    return lambda content: content | adapter(module, out, into)
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "model", "said"),
+    [
+        ({"alpha_pattern": {"q_proj": 4}}, dict, "llama", "alpha_pattern: {'q_proj': 4}"),
+        ({"init_lora_weights": "pissa"}, dict, "llama", "init_lora_weights: 'pissa'"),
+        ({"bias": "all"}, dict, "llama", "bias: 'all'"),
+        ({"modules_to_save": ["lm_head"]}, dict, "llama", "modules_to_save"),
+        ({"target_parameters": ["experts.w1"]}, dict, "llama", "target_parameters"),
+        ({"a_new_key": 1}, dict, "llama", "a_new_key: 1"),
+        ({"peft_type": "LOHA"}, dict, "llama", "peft_type: 'LOHA'"),
+        ({}, without("layers.0.self_attn.q_proj.lora_B.weight"), "llama", "lora_A without lora_B, or the other way"),
+        ({}, without("layers.0.self_attn.q_proj.lora_A.weight"), "llama", "lora_A without lora_B, or the other way"),
+        ({}, with_more("model.embed_tokens", 250), "llama", "unknown: base_model.model.model.embed_tokens.lora_A"),
+        ({}, with_more("lm_head", 250), "llama", "unknown: base_model.model.lm_head.lora_A.weight"),
+        ({}, with_more("model.layers.1.self_attn.o_proj", 31), "llama", "does not have the shape of its linear"),
+        ({}, with_more(f"{_MOE}.gate", 4), "mixtral", "unknown: .*block_sparse_moe.gate.lora_A"),
+        ({}, with_more(f"{_MOE}.experts.0.w1", 48), "mixtral", "unknown: .*experts.0.w1.lora_A"),
+        ({"lora_alpha": None}, dict, "llama", "it is not known by what the adapters are multiplied"),
+    ],
+)  # fmt: skip
+def test_what_is_not_merged_is_refused_by_name(
+    models: dict[str, Path], tmp_path: Path, config: dict[str, Any], changed: Any, model: str, said: str
+) -> None:
+    there = peft_folder(tmp_path / "peft", changed(of_queries_and_values()), **config)
+    with pytest.raises(CheckpointError, match=said):
+        convert(there, tmp_path / "merged", HuggingFace(), merge=models[model])
+    assert not (tmp_path / "merged").exists()
+
+
+def test_legacy_files_have_none(models: dict[str, Path], tmp_path: Path) -> None:
+    content = adapter("model.layers.0.self_attn.o_proj", 32, 32)
+    there = peft_folder(tmp_path / "peft", content)
+    with pytest.raises(CheckpointError, match="adapters are not written as legacy"):
+        convert(there, tmp_path / "run", Legacy(), weights=models["llama"])
+    convert(there, tmp_path / "run", TorchDist(loop="bridge"), weights=models["llama"])
+    (folder,) = (path.parent for path in (tmp_path / "run").rglob("run_config.yaml"))
+    told = json.loads((folder / "run_config.yaml").read_text())["peft"]
+    assert told["target_modules"] == ["decoder.layers.0.self_attention.linear_proj"]
+    assert (told["dim"], told["alpha"]) == (RANK, ALPHA)
