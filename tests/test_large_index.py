@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,31 +25,32 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage import safe_pickle
-from mcore_ckpt_ext.storage.dcp_index import Lent, lent, read_index
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, Lent, lent, read_index
 
 # A gradient buffer of one bucket, beyond 2**31 elements, in so many pieces.
 PIECES, PIECE = 4000, 1 << 20
+FEW = 20
 
 
-def by_torch() -> bytes:
+def by_torch(pieces: int = PIECES) -> bytes:
     entries: dict[str, Any] = {}
     places: dict[Any, Any] = {}
     chunks = []
-    for number in range(PIECES):
+    for number in range(pieces):
         offsets, sizes = torch.Size((number * PIECE,)), torch.Size((PIECE,))
         chunks.append(ChunkStorageMetadata(offsets, sizes))
         place = torch.distributed.checkpoint.filesystem._StorageInfo("__0_0.distcp", number * 5 * PIECE, 5 * PIECE)
         places[MetadataIndex("buffer", offsets, number)] = place
     properties = TensorProperties(torch.float32)
-    entries["buffer"] = TensorStorageMetadata(properties, torch.Size((PIECES * PIECE,)), chunks)
+    entries["buffer"] = TensorStorageMetadata(properties, torch.Size((pieces * PIECE,)), chunks)
     return pickle.dumps(Metadata(entries, None, places))
 
 
-def by_this_package() -> bytes:
-    shape = (PIECES * PIECE,)
+def by_this_package(pieces: int = PIECES) -> bytes:
+    shape = (pieces * PIECE,)
     tensor = LogicalTensor("buffer", shape, "float32")
     chunks = []
-    for number in range(PIECES):
+    for number in range(pieces):
         part = Slice((Region.whole("buffer", shape),), number * PIECE, (number + 1) * PIECE)
         chunks.append(Chunk((number * PIECE,), (PIECE,), WantedSlice("weight", part, {"buffer": tensor})))
     files = DistcpFiles(1 << 40)
@@ -69,8 +72,54 @@ def test_an_index_beyond_two_thousand_million_elements(
     assert [chunk.offsets for chunk in array.chunks] == [(number * PIECE,) for number in range(PIECES)]
 
 
+class Trap:
+    """Whoever unpickles it is refused."""
+
+    def __reduce__(self) -> Any:
+        return os.getcwd, ()
+
+
+def with_plans(plans: list[Any], **after: Any) -> bytes:
+    metadata = pickle.loads(by_torch(FEW))
+    vars(metadata).update(all_local_plans=plans, **after)
+    return pickle.dumps(metadata)
+
+
+def index_of(data: bytes, folder: Path) -> DcpIndex:
+    (folder / ".metadata").write_bytes(data)
+    return read_index(folder)
+
+
+def test_the_plans_of_the_ranks_are_not_unpickled(tmp_path: Path) -> None:
+    known = index_of(by_torch(FEW), tmp_path)
+    assert not known.has_plans
+    data = with_plans([Trap(), Trap()])
+    assert index_of(data, tmp_path) == replace(known, has_plans=True)
+    for length in (len(data) - 1, len(data) - 3, data.index(b"all_local_plans") + 40):
+        with pytest.raises(CheckpointError):
+            index_of(data[:length], tmp_path)
+
+
+@pytest.mark.parametrize("plans", [[], [1], [1, 2]], ids=len)
+def test_what_comes_after_the_plans_is_read(plans: list[int], tmp_path: Path) -> None:
+    shapes = {"buffer": {"nd_reformulated_orig_global_shape": (FEW, PIECE)}}
+    found = index_of(with_plans(plans, mcore_data=shapes, last=[1, 2]), tmp_path)
+    assert found.natural_shapes == {"buffer": (FEW, PIECE)}
+    assert found.has_plans == bool(plans)
+
+
+def test_an_array_may_be_named_like_the_plans(tmp_path: Path) -> None:
+    metadata = pickle.loads(by_torch(FEW))
+    metadata.state_dict_metadata["all_local_plans"] = metadata.state_dict_metadata.pop("buffer")
+    metadata.storage_data = {replace(at, fqn="all_local_plans"): place for at, place in metadata.storage_data.items()}
+    metadata.all_local_plans = [1, 2]
+    found = index_of(pickle.dumps(metadata), tmp_path)
+    assert len(found.arrays["all_local_plans"].chunks) == FEW
+    assert found.has_plans
+
+
 def test_what_is_lent_is_parsed_once_and_only_for_its_folder(tmp_path: Path) -> None:
-    content = by_this_package()
+    content = by_this_package(FEW)
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
     (tmp_path / "other" / ".metadata").write_bytes(content)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,18 +12,30 @@ from operator import gt, sub
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, remedy, shortened, shown
+from mcore_ckpt_ext.errors import (
+    CheckpointError,
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+    remedy,
+    shortened,
+    shown,
+)
 from mcore_ckpt_ext.planning.extents import ArchivedRecord, ArchivedTensor, PlainExtent
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, elements_of
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.collector import collector_paused
+from mcore_ckpt_ext.storage.inert import Record
+from mcore_ckpt_ext.storage.plain_pickle import without_last
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 METADATA_FILE = ".metadata"
 # A chunk takes some 300 bytes, and the largest checkpoints have millions of them.
 INDEX_BYTES = 8 << 30
+# Attributes of torch's `Metadata`, and of Megatron's, which adds the plans when all else is there
+# (dist_checkpointing/strategies/state_dict_saver.py, core_v0.11.0 to 0.19.2).
+_PARTS, _PLANS = ("state_dict_metadata", "storage_data", "mcore_data"), "all_local_plans"
 
 
 class StoredChunk(NamedTuple):
@@ -137,11 +149,21 @@ def read_index(folder: Path) -> DcpIndex:
 def _parsed(data: bytes, path: Path) -> DcpIndex:
     try:
         with collector_paused():
-            return _index(safe_loads(data, str(path)))
+            return _index(_metadata(data, str(path)))
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise UnreadableCheckpointError(
             "the checkpoint's index is damaged", found=shortened(f"{type(error).__name__}: {error}"), where=str(path)
         ) from error
+
+
+def _metadata(data: bytes, where: str) -> Any:
+    """What an index says, but for the ranks' plans: they are more than half of it, come last, and nobody reads them."""
+    if (short := without_last(data, _PLANS, _PARTS)) is not None:
+        with suppress(CheckpointError):  # which shows again below
+            found = safe_loads(short, where)
+            if isinstance(found, Record) and getattr(found, _PLANS, None) is True and hasattr(found, _PARTS[0]):
+                return found
+    return safe_loads(data, where)
 
 
 def _index(metadata: Any) -> DcpIndex:
@@ -182,7 +204,7 @@ def _index(metadata: Any) -> DcpIndex:
         for key, data in (getattr(metadata, "mcore_data", None) or {}).items()
         if data.get("nd_reformulated_orig_global_shape") is not None
     }
-    return DcpIndex(arrays, objects, natural, bool(getattr(metadata, "all_local_plans", None)))
+    return DcpIndex(arrays, objects, natural, bool(getattr(metadata, _PLANS, None)))
 
 
 def _axes(numbers: Any) -> tuple[int, ...]:
@@ -220,6 +242,8 @@ def _array(key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | No
 
 def _fits(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     """Whether a chunk lies in its array; in this order, no large number is calculated with."""
+    if len(shape) == 1:  # as most of them are
+        return 0 <= sizes[0] <= shape[0] and 0 <= offsets[0] <= shape[0] - sizes[0]
     return not shape or (
         min(sizes) >= 0 and min(offsets) >= 0 and not any(map(gt, sizes, shape))
         and not any(map(gt, offsets, map(sub, shape, sizes)))

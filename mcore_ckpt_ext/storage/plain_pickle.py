@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from functools import cache
 
 _MOST_ATOMS = 5
@@ -25,6 +26,8 @@ _PROTOCOL, _FRAME, _LONG_TEXT, _STOP = b"\x80", b"\x95", b"X", b"."
 _FRAME_BYTES = 9
 # What asks the owner: of a tuple alone for that tuple, of a pair of a class and a tuple for what that makes.
 _ASK, _ASK_TO_CALL = b"\x85Q", b"\x86Q"
+# After an attribute's name: a list with several elements; how it ends, and the object with it; what can stand for it.
+_OF_MANY, _END_OF_LAST, _TRUE_AT_LAST = b"\x94]\x94(", b"eub.", b"\x94\x88ub."
 
 
 @cache
@@ -87,6 +90,34 @@ def plain_form(data: bytes) -> bytes | None:
             if not steps.fullmatch(stream, position, cuts.pop()):
                 return None
         position = end
+
+
+def without_last(data: bytes, attribute: str, needed: Sequence[str]) -> bytes | None:
+    """The pickle of an object without the content of its last attribute, a list, which becomes True.
+
+    A pickle that looks like this and is another makes something else, or nothing: whoever loads it looks at the result.
+
+    Args:
+        data: the pickle.
+        attribute: the name of the last attribute.
+        needed: names of others, which must come before it.
+
+    Returns:
+        None where the pickle does not end with a list of that name that has something in it.
+    """
+    name = _text_of(attribute)
+    position = data.find(name)
+    if position < 0 or not data.startswith(_OF_MANY, position + len(name)) or not data.endswith(_END_OF_LAST):
+        return None
+    if any(data.find(_text_of(other), position) >= 0 for other in needed):
+        return None
+    before, _ = _without_frames(data[:position])
+    return _framed(before + name + _TRUE_AT_LAST)
+
+
+def _text_of(name: str) -> bytes:
+    """A short text in a pickle."""
+    return b"\x8c" + bytes([len(name)]) + name.encode()
 
 
 def _without_frames(data: bytes) -> tuple[bytes, list[int]]:
