@@ -169,7 +169,8 @@ class LocalModels:
         if self.chunks is None:
             return None
         return [
-            [name for name in chunk if self._expert_rank(name) == rank.expert] for chunk in self.chunks[rank.pipeline]
+            [name for name in chunk if self._expert_ranks.get(name) == rank.expert]
+            for chunk in self.chunks[rank.pipeline]
         ]
 
     def _parameters(self) -> list[str]:
@@ -177,7 +178,7 @@ class LocalModels:
 
     def ranks_of(self, name: str) -> list[ModelRank]:
         """The ranks that can hold a parameter, the preferred one first; replicas are left out."""
-        expert = self._expert_rank(name)
+        expert = self._expert_ranks.get(name)
         whole = all(len(offsets) == 1 for offsets in self.weights[name].grid)
         tensor_ranks = range(1 if whole else self._tensor_size(name))
         return [ModelRank(stage, part, expert) for stage in self._pipeline_ranks(name) for part in tensor_ranks]
@@ -195,12 +196,13 @@ class LocalModels:
                 stages.setdefault(name, []).append(rank)
         return stages
 
-    def _expert_rank(self, name: str) -> int | None:
-        """The expert-parallel rank of an expert (consecutive experts lie together, moe/experts.py); else None."""
-        expert = self._expert_of.get(name)
-        if expert is None or not self.experts_apart:
-            return None
-        return expert * self.layout.expert // self.arguments.whole("num_experts")
+    @cached_property
+    def _expert_ranks(self) -> dict[str, int]:
+        """The expert-parallel rank of each expert's parameter: consecutive experts lie together (moe/experts.py)."""
+        if not self.experts_apart or not self._expert_of:
+            return {}
+        ranks, experts = self.layout.expert, self.arguments.whole("num_experts")
+        return {name: expert * ranks // experts for name, expert in self._expert_of.items()}
 
     def _tensor_size(self, name: str) -> int:
         return self.layout.expert_tensor if name in self._expert_of else self.layout.tensor
@@ -244,11 +246,10 @@ class LocalModels:
     def candidates(self, rank: ModelRank) -> Iterable[tuple[str, tuple[Region, ...]]]:
         """All parameters that a rank can hold, with the rank's regions of each."""
         for name in self._parameters():
-            regions = self.regions(name, rank.tensor)
-            if regions is None or self._expert_rank(name) != rank.expert:
-                continue
-            if rank.pipeline in self._pipeline_ranks(name):
-                yield name, regions
+            if self._expert_ranks.get(name) == rank.expert and rank.pipeline in self._pipeline_ranks(name):
+                regions = self.regions(name, rank.tensor)
+                if regions is not None:
+                    yield name, regions
 
 
 def _band(name: str, shape: tuple[int, ...], axis: int, first: int, last: int) -> Region:

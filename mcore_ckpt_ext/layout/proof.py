@@ -145,10 +145,14 @@ def _all_round(master: torch.Tensor, weight: torch.Tensor) -> bool:
     in_words = not (stored.storage_offset() * size % 8 or count * size % 8)
     bits = torch.int64 if in_words else BITS[size]
     room = torch.empty(min(_AT_ONCE, count), dtype=weight.dtype)
-    for start in range(0, count, _AT_ONCE):
-        part = stored[start : start + _AT_ONCE]
-        rounded = room[: part.numel()].copy_(values[start : start + _AT_ONCE])
-        if not torch.equal(rounded.view(bits), part.view(bits)):
+    rounded = room.view(bits)
+    own_parts = torch.split(stored.view(bits), max(1, _AT_ONCE * size // bits.itemsize))
+    for part, own in zip(torch.split(values, _AT_ONCE), own_parts, strict=True):
+        if part.numel() < room.numel():  # the last one
+            room = room[: part.numel()]
+            rounded = room.view(bits)
+        room.copy_(part)
+        if not torch.equal(rounded, own):
             return False
     return True
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement
 from mcore_ckpt_ext.layout.local_model import LocalModels
@@ -25,8 +25,7 @@ MASTERS = (FP32_PARAM, PARAM_REMAINDER)
 GroupKey = tuple[int, int]
 
 
-@dataclass(frozen=True, slots=True)
-class FlatPiece:
+class FlatPiece(NamedTuple):
     """Elements `[start, stop)` of a flat array, from element `first` of an extent on."""
 
     start: int
