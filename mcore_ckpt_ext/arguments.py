@@ -321,3 +321,8 @@ def _shown(value: Any) -> str:
     if is_whole(value) and value.bit_length() > 64:
         return f"a whole number of {value.bit_length():,} bits"
     return repr(value)[:80] if isinstance(value, (bool, int, float, str)) else f"a {type(value).__name__}"
+
+
+def is_hybrid(arguments: JobArguments) -> bool:
+    """Whether a pattern says of each layer which mixer it has (core_v0.9.0 to 0.19.2, by either name)."""
+    return bool(arguments.hybrid_layer_pattern or arguments.stated.get("hybrid_override_pattern"))

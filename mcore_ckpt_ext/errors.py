@@ -55,7 +55,7 @@ class CheckpointError(Exception):
 class UnreadableCheckpointError(CheckpointError):
     """A file is missing, truncated, damaged, or not what its metadata says."""
 
-    _mostly_helps = "use another iteration, or another copy of this one"
+    _mostly_helps = "use another copy, or another iteration where there is one"
 
 
 class UnsafePickleError(CheckpointError):

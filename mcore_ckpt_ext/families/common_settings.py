@@ -26,11 +26,14 @@ from mcore_ckpt_ext.families.settings import (
 def tied(by_default: bool) -> Setting:
     """Whether the output layer is the word embedding; `by_default` is the default of Hugging Face's class."""
     key = "tie_word_embeddings"
-    return Both(
-        (key,),
-        lambda arguments: {key: not arguments.untie_embeddings_and_output_weights},
-        lambda config: {"untie_embeddings_and_output_weights": not config.get(key, by_default)},
-    )
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        found = config.get(key, by_default)
+        if found not in (True, False, None):  # as text, "false" would be true
+            raise unrepresentable(key, found, "true or false")
+        return {"untie_embeddings_and_output_weights": not found}
+
+    return Both((key,), lambda arguments: {key: not arguments.untie_embeddings_and_output_weights}, to_arguments)
 
 
 def query_groups(default: int | None = None, key: str = "num_key_value_heads") -> Setting:
@@ -68,7 +71,7 @@ def window(size: int | None) -> dict[str, Any]:
 
     Megatron counts the tokens before it (`get_sliding_window_causal_mask`, megatron/core/transformer/utils.py).
     """
-    return {"window_size": (size - 1, 0) if size else None}
+    return {"window_size": None if size is None else (checked_size("sliding_window", size) - 1, 0)}
 
 
 def window_of(arguments: ModelArguments) -> int | None:

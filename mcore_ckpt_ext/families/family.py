@@ -185,7 +185,7 @@ class Family:
             raise UnsupportedCheckpointError(
                 f"config.json has keys that are not known of {self.name}, and that may change what the model computes",
                 found=shown, where="config.json",
-                helps="remove those that do not; a family of your own can map the others: --family path.py:Name",
+                helps="remove those that do not; to map the others: mcore-ckpt convert --family path.py:Name",
             )  # fmt: skip
 
     def kept(self, config: Config) -> dict[str, Any]:

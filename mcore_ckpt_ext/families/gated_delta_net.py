@@ -18,6 +18,7 @@ from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.family import Family, Piece, Rule
 from mcore_ckpt_ext.families.rows import shifted
 from mcore_ckpt_ext.families.settings import Both, Config, Needs, Setting, Size, unrepresentable
+from mcore_ckpt_ext.layout.parameter_parts import rows_of_net
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.linear_attn"
 _LINEAR, _FULL = "linear_attention", "full_attention"
@@ -38,11 +39,7 @@ def has_attention(arguments: ModelArguments, layer: int) -> bool:
 
 def _sizes(arguments: ModelArguments) -> dict[str, int]:
     """Rows of each part, by its name, for one key head."""
-    keys, values = arguments.linear_key_head_dim, arguments.linear_value_head_dim
-    heads = arguments.linear_num_value_heads // arguments.linear_num_key_heads
-    return {
-        "query": keys, "key": keys, "value": heads * values, "z": heads * values, "beta": heads, "alpha": heads,
-    }  # fmt: skip
+    return {part: rows // arguments.linear_num_key_heads for part, rows in rows_of_net(arguments).items()}
 
 
 def by_heads(*names: str) -> Any:

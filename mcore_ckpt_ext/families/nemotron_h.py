@@ -32,6 +32,7 @@ from mcore_ckpt_ext.families.settings import (
     Without,
     unrepresentable,
 )
+from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
 
 MIXER, ATTENTION, DENSE, EXPERTS = "M", "*", "-", "E"
 # `layers_block_type`, as transformers writes it and as it once did.
@@ -56,19 +57,8 @@ def _has_latents(arguments: ModelArguments, layer: int) -> bool:
     return _is(EXPERTS)(arguments, layer) and bool(arguments.stated_value("moe_latent_size"))
 
 
-def _parts(arguments: ModelArguments) -> dict[str, int]:
-    """Rows of each part of a mixer."""
-    states = arguments.value("mamba_num_groups") * arguments.value("mamba_state_dim")
-    inner = _heads(arguments) * arguments.value("mamba_head_dim")
-    return {"z": inner, "x": inner, "B": states, "C": states, "dt": _heads(arguments)}
-
-
-def _heads(arguments: ModelArguments) -> int:
-    return int(arguments.value("mamba_num_heads") or 2 * arguments.hidden_size // arguments.value("mamba_head_dim"))
-
-
 def _in_parts(*names: str) -> Callable[[ModelArguments], list[Piece]]:
-    return lambda arguments: [(f".{name}", 0, _parts(arguments)[name]) for name in names]
+    return lambda arguments: [(f".{name}", 0, rows_of_mixer(arguments)[name]) for name in names]
 
 
 def _rules(kind: str, names: dict[str, str], **more: Any) -> tuple[Rule, ...]:
@@ -138,7 +128,7 @@ def _layers() -> Setting:
 def _mixer_heads() -> Setting:
     return Both(
         ("mamba_num_heads",),
-        lambda arguments: {"mamba_num_heads": _heads(arguments)},
+        lambda arguments: {"mamba_num_heads": rows_of_mixer(arguments)["dt"]},
         lambda config: {"mamba_num_heads": config.get("mamba_num_heads", 128)},
         expressed=("mamba_num_heads",),
     )
@@ -249,7 +239,7 @@ class NemotronH(Family):
 
     @override
     def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:
-        parts, hidden = _parts(arguments), arguments.hidden_size
+        parts, hidden = rows_of_mixer(arguments), arguments.hidden_size
         whole, _, part = name.rpartition(".")
         if ".mixer." in name and part in parts:
             inner = {"in_proj.weight": (hidden,), "conv1d.weight": (1, 4), "conv1d.bias": ()}

@@ -126,14 +126,14 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     if why := NOT_IN_MEGATRON.get(str(config.get("model_type"))):
         raise UnsupportedCheckpointError(
             "Megatron Core has no such model, up to 0.19.2", found=f"model_type {config['model_type']}: {why}",
-            where=where, helps="a family of your own can map it to layers of your own: --family path.py:Name",
+            where=where, helps="to map it to layers of your own: mcore-ckpt convert --family path.py:Name",
         )  # fmt: skip
     raise UnsupportedCheckpointError(
         "the model belongs to no family that is known here",
         found=f"model_type {config.get('model_type')}",
         expected=", ".join(family.model_type for family in FAMILIES),
         where=where,
-        helps="write its family (CONTRIBUTING.md shows how) and name it: --family path.py:Name",
+        helps="write its family (CONTRIBUTING.md shows how) and name it: mcore-ckpt convert --family path.py:Name",
     )
 
 

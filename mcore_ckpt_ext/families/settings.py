@@ -229,7 +229,7 @@ def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpoin
     return UnsupportedCheckpointError(
         f"config.json asks for something that Megatron's model of this family cannot do: {key}",
         found=found, expected=expected, where="config.json",
-        helps="a family of your own can map it: --family path.py:Name",
+        helps="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
     )  # fmt: skip
 
 

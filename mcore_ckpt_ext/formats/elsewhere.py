@@ -95,6 +95,7 @@ def check_lender(lender: Checkpoint, checkpoint: Checkpoint) -> None:
 
     Raises:
         UsageError: it is one of the first two.
+        UnsupportedCheckpointError: it cannot hold all weights of the optimizer.
         ModelMismatchError: the optimizer's job says otherwise what the model is than the folder's `config.json`.
     """
     if checkpoint.names(WEIGHT) or checkpoint.stored_optimizer_format is None:
@@ -105,7 +106,15 @@ def check_lender(lender: Checkpoint, checkpoint: Checkpoint) -> None:
         )  # fmt: skip
     if not lender.names(WEIGHT):
         raise UsageError("the folder has no weights either", where=str(lender.folder), helps=NAME_THEM)
-    if not isinstance(lender, HuggingFaceCheckpoint) or not checkpoint.arguments.tells_all:
+    if not isinstance(lender, HuggingFaceCheckpoint):
+        return
+    if (rows := checkpoint.arguments.padded_vocab_size or 0) > lender.vocabulary:
+        raise UnsupportedCheckpointError(
+            "the job of the optimizer padded its vocabulary, and a Hugging Face folder holds no such rows",
+            found=f"{rows} rows, of which {rows - lender.vocabulary} are padding", where=str(lender.folder),
+            helps="name a checkpoint of Megatron's with the weights of that step: --weights RUN",
+        )  # fmt: skip
+    if not checkpoint.arguments.tells_all:
         return
     if found := contradictions(lender.family, lender.model, checkpoint.arguments):
         raise ModelMismatchError(
@@ -150,6 +159,6 @@ def not_of_it(found: str, checkpoint: Checkpoint, folder: Path) -> ProofError:
     return ProofError(
         "the weights are not those of this optimizer, or its layout is another one", found=found,
         expected=f"the weights of {folder}, in a layout of {checkpoint.layout}", where=str(checkpoint.folder),
-        helps="name the weights of the same step; a layout that is not known can be stated; rows that a job pads its "
-        "vocabulary with are in no Hugging Face folder",
+        helps="where the job padded its vocabulary, a checkpoint of Megatron's: a Hugging Face folder holds no such "
+        "rows; otherwise the weights of the same step; a layout that is not known can be stated",
     )  # fmt: skip

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.local_parameters import LocalNames, model_space_name
+from mcore_ckpt_ext.layout.parameter_parts import check_whole
 from mcore_ckpt_ext.model_space.names import is_first_linear, unwrapped
 
 MODEL = "model.module."
@@ -27,6 +28,7 @@ _HALF = re.compile(r"^(?P<whole>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv
 # (`MultiTokenPredictionLayer`, megatron/core/transformer/multi_token_prediction.py); its keys never were.
 _FURTHER = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)$")
 _AS_LAYER = "decoder.layers.0."
+_TODAY = (0, 19)  # of Megatron; what names depend on the version for is not written here
 
 
 class Stored(NamedTuple):
@@ -48,7 +50,7 @@ def parameter_of(module_name: str, arguments: JobArguments) -> Stored:
     if further := _FURTHER.match(name):
         inner = model_space_name(_AS_LAYER + further[2], 0, 0, arguments).removeprefix(_AS_LAYER)
         return Stored(f"mtp.layers.{further[1]}.transformer_layer.{inner}", half)
-    return Stored(model_space_name(name, 0, 0, arguments), half)
+    return Stored(check_whole(model_space_name(name, 0, 0, arguments), "Megatron-FSDP"), half)
 
 
 class ModuleNames:
@@ -56,21 +58,22 @@ class ModuleNames:
 
     def __init__(self, arguments: JobArguments) -> None:
         """Raises: UnsupportedCheckpointError, where that job's experts are arranged as nothing else is."""
-        self._names = LocalNames(arguments)
+        self._names = LocalNames(arguments, _TODAY)
         self._is_gated = bool(arguments.swiglu)
 
     def of(self, name: str) -> str:
         """The module's name of a parameter.
 
         Raises:
-            UnsupportedCheckpointError: it predicts further tokens, in a module whose name depends on the version.
+            UnsupportedCheckpointError: it predicts further tokens, in a module whose name depends on the version, or
+                where its parts lie is not known.
         """
         if name.startswith("mtp."):
             raise UnsupportedCheckpointError(
                 "layers that predict further tokens are not written for Megatron-FSDP", where=name,
                 helps="convert --to torch_dist",
             )  # fmt: skip
-        return self._names.local(name, 0, 0, tied_copy=False)
+        return self._names.local(check_whole(name, "Megatron-FSDP"), 0, 0, tied_copy=False)
 
     def halves(self, name: str) -> bool:
         """Whether a parameter is stored in two halves."""

@@ -144,7 +144,8 @@ class HuggingFaceCheckpoint(Checkpoint):
                 f"the tensors are not those of the {self.family.name} that config.json describes",
                 found="; ".join(told + wrong[:_SHOWN]) + (f"; and {more} more" if more else ""),
                 where=str(self.folder),
-                helps="the folder mixes models, or its family differs from the one here: --family path.py:Name",
+                helps="the folder mixes models, or its family differs from the one here: mcore-ckpt convert "
+                "--family path.py:Name",
             )
         return [(tensor, stored[name]) for name, tensor in expected.items()]
 

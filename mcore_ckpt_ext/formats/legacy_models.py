@@ -40,7 +40,7 @@ class TargetModels:
         self._checkpoint = checkpoint
         self._arguments = arguments
         self._layout = layout
-        self._names = LocalNames(arguments)
+        self._names = LocalNames(arguments, version)
         tensors = {name: self._padded(name) for name in checkpoint.weights.names()}
         gated = gated_in_towers({name: tensor.shape for name, tensor in tensors.items()})
         self._twice = second_names(tensors)
@@ -62,7 +62,7 @@ class TargetModels:
                 found=f"{arguments.num_layers} layers, {layout}",
                 helps="choose a pipeline size, and virtual stages, that divide the layers evenly",
             )
-        self.order: ParameterOrder = order_for(checkpoint, arguments, layout.expert > 1)
+        self.order: ParameterOrder = order_for(checkpoint, arguments, layout.expert > 1, version)
 
     @property
     def stages(self) -> range:
@@ -135,7 +135,12 @@ class TargetModels:
         return self._wanted(kind, regions, replace(self.local.weights[name].tensor, dtype="float32"))
 
     def _wanted(self, kind: str, regions: Sequence[Region], tensor: LogicalTensor) -> WantedSlice:
-        tensors: Mapping[str, LogicalTensor] = {tensor.name: tensor}
+        """`tensor`: the first of those that the regions are of, which are parts of one parameter."""
+        weights = self.local.weights
+        others = {region.name for region in regions} - {tensor.name}
+        tensors: Mapping[str, LogicalTensor] = {
+            tensor.name: tensor, **{name: replace(weights[name].tensor, dtype=tensor.dtype) for name in others}
+        }  # fmt: skip
         return WantedSlice(kind, Slice.whole(tuple(regions)), tensors, may_pad=in_vocabulary(tensor.name))
 
     def _padded(self, name: str) -> LogicalTensor:

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.local_parameters import gated_in_towers, model_space_name
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_arrays import RankArrays
-from mcore_ckpt_ext.model_space.names import is_extra_state
+from mcore_ckpt_ext.model_space.names import is_extra_state, part_names
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.storage.dcp_index import StoredObject
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
@@ -51,8 +51,8 @@ class LegacyWeights(RankArrays):
         return [name for _, name in self._tensors]
 
     def registered(self) -> list[list[str]]:
-        """Names of every stored model chunk, in the order of its `state_dict`."""
-        return [[name for name, _ in named] for _, named in self.models]
+        """Names of every stored model chunk, in the order of its `state_dict`; what has parts goes by the first."""
+        return [[part_names(name)[0] for name, _ in named] for _, named in self.models]
 
     def _named(self, rank: RankModel) -> list[tuple[str, TensorReference]]:
         """A chunk's tensors with their model-space names; Transformer Engine's `_extra_state` carries no weights."""

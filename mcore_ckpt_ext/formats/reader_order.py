@@ -8,11 +8,13 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.respelled import Respelled
-from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, known_orders
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, filters_first, known_orders
 from mcore_ckpt_ext.model_space.names import Layer, of_experts, split_layer
 
 
-def order_for(checkpoint: Checkpoint, arguments: JobArguments, experts_apart: bool) -> ParameterOrder:
+def order_for(
+    checkpoint: Checkpoint, arguments: JobArguments, experts_apart: bool, version: tuple[int, int]
+) -> ParameterOrder:
     """The order to write gradient buffers in.
 
     The layer spec that the arguments name decides, unless the source shows that its model is built otherwise.
@@ -21,14 +23,23 @@ def order_for(checkpoint: Checkpoint, arguments: JobArguments, experts_apart: bo
         checkpoint: the source.
         arguments: Megatron's arguments of the job that will read.
         experts_apart: whether experts have buffers of their own there.
+        version: of its Megatron.
 
     Raises:
-        UnsupportedCheckpointError: the source follows no known order, and its own does not show where experts stand.
+        UnsupportedCheckpointError: the source follows no known order, and its own does not show where experts stand, or
+            what other versions register elsewhere.
     """
     registered = _registered(checkpoint)
     for order in known_orders(arguments):
         if all(_agrees(order, names) for names in registered):
-            return order
+            return order.of_version(version)
+    if any(filters_first(names) not in (None, version >= (0, 19)) for names in registered):
+        raise UnsupportedCheckpointError(
+            "the model registers its parameters in an order that no known layer spec has, and that version registers "
+            "what Mamba mixers hold in another one",
+            where=str(checkpoint.folder),
+            helps="convert --to torch_dist, which needs no order",
+        )
     if checkpoint.experts_apart == experts_apart or not any(of_experts(name) for names in registered for name in names):
         return WitnessedOrder("the source's own model", registered)
     raise UnsupportedCheckpointError(

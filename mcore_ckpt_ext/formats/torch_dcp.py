@@ -25,6 +25,7 @@ from mcore_ckpt_ext.formats.flattened import MODEL, FlattenedCheckpoint
 from mcore_ckpt_ext.formats.group_rule import group_that_holds
 from mcore_ckpt_ext.formats.unread import OTHER
 from mcore_ckpt_ext.layout.local_parameters import model_space_name
+from mcore_ckpt_ext.layout.parameter_parts import check_whole
 from mcore_ckpt_ext.model_space.names import is_extra_state, is_module_buffer
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, StoredArray
@@ -52,7 +53,7 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
         """Each weight by its name in model space, in the order of registration."""
         for key, array in self.stored_index.arrays.items():
             if key.startswith(MODEL) and not is_extra_state(key):
-                yield model_space_name(key.removeprefix(MODEL), 0, 0, self.arguments), array
+                yield check_whole(model_space_name(key.removeprefix(MODEL), 0, 0, self.arguments), NAME), array
 
     def _state(self, weights: Mapping[str, StoredArray]) -> Iterator[tuple[str, StoredArray]]:
         """Masters and moments by the keys that `torch_dist` would have for them."""

@@ -13,8 +13,10 @@ from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, UsageError, with_article
+from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.flags import training_flags
+from mcore_ckpt_ext.families.forward_pass import told
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, is_model
 from mcore_ckpt_ext.formats.huggingface_model import LOCAL, TRANSFORMER_ENGINE, described_model
@@ -136,6 +138,8 @@ def start_from(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[A
     left = f"; left out: {'; '.join(left_out)}" if left_out else ""
     announce(f"the weights of the Hugging Face folder {folder}, cut for the running layout, are what training starts "
              f"from{left}")  # fmt: skip
+    for line in told(complete(JobArguments.of(vars(arguments)))):
+        announce(f"otherwise than in the Hugging Face model, {line}")
     return result
 
 

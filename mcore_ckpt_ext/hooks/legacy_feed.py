@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
@@ -217,8 +217,29 @@ def _model_state(
     wanted = [WantedSlice(WEIGHT, Slice.whole(live.regions), live.tensors, live.may_pad) for live in tensors]
     filled = [torch.empty(live.parameter.numel(), dtype=live.parameter.dtype, device="cpu") for live in tensors]
     checkpoint.transfer.execute(make_plan(wanted, checkpoint), filled)
+    if checkpoint.format == HUGGING_FACE:
+        _check_numbers(tensors, filled, str(checkpoint.folder))
     found = states_for(state, dict(zip(local, tensors, strict=True)), states)
     values = {
         name: values.view(live.parameter.shape) for name, live, values in zip(local, tensors, filled, strict=True)
     }
     return state | values | dict(found.states), found
+
+
+def _check_numbers(tensors: Sequence[LiveParameter], filled: Sequence[torch.Tensor], where: str) -> None:
+    """Refuse weights that are no numbers: every loss would be none. A checkpoint's own masters prove its weights.
+
+    Raises:
+        UnreadableCheckpointError: one is not finite.
+    """
+    for live, values in zip(tensors, filled, strict=True):
+        # The sum of finite numbers may be infinite, but one that is not finite never makes a finite sum.
+        if values.is_floating_point() and not values.sum(dtype=torch.float64).isfinite():
+            wrong = int((~values.isfinite()).sum())
+            if wrong:
+                raise UnreadableCheckpointError(
+                    "weights to begin with are not finite, and training would begin with a loss that is no number",
+                    found=f"{wrong} of {values.numel()} elements are NaN or infinite",
+                    where=f"{live.regions[0].name}, {where}",
+                    helps="take another copy of the folder; a job that wrote it had diverged",
+                )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.anatomy import (
     block_of,
@@ -27,6 +27,7 @@ from mcore_ckpt_ext.model_space.names import (
     LayerSpec,
     fuses_experts,
     is_first_linear,
+    is_part,
     module_and_leaf,
     own_name,
     parse,
@@ -43,17 +44,23 @@ _COLUMN_PARALLEL = {
     "word_embeddings",  # language_model_embedding.py: VocabParallelEmbedding
 }  # fmt: skip
 _TODAY = (0, 19)  # of Megatron
-_ROW_PARALLEL = {"linear_proj", "linear_fc2"}
+_ROW_PARALLEL = {"linear_proj", "linear_fc2", "out_proj"}
 _REPLICATED = {
     "input_layernorm", "pre_mlp_layernorm", "pre_cross_attn_layernorm", "q_layernorm", "k_layernorm", "kv_layernorm",
-    "final_layernorm", "post_layernorm", "enorm", "hnorm", "router", "position_embeddings", "tokentype_embeddings",
-    "relative_attention_bias", "binary_head",  # t5_model.py, bert_model.py
+    "final_layernorm", "final_norm", "post_layernorm", "enorm", "hnorm", "router", "position_embeddings",
+    "tokentype_embeddings", "relative_attention_bias", "binary_head",  # t5_model.py, bert_model.py
     "conv1", "ln_pre", "ln_post",  # clip_vit_model.py
+    "out_norm",  # gated_delta_net/common.py
+    "linear_wq_b", "linear_wk", "linear_weights_proj", "k_norm",  # the indexer of dsa.py: parallel_mode="duplicated"
+    "fc1_latent_proj", "fc2_latent_proj",  # moe_layer.py: the same
 }  # fmt: skip
 _REPLICATED_HEADS = ("lm_head.dense.", "lm_head.layer_norm.", "pooler.dense.")  # bert_lm_head.py, pooler.py
 # Parameters of fused norms (extensions/transformer_engine.py) of the shared expert's gate (shared_experts.py), of a
 # tower (clip_vit_model.py).
 _REPLICATED_LEAVES = {"layer_norm_weight", "layer_norm_bias", "gate_weight", "class_token"}
+# Of a Mamba mixer and of a gated delta net: one for each head, or a few for each (mamba_mixer.py, gated_delta_net.py).
+_BY_HEADS = {"A_log", "D", "dt_bias"}
+_NORM_OF_MIXER = ".mixer.norm.weight"
 # Cut in some versions and whole in others (multi_latent_attention.py): the sizes that a whole one has tell.
 _DOWN_PROJECTIONS = {
     "linear_q_down_proj": ("q_lora_rank",),
@@ -102,7 +109,8 @@ def _is_local(arguments: JobArguments) -> bool:
 
 
 def _layer_spec(arguments: JobArguments) -> LayerSpec:
-    if not _is_local(arguments):
+    """Hybrid models have one specification, whatever the arguments say, which maps no keys (hybrid_layer_specs.py)."""
+    if not _is_local(arguments) or is_hybrid(arguments):
         return LayerSpec.TRANSFORMER_ENGINE
     return LayerSpec.LOCAL_LATENT if arguments.multi_latent_attention else LayerSpec.LOCAL
 
@@ -110,8 +118,10 @@ def _layer_spec(arguments: JobArguments) -> LayerSpec:
 class LocalNames:
     """The way back: from model space to names in the `state_dict` of a job with given arguments."""
 
-    def __init__(self, arguments: JobArguments) -> None:
+    def __init__(self, arguments: JobArguments, version: tuple[int, int]) -> None:
+        """`version`: of Megatron."""
         self._spec = _layer_spec(arguments)
+        self._version = version
         self._grouped = bool(arguments.moe_grouped_gemm)
         if self._grouped and _is_local(arguments) and arguments.num_experts:
             raise UnsupportedCheckpointError(
@@ -127,7 +137,7 @@ class LocalNames:
         """
         if is_word_embeddings(name) and tied_copy:
             return output_layer_of(name)
-        return own_name(parse(name).counted_from(-first_layer, -first_expert), self._spec, self._grouped)
+        return own_name(parse(name).counted_from(-first_layer, -first_expert), self._spec, self._grouped, self._version)
 
 
 def gated_in_towers(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, bool]:
@@ -258,8 +268,11 @@ def _cut(
     is_whole = leaf in _REPLICATED_LEAVES or module in _REPLICATED or name.startswith(_REPLICATED_HEADS)
     if part.ranks == 1 or is_whole:
         return None
-    if leaf == "softmax_offset":  # one for each head (dot_product_attention.py)
+    # `softmax_offset`: one for each head (dot_product_attention.py).
+    if leaf == "softmax_offset" or leaf in _BY_HEADS or is_part(name) or name.endswith(_NORM_OF_MIXER):
         return Cut(0)
+    if module == "norm":  # before a mixer, of a layer specification that does not fuse it
+        return None
     if leaf in ("weight", "bias"):
         if is_first_linear(name):
             stated = bool(arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit)

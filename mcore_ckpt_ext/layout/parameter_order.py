@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.model_space.anatomy import (
     WORD_EMBEDDINGS,
     is_language_block,
@@ -43,6 +43,24 @@ _CROSS = _both(
     "pre_cross_attn_layernorm", *(f"cross_attention.{name}" for name in ("linear_proj", "linear_q", "linear_kv"))
 )
 _EXPERTS = ("experts",)
+# Of a gated delta net (gated_delta_net/common.py) and of a Mamba mixer (mamba_mixer.py), whose filters are modules of
+# their own up to 0.18, and its own parameters since 0.19; what has parts goes by the first.
+_NET = (
+    *(f"self_attention.{name}" for name in ("dt_bias", "A_log")), *_norm("self_attention.in_proj"),
+    *(f"self_attention.{name}" for name in (
+        "in_proj.weight.query", "conv1d.weight.query", "conv1d.bias.query", "out_norm.weight", "out_proj.weight",
+    )),
+)  # fmt: skip
+_FILTERS = ("mixer.conv1d.weight.x", "mixer.conv1d.bias.x")
+_SCALES = ("mixer.dt_bias", "mixer.A_log", "mixer.D")
+
+
+def _mixer(filters_first: bool) -> tuple[str, ...]:
+    first, then = (_FILTERS, ()) if filters_first else ((), _FILTERS)
+    projection = (*_norm("mixer.in_proj"), "mixer.in_proj.weight.z")
+    return (*first, *_SCALES, *projection, *then, "mixer.norm.weight", "mixer.out_proj.weight", *_both("norm"))
+
+
 _SHARED = _both("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2") + ("mlp.shared_experts.gate_weight",)
 
 # Parameters of one decoder layer in registration order, by their sharded-key suffix. "experts" stands for all
@@ -98,12 +116,20 @@ class ParameterOrder(Protocol):
 
 
 class KnownOrder:
-    """The order of one of Megatron's own GPT layer specs."""
+    """The order of one of Megatron's own layer specs, of a GPT or of a hybrid model."""
 
-    def __init__(self, label: str, template: Iterable[str], experts_by_matrix: bool) -> None:
+    def __init__(
+        self, label: str, template: Sequence[str], experts_by_matrix: bool, filters_first: bool = True
+    ) -> None:
+        """`filters_first`: as mixers have them since 0.19."""
         self.label = label
-        self._rank = {suffix: position for position, suffix in enumerate(template)}
+        self._template = template
+        self._rank = {suffix: number for number, suffix in enumerate((*_mixer(filters_first), *_NET, *template))}
         self._experts_by_matrix = experts_by_matrix
+
+    def of_version(self, version: tuple[int, int]) -> KnownOrder:
+        """The same spec in a version of Megatron."""
+        return KnownOrder(self.label, self._template, self._experts_by_matrix, version >= (0, 19))
 
     def frame(self, items: Sequence[str]) -> list[str] | None:
         """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""
@@ -187,7 +213,14 @@ class WitnessedOrder:
         return sorted(suffixes, key=ranks.__getitem__) if all(suffix in ranks for suffix in suffixes) else None
 
 
-def known_orders(arguments: JobArguments) -> list[ParameterOrder]:
+def filters_first(names: Sequence[str]) -> bool | None:
+    """Whether mixers register their filters first, by names in registration order; None where there is none."""
+    found = [name.rpartition("mixer.")[2] for name in names if ".mixer." in name]
+    of_filters, others = (name.startswith("conv1d.") for name in found), {"dt_bias"} & {*found}
+    return next(of_filters) if others else None
+
+
+def known_orders(arguments: JobArguments) -> list[KnownOrder]:
     """The known orders; the one that the checkpoint's own arguments name comes first."""
     local = [LOCAL, LOCAL_GROUPED]
     engine = [TRANSFORMER_ENGINE, TRANSFORMER_ENGINE_SEQUENTIAL]
@@ -195,7 +228,8 @@ def known_orders(arguments: JobArguments) -> list[ParameterOrder]:
         engine.reverse()
     elif arguments.moe_grouped_gemm:
         local.reverse()
-    return [*local, *engine] if arguments.transformer_impl == "local" else [*engine, *local]
+    found = [*local, *engine] if arguments.transformer_impl == "local" else [*engine, *local]
+    return [*found, *(order.of_version((0, 18)) for order in found if is_hybrid(arguments))]
 
 
 def registration_order(names: Iterable[str], order: ParameterOrder, tied_copy: bool = False) -> list[str] | None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.layout.local_parameters import TensorPart, regions_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.parameter_parts import parts_of
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
@@ -39,13 +41,24 @@ class RankArrays:
         return [[[copy] for copy in copies] for copies in self._copies.get((kind, name), {}).values()]
 
     def add(self, kind: str, name: str, value: TensorReference, tensor_rank: int, place: StoredObject) -> None:
-        """File one rank's part of a tensor.
+        """File one rank's part of a tensor, or of all that model space has in its place.
 
         Raises:
             UnsupportedCheckpointError: no rule says which part it is.
             UnreadableCheckpointError: the ranks disagree about the tensor.
         """
-        shape, regions = regions_of(name, value.shape, self._part(name, tensor_rank), self._arguments)
+        first = value.offset
+        part = self._part(name, tensor_rank)
+        for own, shape in parts_of(name, value.shape, part.ranks, self._arguments).items():
+            self._add(kind, own, shape, first, value, part, place)
+            first += prod(shape)
+
+    def _add(
+        self, kind: str, name: str, local: tuple[int, ...], first: int, value: TensorReference, part: TensorPart,
+        place: StoredObject,
+    ) -> None:  # fmt: skip
+        """File what begins at element `first` of a storage, in a rank's own shape."""
+        shape, regions = regions_of(name, local, part, self._arguments)
         extent = extent_of(value, place)
         tensor = LogicalTensor(name, shape, extent.dtype)
         if self._tensors.setdefault((kind, name), tensor) != tensor or not value.is_contiguous:
@@ -55,7 +68,6 @@ class RankArrays:
                 expected=str(self._tensors[kind, name]),
                 where=f"{kind} {name}, {place.file}",
             )
-        first = value.offset
         for region in regions:
             stored = StoredSlice(Slice.whole((region,)), extent, first)
             self._copies.setdefault((kind, name), {}).setdefault(region, []).append(stored)

@@ -38,8 +38,17 @@ _STACKED_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _MODULE_BUFFER = re.compile(r"\.router\.(expert_bias|local_tokens_per_expert)$")
 _SPLIT = re.compile(r"^(.*\.(?:mixer|self_attention)\.(?:in_proj|conv1d)\.(?:weight|bias))\.(\w+)$")
+_JOINED = re.compile(r"\.(mixer|self_attention)\.(in_proj|conv1d)\.(?:weight|bias)$")
+_PARTS_STORED: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("mixer", "in_proj"): ("z", "x", "B", "C", "dt"),
+    ("mixer", "conv1d"): ("x", "B", "C"),
+    ("self_attention", "in_proj"): ("query", "key", "value", "z", "beta", "alpha"),
+    ("self_attention", "conv1d"): ("query", "key", "value"),
+}
 # Of a Mamba mixer and of a gated delta net, each in its order.
 _SPLIT_PARTS = ("query", "key", "value", "z", "x", "B", "C", "dt", "beta", "alpha")
+# Of a Mamba mixer, which holds them itself since 0.19, and stores them as before (`conv_checkpoint_key_map`).
+_FILTERS = ("mixer.conv1d_", "mixer.conv1d.")
 
 ShardedKey = tuple[str, tuple[int, ...]]
 """A key of Megatron's sharded state dict, and the index on its axes that count layers and experts."""
@@ -150,13 +159,19 @@ def parse_own(name: str, spec: LayerSpec) -> ParameterName:
 
     The numbers stay those of the rank: see `ParameterName.counted_from`.
     """
-    return _parsed(unwrapped(name), (_SEQUENTIAL_EXPERT, _GROUPED_EXPERT), _OWN_TO_KEY[spec].items())
+    return _parsed(unwrapped(name), (_SEQUENTIAL_EXPERT, _GROUPED_EXPERT), (*_OWN_TO_KEY[spec].items(), _FILTERS))
 
 
-def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool) -> str:
-    """The way back: the name as the `state_dict` of a rank has it; `name` already has that rank's numbers."""
+def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool, version: tuple[int, int]) -> str:
+    """The way back: the name as the `state_dict` of a rank has it; `name` already has that rank's numbers.
+
+    A parameter that model space has in parts is one there. `version`: of Megatron.
+    """
     separate = {key: own for own, key in _OWN_TO_KEY[spec].items()}
+    if version >= (0, 19):
+        separate[_FILTERS[1]] = _FILTERS[0]
     is_mapped = name.block is not None and is_language_block(name.block)
+    name = replace(name, rest=joined_name(f".{name.rest}").removeprefix("."))
     renamed = replace(name, rest=_renamed(name.rest, separate.items())) if is_mapped else name
     return renamed.own(grouped_experts)
 
@@ -272,6 +287,23 @@ def module_and_leaf(name: str) -> tuple[str, str]:
     """The last two parts of a name: `linear_qkv` and `weight`."""
     *_, module, leaf = ["", *name.split(".")]
     return module, leaf
+
+
+def joined_name(name: str) -> str:
+    """The name of the parameter that a part belongs to; any other name as it is."""
+    match = _SPLIT.match(name)
+    return match[1] if match and match[2] in _SPLIT_PARTS else name
+
+
+def is_part(name: str) -> bool:
+    """Whether a model-space name denotes a part of what a rank holds as one parameter."""
+    return joined_name(name) != name
+
+
+def part_names(name: str) -> list[str]:
+    """The names of the parts in which model space has a parameter that a rank holds as one; else its own."""
+    match = _JOINED.search(name)
+    return [f"{name}.{part}" for part in _PARTS_STORED[match[1], match[2]]] if match else [name]
 
 
 def split_parameters(names: Iterable[str]) -> dict[str, list[str]]:

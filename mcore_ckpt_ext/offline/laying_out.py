@@ -182,12 +182,6 @@ def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
             where=str(checkpoint.folder),
             helps="convert --to torch_dist, which Megatron-Bridge reads under any layout",
         )
-    if isinstance(checkpoint, HuggingFaceCheckpoint) and checkpoint.family.needs_engine:
-        raise UnsupportedCheckpointError(
-            "it is not known how legacy files hold this model",
-            found="layers that Megatron builds of Transformer Engine's only", where=str(checkpoint.folder),
-            helps="convert --to torch_dist",
-        )  # fmt: skip
     if arguments.num_experts and arguments.add_bias_linear and (arguments.tensor_model_parallel_size or 1) > 1:
         raise UnsupportedCheckpointError(  # `TransformerConfig.__post_init__`, core_v0.12 to 0.19.2
             "Megatron shares no experts with biases among tensor-parallel ranks",

@@ -146,15 +146,19 @@ class _Run:
         failed = self.failed = self._check_files(checkpoint)
         self.findings.extend(check_weights(checkpoint))
         self.checks.append(Check(COVERED, f"{len(names):,} weights"))
-        if not names and checkpoint.optimizer_format:
+        is_alone = not names and checkpoint.optimizer_format is not None
+        if is_alone:
             what = f"it holds an optimizer without its weights, so that nothing proves it: {NAME_THEM}"
-            self.findings.append(warning(PROOF, str(self.folder), what))
+            self.findings.append(error(PROOF, str(self.folder), what))
         self._check_known(checkpoint)
         if self._quick:
             self._check_arrays(checkpoint)
             return
         self._counter = ByteCounter(self._bytes_to_read(checkpoint, failed), self._progress)
         self._check_bytes(checkpoint, failed)
+        if is_alone:  # all that could be said of its state hangs on the weights
+            self._counter.finish()
+            return
         state = self._check_state(checkpoint, failed)
         self._check_content(checkpoint, state, failed)
 

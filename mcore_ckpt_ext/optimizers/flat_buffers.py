@@ -122,17 +122,20 @@ class FlatBuffers(OptimizerState):
         parts: dict[tuple[Region, ...], list[list[StoredSlice]]] = {}
         for group, key, placement in self._placed.get(name, ()):
             array = self._arrays[group.child, group.index].get((key, kind))
-            parts.setdefault(placement.regions, []).append([] if array is None else cut(placement, array))
+            slices = [] if array is None else cut(placement, array)
+            own = tuple(region for region in placement.regions if region.name == name)
+            parts.setdefault(own, []).append([part for one in slices for part in _of_tensor(one, name)])
         return list(parts.values())
 
     @cached_property
     def _placed(self) -> dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]]:
-        """Every placement of every group, by the parameter's name."""
+        """Every placement of every group, by the names of the tensors that it holds, which may be parts."""
         placed: dict[str, list[tuple[OptimizerGroup, BucketKey, Placement]]] = {}
         for group in self.groups.values():
             for key, placements in self.packing_of(group).packing.items():
                 for placement in placements:
-                    placed.setdefault(placement.name, []).append((group, key, placement))
+                    for name in dict.fromkeys(region.name for region in placement.regions):
+                        placed.setdefault(name, []).append((group, key, placement))
         return placed
 
     def proposed_packings(self) -> dict[GroupKey, RecoveredPacking | None]:
@@ -294,3 +297,17 @@ def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule
     proposals = partial(holder.proposals, rules, models)
     digests = holder.sidecar.digests if holder.sidecar else ()
     return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, digests)
+
+
+def _of_tensor(stored: StoredSlice, name: str) -> Iterator[StoredSlice]:
+    """What a slice of a parameter in parts holds of one of them, whose regions lie one after the other."""
+    regions = stored.slice.regions
+    own = tuple(region for region in regions if region.name == name)
+    if own == regions:
+        yield stored
+        return
+    before = sum(region.numel for region in regions[: regions.index(own[0])])
+    start = max(stored.slice.start - before, 0)
+    stop = min(stored.slice.stop - before, sum(region.numel for region in own))
+    if start < stop:
+        yield StoredSlice(Slice(own, start, stop), stored.extent, stored.first + start + before - stored.slice.start)

@@ -107,10 +107,15 @@ def test_transformers_loads_it_and_answers_the_same(name: str, models: dict[str,
         assert torch.equal(loaded(tokens).logits, original)
 
 
-@pytest.mark.parametrize("name", [*BUILT_BY_MEGATRON, "gemma2"])
+ENGINE_ONLY = [name for name in CONFIGS if "local" not in specs_of(name)]
+
+
+@pytest.mark.parametrize("name", [*BUILT_BY_MEGATRON, "gemma2", *ENGINE_ONLY])
 def test_through_the_legacy_files_of_two_tensor_ranks(name: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """What model space has in parts is whole there, a rank's rows of each part one after the other."""
     experts = {"expert_model_parallel_size": 2} if any(sign in name for sign in ("moe", "mixtral", "seek")) else {}
-    target = mcore_ckpt_ext.Legacy(tensor_model_parallel_size=2, transformer_impl="local", **experts)
+    spec: LayerSpec = "transformer_engine" if name in ENGINE_ONLY else "local"
+    target = mcore_ckpt_ext.Legacy(tensor_model_parallel_size=2, transformer_impl=spec, **experts)
     if name == "gpt_oss":
         with pytest.raises(UnsupportedCheckpointError, match="no experts with biases among tensor-parallel ranks"):
             mcore_ckpt_ext.convert(models[name], tmp_path / "run", target)

@@ -325,3 +325,17 @@ def test_the_width_of_gpt2_is_said_as_it_was(models: dict[str, Path], tmp_path: 
     family = family_named("gpt2")
     assert family.config(arguments_of("gpt2"))["n_inner"] is None
     assert family.config(arguments_of("gpt2", ffn_hidden_size=96))["n_inner"] == 96
+
+
+@pytest.mark.parametrize("width", [0, -1])
+def test_a_window_that_shows_nothing_is_refused(width: int) -> None:
+    """0 would mask each token itself; it was taken for no window."""
+    for name in ("mistral", "gemma2", "gpt_oss", "phi3", "starcoder2"):
+        with pytest.raises(UnsupportedCheckpointError, match="sliding_window"):
+            family_of(name).arguments(configuration(name, sliding_window=width))
+
+
+def test_whether_embeddings_are_tied_is_true_or_false() -> None:
+    """As text, "false" would be true; transformers refuses it, too."""
+    with pytest.raises(UnsupportedCheckpointError, match="tie_word_embeddings; found: false; expected: true or false"):
+        family_of("llama").arguments(configuration("llama", tie_word_embeddings="false"))

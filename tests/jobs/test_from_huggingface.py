@@ -9,11 +9,13 @@ logits of all families, of jobs that load the folder itself, are in `test_huggin
 from __future__ import annotations
 
 import json
+import shutil
 import time
 
 import pytest
 import torch
 from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE, assemble
+from safetensors.torch import load_file, save_file
 
 from mcore_ckpt_ext import HuggingFace, compare, convert
 from mcore_ckpt_ext.families.flags import training_flags
@@ -40,14 +42,21 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Results:
         flags[name] = [*training_flags(model), "--no-bias-swiglu-fusion"]
     pretrained = ["--load", str(root / "dense" / "checkpoints"), "--pretrained-checkpoint", str(root / "dense-model")]
     again = [*flags["dense"], *pretrained]
+    shutil.copytree(root / "dense-model", root / "diverged-model")
+    (file,) = (root / "diverged-model").glob("*.safetensors")
+    weights = load_file(file)
+    weights["model.layers.3.mlp.down_proj.weight"][0, 5] = torch.nan
+    save_file(weights, file)
     turns = [
         Turn(root / "dense", LAYOUTS["dense"], saves=True, until=4, environment={MOMENTS_VARIABLE: "load,save"},
              more=[*again, "--async-save", "--ckpt-ext-export-hf", "4"]),
         Turn(root / "dense again", LAYOUTS["dense"], more=again),
         Turn(root / "experts", LAYOUTS["experts"], load=root / "experts-model", until=1,
-             more=[*flags["experts"], "--moe-token-dispatcher-type", "alltoall", "--ckpt-ext-from-hf"]),
+             more=[*flags["experts"], "--moe-token-dispatcher-type", "alltoall", "--ckpt-ext-from-hf",
+                   "--moe-expert-capacity-factor", "8"]),
         Turn(root / "another model", LAYOUTS["dense"], load=root / "dense-model", until=1,
              more=[*flags["dense"], "--rotary-base", "5000", "--qk-layernorm"]),
+        Turn(root / "diverged", LAYOUTS["dense"], load=root / "diverged-model", until=1, more=flags["dense"]),
     ]  # fmt: skip
     return run_in_turn(root, turns)
 
@@ -68,6 +77,14 @@ def test_experts_under_another_layout(started: Results) -> None:
     job = started.job("experts")
     assert_starts_from(job, "p09")
     assert job.losses.keys() == {1}
+    assert any("--moe-expert-capacity-factor 8.0: the job drops tokens" in line for line in job.said)
+
+
+def test_weights_that_are_no_numbers_are_no_beginning(started: Results) -> None:
+    result = started["diverged"]
+    assert result.returncode != 0
+    assert "1 of " in result.output
+    assert "elements are NaN or infinite; where: decoder.layers.3.mlp.linear_fc2.weight" in result.output
 
 
 def test_a_job_begins_with_the_folder_and_goes_on_from_its_own_checkpoint(started: Results) -> None:

@@ -1,6 +1,7 @@
 """The independent witness: genuine Megatron loads what was converted, and answers as transformers does.
 
-Under the first of a model's layouts it loads a conversion, under all others the Hugging Face folder itself.
+Under the first of a model's layouts it loads a conversion, under all others the Hugging Face folder itself, or legacy
+files for that layout.
 Two ranks serve all models: TP1 on both, TP2, and for experts EP2; first with the local layer spec, then with
 Transformer Engine's, whose modules are genuine and compute in torch what their kernels would (`engine_passes`). The
 deliberate mistakes are families of a user's own file, so they show `--family`, too.
@@ -37,6 +38,8 @@ PROMPT, NEW_TOKENS = 16, 64
 FURTHER = ["deepseek_v3", "glm4_moe"]
 # With its cache, transformers' indexer chooses other tokens than without.
 OTHER_WAYS = ("deepseek_v32", "glm_moe_dsa")
+# Models and layouts for which legacy files are loaded.
+AS_LEGACY = [("qwen3_next", "TP2"), ("qwen3_5", "TP2"), ("qwen3_5_moe", "EP2"), ("deepseek_v32", "EP2")]
 WRONG = ["ExchangedQueriesAndKeys", "InterleavedHalves"]
 
 
@@ -111,17 +114,21 @@ def _case(
     model: Path, root: Path, spec: LayerSpec, name: str, layout: str, family: str | None = None
 ) -> dict[str, Any]:
     """One question; the model is converted for the first of its layouts, the folder itself is loaded for the others."""
-    run = root / spec / name
-    if run.exists():
+    run, (tensor, expert) = root / spec / name, LAYOUTS[layout]
+    format_of: list[str] = []
+    if run.exists() and (name, layout) in AS_LEGACY:
+        run, format_of = root / f"{name}_legacy", ["--ckpt-format", "torch"]
+        sizes = {"tensor_model_parallel_size": tensor, "expert_model_parallel_size": expert}
+        mcore_ckpt_ext.convert(model, run, mcore_ckpt_ext.Legacy(**sizes))
+    elif run.exists():
         run = model
     else:
         mcore_ckpt_ext.convert(model, run, mcore_ckpt_ext.TorchDist(transformer_impl=spec), family=family)
     checkpoint = open_checkpoint(model, transformer_impl=spec)
     assert isinstance(checkpoint, HuggingFaceCheckpoint)
-    tensor, expert = LAYOUTS[layout]
     return {
         "name": name, "layout": layout, "run": str(run),
-        "flags": [*checkpoint.training_flags(), "--transformer-impl", spec],
+        "flags": [*checkpoint.training_flags(), "--transformer-impl", spec, *format_of],
         "tensor": tensor, "expert": expert, "vocabulary": VOCABULARY, "tokens": str(root / f"{name}.tokens"),
         "answer": str(root / f"{name}-{layout}-{spec}.answer"),
     }  # fmt: skip

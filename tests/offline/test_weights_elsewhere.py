@@ -129,7 +129,15 @@ def test_without_them_it_is_refused_and_told_what_helps(alone: Path, tmp_path: P
         convert(alone, tmp_path / "out", TorchDist())
     with pytest.raises(UnsupportedCheckpointError, match="without its weights.*--weights FOLDER"):
         compare(alone, fixture_named("p02").run)
-    assert any("--weights FOLDER" in finding.what for finding in verify(alone).findings)
+    (wrong,) = (finding for finding in verify(alone).findings if finding.severity == "error")
+    assert "--weights FOLDER" in wrong.what
+
+
+def test_a_padded_vocabulary_is_in_no_hugging_face_folder(alone: Path, tmp_path: Path) -> None:
+    shutil.copy(fixture_named("p02").iteration / "common.pt", alone)  # with the arguments of the job
+    convert(fixture_named("p02").run, tmp_path / "weights", HuggingFace())
+    with pytest.raises(UnsupportedCheckpointError, match=r"256 rows, of which \d+ are padding.*--weights RUN"):
+        open_checkpoint(alone, weights=tmp_path / "weights")
 
 
 def test_weights_of_another_step(alone: Path, tmp_path: Path) -> None:
@@ -154,7 +162,7 @@ def test_weights_of_another_step(alone: Path, tmp_path: Path) -> None:
 
 def test_rows_that_a_job_pads_with(alone: Path, tmp_path: Path) -> None:
     convert(fixture_named("p02").run, tmp_path / "weights", HuggingFace())
-    with pytest.raises(ProofError, match="pads its vocabulary with are in no Hugging Face folder"):
+    with pytest.raises(ProofError, match="a Hugging Face folder holds no such rows"):
         convert(alone, tmp_path / "out", TorchDist(), weights=tmp_path / "weights")
 
 

@@ -1,0 +1,82 @@
+"""Parameters that a rank holds as one and that model space has in parts: of how many rows each part is.
+
+Sources: `MambaMixer` (megatron/core/ssm/mamba_mixer.py, core_v0.9.0 to 0.19.2) and `GatedDeltaNet`
+(ssm/gated_delta_net.py, core_v0.16.0 to 0.18; ssm/gated_delta_net/common.py, 0.19.2). Each part is cut between
+tensor-parallel ranks on its own; a rank's rows of all parts follow each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.model_space.names import is_part, part_names
+
+
+class Arguments(Protocol):
+    """What a job states."""
+
+    def value(self, name: str) -> Any:
+        """One argument."""
+
+
+def rows_of_net(arguments: Arguments) -> dict[str, int]:
+    """Rows of each part of a gated delta net's projection, through all tensor-parallel ranks."""
+    key_heads, value_heads = arguments.value("linear_num_key_heads"), arguments.value("linear_num_value_heads")
+    keys = key_heads * arguments.value("linear_key_head_dim")
+    values = value_heads * arguments.value("linear_value_head_dim")
+    return {"query": keys, "key": keys, "value": values, "z": values, "beta": value_heads, "alpha": value_heads}
+
+
+def rows_of_mixer(arguments: Arguments) -> dict[str, int]:
+    """Rows of each part of a Mamba mixer's projection, through all tensor-parallel ranks."""
+    heads, width = arguments.value("mamba_num_heads"), arguments.value("mamba_head_dim")
+    heads = heads or 2 * arguments.value("hidden_size") // width
+    states = arguments.value("mamba_num_groups") * arguments.value("mamba_state_dim")
+    return {"z": heads * width, "x": heads * width, "B": states, "C": states, "dt": heads}
+
+
+def parts_of(name: str, shape: tuple[int, ...], ranks: int, arguments: Arguments) -> Mapping[str, tuple[int, ...]]:
+    """The names and shapes of the parts of what a tensor-parallel rank holds; its own where model space has it as one.
+
+    Args:
+        name: model-space name, of the whole.
+        shape: of what the rank holds.
+        ranks: that share it.
+        arguments: of the job that wrote it.
+
+    Raises:
+        UnsupportedCheckpointError: the parts do not make up the whole.
+    """
+    names = part_names(name)
+    if names == [name]:
+        return {name: shape}
+    try:
+        rows = rows_of_mixer(arguments) if ".mixer." in name else rows_of_net(arguments)
+    except (TypeError, ZeroDivisionError):  # an argument that is not there
+        rows = {}
+    parts = {part: divmod(rows.get(part.rpartition(".")[2], 0), ranks) for part in names}
+    if sum(size for size, _ in parts.values()) != shape[0] or any(rest for _, rest in parts.values()):
+        raise UnsupportedCheckpointError(
+            "a parameter is not of the parts that the arguments of its job make up",
+            found=f"{shape[0]} rows on each of {ranks} ranks",
+            expected=", ".join(f"{size} of {part.rpartition('.')[2]}" for part, (size, _) in parts.items()),
+            where=name,
+            helps="load it once under its own layout and save it with --ckpt-format torch_dist, which records them",
+        )
+    return {part: (size, *shape[1:]) for part, (size, _) in parts.items()}
+
+
+def check_whole(name: str, form: str) -> str:
+    """The name of a parameter that a format stores as ranks hold it; `form`: of the format, for messages.
+
+    Raises:
+        UnsupportedCheckpointError: model space has it in parts, and where they lie in that format is not known.
+    """
+    if is_part(name) or part_names(name) != [name]:
+        raise UnsupportedCheckpointError(
+            f"how {form} stores the projections and filters of gated delta nets and Mamba mixers is not known",
+            where=name, helps="convert --to torch_dist, or save with --ckpt-format torch_dist",
+        )  # fmt: skip
+    return name
