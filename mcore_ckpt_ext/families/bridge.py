@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt_ext.families.arguments import ModelArguments, is_gated
@@ -43,10 +44,15 @@ _LATENT = (
 )  # fmt: skip
 
 
-def run_config(family: Family, arguments: ModelArguments, **sections: Any) -> str:
-    """The file's text for a model that nobody has trained yet; `sections`: further ones."""
+def run_config(
+    family: Family, arguments: ModelArguments, whole: Mapping[str, Any] | None = None, **sections: Any
+) -> str:
+    """The file's text for a model that nobody has trained yet.
+
+    `whole`: what `model` says of a model with other parts; `sections`: further ones.
+    """
     content = {
-        "model": bridge_model(family, arguments),
+        "model": {**bridge_model(family, arguments), **(whole or {})},
         "checkpoint": {"save_rng": False, "save_optim": False, "fully_parallel_save": True},
         **sections,
     }

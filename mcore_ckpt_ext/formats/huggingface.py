@@ -20,14 +20,11 @@ from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import FURTHER_LAYERS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
+from mcore_ckpt_ext.families.images import IMAGES
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
-from mcore_ckpt_ext.formats.huggingface_folder import (
-    CONFIG,
-    StoredTensor,
-    read_tensors,
-)  # fmt: skip
+from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, StoredTensor, read_tensors
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE, described_model
 from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.quantised import dequantised
@@ -79,14 +76,15 @@ class HuggingFaceCheckpoint(Checkpoint):
         super().__init__(folder, witnesses)
         self._below = below
         described = described_model(folder / below, family, transformer_impl)
-        self.config, self.family, self._whole = described.config, described.family, described.whole
+        self.config, self.family, self.whole = described.config, described.family, described.whole
+        self.whole_config = described.whole_config
         self.model = described.arguments
-        self._of_images: list[str] = []
+        self._images: dict[str, StoredTensor] = {}
         stored, unread = read_tensors(self.reader, below)
         self._stale = [f"not read, because the folder also holds safetensors: {', '.join(unread)}"] if unread else []
-        if self._whole:
+        if self.whole:
             names = text_names(stored)
-            self._of_images = [name for name, ours in names.items() if ours is None]
+            self._images = {name: stored[name] for name, ours in names.items() if ours is None}
             stored = {ours: self._turned(ours, stored[name]) for name, ours in names.items() if ours is not None}
         stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
         held = self.family.further_layers(stored, self.model)
@@ -101,9 +99,13 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     def without_further_tokens(self) -> HuggingFaceCheckpoint:
         """The same, without the layers that predict further tokens."""
-        return HuggingFaceCheckpoint(
+        return self.read_again(HuggingFaceCheckpoint, further_tokens=False)
+
+    def read_again(self, kind: type[HuggingFaceCheckpoint], further_tokens: bool = True) -> HuggingFaceCheckpoint:
+        """The same folder, read by another class, or without layers that predict further tokens."""
+        return kind(
             self.folder, self._witnesses, family=self.family, transformer_impl=self.model.transformer_impl,
-            below=self._below, further_tokens=False,
+            below=self._below, further_tokens=further_tokens,
         )  # fmt: skip
 
     @property
@@ -129,7 +131,7 @@ class HuggingFaceCheckpoint(Checkpoint):
         expected = {tensor.name: tensor for tensor in self.family.tensors(self.model, stored)}
         stored = self._without_copies(stored, expected.values())
         ignored = self.family.without_place(stored.keys(), self.model, self.config) - expected.keys()
-        self.left_out = sorted([*ignored, *self._of_activations, *self._of_images])
+        self.left_out = sorted([*ignored, *self._of_activations, *self._images])
         missing = [name for name in expected if name not in stored]
         surplus = [name for name in stored if name not in expected and name not in ignored]
         wrong = [
@@ -256,21 +258,20 @@ class HuggingFaceCheckpoint(Checkpoint):
     def notices(self) -> list[str]:
         """What a user should know about this model."""
         found = self.family.notices(self.model)
-        if self._whole:
-            found.append(f"of {self._whole} only the text is read, as {with_article(self.family.name)}")
+        if self.whole:
+            whole = "; --for bridge carries what sees images, too" if self.whole in IMAGES else ""
+            found.append(f"of {self.whole} only the text is read, as {with_article(self.family.name)}{whole}")
         if self.left_out:
-            more = f" and {len(self.left_out) - _SHOWN} more" if len(self.left_out) > _SHOWN else ""
-            found.append(f"left out, because Megatron has no place for it: {', '.join(self.left_out[:_SHOWN])}{more}")
+            found.append(f"left out, because Megatron has no place for it: {some(self.left_out, _SHOWN)}")
         spoken = [f"{key}: {self.config[key]}" for key in FURTHER_LAYERS if self.config.get(key)]
         if spoken and self._holds_no_further:
-            told = f"config.json speaks of layers that predict further tokens ({spoken[0]})"
-            found.append(f"{told}; the folder holds none")
+            found.append(
+                f"config.json speaks of layers that predict further tokens ({spoken[0]}); the folder holds none"
+            )
         flags = shlex.join(self.training_flags())
         if self.family.only_bridge:
-            found.append(
-                f"pretrain_gpt.py cannot train this model: {self.family.only_bridge}. Megatron-Bridge can; it reads "
-                "run_config.yaml"
-            )
+            lacks = f"pretrain_gpt.py cannot train this model: {self.family.only_bridge}"
+            found.append(f"{lacks}. Megatron-Bridge can; it reads run_config.yaml")
         elif lacking := unsaid(self.model):
             said = ", ".join(f"{name} = {value}" for name, value in lacking.items())
             found.append(
@@ -280,8 +281,8 @@ class HuggingFaceCheckpoint(Checkpoint):
         else:
             found.append(f"train it with: {flags}")
         if wide := self._weights.wider_than_most:
-            most = self._weights.dtypes[0]
-            found.append(f"in float32, unlike the rest, so that a job in {most} rounds them: {some(wide, _SHOWN)}")
+            rest = f"unlike the rest, so that a job in {self._weights.dtypes[0]} rounds them"
+            found.append(f"in float32, {rest}: {some(wide, _SHOWN)}")
         if self.model.position_embedding_type == "yarn":
             found.append("--position-embedding-type yarn is of Megatron 0.19 and later")
         return found + self._stale

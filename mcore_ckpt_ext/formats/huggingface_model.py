@@ -26,12 +26,14 @@ class DescribedModel:
         family: of the model.
         arguments: of a job that trains it.
         whole: the `model_type` of a model that has other parts than the text; empty for one that has not.
+        whole_config: what `config.json` says of all parts.
     """
 
     config: Mapping[str, Any]
     family: Family
     arguments: ModelArguments
-    whole: str = ""
+    whole: str
+    whole_config: Mapping[str, Any]
 
 
 def described_model(folder: Path, family: Family | None = None, transformer_impl: str = "") -> DescribedModel:
@@ -56,4 +58,4 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
             found=f"--transformer-impl {LOCAL}", where=str(folder), helps="leave the option out",
         )  # fmt: skip
     arguments = replace(family.arguments(config), transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
-    return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "")
+    return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole)

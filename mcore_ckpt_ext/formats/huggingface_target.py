@@ -25,6 +25,7 @@ from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
+from mcore_ckpt_ext.formats.huggingface_images import checked_whole, seeing_tensors
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Slice
@@ -71,7 +72,9 @@ class HuggingFaceTarget:
         self._options = options
         self._tokenizer = tokenizer
         self._companions = {**checkpoint.companions(), **tokenizer}
-        names = checkpoint.weights.names()
+        self._seeing = seeing_tensors(checkpoint)
+        of_images = {tensor.regions[0].name for tensor in self._seeing}
+        names = [name for name in checkpoint.weights.names() if name not in of_images]
         stated = options.stated_arguments()
         if unknown := sorted(set(stated) - classified(stated)):
             raise UsageError(
@@ -94,8 +97,13 @@ class HuggingFaceTarget:
                 "the checkpoint holds no fp32 masters", found=", ".join(checkpoint.kinds()),
                 where=str(checkpoint.folder), helps="export the weights: leave --from out",
             )  # fmt: skip
-        self._tensors = self.fit.family.tensors(self.fit.arguments)
+        self._tensors = [*self.fit.family.tensors(self.fit.arguments), *self._seeing]
         self._check_shapes()
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model also sees images."""
+        return bool(self._seeing)
 
     def _check_ignored(self, model: ModelArguments, stated: Collection[str]) -> None:
         """Refuse arguments that the job may have been told in vain; a model to begin with has not been trained yet."""
@@ -138,7 +146,7 @@ class HuggingFaceTarget:
                 continue
             sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
         config = self._config()
-        missing = [key for key in TOKENS[:2] if key not in config]
+        missing = [key for key in TOKENS[:2] if key not in {**(config.get("text_config") or {}), **config}]
         # The classes' own defaults belong to the released models, and are wrong for any other vocabulary.
         config |= {**dict.fromkeys(missing), "torch_dtype": max(sizes, key=lambda dtype: sizes[dtype])}
         if self._options.quantize:
@@ -163,6 +171,8 @@ class HuggingFaceTarget:
         family = self.fit.family
         config = family.config(self.fit.arguments)
         beside = json_of(self._companions, CONFIG)
+        if self._seeing:
+            return checked_whole(beside, family, self.fit.arguments, self._checkpoint, self._seeing)
         beside = text_config(beside) or beside
         same = beside.get("model_type") == family.model_type
         # A tokenizer may come from a model of another family: then only its tokens are this model's, too.

@@ -123,6 +123,7 @@ def _vocabulary(model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[
 _NAMED = re.compile(
     r"(megatron\.(bridge|core|training)|torch\.nn\.(init|functional))(\.[A-Za-z]\w*)+"
     r"|torch\.(b?float\d*\w*|half|double|u?int\d+|bool)|signal\.Signals"
+    r"|transformers\.models\.\w+\.configuration_\w+\.\w+VisionConfig"
 )
 
 

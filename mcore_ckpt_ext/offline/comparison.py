@@ -11,10 +11,12 @@ from math import prod
 import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, interpreting
+from mcore_ckpt_ext.families.images import kind_of
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface_images import with_images
 from mcore_ckpt_ext.formats.huggingface_model import LOCAL
 from mcore_ckpt_ext.formats.respelled import spelled_as
 from mcore_ckpt_ext.formats.unread import Unread
@@ -212,8 +214,7 @@ def _unread(side: _Side, kinds: Sequence[str] | None, sides: tuple[_Side, _Side]
     """What of one checkpoint nobody looks at, and should: of the chosen kinds, and of more than weights."""
     if any(isinstance(one.checkpoint, HuggingFaceCheckpoint) for one in sides):
         return ()
-    found = [item for item in side.checkpoint.unread() if not item.why]
-    return tuple(item for item in found if kinds is None or item.kind in kinds)
+    return tuple(one for one in side.checkpoint.unread() if not one.why and (kinds is None or one.kind in kinds))
 
 
 def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
@@ -230,7 +231,9 @@ def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Whe
         this, other = opened[index], opened[1 - index]
         if isinstance(this, HuggingFaceCheckpoint) and not isinstance(other, HuggingFaceCheckpoint):
             rows[1 - index] = this.vocabulary
-            if set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
+            if kind_of(other.names(WEIGHT)) is not None:
+                opened[index] = with_images(this)
+            elif set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
                 opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
     as_stored = all(isinstance(checkpoint, HuggingFaceCheckpoint) for checkpoint in opened)  # neither is rounded then
     of_a, of_b = opened[0], spelled_as(opened[1], opened[0])

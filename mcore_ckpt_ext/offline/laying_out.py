@@ -26,6 +26,7 @@ from mcore_ckpt_ext.formats.huggingface_folder import (
     companions,
     refused_companions,
 )
+from mcore_ckpt_ext.formats.huggingface_images import text_beside, with_images
 from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceTarget
 from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
 from mcore_ckpt_ext.formats.merged import MergedCheckpoint
@@ -204,7 +205,8 @@ def _hugging_face(checkpoint: Checkpoint, target: HuggingFace, family: Family | 
     spec = layout.fit.arguments.transformer_impl
 
     def reads_back(folder: Path) -> Checkpoint:
-        return open_checkpoint(folder, family=layout.fit.family, transformer_impl=spec)
+        written = open_checkpoint(folder, family=layout.fit.family, transformer_impl=spec)
+        return text_beside(with_images(written)) if layout.sees else written
 
     taken = [name for name in {**checkpoint.companions(), **tokenizer} if name not in (CONFIG, GENERATION_CONFIG)]
     output = _noting(layout.output(), [*merged, *companion_notes(taken, checkpoint)])

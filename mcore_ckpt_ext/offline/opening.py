@@ -14,6 +14,7 @@ from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_peft
+from mcore_ckpt_ext.formats.huggingface_images import text_beside, with_images
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
@@ -49,6 +50,10 @@ def open_source(
     if isinstance(target, Legacy) and isinstance(checkpoint, HuggingFaceCheckpoint):
         # Which rank of a pipeline holds the layers that predict further tokens, no legacy file says.
         checkpoint = checkpoint.without_further_tokens() if checkpoint.predicts_further_tokens else checkpoint
+    if isinstance(target, TorchDist) and target.loop == "bridge":
+        checkpoint = with_images(checkpoint)
+    elif isinstance(target, HuggingFace):
+        checkpoint = text_beside(checkpoint)
     if wanted is not None and not from_hugging_face:
         checkpoint = _under_layer_spec(checkpoint, target, wanted)
     if family is not None and not (from_hugging_face or weights) and not isinstance(target, HuggingFace):

@@ -207,3 +207,45 @@ def assert_same_tensors(one: Path, other: Path) -> None:
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
+
+
+_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+}
+_AXES = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [1, 1, 2]}
+# Class, text, and what sees.
+WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": ("Qwen2_5_VL", {**_SIZES, "rope_parameters": _AXES}, {**_VISION, "fullatt_block_indexes": [0]}),
+    "qwen3_vl": (
+        "Qwen3VL", {**_SIZES, "head_dim": 8, "rope_parameters": {**_AXES, "mrope_interleaved": True}},
+        {**_VISION, "deepstack_visual_indexes": []},
+    ),
+    "qwen3_5": ("Qwen3_5", {**_SIZES, "num_hidden_layers": 4, "head_dim": 16, **_NET}, _VISION),
+}  # fmt: skip
+_EXPERTS_OF_TEXT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+WHOLE_WITH_EXPERTS = {
+    "qwen3_vl_moe": ("Qwen3VLMoe", {**WHOLE["qwen3_vl"][1], **_EXPERTS_OF_TEXT}, WHOLE["qwen3_vl"][2])
+}
+
+
+def save_whole(name: str, folder: Path, **sizes: Any) -> Any:
+    """Make a model that also sees images, in bfloat16 where `sizes` of its text are given; save and return it."""
+    kind, text, vision = (WHOLE | WHOLE_WITH_EXPERTS)[name]
+    if sizes:
+        axes = {**text["rope_parameters"], "mrope_section": [16, 24, 24]}  # as released, for heads of 128
+        text, vision = {**text, **sizes, "rope_parameters": axes}, {**vision, "out_hidden_size": sizes["hidden_size"]}
+    torch.manual_seed(7)
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config).eval()
+    model = model.to(torch.bfloat16 if sizes else torch.float32)
+    with torch.no_grad():
+        for label, tensor in model.named_parameters():
+            tensor.copy_(0.3 * torch.randn_like(tensor) + ("norm" in label))
+            if "linear_attn.norm" in label:
+                tensor.copy_((tensor.abs() + 0.5).clamp(max=2))  # less 1 without rounding
+    model.save_pretrained(folder)
+    return model

@@ -4,62 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import mcore_ckpt_ext
-from tests.harness.huggingface import assert_same_tensors, tensors
-
-TEXT: dict[str, Any] = {
-    "vocab_size": 250, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 128,
-}  # fmt: skip
-_VISION: dict[str, Any] = {
-    "depth": 1,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_heads": 2,
-    "out_hidden_size": 32,
-}
-_AXES = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [1, 1, 2]}
-_NET = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6}
-WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "qwen2_5_vl": ("Qwen2_5_VL", {**TEXT, "rope_parameters": _AXES}, {**_VISION, "fullatt_block_indexes": [0]}),
-    "qwen3_vl": (
-        "Qwen3VL", {**TEXT, "head_dim": 8, "rope_parameters": {**_AXES, "mrope_interleaved": True}},
-        {**_VISION, "deepstack_visual_indexes": []},
-    ),
-    "qwen3_5": ("Qwen3_5", {**TEXT, "num_hidden_layers": 4, "head_dim": 16, **_NET}, _VISION),
-}  # fmt: skip
-
-
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
-WITH_EXPERTS = {"qwen3_vl_moe": ("Qwen3VLMoe", {**WHOLE["qwen3_vl"][1], **_EXPERTS}, WHOLE["qwen3_vl"][2])}
-
-
-def made(name: str, folder: Path) -> Any:
-    kind, text, vision = (WHOLE | WITH_EXPERTS)[name]
-    torch.manual_seed(7)
-    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
-    model = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config).float().eval()
-    with torch.no_grad():
-        for label, tensor in model.named_parameters():
-            tensor.copy_(0.3 * torch.randn_like(tensor) + ("norm" in label))
-            if "linear_attn.norm" in label:
-                tensor.copy_((tensor.abs() + 0.5).clamp(max=2))  # less 1 without rounding
-    model.save_pretrained(folder)
-    return model
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.description import run_config_of
+from mcore_ckpt_ext.offline.comparison import compare
+from tests.harness.huggingface import WHOLE, assert_same_tensors, save_whole, tensors
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_text_answers_as_the_whole_does(name: str, tmp_path: Path) -> None:
-    model = made(name, tmp_path / "whole")
+    model = save_whole(name, tmp_path / "whole")
     report = mcore_ckpt_ext.convert(tmp_path / "whole", tmp_path / "run", mcore_ckpt_ext.TorchDist())
     assert any(note.startswith(f"of {name} only the text is read, as a Qwen") for note in report.notes)
     told = re.compile(r"left out, because Megatron has no place for it: (model\.)?visual\.")
@@ -85,7 +47,7 @@ def test_the_text_answers_as_the_whole_does(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_experts_that_lie_transposed(transposed: bool, tmp_path: Path) -> None:
     """As Qwen3-VL-30B-A3B was released; transformers 5 writes them the other way, and reads both."""
-    model = made("qwen3_vl_moe", tmp_path / "whole")
+    model = save_whole("qwen3_vl_moe", tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
     stored = tensors(tmp_path / "whole")
     stacked = {name for name in stored if ".mlp.experts." in name}
@@ -107,7 +69,7 @@ def test_experts_that_lie_transposed(transposed: bool, tmp_path: Path) -> None:
 
 def test_a_configuration_without_a_part_for_its_text(tmp_path: Path) -> None:
     """As Qwen2.5-VL was released: all keys beside each other, and positions of the kind `mrope`."""
-    made("qwen2_5_vl", tmp_path / "whole")
+    save_whole("qwen2_5_vl", tmp_path / "whole")
     file = tmp_path / "whole" / "config.json"
     config = json.loads(file.read_text())
     text = config.pop("text_config")
@@ -118,3 +80,50 @@ def test_a_configuration_without_a_part_for_its_text(tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "text", mcore_ckpt_ext.HuggingFace())
     found = json.loads((tmp_path / "text" / "config.json").read_text())
     assert (found["model_type"], found["rope_scaling"], found["rope_theta"]) == ("qwen2", None, 1000000.0)
+
+
+MAPPED = {"language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight",
+          "language_model.decoder.layers.0.self_attention.linear_qkv.bias", "visual.blocks.0.attn.qkv.weight",
+          "visual.merger.mlp.2.bias", "visual.patch_embed.proj.weight"}  # fmt: skip
+
+
+def test_the_whole_for_megatron_bridge(tmp_path: Path) -> None:
+    """Names as in Megatron-Bridge's mapping (models/qwen_vl/qwen25_vl_bridge.py, commit 067f987d)."""
+    source, back = tmp_path / "whole", tmp_path / "back"
+    save_whole("qwen2_5_vl", source)
+    mcore_ckpt_ext.convert(source, tmp_path / "run", mcore_ckpt_ext.TorchDist(loop="bridge"))
+    run = mcore_ckpt_ext.open_checkpoint(tmp_path / "run")
+    names = set(run.names("weight"))
+    assert names >= MAPPED
+    assert {name for name in names if not name.startswith("language_model.")} == {
+        name for name in tensors(source) if name.startswith("visual.")
+    }
+    model = run_config_of(run.folder)["model"]
+    assert model["_target_"] == "megatron.bridge.models.qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider"
+    assert (model["position_embedding_type"], model["mrope_section"]) == ("mrope", [1, 1, 2])
+    assert model["vision_config"]["fullatt_block_indexes"] == [0]
+    report = mcore_ckpt_ext.convert(tmp_path / "run", back, mcore_ckpt_ext.HuggingFace())
+    assert not any("left out" in note for note in report.notes)
+    assert_same_tensors(source, back)
+    assert compare(source, tmp_path / "run").equal
+    before, after = (AutoConfig.from_pretrained(folder).to_dict() for folder in (source, back))
+    assert {key for key in before if before[key] != after[key]} <= {"dtype", "_name_or_path"}
+    shutil.rmtree(run.folder / "tokenizer")
+    with pytest.raises(UnsupportedCheckpointError, match="only its config.json says.*--tokenizer FOLDER"):
+        mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "none", mcore_ckpt_ext.HuggingFace(vocab_size=250))
+    config = json.loads((source / "config.json").read_text())
+    for part, key, value in (("vision_config", "depth", 2), ("text_config", "rms_norm_eps", 0.5)):
+        (source / "config.json").write_text(json.dumps({**config, part: {**config[part], key: value}}))
+        with pytest.raises(UnsupportedCheckpointError, match=f"describes another model.*{key} is {value}"):
+            mcore_ckpt_ext.convert(
+                tmp_path / "run", tmp_path / "none", mcore_ckpt_ext.HuggingFace(vocab_size=250, tokenizer=source)
+            )
+    with pytest.raises(UnsupportedCheckpointError, match="rms_norm_eps|depth is 2"):
+        (source / "config.json").write_text(
+            json.dumps({**config, "vision_config": {**config["vision_config"], "depth": 2}})
+        )
+        mcore_ckpt_ext.convert(source, tmp_path / "none", mcore_ckpt_ext.TorchDist(loop="bridge"))
+    evil = {**config["vision_config"], "norm": "${oc.env:HOME}"}
+    (source / "config.json").write_text(json.dumps({**config, "vision_config": evil}))
+    with pytest.raises(UnsupportedCheckpointError, match="a value of a kind that no argument has"):
+        mcore_ckpt_ext.convert(source, tmp_path / "none", mcore_ckpt_ext.TorchDist(loop="bridge"))

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.description import run_config_of
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.targets import HuggingFace, TorchDist
 from tests.harness.checkpoints import fixture_named
+from tests.harness.huggingface import assert_same_tensors, save_whole
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
 from tests.harness.packages import installed_beside
 from tests.harness.programs import Programs
@@ -37,6 +40,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     imported = found.place("imported")
     found.add("imported", imports, packages, 2, 2, source, "none", imported)
     found.add("imported, loaded", imports, packages, 1, 4, source, imported, "none")
+    seeing = found.folder / "seeing"
+    save_whole("qwen2_5_vl", seeing, hidden_size=256, num_attention_heads=2, num_key_value_heads=2)
+    found.add("seeing", imports, packages, 2, 2, seeing, "none", found.place("seen"))
     found.run()
     return found
 
@@ -80,3 +86,29 @@ def test_weights_that_bridge_imported(ran: Programs, tmp_path: Path) -> None:
     assert_same_optimizer(ran.dump("imported"), ran.dump("imported, loaded"))
     convert(run, tmp_path / "exported", HuggingFace(vocab_size=256))
     assert compare(source, tmp_path / "exported").equal
+
+
+def test_a_model_that_also_sees_images(ran: Programs, tmp_path: Path) -> None:
+    """What it sees with stands whole on the first stage; it goes to Hugging Face by the `config.json` of its folder."""
+    source, run = ran.folder / "seeing", ran.place("seen")
+    assert ran.ended["seeing"] == {"done"}
+    assert verify(run).sound
+    assert compare(source, run).equal
+    convert(source, tmp_path / "ours", TorchDist(loop="bridge"))
+    arrays = [_model_keys(folder) for folder in (run, tmp_path / "ours")]
+    assert arrays[0] == arrays[1]
+    sections = [run_config_of(open_checkpoint(folder).folder)["model"] for folder in (run, tmp_path / "ours")]
+    names = ("_target_", "position_embedding_type", "mrope_section", "image_token_id", "num_layers", "vocab_size")
+    assert all(sections[0][name] == sections[1][name] for name in names)
+    seen, ours = (section["vision_config"] for section in sections)
+    assert {name: seen[name] for name in ours} == ours
+    convert(run, tmp_path / "back", HuggingFace(vocab_size=250, tokenizer=source))
+    assert compare(source, tmp_path / "back").equal
+    assert_same_tensors(source, tmp_path / "back")
+
+
+def _model_keys(run: Path) -> dict[str, tuple[int, ...]]:
+    checkpoint = open_checkpoint(run)
+    assert isinstance(checkpoint, TorchDistCheckpoint)
+    arrays = {key: array.shape for key, array in checkpoint.index.arrays.items() if "optimizer" not in key}
+    return {key: shape for key, shape in arrays.items() if "word_embeddings" not in key and "output_layer" not in key}

@@ -10,6 +10,7 @@ from typing import Any
 import bridge_packages
 import core_model
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -32,7 +33,8 @@ provider.persist_layer_norm = provider.cross_entropy_loss_fusion = False
 provider.transformer_layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
 provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 provider.finalize()
-model = provider.provide()
+# What sees images is built where it is said that the stage is the first one.
+model = provider.provide(parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage())
 bridge.load_hf_weights([model])
 buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
 wrapped: Any = DistributedDataParallel(provider, buffers, Float16Module(provider, model))
