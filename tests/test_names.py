@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.model_space.adapters import ordered_by_rank
+from mcore_ckpt_ext.families.adapters import adapters_of
+from mcore_ckpt_ext.families.family import HuggingFaceTensor
+from mcore_ckpt_ext.model_space.adapters import as_bridge_s, is_adapter, ordered_by_rank
 from mcore_ckpt_ext.model_space.anatomy import (
     in_vocabulary,
     is_language_block,
@@ -30,6 +32,7 @@ from mcore_ckpt_ext.model_space.names import (
     stacked_axes,
     under_spec,
 )
+from mcore_ckpt_ext.model_space.slices import Region
 
 DENSE = st.sampled_from(
     ["self_attention.linear_qkv.weight", "self_attention.linear_qkv.layer_norm_weight", "mlp.linear_fc2.bias",
@@ -214,3 +217,34 @@ def test_adapters_that_are_ordered_by_the_tensor_parallel_size(gated: bool) -> N
              "decoder.layers.0.self_attention.linear_qkv.adapter.weight_magnitude"]  # fmt: skip
     whole, magnitude = f"{linear}.linear_out.weight", f"{linear}.weight_magnitude"
     assert ordered_by_rank([*always, *never, whole, magnitude], gated) == [*always, magnitude if gated else whole]
+
+
+def test_adapters_of_ms_swift() -> None:
+    linear = "decoder.layers.0.mlp.linear_fc1"
+    names = [f"{linear}.lora_A.default.weight", f"{linear}.lora_B.default.weight", f"{linear}.weight"]
+    assert [is_adapter(name) for name in names] == [True, True, False]
+    assert [as_bridge_s(name) for name in names] == [
+        f"{linear}.adapter.linear_in.weight", f"{linear}.adapter.linear_out.weight", f"{linear}.weight",
+    ]  # fmt: skip
+    assert ordered_by_rank(names, gated=True) == names[1:2]
+    assert ordered_by_rank(names, gated=False) == []
+
+
+@pytest.mark.parametrize(
+    "linear",
+    ["mlp.router", "mlp.experts.experts.0.linear_fc1", "mlp.experts.linear_fc1", "mlp.experts.experts.linear_fc2"],
+)
+def test_adapters_of_routers_and_experts_have_no_place(linear: str) -> None:
+    modules = ["mlp.router", "mlp.experts.experts.0.linear_fc1", "mlp.shared_experts.linear_fc1"]
+    base = [
+        HuggingFaceTensor(f"{name}.weight", (8, 4), (Region.whole(f"decoder.layers.0.{name}.weight", (8, 4)),))
+        for name in modules
+    ]
+    shapes = {"linear_in.weight": (2, 4), "linear_out.weight": (8, 2)}
+    one, shared = (
+        {f"decoder.layers.0.{name}.adapter.{end}": size for end, size in shapes.items()}
+        for name in (linear, modules[-1])
+    )
+    assert [found.rank for found in adapters_of(base, shared, 1).linears] == [2]
+    with pytest.raises(CheckpointError, match=f"it is not known how PEFT holds these adapters.*{linear}"):
+        adapters_of(base, shared | one, 1)

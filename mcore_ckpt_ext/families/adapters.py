@@ -97,13 +97,16 @@ class Adapters:
         return any(one.magnitudes for one in self.linears)
 
 
-def adapters_of(base: Sequence[HuggingFaceTensor], shapes: Shapes, tensor_ranks: int | None) -> Adapters:
+def adapters_of(
+    base: Sequence[HuggingFaceTensor], shapes: Shapes, tensor_ranks: int | None, *, by_rank: bool = False
+) -> Adapters:
     """The adapters of a model.
 
     Args:
         base: the tensors of the whole model, without adapters.
         shapes: of the adapters' tensors, by model-space name.
         tensor_ranks: how many tensor-parallel ranks wrote them; None where it is not known.
+        by_rank: the rows of `lora_B` of a gated `linear_fc1` lie rank by rank, as magnitudes do.
 
     Raises:
         UnsupportedCheckpointError: it is not known what one of them is for.
@@ -115,7 +118,7 @@ def adapters_of(base: Sequence[HuggingFaceTensor], shapes: Shapes, tensor_ranks:
         if not ours:
             raise _without_place([name for name in shapes if name.startswith(linear)])
         for number, tensor in enumerate(ours):
-            found += _Linear(linear, number, len(ours), shapes, tensor_ranks).adapted(tensor)
+            found += _Linear(linear, number, len(ours), shapes, tensor_ranks, by_rank).adapted(tensor)
     used = {region.name for one in found for tensor in one.tensors for region in tensor.regions}
     if used != shapes.keys():
         raise _without_place(sorted(shapes.keys() - used))
@@ -177,6 +180,7 @@ class _Linear:
     parts: int
     shapes: Shapes
     tensor_ranks: int | None
+    by_rank: bool
 
     def adapted(self, base: HuggingFaceTensor) -> Iterator[Adapted]:
         """What PEFT has of the linear that `base` is the weight of; nothing where it has no adapter of its own."""
@@ -193,6 +197,8 @@ class _Linear:
             spans = [(0, rows)]
         if is_apart and self.name.endswith("linear_fc1"):
             spans = list(self._as_halves(rows))
+        elif self.by_rank and self.name.endswith("linear_fc1") and self.parts == 2:
+            spans = list(self._of_each_rank(rows))
         elif self.name.endswith("linear_fc1") and self.parts == 1 and self._ranks() > 1:
             raise UnsupportedCheckpointError(
                 "releases of Megatron-Bridge store the rows of this adapter in different orders", where=self.name,

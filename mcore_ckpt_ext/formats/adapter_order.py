@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import some
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.model_space.adapters import is_adapter, ordered_by_rank
+from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_s, ordered_by_rank
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
+_GATED = ("swiglu", "gated_linear_unit", "quick_geglu")
 _BY_COLUMNS = (".linear_proj.adapter.weight_magnitude", ".linear_fc2.adapter.weight_magnitude")
 
 
@@ -16,7 +19,14 @@ def ordered_by_size(checkpoint: Checkpoint, running: JobArguments | None = None)
     names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     jobs = [job for job in (checkpoint.arguments, running) if job is not None]
     gated = any(job.swiglu or job.gated_linear_unit or job.quick_geglu for job in jobs)
+    if not any(job.is_known(name) for job in jobs for name in _GATED):
+        gated = any(map(is_swift_s, names))  # its arguments need not tell, and nearly all models have gates
     return ordered_by_rank(names, gated)
+
+
+def loop_of(names: Sequence[str]) -> str:
+    """Whose adapters are called so."""
+    return "ms-swift" if any(map(is_swift_s, names)) else "Megatron-Bridge"
 
 
 def about_order(checkpoint: Checkpoint) -> list[str]:
@@ -25,7 +35,7 @@ def about_order(checkpoint: Checkpoint) -> list[str]:
     if not found:
         return []
     return [
-        f"resume under TP{checkpoint.layout.tensor} only: Megatron-Bridge reads the rows of some adapters wrongly "
+        f"resume under TP{checkpoint.layout.tensor} only: {loop_of(found)} reads the rows of some adapters wrongly "
         f"under another tensor parallel size: {some(found, 1)}"
     ]
 

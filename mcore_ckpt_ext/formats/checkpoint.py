@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, UsageError, interpreting
 from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.formats.adapters_alone import for_model, has_adapters_alone
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
@@ -65,7 +66,7 @@ def open_checkpoint(
         transformer_impl: the layer spec whose names a Hugging Face folder is read under.
         facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
         weights: where the weights lie, if the checkpoint holds an optimizer alone: any path as above. Whether they
-            belong to it is then looked at here, by samples. Of adapters in a PEFT folder, the model that they are for.
+            belong to it is then looked at here, by samples. Of adapters alone, the model that they are for.
 
     Raises:
         UsageError: facts are given of a checkpoint that describes its job itself, or they contradict its index; or
@@ -107,10 +108,10 @@ def open_checkpoint(
         return _open(folder, witnesses, facts)
 
 
-def _with_weights(
-    folder: Path, lender: Checkpoint, witnesses: Sequence[ParameterOrder], facts: Facts
-) -> TorchDistCheckpoint:
+def _with_weights(folder: Path, lender: Checkpoint, witnesses: Sequence[ParameterOrder], facts: Facts) -> Checkpoint:
     checkpoint = open_checkpoint(folder, witnesses=witnesses, facts=facts)
+    if has_adapters_alone(checkpoint):
+        return for_model(checkpoint, lender)
     if not isinstance(checkpoint, TorchDistCheckpoint):
         raise UsageError(
             "weights that lie elsewhere are for an optimizer in a distributed checkpoint", found=checkpoint.format,

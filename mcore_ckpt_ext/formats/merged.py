@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some
-from mcore_ckpt_ext.families.adapters import Adapters, adapters_of
-from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.formats.adapter_order import about_norms
 from mcore_ckpt_ext.formats.adapter_scaling import Scaling
+from mcore_ckpt_ext.formats.adapters_alone import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.base import Checkpoint, Weights
 from mcore_ckpt_ext.formats.elsewhere import Elsewhere
-from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.low_rank import Merged, Part, parts_of
 from mcore_ckpt_ext.formats.respelled import Respelled
 from mcore_ckpt_ext.formats.unread import Unread
@@ -28,39 +24,6 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice
 from mcore_ckpt_ext.storage.two_folders import TwoFolders
 from mcore_ckpt_ext.transfer import Transfer
-
-
-def fit_of_adapters(checkpoint: Checkpoint, family: Family | None, stated: Mapping[str, Any]) -> Fit:
-    """The family of a model with adapters, which lies beside them or not.
-
-    Args:
-        checkpoint: the model's, or that of adapters alone.
-        family: that the user names.
-        stated: arguments that the user states.
-
-    Raises:
-        UnsupportedCheckpointError: none fits, or several do.
-    """
-    if isinstance(checkpoint, HuggingFaceCheckpoint):
-        return Fit(checkpoint.family, checkpoint.model, [])
-    where, known = str(checkpoint.folder), checkpoint.arguments
-    model = complete(known.changed(source=where, **stated) if stated else known)
-    # No adapter depends on the number of tokens.
-    model = replace(model, vocab_size=checkpoint.tokens or checkpoint.vocabulary_rows or 1)
-    beside = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
-    return family_of_megatron(model, beside or None, family, None, where)
-
-
-def adapters_in(checkpoint: Checkpoint, fit: Fit) -> Adapters:
-    """The adapters of a checkpoint; `fit`: of their model.
-
-    Raises:
-        UnsupportedCheckpointError: it is not known what one of them is for.
-    """
-    own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
-    shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in own}
-    ranks = None if "tensor" in checkpoint.layout.unknown else checkpoint.layout.tensor
-    return adapters_of(fit.family.tensors(fit.arguments), shapes, ranks)
 
 
 class _Weights:

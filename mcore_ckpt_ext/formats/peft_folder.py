@@ -21,10 +21,10 @@ from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
+from mcore_ckpt_ext.formats.adapters_alone import fit_of_adapters
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import ADAPTER, StoredTensor, tensors_of
 from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
-from mcore_ckpt_ext.formats.merged import fit_of_adapters
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.extents import RawArray, Scaled
 from mcore_ckpt_ext.storage.safetensors import read_json

@@ -12,8 +12,8 @@ from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_order import about_norms
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
+from mcore_ckpt_ext.formats.adapters_alone import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.merged import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT

@@ -1,12 +1,14 @@
-"""Names of low-rank adapters beside the parameters that they adapt: those of Megatron-Bridge.
+"""Names of low-rank adapters beside the parameters that they adapt: those of Megatron-Bridge, and of ms-swift.
 
     decoder.layers.3.self_attention.linear_qkv.adapter.linear_in.weight             LoRA, DoRA
     decoder.layers.3.self_attention.linear_qkv.adapter.linear_out.weight
     decoder.layers.3.self_attention.linear_qkv.adapter.weight_magnitude             DoRA
     decoder.layers.3.self_attention.linear_qkv.adapter.adapter_q.linear_in.weight   CanonicalLoRA
+    decoder.layers.3.self_attention.linear_qkv.lora_A.default.weight                ms-swift's LoRA
+    decoder.layers.3.self_attention.linear_qkv.lora_B.default.weight
 
 Sources: `AdapterWrapper.sharded_state_dict` (peft/adapter_wrapper.py), peft/canonical_lora.py, peft/dora_layers.py;
-megatron-bridge 0.3.1.
+megatron-bridge 0.3.1. `LoraParallelLinear` (tuners/lora.py) of mcore-bridge 1.2.2, in ms-swift until 4.0.
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ IN, OUT, MAGNITUDE = "linear_in.weight", "linear_out.weight", "weight_magnitude"
 PARTS = {"linear_qkv": ("adapter_q", "adapter_k", "adapter_v"), "linear_fc1": ("adapter_gate", "adapter_up")}
 """The adapters of CanonicalLoRA's that one linear has, in the order of its rows."""
 
+_SWIFT_S_FIRST = ".linear_fc1.lora_B.default.weight"
+_OF_SWIFT = re.compile(r"\.lora_([AB])\.default\.weight$")
 _TARGETS = {"linear_qkv": ("linear_q", "linear_k", "linear_v"), "linear_fc1": ("linear_fc1_gate", "linear_fc1_up")}
 
 _FIRST_LINEAR = re.compile(
@@ -28,7 +32,17 @@ _FIRST_LINEAR = re.compile(
 
 def is_adapter(name: str) -> bool:
     """Whether a model-space name is that of an adapter's tensor."""
-    return MARK in name
+    return MARK in name or is_swift_s(name)
+
+
+def is_swift_s(name: str) -> bool:
+    """Whether it is that of an adapter's tensor as ms-swift has it."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def as_bridge_s(name: str) -> str:
+    """A name of ms-swift's as Megatron-Bridge has it; others, and those of experts, as they are."""
+    return _OF_SWIFT.sub(lambda match: MARK + (IN if match[1] == "A" else OUT), name)
 
 
 def targets_of(linear: str) -> list[str]:
@@ -46,12 +60,16 @@ def ordered_by_rank(names: Iterable[str], gated: bool) -> list[str]:
     without a gate 0.6.2 does it rightly). Under another tensor parallel size, its own load then hands out the wrong
     rows.
 
+    ms-swift stores the rows of `lora_B` of a gated linear as those of one (`LoraParallelLinear.sharded_state_dict`).
+
     Args:
         names: model-space names.
         gated: whether the model's MLPs have gates.
     """
     found = []
     for name in names:
+        if gated and name.endswith(_SWIFT_S_FIRST):
+            found.append(name)
         if match := _FIRST_LINEAR.search(name):
             is_wrong = bool(match[1]) or (gated == name.endswith(MAGNITUDE))
             found += [name] if is_wrong else []

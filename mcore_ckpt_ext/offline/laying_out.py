@@ -13,6 +13,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.wide_norms import WithWideNorms
 from mcore_ckpt_ext.formats.adapter_order import about_order
+from mcore_ckpt_ext.formats.adapters_alone import check_names
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.bridge_files import run_config_file, train_state
 from mcore_ckpt_ext.formats.canonical import canonical_output
@@ -106,11 +107,7 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
 
 def _files_of_iteration(checkpoint: Checkpoint, target: TorchDist | Legacy | FsdpDtensor) -> Output:
     _check_buildable(checkpoint, target)
-    if not isinstance(target, TorchDist) and any(map(is_adapter, checkpoint.names(WEIGHT))):
-        raise UnsupportedCheckpointError(
-            f"adapters are not written as {target.name}", where=str(checkpoint.folder),
-            helps="--to torch_dist for Megatron-Bridge, --to hf for peft",
-        )  # fmt: skip
+    check_names(checkpoint, target.name, for_bridge=isinstance(target, TorchDist) and target.loop == "bridge")
     if isinstance(target, FsdpDtensor):
         expert = target.expert_model_parallel_size
         experts_apart = checkpoint.experts_apart if expert is None else expert > 1

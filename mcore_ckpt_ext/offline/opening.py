@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
+from mcore_ckpt_ext.formats.adapters_alone import under_bridge_s_names
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
@@ -44,6 +45,8 @@ def open_source(
         weights = merge
     checkpoint = open_checkpoint(path, family=family, transformer_impl=spec, facts=facts, weights=weights)
     require_weights(checkpoint)
+    if merge is not None or isinstance(target, HuggingFace):
+        checkpoint = under_bridge_s_names(checkpoint)
     if merge is not None:
         return _merged(checkpoint, target, family, merge)
     from_hugging_face = isinstance(checkpoint, HuggingFaceCheckpoint)

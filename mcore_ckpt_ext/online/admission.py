@@ -6,7 +6,7 @@ from operator import eq
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, ProofError, UnsupportedCheckpointError, some
-from mcore_ckpt_ext.formats.adapter_order import ordered_by_size
+from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
@@ -62,7 +62,7 @@ def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
 
 
 def check_adapters(checkpoint: Checkpoint, running: ParallelLayout, arguments: JobArguments) -> None:
-    """Refuse adapters that Megatron-Bridge itself would hand out wrongly under another tensor parallel size.
+    """Refuse adapters that the loop that wrote them itself would hand out wrongly under another tensor parallel size.
 
     Raises:
         UnsupportedCheckpointError: there are such.
@@ -70,7 +70,7 @@ def check_adapters(checkpoint: Checkpoint, running: ParallelLayout, arguments: J
     moved = "tensor" in checkpoint.layout.unknown or checkpoint.layout.tensor != running.tensor
     if moved and (wrong := ordered_by_size(checkpoint, arguments)):
         raise UnsupportedCheckpointError(
-            "Megatron-Bridge reads the rows of these adapters wrongly under another tensor parallel size",
+            f"{loop_of(wrong)} reads the rows of these adapters wrongly under another tensor parallel size",
             found=f"{some(wrong, 2)}, under TP{running.tensor}",
             expected=f"TP{checkpoint.layout.tensor}, as they were saved",
             where=str(checkpoint.folder),

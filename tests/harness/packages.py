@@ -14,6 +14,7 @@ import pytest
 from megatron_on_cpu.engine_kernels import FOLDER_VARIABLE
 
 ENGINE_VARIABLE = "TE_PATH"
+PEFT, ACCELERATE = "0.21.2", "1.15.0"
 _ENGINE_VERSION = "2.20.2"
 _TIME_LIMIT = 600
 

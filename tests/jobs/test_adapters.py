@@ -18,12 +18,13 @@ from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.targets import HuggingFace, Legacy, TorchDist
+from tests.harness.adapters import adapters
 from tests.harness.huggingface import assert_same_tensors, tensors
 from tests.harness.jobs import RANK_SCRIPTS, differing
-from tests.harness.packages import installed_beside
+from tests.harness.packages import ACCELERATE, PEFT, installed_beside
 from tests.harness.programs import Programs
 
-BRIDGE, PEFT, ACCELERATE = os.environ.get("BRIDGE_VERSION", "0.6.2"), "0.21.2", "1.15.0"
+BRIDGE = os.environ.get("BRIDGE_VERSION", "0.6.2")
 KINDS, VOCABULARY = ("lora", "dora", "canonical"), 128
 # Megatron-Bridge orders the rows of some by the tensor parallel size (model_space/adapters.py).
 MOVES = {"lora": (1, 4), "dora": (2, 2), "canonical": (2, 2)}
@@ -46,13 +47,6 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
         found.add(f"{kind}, from peft", script, packages, tensor, 2, back, "none", kind, commands=commands)
     found.add("canonical, TP1", script, packages, 1, 2, found.place("canonical") / "run", "none", "canonical")
     found.run()
-    return found
-
-
-def adapters(dump: Path) -> dict[str, torch.Tensor]:
-    """Weights, masters and moments of the adapters alone: the model beside them is another one under each layout."""
-    found = {name: tensor for name, tensor in assemble(dump).items() if ".adapter." in name}
-    assert {name.partition(".")[0] for name in found} == {"weight", "fp32_param", "exp_avg", "exp_avg_sq"}
     return found
 
 

@@ -18,7 +18,10 @@ import torch
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
@@ -79,11 +82,16 @@ def start(layout: Layout) -> None:
 
 
 def build(
-    layout: Layout, experts: bool, tied: bool, distributed: bool = True, adapt: Callable[[Any], Any] | None = None
+    layout: Layout,
+    experts: bool,
+    tied: bool,
+    distributed: bool = True,
+    adapt: Callable[[Any], Any] | None = None,
+    engine: bool = False,
 ) -> Job:
     """The model of this rank, wrapped for training, with its optimizer.
 
-    `adapt`: puts adapters into the model, which is then one like Llama.
+    `adapt`: puts adapters into the model, which is then one like Llama. `engine`: it is of Transformer Engine's layers.
     """
     gated = experts or adapt is not None
     like_llama = {"normalization": "RMSNorm", "num_query_groups": 2} if adapt else {}
@@ -105,7 +113,7 @@ def build(
         use_distributed_optimizer=distributed, bucket_size=layout.bucket_size,
     )  # fmt: skip
     for stage in range(layout.virtual):
-        model = _chunk(config, layout, stage, experts, tied)
+        model = _chunk(config, layout, stage, experts, tied, engine)
         model = adapt(model) if adapt else model
         for parameter in model.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -119,7 +127,12 @@ def build(
         ),
         wrapped,
     )  # fmt: skip
-    return Job(wrapped, optimizer, _arguments(layout, experts, tied, distributed))
+    arguments = _arguments(layout, experts, tied, distributed)
+    if adapt:
+        like_llama = {"swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm", "num_query_groups": 2,
+                      "group_query_attention": True, "position_embedding_type": "rope"}  # fmt: skip
+        arguments |= {**like_llama, "transformer_impl": "transformer_engine" if engine else "local"}
+    return Job(wrapped, optimizer, arguments)
 
 
 def _check_buckets(chunk: Any, layout: Layout, stage: int) -> None:
@@ -130,7 +143,7 @@ def _check_buckets(chunk: Any, layout: Layout, stage: int) -> None:
         raise RuntimeError(f"several buckets wanted, found {counts}")
 
 
-def _chunk(config: Any, layout: Layout, stage: int, experts: bool, tied: bool) -> Any:
+def _chunk(config: Any, layout: Layout, stage: int, experts: bool, tied: bool, engine: bool) -> Any:
     at = {"vp_stage": stage} if layout.virtual > 1 else {}
     if layout.virtual > 1 and hasattr(parallel_state, "set_virtual_pipeline_model_parallel_rank"):
         parallel_state.set_virtual_pipeline_model_parallel_rank(stage)
@@ -139,10 +152,14 @@ def _chunk(config: Any, layout: Layout, stage: int, experts: bool, tied: bool) -
         for function in (parallel_state.is_pipeline_first_stage, parallel_state.is_pipeline_last_stage)
     )
     rms = config.normalization == "RMSNorm"
-    spec = get_gpt_layer_local_spec(
-        num_experts=EXPERTS if experts else None,
-        moe_grouped_gemm=False,
-        **({"normalization": "RMSNorm"} if rms else {}),
+    spec = (
+        get_gpt_layer_with_transformer_engine_spec()
+        if engine
+        else get_gpt_layer_local_spec(
+            num_experts=EXPERTS if experts else None,
+            moe_grouped_gemm=False,
+            **({"normalization": "RMSNorm"} if rms else {}),
+        )
     )
     here = at if "vp_stage" in inspect.signature(GPTModel.__init__).parameters else {}
     return GPTModel(

@@ -1,0 +1,112 @@
+"""Checkpoints with adapters: the names of their tensors, and the model that they are for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.families.adapters import Adapters, adapters_of
+from mcore_ckpt_ext.families.arguments import complete
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.respelled import Respelled
+from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.model_space.adapters import as_bridge_s, is_adapter, is_swift_s
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+
+
+class OfAdapters(Respelled):
+    """Adapters under other names than they have, or whose model is described elsewhere.
+
+    Attributes:
+        model: where it is described.
+        by_rank: rows of both projections of a gated `linear_fc1` lie rank by rank, as ms-swift stores them.
+    """
+
+    def __init__(self, source: Checkpoint, names: Mapping[str, str], model: Checkpoint | None, by_rank: bool) -> None:
+        super().__init__(source, names)
+        self.model, self.by_rank = model, by_rank
+
+
+def has_adapters_alone(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint holds adapters, and nothing else of a model."""
+    names = checkpoint.names(WEIGHT)
+    return bool(names) and all(map(is_adapter, names))
+
+
+def for_model(checkpoint: Checkpoint, model: Checkpoint) -> OfAdapters:
+    """Adapters alone, for a model that another folder describes."""
+    return OfAdapters(checkpoint, {}, model, by_rank=False)
+
+
+def under_bridge_s_names(checkpoint: Checkpoint) -> Checkpoint:
+    """Adapters of ms-swift under the names that Megatron-Bridge has for such; any other checkpoint as it is."""
+    names = checkpoint.names(WEIGHT)
+    if not any(map(is_swift_s, names)):
+        return checkpoint
+    model = checkpoint.model if isinstance(checkpoint, OfAdapters) else None
+    return OfAdapters(checkpoint, {name: as_bridge_s(name) for name in names}, model, by_rank=True)
+
+
+def check_names(checkpoint: Checkpoint, target: str, *, for_bridge: bool) -> None:
+    """Refuse adapters that a format of Megatron's is not written with, or a loop does not know by their names.
+
+    Args:
+        checkpoint: the source.
+        target: the format.
+        for_bridge: the loop is Megatron-Bridge.
+
+    Raises:
+        UnsupportedCheckpointError: it has such.
+    """
+    own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
+    if own and target != TORCH_DIST:
+        raise UnsupportedCheckpointError(
+            f"adapters are not written as {target}", where=str(checkpoint.folder),
+            helps="--to torch_dist for the loop that wrote them, --to hf for peft",
+        )  # fmt: skip
+    if for_bridge and any(map(is_swift_s, own)):
+        raise UnsupportedCheckpointError(
+            "adapters of ms-swift are not written for Megatron-Bridge", found=some(own, 2),
+            where=str(checkpoint.folder), helps="go by a PEFT folder: --to hf; then that, --to torch_dist --for bridge",
+        )  # fmt: skip
+
+
+def fit_of_adapters(checkpoint: Checkpoint, family: Family | None, stated: Mapping[str, Any]) -> Fit:
+    """The family of a model with adapters, which lies beside them or not.
+
+    Args:
+        checkpoint: the model's, or that of adapters alone.
+        family: that the user names.
+        stated: arguments that the user states.
+
+    Raises:
+        UnsupportedCheckpointError: none fits, or several do.
+    """
+    if isinstance(checkpoint, OfAdapters) and checkpoint.model is not None:
+        return fit_of_adapters(checkpoint.model, family, stated)
+    if isinstance(checkpoint, HuggingFaceCheckpoint):
+        return Fit(checkpoint.family, checkpoint.model, [])
+    where, known = str(checkpoint.folder), checkpoint.arguments
+    model = complete(known.changed(source=where, **stated) if stated else known)
+    # No adapter depends on the number of tokens.
+    model = replace(model, vocab_size=checkpoint.tokens or checkpoint.vocabulary_rows or 1)
+    beside = [name for name in checkpoint.names(WEIGHT) if not is_adapter(name)]
+    return family_of_megatron(model, beside or None, family, None, where)
+
+
+def adapters_in(checkpoint: Checkpoint, fit: Fit) -> Adapters:
+    """The adapters of a checkpoint; `fit`: of their model.
+
+    Raises:
+        UnsupportedCheckpointError: it is not known what one of them is for.
+    """
+    own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
+    shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in own}
+    ranks = None if "tensor" in checkpoint.layout.unknown else checkpoint.layout.tensor
+    by_rank = isinstance(checkpoint, OfAdapters) and checkpoint.by_rank
+    return adapters_of(fit.family.tensors(fit.arguments), shapes, ranks, by_rank=by_rank)
