@@ -8,6 +8,7 @@ of its linear); core_v0.7.0 to 0.19.2.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -100,6 +101,22 @@ _FRAME = {
     ))
 }  # fmt: skip
 
+# MIMO registers its towers and what projects their answers before the language model (mimo/model/base.py,
+# mimo/submodules/base.py, core_v0.14.0 to 0.19.2), under names that a user gives.
+_OF_MIMO = (
+    (re.compile(r"^modality_submodules\.\w+\.encoders\.\w+\."), "vision_model."),
+    (re.compile(r"^modality_submodules\.\w+\.input_projections\.\d+\."), "vision_projection."),
+)
+
+
+def _rank_in_frame(item: str, prefix: str) -> int | None:
+    """Where an item stands among all that are known; `prefix`: of the language model."""
+    for expression, part in _OF_MIMO:
+        if match := expression.match(item):
+            rank = _FRAME.get(part + item[match.end() :])
+            return None if rank is None else rank - len(_FRAME)
+    return _FRAME.get(item.removeprefix(prefix))
+
 
 class ParameterOrder(Protocol):
     """A witness of the registration order."""
@@ -134,9 +151,9 @@ class KnownOrder:
     def frame(self, items: Sequence[str]) -> list[str] | None:
         """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""
         prefix = max(map(language_prefix, items), default="")
-        ranks = {item: _FRAME.get(item.removeprefix(prefix)) for item in items}
-        known = [(rank, item) for item, rank in ranks.items() if rank is not None]
-        return [item for _, item in sorted(known)] if len(known) == len(items) else None
+        ranks = {rank: item for item in items if (rank := _rank_in_frame(item, prefix)) is not None}
+        # Of two towers with parts of the same name, none says which was registered first.
+        return [item for _, item in sorted(ranks.items())] if len(ranks) == len(items) else None
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """The suffixes of one layer in registration order; None if this witness does not know them all."""

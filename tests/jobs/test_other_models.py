@@ -18,8 +18,9 @@ from tests.harness.programs import Programs
 
 ITERATION = "iter_0000004"
 PROGRAM = RANK_SCRIPTS / "other_models.py"
-# What wrote it, and what goes on from there: tensor and pipeline parallel size. T5 has one stage (pretrain_t5.py).
-MODELS = {"bert": ((1, 4), (2, 2)), "t5": ((2, 1), (4, 1)), "llava": ((2, 2), (1, 4))}
+# What wrote it, and what goes on from there: tensor and pipeline parallel size. T5 and MIMO have one stage
+# (pretrain_t5.py; without grids of their own, MIMO's towers would stand on every stage).
+MODELS = {"bert": ((1, 4), (2, 2)), "t5": ((2, 1), (4, 1)), "llava": ((2, 2), (1, 4)), "mimo": ((4, 1), (2, 1))}
 # A sidecar is the same for all; of the others each has shown what it asks a checkpoint for.
 WAYS = [("bert", "with a sidecar"), *((model, way) for model in MODELS for way in ("without one", "legacy"))]
 WAYS += [("bert", "torch_dist"), ("t5", "torch_dist")]

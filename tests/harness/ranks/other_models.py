@@ -1,4 +1,4 @@
-"""A training program on Megatron Core alone with a model that is no plain GPT: BERT, T5 or LLaVA, of the local spec.
+"""A training program on Megatron Core alone with a model that is no plain GPT: BERT, T5, LLaVA, MIMO; local spec.
 
 argv: the model, tensor and pipeline parallel size, the folder to load or "none", the folder to save or "none". It loads
 `torch_dist` and the legacy files, as Megatron's training does, saves `torch_dist` with the arguments that Megatron's
@@ -16,10 +16,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
 from megatron.core.models.bert.bert_model import BertModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.models.mimo import MimoModel, MimoModelConfig
+from megatron.core.models.mimo.submodules.vision import VisionModalitySubmodules
 from megatron.core.models.multimodal.llava_model import LLaVAModel
 from megatron.core.models.T5 import t5_spec
 from megatron.core.models.T5.t5_model import T5Model
 from megatron.core.models.vision.clip_vit_model import CLIPViTModel
+from megatron.core.models.vision.multimodal_projector import MultimodalProjector
 from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -27,6 +31,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
 kind, tensor, pipeline, source, target = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:6]
@@ -61,15 +66,42 @@ def t5() -> torch.nn.Module:
     return T5Model(config, encoder, *specs, VOCABULARY, POSITIONS, position_embedding_type="relative", **tied)
 
 
-def llava() -> torch.nn.Module:
-    """As `pretrain_vlm.py` builds it (core_v0.19.0)."""
+def tower() -> tuple[TransformerConfig, TransformerConfig, MLPSubmodules]:
+    """What sees, what projects its answer, and the linears of that."""
     # Without Apex and Transformer Engine it would take torch's own norm, which does not know Megatron's arguments.
     CLIPViTModel.__init__.__defaults__ = (WrappedTorchNorm, WrappedTorchNorm, *CLIPViTModel.__init__.__defaults__[2:])
     vision, projector = deepcopy(config), deepcopy(config)
     vision.num_layers, vision.hidden_size, vision.ffn_hidden_size, vision.kv_channels = 2, 16, 64, 4
     vision.vision_model_type, vision.pipeline_model_parallel_size = "clip", 1
     projector.ffn_hidden_size, projector.pipeline_model_parallel_size = 48, 1
-    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return vision, projector, MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+
+
+def mimo() -> torch.nn.Module:
+    """As examples/mimo/model_providers/llava_vlm.py builds it (core_v0.19.0), with Core's own vision model."""
+    vision, projector, linears = tower()
+    sees = {
+        "transformer_config": vision, "transformer_layer_spec": get_vit_layer_with_local_spec(), "patch_dim": 2,
+        "img_h": 4, "img_w": 4,
+    }  # fmt: skip
+    projects = {"config": projector, "submodules": linears, "projector_type": "mlp", "input_size": 16}
+    images = {
+        "encoders": {"clip": ModuleSpec(CLIPViTModel, params=sees)},
+        "input_projections": [ModuleSpec(MultimodalProjector, params=projects)],
+    }
+    speaks = {
+        "config": config, "transformer_layer_spec": get_gpt_layer_local_spec(), "vocab_size": VOCABULARY,
+        "max_sequence_length": POSITIONS, "pre_process": first, "post_process": last,
+    }  # fmt: skip
+    parts = {"images": ModuleSpec(VisionModalitySubmodules, submodules=images)}
+    made = MimoModel(MimoModelConfig(ModuleSpec(GPTModel, params=speaks), parts, {"images": VOCABULARY - 1}))
+    made.share_embeddings_and_output_weights = False  # Megatron's schedules ask for it
+    return made
+
+
+def llava() -> torch.nn.Module:
+    """As `pretrain_vlm.py` builds it (core_v0.19.0)."""
+    vision, projector, linears = tower()
     return LLaVAModel(
         config, get_gpt_layer_local_spec(), VOCABULARY, POSITIONS, vision, get_vit_layer_with_local_spec(), False,
         projector, linears, "mlp", pre_process=first, post_process=last, add_encoder=first, img_h=4, img_w=4,
@@ -77,7 +109,7 @@ def llava() -> torch.nn.Module:
     )  # fmt: skip
 
 
-model = {"bert": bert, "t5": t5, "llava": llava}[kind]()
+model = {"bert": bert, "t5": t5, "llava": llava, "mimo": mimo}[kind]()
 buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
 for parameter in model.parameters():
     tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -90,12 +122,12 @@ metadata = {
 world = torch.distributed.get_world_size()
 whole = {"model": model.sharded_state_dict(metadata=metadata)}
 arguments = {
-    "num_layers": LAYERS, "encoder_num_layers": {"t5": ENCODER_LAYERS, "llava": 2}.get(kind, LAYERS),
+    "num_layers": LAYERS, "encoder_num_layers": {"t5": ENCODER_LAYERS, "llava": 2, "mimo": 2}.get(kind, LAYERS),
     "hidden_size": 32, "num_attention_heads": 4, "ffn_hidden_size": 128, "padded_vocab_size": VOCABULARY,
     "max_position_embeddings": POSITIONS, "bf16": True, "tensor_model_parallel_size": tensor,
     "pipeline_model_parallel_size": pipeline, "virtual_pipeline_model_parallel_size": None, "world_size": world,
     "data_parallel_size": world // (tensor * pipeline), "context_parallel_size": 1, "expert_model_parallel_size": 1,
-    "transformer_impl": "local", "untie_embeddings_and_output_weights": kind == "llava", "swiglu": False,
+    "transformer_impl": "local", "untie_embeddings_and_output_weights": kind in ("llava", "mimo"), "swiglu": False,
     "accumulate_allreduce_grads_in_fp32": True, "use_distributed_optimizer": True, "overlap_grad_reduce": False,
     "num_experts": None, "dist_ckpt_strictness": "assume_ok_unexpected", "num_distributed_optimizer_instances": 1,
 }  # fmt: skip
