@@ -224,7 +224,8 @@ class Transfer:
     ) -> torch.Tensor:
         if isinstance(extent, Scaled):
             codes, scales = (partial(self._read_one, self.locate(part)) for part in (extent.codes, extent.scales))
-            return torch.cat([decode(extent, first + row * stride, length, codes, scales) for row in range(count)])
+            rows = [decode(extent, first + row * stride, length, codes, scales) for row in range(count)]
+            return rows[0] if count == 1 else torch.cat(rows)
         if isinstance(extent, Rearranged):
             return self._read_rearranged(payload, first, length, count, stride, extent)
         size = payload.dtype.itemsize

@@ -18,6 +18,7 @@ from mcore_ckpt_ext.families.settings import (
     Same,
     Setting,
     Size,
+    checked_size,
     misfits,
     unrepresentable,
 )
@@ -164,7 +165,8 @@ def _shared() -> Setting:
         return {"n_shared_experts": size // arguments.moe_ffn_hidden_size}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        return {"moe_shared_expert_intermediate_size": config["n_shared_experts"] * config["moe_intermediate_size"]}
+        count = checked_size("n_shared_experts", config["n_shared_experts"])
+        return {"moe_shared_expert_intermediate_size": count * config["moe_intermediate_size"]}
 
     def why_not(arguments: ModelArguments) -> list[str]:
         size = arguments.moe_shared_expert_intermediate_size

@@ -170,6 +170,9 @@ class Family:
             experts, chosen = found.get("num_experts"), found.get("moe_router_topk")
             if experts and chosen and chosen > experts:
                 raise ValueError(f"{chosen} experts for each token, of {experts}")
+            by_softmax = found.get("moe_router_score_function", "softmax") == "softmax"
+            if experts and chosen == 1 and by_softmax and not found.get("moe_router_pre_softmax"):
+                raise ValueError("one expert for each token, whose gate is normalised to 1: Megatron has no such")
             return complete(JobArguments.of(found, source="config.json"))
         except (KeyError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
             raise UnsupportedCheckpointError(

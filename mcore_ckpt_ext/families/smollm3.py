@@ -17,7 +17,7 @@ from mcore_ckpt_ext.families.common_settings import (
 )
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Same
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Same, unrepresentable
 
 
 def _rotated(arguments: ModelArguments) -> dict[str, Any]:
@@ -31,6 +31,9 @@ def _rotated(arguments: ModelArguments) -> dict[str, Any]:
 def _skipping(config: Config) -> dict[str, Any]:
     interval, layers = config.get("no_rope_layer_interval", 4), range(config["num_hidden_layers"])
     rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in layers]
+    if len(rotated) < len(layers):
+        raise unrepresentable("no_rope_layers", rotated, f"an entry for each of {len(layers)} layers")
+    rotated = rotated[: len(layers)]  # what follows is of no layer
     return {"no_rope_freq": [1 - int(bool(one)) for one in rotated]}
 
 

@@ -7,6 +7,7 @@ multiplies in float32 and rounds once; `convert_moe_packed_tensors` (integration
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -59,13 +60,18 @@ def _in_one_row(extent: Scaled, first: int, count: int, codes: ReadCodes, scales
 
 
 def _whole_rows(extent: Scaled, row: int, rows: int, codes: ReadCodes, scales: ReadCodes) -> torch.Tensor:
-    height, width = extent.block
-    across = _across(extent)
-    bands = range(row // height, -(-(row + rows) // height))
-    grid = _values(extent, scales(bands.start * across, len(bands) * across)).view(-1, across)
-    by_column = grid.repeat_interleave(min(width, extent.columns), dim=1)[:, : extent.columns]
-    by_row = by_column[torch.arange(row, row + rows) // height - bands.start]
-    return (_read(extent, row * extent.columns, by_row.numel(), codes).view_as(by_row) * by_row).view(-1)
+    """Numbers are multiplied where they lie, band by band: each further pass over them costs as much as reading."""
+    (height, width), columns, across = extent.block, extent.columns, _across(extent)
+    first, last = row // height, -(-(row + rows) // height)
+    grid = _values(extent, scales(first * across, (last - first) * across)).view(-1, across)
+    spread = grid if across == 1 else grid.repeat_interleave(width, dim=1)[:, :columns]
+    found = _read(extent, row * columns, rows * columns, codes).view(rows, columns)
+    if height == 1:
+        found *= spread
+    else:
+        for band, of_band in zip(range(first, last), spread, strict=True):
+            found[max(band * height - row, 0) : (band + 1) * height - row] *= of_band
+    return found.view(-1)
 
 
 def _across(extent: Scaled) -> int:
@@ -73,7 +79,20 @@ def _across(extent: Scaled) -> int:
 
 
 def _read(extent: Scaled, first: int, count: int, codes: ReadCodes) -> torch.Tensor:
-    return _unpacked(first, count, codes) if extent.packed else codes(first, count).float()
+    """Numbers in memory of their own, not yet scaled."""
+    if extent.packed:
+        return _unpacked(first, count, codes)
+    found = codes(first, count)
+    # Looked up, for torch's own conversion of fp8 takes five times as long on a CPU (2.13, measured).
+    if found.dtype.itemsize == 1 and found.is_floating_point():
+        return _numbers_of(found.dtype).index_select(0, found.view(torch.uint8).int())
+    return found.to(torch.float32, copy=True)
+
+
+@cache
+def _numbers_of(dtype: torch.dtype) -> torch.Tensor:
+    """The number of each code of one byte."""
+    return torch.arange(1 << 8, dtype=torch.uint8).view(dtype).float()
 
 
 def _values(extent: Scaled, scales: torch.Tensor) -> torch.Tensor:

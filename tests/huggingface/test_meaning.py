@@ -339,3 +339,23 @@ def test_whether_embeddings_are_tied_is_true_or_false() -> None:
     """As text, "false" would be true; transformers refuses it, too."""
     with pytest.raises(UnsupportedCheckpointError, match="tie_word_embeddings; found: false; expected: true or false"):
         family_of("llama").arguments(configuration("llama", tie_word_embeddings="false"))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "told"),
+    [
+        ("mixtral", {"num_experts_per_tok": 1}, "whose gate is normalised to 1"),
+        ("qwen3_moe", {"num_experts_per_tok": 1, "norm_topk_prob": True}, "whose gate is normalised to 1"),
+        ("deepseek_v3", {"n_shared_experts": 0}, "n_shared_experts"),
+        ("smollm3", {"no_rope_layers": [1]}, "an entry for each of 2 layers"),
+    ],
+)
+def test_what_no_job_starts_with_is_refused(name: str, keys: dict[str, Any], told: str) -> None:
+    """Megatron's own configuration refuses it, or transformers ends with an index that is out of range."""
+    with pytest.raises(UnsupportedCheckpointError, match=told):
+        family_of(name).arguments(configuration(name, **keys))
+
+
+def test_entries_that_are_of_no_layer() -> None:
+    found = family_of("smollm3").arguments(configuration("smollm3", no_rope_layers=[1, 0, 0]))
+    assert found.no_rope_freq == [0, 1]
