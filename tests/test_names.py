@@ -26,6 +26,7 @@ from mcore_ckpt_ext.model_space.names import (
     own_name,
     parse,
     parse_own,
+    part_names,
     spelled_as_in,
     split_layer,
     split_parameters,
@@ -56,6 +57,9 @@ NAMES = st.one_of(
 )  # fmt: skip
 
 
+VERSIONS = st.sampled_from([(0, 18), (0, 19)])
+
+
 @given(NAMES)
 def test_what_is_parsed_is_formatted_again(name: ParameterName) -> None:
     assert parse(str(name)) == name
@@ -71,14 +75,14 @@ def test_a_sharded_key_gives_the_name_back(name: ParameterName, stack_layers: bo
     assert name_at(key, index) == str(name)
 
 
-@given(NAMES, st.sampled_from(LayerSpec), st.booleans(), st.integers(0, 20), st.integers(0, 20))
+@given(NAMES, st.sampled_from(LayerSpec), st.booleans(), st.integers(0, 20), st.integers(0, 20), VERSIONS)
 def test_a_rank_s_own_name_gives_the_name_back(
-    name: ParameterName, spec: LayerSpec, grouped: bool, layers: int, experts: int
+    name: ParameterName, spec: LayerSpec, grouped: bool, layers: int, experts: int, version: tuple[int, int]
 ) -> None:
     is_mapped = name.block is not None and is_language_block(name.block)
     if spec is LayerSpec.LOCAL and "_layernorm." in name.rest and is_mapped:
         return  # of that spec's own names there is no such key
-    own = own_name(name, spec, grouped)
+    own = own_name(name, spec, grouped, version)
     assert parse_own(f"module.module.{own}", spec) == name
     moved = name.counted_from(layers, experts)
     assert parse_own(own, spec).counted_from(layers, experts) == moved
@@ -95,13 +99,16 @@ def test_a_rank_s_own_name_gives_the_name_back(
 )
 def test_experts_under_a_rank_s_own_names(spec: LayerSpec, grouped: bool, own: str) -> None:
     name = "decoder.layers.3.mlp.experts.experts.5.linear_fc1.bias"
-    assert own_name(parse(name), spec, grouped) == own
+    assert own_name(parse(name), spec, grouped, (0, 19)) == own
     assert str(parse_own(own, spec)) == name
 
 
 def test_grouped_experts_have_one_extra_state() -> None:
     name = parse("decoder.layers.3.mlp.experts.experts.5.linear_fc1._extra_state")
-    assert own_name(name, LayerSpec.TRANSFORMER_ENGINE, True) == "decoder.layers.3.mlp.experts.linear_fc1._extra_state"
+    assert (
+        own_name(name, LayerSpec.TRANSFORMER_ENGINE, True, (0, 19))
+        == "decoder.layers.3.mlp.experts.linear_fc1._extra_state"
+    )
 
 
 @pytest.mark.parametrize(
@@ -248,3 +255,20 @@ def test_adapters_of_routers_and_experts_have_no_place(linear: str) -> None:
     assert [found.rank for found in adapters_of(base, shared, 1).linears] == [2]
     with pytest.raises(CheckpointError, match=f"it is not known how PEFT holds these adapters.*{linear}"):
         adapters_of(base, shared | one, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "own"),
+    [
+        ("mixer.conv1d.weight.x", (0, 18), "mixer.conv1d.weight"),
+        ("mixer.conv1d.weight.x", (0, 19), "mixer.conv1d_weight"),
+        ("mixer.in_proj.weight.dt", (0, 19), "mixer.in_proj.weight"),
+        ("self_attention.conv1d.weight.query", (0, 19), "self_attention.conv1d.weight"),
+    ],
+)
+def test_parts_are_one_parameter_of_a_rank(name: str, version: tuple[int, int], own: str) -> None:
+    spec = LayerSpec.TRANSFORMER_ENGINE
+    found = own_name(parse(f"decoder.layers.1.{name}"), spec, False, version)
+    assert found == f"decoder.layers.1.{own}"
+    whole = str(parse_own(found, spec))
+    assert f"decoder.layers.1.{name}" in part_names(whole)
