@@ -38,9 +38,7 @@ _READ_ALONG_BYTES = 4095
 # Rows as long as this are worth a call each; shorter ones pass through a cache of the processor.
 _LONG_ROW_BYTES = 1 << 13
 _ALONG_BYTES = 1 << 19
-# Rows go to their places in memory by one call, and what lies between them to where nobody looks: while that is no more
-# than the rows themselves and than this, and unless they are as short as that.
-_SKIPPED_BYTES = 1 << 13
+# Rows that follow each other in the file go to their places in memory by one call, unless they are as short as this.
 _SHORT_ROW_BYTES = 1024
 # Of each fp8 number while it is decoded.
 _DECODED_BYTES = 8
@@ -175,9 +173,9 @@ class Transfer:
             skip, step = source_stride * size, target_stride * size
             if count == 1:
                 self._reader.read_into(payload.file, offset, memory[begin : begin + row_bytes])
-            elif _SHORT_ROW_BYTES < row_bytes <= skip <= row_bytes + min(row_bytes, _SKIPPED_BYTES) and step > 0:
+            elif skip == row_bytes and row_bytes > _SHORT_ROW_BYTES and step > 0:
                 places = range(begin, begin + count * step, step)
-                self._scatter(payload.file, offset, [memory[place : place + row_bytes] for place in places], skip)
+                self._reader.scatter(payload.file, offset, [memory[place : place + row_bytes] for place in places])
             elif row_bytes < _LONG_ROW_BYTES and _are_near(length, count, source_stride, size):
                 run = target, length, count, source_stride, target_stride
                 self._read_along(payload.file, offset, destination, run)
@@ -185,13 +183,6 @@ class Transfer:
                 begins = (begin + row * step for row in range(count))
                 rows = (memory[place : place + row_bytes] for place in begins)
                 self._reader.read_rows(payload.file, offset, skip, rows)
-
-    def _scatter(self, file: str, offset: int, rows: list[memoryview], stride: int) -> None:
-        """Read rows of one length straight to their places, and along with them what lies between."""
-        if skipped := stride - len(rows[0]):
-            nowhere = _bytes_of(self._scratch_of(skipped))
-            rows = [part for row in rows for part in (row, nowhere)][:-1]
-        self._reader.scatter(file, offset, rows)
 
     def _read_along(
         self, file: str, offset: int, destination: torch.Tensor, run: tuple[int, int, int, int, int]
