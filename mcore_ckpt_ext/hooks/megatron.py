@@ -26,7 +26,7 @@ from mcore_ckpt_ext.hooks.proof import Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.hooks.resuming import taking_what_is_whole
 from mcore_ckpt_ext.hooks.shared_index import index_shared
-from mcore_ckpt_ext.hooks.torch_fsdp_feed import is_of_torch_fsdp, load_into_torch_fsdp
+from mcore_ckpt_ext.hooks.torch_fsdp_feed import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import Chain
@@ -86,6 +86,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
             return load_into_fsdp(scope, directory, stock), None
         if is_of_torch_fsdp(arguments):
             return load_into_torch_fsdp(scope, directory, chunks, optimizer, stock), None
+        advise_torch_fsdp(arguments, directory)
         if not _resumes_optimizer(scope, optimizer):
             if optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
                 agreed("looking at the checkpoint", lambda: refuse_another_kind(scope, given))

@@ -27,6 +27,7 @@ from mcore_ckpt_ext.formats.group_rule import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
 from mcore_ckpt_ext.formats.torch_dcp import NAME as TORCH_DCP
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS
+from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.drafted_feed import STEPS, DraftedFeed
 from mcore_ckpt_ext.hooks.first_look import megatron_version
 from mcore_ckpt_ext.hooks.legacy_feed import folder_named
@@ -47,6 +48,20 @@ _OPTIMIZER = "optimizer"
 def is_of_torch_fsdp(arguments: Any) -> bool:
     """Whether a job is one of torch's FSDP that keeps its checkpoints in `torch_dcp`."""
     return arguments.ckpt_format == TORCH_DCP and bool(getattr(arguments, "use_torch_fsdp2", False))
+
+
+def advise_torch_fsdp(arguments: Any, directory: str | None) -> None:
+    """Say what helps a job of torch's FSDP that keeps another format than `torch_dcp`.
+
+    Stock Megatron finds none of its optimizer's parameters in the model's sharded state dict, whose tensors are parts
+    of them, and ends with `KeyError: 0` (`get_param_id_to_sharded_param_map`, dist_checkpointing/optimizer.py, 0.19.2).
+    """
+    loads = not (arguments.no_load_optim or arguments.finetune) and folder_named(directory, arguments) is not None
+    if getattr(arguments, "use_torch_fsdp2", False) and arguments.ckpt_format != TORCH_DCP and loads:
+        announce(
+            f"stock Megatron does not load an optimizer under --use-torch-fsdp2 --ckpt-format {arguments.ckpt_format}; "
+            f"with --ckpt-format {TORCH_DCP} this package resumes a checkpoint of any format"
+        )
 
 
 def load_into_torch_fsdp(

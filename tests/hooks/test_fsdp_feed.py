@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from mcore_ckpt_ext.errors import ProofError, ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.fsdp_target import FsdpTarget
+from mcore_ckpt_ext.hooks import torch_fsdp_feed
 from mcore_ckpt_ext.hooks.drafted_reader import DraftedReader
 from mcore_ckpt_ext.hooks.fsdp_feed import load_into_fsdp
 from mcore_ckpt_ext.offline.conversion import convert
@@ -72,3 +73,19 @@ def test_pipeline_stages_are_refused() -> None:
 def test_its_own_format_is_left_to_stock() -> None:
     arguments = Namespace(ckpt_step=None, non_persistent_ckpt_type=None)
     assert load_into_fsdp({"get_args": lambda: arguments}, str(fixture_named("p50").run), lambda: "stock") == "stock"
+
+
+@pytest.mark.parametrize(
+    ("own", "says"), [("torch_dist", True), ("torch_dcp", False)], ids=["another format", "its own format"]
+)
+def test_jobs_of_torch_fsdp_are_told_what_helps(own: str, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch_fsdp_feed, "announce", said.append)
+    arguments = Namespace(
+        use_torch_fsdp2=True, ckpt_format=own, no_load_optim=False, finetune=False, ckpt_step=None,
+        non_persistent_ckpt_type=None,
+    )  # fmt: skip
+    torch_fsdp_feed.advise_torch_fsdp(arguments, str(fixture_named("p10").run))
+    assert [line.partition("; ")[2] for line in said] == [
+        "with --ckpt-format torch_dcp this package resumes a checkpoint of any format"
+    ] * says
