@@ -47,28 +47,31 @@ def main() -> int:
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # of the theme, about a release of MkDocs that is not used here
     started = time.monotonic()
     log = REPOSITORY / ".venv-install.log"
-    try:
-        python = prepared(REPOSITORY / ".venv", "demo,test,docs", log)
-        with ThreadPoolExecutor(1) as executor:
+    with ThreadPoolExecutor(1) as executor:  # for what concerns ColossalAI, beside all else
+        try:
+            python = prepared(REPOSITORY / ".venv", "demo,test,docs", log)
             other = None if quick else executor.submit(prepared_beside, python, REPOSITORY / ".venv-colossalai", log)
             status = _checks(python)
             beside = other and other.result()
-    except SetupError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(f"installed and checked in {time.monotonic() - started:.0f} s", flush=True)
-    if status:
-        return status
-    # All processes share what they unpack of tests/data (tests/harness/checkpoints.py).
-    with tempfile.TemporaryDirectory(prefix="checkpoints-") as unpacked:
-        os.environ["TEST_DATA_UNPACKED"] = unpacked
-        if beside is None:
-            return _pytest(python, [*BALANCED, f"--ignore={JOBS}"])
-        if not arguments:
+        except SetupError as error:
+            print(error, file=sys.stderr)
+            return 2
+        print(f"installed and checked in {time.monotonic() - started:.0f} s", flush=True)
+        if status:
+            return status
+        # All processes share what they unpack of tests/data (tests/harness/checkpoints.py).
+        with tempfile.TemporaryDirectory(prefix="checkpoints-") as unpacked:
+            os.environ["TEST_DATA_UNPACKED"] = unpacked
+            if beside is None:
+                return _pytest(python, [*BALANCED, f"--ignore={JOBS}"]).returncode
+            if arguments:
+                named = beside if any(COLOSSALAI in argument for argument in arguments) else python
+                return _pytest(named, arguments).returncode
             # The main environment leaves ColossalAI's tests out by itself.
-            statuses = [_pytest(beside, [*IN_TURN, COLOSSALAI]), _pytest(python, IN_TURN)]
+            of_colossalai = executor.submit(_pytest, beside, [COLOSSALAI], stdout=subprocess.PIPE)
+            statuses = [_pytest(python, IN_TURN).returncode, of_colossalai.result().returncode]
+            print(of_colossalai.result().stdout, end="", flush=True)
             return next((status for status in statuses if status), 0)
-        return _pytest(beside if any(COLOSSALAI in argument for argument in arguments) else python, arguments)
 
 
 def _checks(python: Path) -> int:
@@ -86,10 +89,10 @@ def _checks(python: Path) -> int:
     return next((check.result().returncode for check in running if check.result().returncode), 0)
 
 
-def _pytest(python: Path, arguments: Sequence[str]) -> int:
-    print("== pytest", flush=True)
+def _pytest(python: Path, arguments: Sequence[str], stdout: int | None = None) -> subprocess.CompletedProcess[str]:
+    print("== pytest", *arguments, flush=True)
     command = [python, "-m", "pytest", "-rs", "--durations=15", *arguments]
-    return subprocess.run(command, cwd=REPOSITORY, check=False).returncode
+    return subprocess.run(command, cwd=REPOSITORY, check=False, text=True, stdout=stdout)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness.checkpoints import CORRUPTED, FLAT, INTACT, Fixture, fixture_named
+from tests.harness.made_once import made_once
 
 
 def pytest_collection_finish() -> None:
@@ -44,4 +45,5 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A folder of every Hugging Face model, in fp32, by name."""
     from tests.harness import huggingface  # transformers takes seconds to import
 
-    return huggingface.make_all(tmp_path_factory.mktemp("models"))
+    folder = made_once(tmp_path_factory, "models", huggingface.make_all)
+    return {name: folder / name for name in huggingface.CONFIGS}

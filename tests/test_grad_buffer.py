@@ -10,9 +10,6 @@ from hypothesis import strategies as st
 from mcore_ckpt_ext.layout.grad_buffer import BufferParameter, PackingRule, pack
 from tests.harness.checkpoints import CORRUPTED, INTACT, fixture_named
 
-distributed = pytest.importorskip("megatron.core.distributed", reason="needs megatron-core 0.18 or later")
-optimizer = pytest.importorskip("megatron.core.optimizer.distrib_optimizer")
-
 
 @settings(max_examples=300, deadline=None)
 @given(
@@ -24,6 +21,9 @@ optimizer = pytest.importorskip("megatron.core.optimizer.distrib_optimizer")
 def test_equals_megatrons_own_layout(
     parameters: list[BufferParameter], bucket_size: int | None, data_parallel: int, high_bandwidth: bool
 ) -> None:
+    # Imported here, for it takes seconds.
+    distributed = pytest.importorskip("megatron.core.distributed", reason="needs megatron-core 0.18 or later")
+    optimizer = pytest.importorskip("megatron.core.optimizer.distrib_optimizer")
     live = []
     for parameter in parameters:
         tensor = torch.nn.Parameter(torch.empty(parameter.numel, device="meta"))

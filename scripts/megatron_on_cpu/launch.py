@@ -50,7 +50,7 @@ TIMED_OUT = 124
 """The return code of a run that was stopped at its time limit, as of coreutils' ``timeout``."""
 
 _SCRIPTS = Path(__file__).parents[1]
-_RANK_OF_LINE = re.compile(r"\[rank (\d+)\] ")
+RANK_OF_LINE = re.compile(r"\[rank (\d+)\] ")
 # One thread per rank, no compiler: eight ranks share a small machine, and results must not depend on it.
 _ENVIRONMENT = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
@@ -148,7 +148,7 @@ def _collect(stream: TextIO, log: TextIO, echo: TextIO | None, shown_ranks: set[
     for line in stream:
         lines.append(line)
         log.write(line)
-        rank = _RANK_OF_LINE.match(line)
+        rank = RANK_OF_LINE.match(line)
         if echo is not None and (rank is None or int(rank[1]) in shown_ranks):
             echo.write(line)
             echo.flush()

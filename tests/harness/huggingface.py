@@ -180,11 +180,10 @@ def add_further_layer(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
 
 
-def make_all(root: Path) -> dict[str, Path]:
+def make_all(root: Path) -> None:
     """A folder of every model below `root`, in fp32."""
     for name in CONFIGS:
         make(name, root / name)
-    return {name: root / name for name in CONFIGS}
 
 
 def torch_dist(name: str, transformer_impl: Any = None) -> TorchDist:
@@ -198,6 +197,20 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     for file in folder.glob("*.safetensors"):
         found |= load_file(file)
     return found
+
+
+def dequantised_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What transformers makes of fp8 weights in blocks. Its module takes seconds to import."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    return Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
+
+
+def dequantised_experts(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """What transformers makes of experts in four bits."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    return convert_moe_packed_tensors(blocks, scales)
 
 
 def assert_same_tensors(one: Path, other: Path) -> None:

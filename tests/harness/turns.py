@@ -6,6 +6,7 @@ A job costs less than starting its ranks. They must be of the same number of ran
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -111,19 +112,29 @@ def run_in_turn(
     )
     assert result.returncode == 0, result.output[-6000:]
     results = Results(turns, of_checkout)
-    results.update({turn.folder.name: _of(turn.folder.name, ranks, result) for turn in turns})
+    results.update(_by_name(result))
+    assert results.keys() == {turn.folder.name for turn in turns}
     return results
 
 
-def _of(name: str, ranks: int, result: launch.RunResult) -> launch.RunResult:
-    """What the ranks printed in one turn, and the code that they ended it with."""
-    lines, codes = [], set()
-    for rank in range(ranks):
-        mark = f"[rank {rank}] "
-        own = [line for line in result.output.splitlines(keepends=True) if line.startswith(mark)]
-        first = next(n for n, line in enumerate(own) if line.strip() == f"{mark}{STARTS}{name}")
-        last = next(n for n in range(first, len(own)) if own[n].startswith(mark + ENDS))
-        codes.add(int(own[last].removeprefix(mark + ENDS)))
-        lines += own[first + 1 : last]
-    (code,) = codes
-    return launch.RunResult(code, "".join(lines), result.seconds)
+def _by_name(result: launch.RunResult) -> dict[str, launch.RunResult]:
+    """What the ranks printed in each turn, one rank after the other, and the code that they ended it with."""
+    printed: defaultdict[str, defaultdict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    codes: defaultdict[str, set[int]] = defaultdict(set)
+    turn_of: dict[int, str] = {}
+    for line in result.output.splitlines(keepends=True):
+        if not (mark := launch.RANK_OF_LINE.match(line)):
+            continue
+        rank, text = int(mark[1]), line[mark.end() :]
+        if text.startswith(STARTS):
+            turn_of[rank] = text.removeprefix(STARTS).strip()
+        elif text.startswith(ENDS):
+            codes[turn_of.pop(rank)].add(int(text.removeprefix(ENDS)))
+        elif rank in turn_of:
+            printed[turn_of[rank]][rank].append(line)
+    results = {}
+    for name, of_ranks in printed.items():
+        (code,) = codes[name]
+        lines = [line for _, own in sorted(of_ranks.items()) for line in own]
+        results[name] = launch.RunResult(code, "".join(lines), result.seconds)
+    return results

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2Config
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
@@ -320,7 +321,7 @@ def test_the_family_that_contributing_shows(models: dict[str, Path], tmp_path: P
 def test_matrices_that_lie_the_other_way_round_in_small_blocks(tmp_path: Path) -> None:
     """GPT-2's matrices are read and written in blocks that begin and end within their rows and columns."""
     config = GPT2Config(vocab_size=50, n_embd=168, n_layer=1, n_head=6, n_positions=16)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
     for source, target, form in (("model", "run", "torch_dist"), ("run", "back", "hf"), ("back", "more", "legacy")):
         report = mcore_ckpt_ext.convert(tmp_path / source, tmp_path / target, TARGETS[form](), memory_limit=1)
         assert report.peak_memory == 16 * (1 << 16)

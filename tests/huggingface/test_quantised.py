@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
@@ -18,7 +16,7 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.planning.extents import RawArray, Scaled
 from mcore_ckpt_ext.storage import scaled
 from mcore_ckpt_ext.storage.scaled import decode
-from tests.harness.huggingface import make, tensors, torch_dist
+from tests.harness.huggingface import dequantised_blocks, dequantised_experts, make, tensors, torch_dist
 
 FP8 = torch.float8_e4m3fn
 COMPRESSED = {
@@ -51,7 +49,7 @@ def quantise(folder: Path, how: str) -> dict[str, torch.Tensor]:
         codes, scales = by_blocks(tensor, height, width)
         if how == "blocks":
             stored[f"{name}_scale_inv"] = scales
-            expected[name] = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)
+            expected[name] = dequantised_blocks(codes, scales)
         else:
             scales = (scales if how == "channel" else scales.view(1)).bfloat16()
             stored |= {f"{name}_scale": scales, name.replace(".weight", ".input_scale"): torch.ones(1)}
@@ -147,7 +145,7 @@ def test_four_bit_floats_are_those_of_transformers() -> None:
     experts, rows, groups = 2, 3, 4
     blocks = torch.randint(0, 256, (experts, rows, groups, 16), dtype=torch.uint8, generator=generator)
     scales = torch.randint(100, 140, (experts, rows, groups), dtype=torch.uint8, generator=generator)
-    expected = convert_moe_packed_tensors(blocks, scales).transpose(1, 2).reshape(-1)
+    expected = dequantised_experts(blocks, scales).transpose(1, 2).reshape(-1)
     nowhere = RawArray("", 0, 0, "uint8", 0)
     extent = Scaled(nowhere, nowhere, experts * rows, groups * 32, (1, 32), "bfloat16", packed=True)
     for first, count in ((0, expected.numel()), (5, 200), (31, 2), (127, 130)):
@@ -175,7 +173,7 @@ def test_experts_of_gpt_oss(tmp_path: Path) -> None:
             blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
             scales = torch.randint(120, 130, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator)
             stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            expected[name] = convert_moe_packed_tensors(blocks, scales).contiguous()
+            expected[name] = dequantised_experts(blocks, scales).contiguous()
     save_file(stored, folder / "model.safetensors")
     mcore_ckpt_ext.convert(folder, tmp_path / "run", torch_dist("gpt_oss"), memory_limit=1)
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace(), memory_limit=1)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,19 +9,18 @@ import pytest
 
 from tests.harness.jobs import LAST, Job, train_and_save
 from tests.harness.layouts import Layout
+from tests.harness.made_once import made_once
 from tests.harness.models import LLAMA
 
 
 def saved_once(factory: pytest.TempPathFactory, name: str, layout: Layout, **options: Any) -> Job:
-    """A job that trains and saves; of several processes that share the tests, whichever needs it first runs it."""
-    own = factory.getbasetemp()
-    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
-    folder, output = shared / name, shared / f"{name}.output"
-    with (shared / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not output.exists():
-            output.write_text(train_and_save(folder, layout, records_buffers=True, **options).output)
-    return Job(folder, layout, output.read_text())
+    """A job that trains and saves."""
+
+    def train(folder: Path) -> None:
+        (folder / "output").write_text(train_and_save(folder, layout, records_buffers=True, **options).output)
+
+    folder = made_once(factory, name, train)
+    return Job(folder, layout, (folder / "output").read_text())
 
 
 @pytest.fixture(scope="session")

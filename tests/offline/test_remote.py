@@ -21,13 +21,14 @@ from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import Fixture, fixture_named
 
 upath = pytest.importorskip("upath", reason="universal_pathlib is not installed")
-MOTO = pytest.importorskip("moto.server", reason="moto[server] is not installed")
-pytest.importorskip("s3fs", reason="s3fs is not installed")
 
 
 @pytest.fixture(scope="module")
 def s3_server() -> Iterator[str]:
-    server = MOTO.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    # Imported here, for it takes a second.
+    pytest.importorskip("s3fs", reason="s3fs is not installed")
+    moto = pytest.importorskip("moto.server", reason="moto[s3] is not installed")
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
     server.start()
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
