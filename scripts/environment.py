@@ -30,7 +30,8 @@ class SetupError(RuntimeError):
 def prepared(folder: Path, extras: str, log: Path) -> Path:
     """The interpreter of a virtual environment in `folder` that holds this package with some of its extras.
 
-    An environment made earlier is used again; pip then finds everything in place.
+    An environment made earlier is used again; pip then finds everything in place. Programs that are started hereafter
+    keep what they compile, whatever the user's own environment says.
 
     Args:
         folder: where the environment is, or will be.
@@ -40,6 +41,8 @@ def prepared(folder: Path, extras: str, log: Path) -> Path:
     Raises:
         SetupError: no fitting interpreter, or the installation failed.
     """
+    # What is installed is compiled once, when it is first imported, by whichever program.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     python = folder / "bin" / "python"
     if not python.exists():
         # Python 3.12's own pip takes three times as long to see which releases fit.
@@ -74,7 +77,7 @@ def prepared_beside(base: Path, folder: Path, log: Path) -> Path:
 
 
 def _pip_install(python: Path, log: Path, *what: str) -> None:
-    # Most of what is installed is never imported; the rest is compiled when it is.
+    # Most of what is installed is never imported, and need not be compiled.
     command = [str(python), "-m", "pip", "install", "--disable-pip-version-check", "--no-compile", *what]
     with log.open("w") as output:
         done = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, check=False)
