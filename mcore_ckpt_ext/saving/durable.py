@@ -78,8 +78,7 @@ class Disk:
     def discard(self, folders: Iterable[Path]) -> None:
         """Remove what is left of saves that failed; of one that resists, the file that makes it whole."""
         for folder in folders:
-            with contextlib.suppress(OSError):
-                (folder / CONFIG_FILE).unlink(missing_ok=True)
+            self.remove(folder / CONFIG_FILE)
             shutil.rmtree(folder, ignore_errors=True)
 
     def copy(self, source: Path, target: Path) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from types import MappingProxyType
 from typing import Protocol
 
 from mcore_ckpt_ext.online.background import Report
@@ -24,16 +23,14 @@ class State(Enum):
     FAILED = "failed"  # what was left of it is gone, and every rank knows
 
 
-FOLLOWS: Mapping[State, frozenset[State]] = MappingProxyType(
-    {
-        State.PLANNED: frozenset((State.WRITING, State.FAILED)),
-        State.WRITING: frozenset((State.FINALISED, State.FAILED)),
-        State.FINALISED: frozenset((State.PUBLISHING,)),
-        State.PUBLISHING: frozenset((State.TOLD, State.FAILED)),
-        State.TOLD: frozenset(),
-        State.FAILED: frozenset(),
-    }
-)
+FOLLOWS: Mapping[State, frozenset[State]] = {
+    State.PLANNED: frozenset((State.WRITING, State.FAILED)),
+    State.WRITING: frozenset((State.FINALISED, State.FAILED)),
+    State.FINALISED: frozenset((State.PUBLISHING,)),
+    State.PUBLISHING: frozenset((State.TOLD, State.FAILED)),
+    State.TOLD: frozenset(),
+    State.FAILED: frozenset(),
+}
 """What each state may lead to."""
 
 

@@ -150,8 +150,7 @@ class MegatronWriters:
         return queue._get_async_caller() if getattr(queue, "persistent", False) else None
 
     def _watch_of(self, caller: Any) -> ProcessWatch | None:
-        process = _process_of(caller)
-        if process is None:
+        if (process := _process_of(caller)) is None:
             return None
         known = self._watches.get(process.pid)
         if known is None or known.process is not process:
@@ -177,8 +176,7 @@ class MegatronWriters:
 
     def _end(self, caller: Any) -> None:
         """Kill a caller's process, and make sure that nobody waits for what it leaves behind."""
-        process = _process_of(caller)
-        if process is not None:
+        if (process := _process_of(caller)) is not None:
             self._watches.pop(process.pid, None)
             process.kill()
         for name in ("queue", "preload_q", "comp_q"):
