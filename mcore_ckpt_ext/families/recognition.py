@@ -118,10 +118,11 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     """The family that `config.json` names.
 
     Raises:
-        UnsupportedCheckpointError: none here.
+        UnsupportedCheckpointError: none here; or its class is that of another family.
     """
     for family in FAMILIES:
         if config.get("model_type") == family.model_type:
+            _check_class(family, config.get("architectures"), where)
             return family
     if why := NOT_IN_MEGATRON.get(str(config.get("model_type"))):
         raise UnsupportedCheckpointError(
@@ -135,6 +136,21 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
         where=where,
         helps="write its family (CONTRIBUTING.md shows how) and name it: mcore-ckpt convert --family path.py:Name",
     )
+
+
+def _check_class(family: Family, classes: object, where: str) -> None:
+    """Some readers go by `model_type`, others by `architectures`: the two must not name different families.
+
+    A class that no family here has may be a head, or a class of the folder's own code.
+    """
+    others = {one.architecture: one.name for one in FAMILIES if one.architecture != family.architecture}
+    for name in classes if isinstance(classes, list) else ():
+        if isinstance(name, str) and name in others:
+            raise UnsupportedCheckpointError(
+                "config.json names two families", found=f"model_type {family.model_type}, architectures {name}",
+                expected=family.architecture, where=where,
+                helps=f"say which it is: --family {family.name}, or --family {others[name]}",
+            )  # fmt: skip
 
 
 def family_of_megatron(

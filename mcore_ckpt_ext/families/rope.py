@@ -13,9 +13,10 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import shortened
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.settings import Both, Config, Setting, misfits, unrepresentable
+from mcore_ckpt_ext.families.settings import Both, Config, Setting, contradictory, misfits, unrepresentable
 
 KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
+_NESTED = ("rope_scaling", "rope_parameters")
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _PART = "partial_rotary_factor"
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
@@ -35,25 +36,37 @@ _OF_KIND = {
 def rope_parameters(config: Config, theta: float = 10000.0, ignored: Collection[str] = ()) -> dict[str, Any]:
     """RoPE as `config.json` says it, with `rope_theta` and `rope_type`; keys without a value are left out.
 
-    Until transformers 4 in `rope_theta` and `rope_scaling` (there `type` before 4.43), since 5 in `rope_parameters`: of
-    both, the first counts (`convert_rope_params_to_dict`). Some keys may be `ignored`.
+    Until transformers 4 in `rope_theta` and `rope_scaling` (there `type` before 4.43), since 5 in `rope_parameters`. Of
+    both, transformers takes one without a word (`convert_rope_params_to_dict`): here they have to say the same. Some
+    keys may be `ignored`.
 
     Raises:
-        UnsupportedCheckpointError: a kind of scaling, or a key of it, that Megatron has no arguments for.
+        UnsupportedCheckpointError: a kind of scaling, or a key of it, that Megatron has no arguments for; a
+            contradiction.
     """
-    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(given, Mapping):
-        raise unrepresentable("rope_scaling", shortened(repr(given)), "keys with values, or null")
-    found = {key: value for key, value in given.items() if value is not None and key not in ignored}
-    old = found.pop("type", "default")
-    found = {"rope_theta": config.get("rope_theta", theta), "rope_type": old, **found}
-    if (part := config.get(_PART)) is not None and found.setdefault(_PART, part) != part:
-        raise unrepresentable(_PART, f"{part}, and {found[_PART]} among rope_parameters", "one value")
+    given = {key: config[key] for key in _NESTED if config.get(key)} or {"rope_parameters": {}}
+    said = [_said(key, value, config, theta, ignored) for key, value in given.items()]
+    if said[0] != said[-1]:
+        raise contradictory("rope_scaling", said[0], f"{said[-1]} in rope_parameters")
+    found = said[0]
     kind = str(found["rope_type"])
     if kind not in _OF_KIND:
-        raise unrepresentable("rope_scaling", given, ", ".join(_OF_KIND))
+        raise unrepresentable("rope_scaling", found, ", ".join(_OF_KIND))
     if strange := sorted(found.keys() - _ALWAYS - _OF_KIND[kind]):
         raise unrepresentable(f"rope_scaling of type {kind}", ", ".join(strange), ", ".join(sorted(_OF_KIND[kind])))
+    return found
+
+
+def _said(key: str, given: Any, config: Config, theta: float, ignored: Collection[str]) -> dict[str, Any]:
+    """What one of both keys says, with what stands beside it in `config.json`."""
+    if not isinstance(given, Mapping):
+        raise unrepresentable(key, shortened(repr(given)), "keys with values, or null")
+    found = {name: value for name, value in given.items() if value is not None and name not in ignored}
+    found.setdefault("rope_type", found.pop("type", "default"))
+    for name in ("rope_theta", _PART):
+        if (beside := config.get(name)) is not None and found.setdefault(name, beside) != beside:
+            raise contradictory(name, beside, f"{found[name]} among {key}")
+    found.setdefault("rope_theta", config.get("rope_theta", theta))
     return found
 
 
@@ -90,7 +103,7 @@ def rope(
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling, **part}
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        unsaid = scaling is not None and not any(config.get(key) for key in ("rope_scaling", "rope_parameters"))
+        unsaid = scaling is not None and not any(config.get(key) for key in _NESTED)
         found = rope_parameters(
             {**config, "rope_scaling": scaling} if unsaid else config, theta, _OF_IMAGES if images else ()
         )

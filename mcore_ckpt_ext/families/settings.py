@@ -73,6 +73,12 @@ class Same(Setting):
         value = config.get(self.key, self.default)
         if value is None and self.default is None and self.key not in config:
             raise UnsupportedCheckpointError("config.json lacks a key", expected=self.key)
+        if value is None and self.default is not None:  # transformers takes it for a value: Megatron's would be another
+            raise UnsupportedCheckpointError(
+                "config.json has a key without the value that it needs", found=f"{self.key}: null",
+                expected=f"a value, or no such key, which means {self.default}", where="config.json",
+                helps="say the value that the model was trained with",
+            )  # fmt: skip
         return {self.argument: value}
 
 
@@ -230,6 +236,14 @@ def unrepresentable(key: str, found: Any, expected: str) -> UnsupportedCheckpoin
         f"config.json asks for something that Megatron's model of this family cannot do: {key}",
         found=found, expected=expected, where="config.json",
         helps="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
+    )  # fmt: skip
+
+
+def contradictory(key: str, one: Any, other: Any) -> UnsupportedCheckpointError:
+    """The refusal of a `config.json` that says one thing in two ways, and not equally."""
+    return UnsupportedCheckpointError(
+        f"config.json contradicts itself: {key}", found=f"{one}, and {other}", expected="one value",
+        where="config.json", helps="keep what the model was trained with",
     )  # fmt: skip
 
 

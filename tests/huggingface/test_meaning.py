@@ -18,7 +18,7 @@ from mcore_ckpt_ext.families.config_keys import OF_THE_FILE
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, ONLY_WITH, SIZES, TOLD
-from mcore_ckpt_ext.families.recognition import FAMILIES, family_named
+from mcore_ckpt_ext.families.recognition import FAMILIES, family_named, family_of_config
 from mcore_ckpt_ext.families.without_effect import without_effect
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
@@ -142,6 +142,40 @@ def test_what_contradicts_itself_is_refused() -> None:
             family_of("gpt_oss").arguments(configuration("gpt_oss", sliding_window=width))
     everywhere = ["full_attention"] * 2
     family_of("gpt_oss").arguments(configuration("gpt_oss", sliding_window=None, layer_types=everywhere))
+
+
+LINEAR, PLAIN = ({"rope_type": kind, "factor": 2.0, "rope_theta": 1e4} for kind in ("linear", "default"))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"rms_norm_eps": None}, "rms_norm_eps: null"),
+        (
+            {"rope_theta": 5e5, "rope_parameters": PLAIN},
+            "rope_theta; found: 500000.0, and 10000.0 among rope_parameters",
+        ),
+        ({"rope_scaling": LINEAR, "rope_parameters": PLAIN}, "linear.*, and .*default.* in rope_parameters"),
+    ],
+    ids=str,
+)
+def test_keys_that_transformers_would_choose_between_are_refused(keys: dict[str, Any], told: str) -> None:
+    with pytest.raises(UnsupportedCheckpointError, match=told):
+        family_of("llama").arguments(configuration("llama", **keys))
+
+
+def test_what_is_said_twice_and_equally_is_read() -> None:
+    old = {"type": "linear", "factor": 2.0, "rope_type": "linear"}
+    once = family_of("llama").arguments(configuration("llama", rope_parameters=LINEAR))
+    twice = configuration("llama", rope_parameters=LINEAR, rope_scaling=old, rope_theta=1e4)
+    assert family_of("llama").arguments(twice) == once
+
+
+def test_a_class_of_another_family_is_refused() -> None:
+    for classes in (["LlamaForCausalLM"], ["LlamaForSequenceClassification"], None):
+        assert family_of_config({"model_type": "llama", "architectures": classes}, "here").name == "Llama"
+    with pytest.raises(UnsupportedCheckpointError, match="two families.*Qwen2ForCausalLM"):
+        family_of_config({"model_type": "llama", "architectures": ["Qwen2ForCausalLM"]}, "here")
 
 
 def test_the_gate_behind_a_gated_delta_net() -> None:
