@@ -14,8 +14,9 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
-from mcore_ckpt_ext.families.adapters import MAGNITUDES, Adapters
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, some
+from mcore_ckpt_ext.families.adapter_config import contradictions, strange_values
+from mcore_ckpt_ext.families.adapters import MAGNITUDES, Adapters, linears_of
 from mcore_ckpt_ext.families.adapters_read import adapters_read, bridge_peft
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family
@@ -31,7 +32,7 @@ from mcore_ckpt_ext.storage.safetensors import read_json
 
 NAME = "peft"
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
-# Keys that say which linears have adapters, which their tensors show, or how they were made.
+# Keys that say which linears have adapters, which is compared with their tensors, or how they were made.
 _WITHOUT_EFFECT = {
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "r", "lora_dropout",
     "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "peft_type",
@@ -41,6 +42,7 @@ _WITHOUT_EFFECT = {
 }  # fmt: skip
 # Others change the base, too (`reset_lora_parameters`, tuners/lora/layer.py).
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LAYOUT = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context", "data")
 
 
@@ -72,6 +74,7 @@ class PeftCheckpoint(Checkpoint):
             self._of_model, shapes, lambda names: len({self._digest(stored[name]) for name in names}) == 1
         )
         self._adapters: Adapters = found
+        self._check_tensors(stored, shapes)
         self._weights = ModelSpaceWeights([(one, stored[one.name]) for one in self._once(stored)])
 
     def _check_config(self) -> None:
@@ -79,6 +82,7 @@ class PeftCheckpoint(Checkpoint):
         told |= {key: value for key, value in (("bias", self.config.get("bias")),) if value not in (None, "none")}
         begun = self.config.get("init_lora_weights")
         told |= {} if begun in _BEGINNINGS else {"init_lora_weights": begun}
+        told |= strange_values(self.config)
         if (kind := self.config.get("peft_type")) != "LORA":
             told["peft_type"] = kind
         if told:
@@ -87,6 +91,21 @@ class PeftCheckpoint(Checkpoint):
                 found=", ".join(f"{key}: {shortened(repr(value), 40)}" for key, value in sorted(told.items())),
                 expected="LoRA or DoRA of linears", where=str(self.folder / ADAPTER),
                 helps="merge them first: PeftModel.merge_and_unload(), then save_pretrained",
+            )  # fmt: skip
+
+    def _check_tensors(self, stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        # Layers that predict further tokens are not in transformers' models.
+        linears = [
+            one.name.removesuffix(".weight") for name, ours in linears_of(self._of_model).items() for one in ours
+            if not name.startswith("mtp.")
+        ]  # fmt: skip
+        found = [*contradictions(self.config, shapes, linears)]
+        found += [f"{name}: {one.extent.dtype}" for name, one in stored.items() if one.extent.dtype not in _DTYPES]
+        if found:
+            raise UnsupportedCheckpointError(
+                f"the tensors are not those that {ADAPTER} asks for", found=some(found, 4),
+                expected="what peft would make by that file for this model", where=str(self.folder),
+                helps="name the model that they were trained for, or mend the file: peft would read it otherwise",
             )  # fmt: skip
 
     def _stored(self) -> dict[str, StoredTensor]:

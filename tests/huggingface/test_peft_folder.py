@@ -21,6 +21,8 @@ from tests.harness.huggingface import tensors
 RANK, ALPHA = 3, 5
 _MOE = "model.layers.0.block_sparse_moe"
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "init_lora_weights": True}
+QV = {"target_modules": ["q_proj", "v_proj"]}
+Q = "model.layers.0.self_attn.q_proj"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -33,7 +35,9 @@ def adapter(module: str, out: int, into: int) -> Tensors:
 def peft_folder(folder: Path, content: Mapping[str, torch.Tensor], **config: Any) -> Path:
     folder.mkdir(exist_ok=True)
     save_file(dict(content), folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
+    ends = (".lora_A.weight", ".lora_B.weight")
+    modules = sorted({name[17:].removesuffix(end) for name in content for end in ends if name.endswith(end)})
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "target_modules": modules, **config}))
     return folder
 
 
@@ -66,6 +70,22 @@ def test_some_linears_are_merged_and_the_others_are_the_same_bits(
         convert(there, tmp_path / "run", TorchDist(), weights=models["llama"])
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        {**QV, "layers_to_transform": [0, 1], "layers_pattern": ["h", "layers"]}, {"target_modules": r".*\.[qv]_proj"},
+        {"target_modules": "all-linear", "exclude_modules": r".*\.(k_proj|o_proj|mlp\..*)"},
+        {**QV, "r": 7, "rank_pattern": {"self_attn.q_proj": 3, ".*": 3}}, {**QV, "layers_to_transform": []},
+        {**QV, "use_rslora": None, "task_type": "CAUSAL_LM", "fan_in_fan_out": True},
+    ],
+)  # fmt: skip
+def test_what_peft_takes_for_the_same_adapters_is_read(
+    models: dict[str, Path], tmp_path: Path, config: dict[str, Any]
+) -> None:
+    there = peft_folder(tmp_path / "peft", of_queries_and_values(), **config)
+    assert len(open_checkpoint(there, weights=models["llama"]).names("weight")) == 8
+
+
 def test_it_is_shown_with_its_model_and_asks_for_it(models: dict[str, Path], tmp_path: Path) -> None:
     there = peft_folder(tmp_path / "peft", of_queries_and_values())
     with pytest.raises(CheckpointError, match=r"an adapter \(LoRA\), not a model.*--weights FOLDER"):
@@ -81,6 +101,18 @@ def without(end: str) -> Callable[[Tensors], Tensors]:
 
 def with_more(module: str, out: int = 32, into: int = 32) -> Callable[[Tensors], Tensors]:
     return lambda content: content | adapter(module, out, into)
+
+
+def without_layer_1(content: Tensors) -> Tensors:
+    return {name: tensor for name, tensor in content.items() if "layers.1" not in name}
+
+
+def with_norms(content: Tensors) -> Tensors:
+    return content | {f"base_model.model.{Q}.lora_magnitude_vector": torch.rand(32) + 1}
+
+
+def of_integers(content: Tensors) -> Tensors:
+    return {name: tensor.to(torch.int8) if name.endswith("B.weight") else tensor for name, tensor in content.items()}
 
 
 @pytest.mark.parametrize(
@@ -100,6 +132,25 @@ def with_more(module: str, out: int = 32, into: int = 32) -> Callable[[Tensors],
         ({}, with_more("model.layers.1.self_attn.o_proj", 31), "llama", "does not have the shape of its linear"),
         ({}, with_more(f"{_MOE}.gate", 4), "mixtral", "unknown: .*block_sparse_moe.gate.lora_A"),
         ({}, with_more(f"{_MOE}.experts.0.w1", 48), "mixtral", "unknown: .*experts.0.w1.lora_A"),
+        ({"r": 16}, dict, "llama", "rank 16 in r or rank_pattern, 3 of model.layers.0.self_attn.q_proj"),
+        ({"r": None}, dict, "llama", "rank None in r"),
+        ({"rank_pattern": {"q_proj": 8}}, dict, "llama", "rank 8 in r or rank_pattern, 3 of .*q_proj"),
+        ({"target_modules": ["q_proj"]}, dict, "llama", "not in target_modules: model.layers.0.self_attn.v_proj"),
+        ({"target_modules": ".*q_proj"}, dict, "llama", "not in target_modules: .*v_proj"),
+        ({"target_modules": "all-linear"}, dict, "llama", "in target_modules, and without an adapter: .*k_proj"),
+        ({"target_modules": None}, dict, "llama", "target_modules: None"),
+        ({"target_modules": "("}, dict, "llama", r"target_modules: '\('"),
+        ({"exclude_modules": ["v_proj"]}, dict, "llama", "not in target_modules: .*v_proj"),
+        ({**QV, "layers_to_transform": [0]}, dict, "llama", "not in target_modules: model.layers.1"),
+        ({**QV, "layers_to_transform": 1, "layers_pattern": "h"}, dict, "llama", "not in target_modules: .*layers.0"),
+        ({**QV, "layers_pattern": "layers"}, dict, "llama", "layers_pattern: 'layers'"),
+        ({"target_modules": ".*", "layers_to_transform": [0]}, dict, "llama", r"layers_to_transform: \[0\]"),
+        (QV, without_layer_1, "llama", "without an adapter: model.layers.1.self_attn.q_proj"),
+        ({"use_dora": True}, dict, "llama", "use_dora: True, no lora_magnitude_vector of .*layers.0.self_attn.q_proj"),
+        ({}, with_norms, "llama", "use_dora: False, a lora_magnitude_vector of .*layers.0.self_attn.q_proj"),
+        ({"use_rslora": "false"}, dict, "llama", "use_rslora: 'false'"),
+        ({"task_type": "SEQ_CLS"}, dict, "llama", "task_type: 'SEQ_CLS'"),
+        ({}, of_integers, "llama", "layers.0.self_attn.q_proj.lora_B.weight: int8"),
         ({"lora_alpha": None}, dict, "llama", "it is not known by what the adapters are multiplied"),
     ],
 )  # fmt: skip

@@ -1,0 +1,131 @@
+"""What `adapter_config.json` says of an adapter's tensors, as peft reads it: which linears have them, and their ranks.
+
+Sources: `LoraConfig` (tuners/lora/config.py), `_create_and_replace` (tuners/lora/model.py),
+`check_target_module_exists` (tuners/tuners_utils.py) and `get_pattern_key` (utils/other.py); peft 0.21.2.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from mcore_ckpt_ext.families.adapters import MAGNITUDES, PREFIX, Shapes
+
+_RANK = 8  # peft's, where no `r` is told
+_INTO = ".lora_A.weight"
+
+
+def strange_values(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What is not of the type that its key has, or makes no sense beside others, or beside a causal model; by key."""
+    found = {key: config.get(key) for key, is_one in _KINDS.items() if not is_one(config.get(key))}
+    if isinstance(config.get("target_modules"), str):
+        keys = ("layers_to_transform", "layers_pattern")
+        found |= {key: config[key] for key in keys if config.get(key) is not None}
+    if config.get("layers_pattern") and config.get("layers_to_transform") is None:
+        found["layers_pattern"] = config["layers_pattern"]
+    return found
+
+
+def contradictions(config: Mapping[str, Any], shapes: Shapes, linears: Collection[str]) -> Iterator[str]:
+    """In what the tensors of a folder are not those that its configuration asks for.
+
+    Args:
+        config: without strange values.
+        shapes: of the folder's tensors, by PEFT's names.
+        linears: names of those of the model that have adapters where the configuration wants it so.
+    """
+    ranks = {name[len(PREFIX) : -len(_INTO)]: shape[0] for name, shape in shapes.items() if name.endswith(_INTO)}
+    with_norms = bool(config.get("use_dora"))
+    for module, rank in ranks.items():
+        if rank != (told := _rank_of(config, module)):
+            yield f"rank {told} in r or rank_pattern, {rank} of {module}"
+        if (f"{PREFIX}{module}.{MAGNITUDES}" in shapes) is not with_norms:
+            yield f"use_dora: {with_norms}, {'no' if with_norms else 'a'} {MAGNITUDES} of {module}"
+        if not _is_targeted(config, module):
+            yield f"not in target_modules: {module}"
+    for module in linears:
+        if module not in ranks and _is_targeted(config, module):
+            yield f"in target_modules, and without an adapter: {module}"
+
+
+def _rank_of(config: Mapping[str, Any], module: str) -> int:
+    patterns: Mapping[str, int] = config.get("rank_pattern") or {}
+    found = (rank for pattern, rank in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    default: int = config.get("r", _RANK)
+    return next(found, default)
+
+
+def _is_targeted(config: Mapping[str, Any], module: str) -> bool:
+    targets = config["target_modules"]
+    if _is_named(config.get("exclude_modules") or [], module):
+        return False
+    if isinstance(targets, str):  # "all-linear" leaves out the output layer, whose adapters are not read
+        return targets.lower() == "all-linear" or _is_named(targets, module)
+    return module in targets or (_is_named(targets, module) and _is_in_layers(config, module))
+
+
+def _is_named(names: str | list[str], module: str) -> bool:
+    """By a pattern, or by the end of its name."""
+    if isinstance(names, str):
+        return re.fullmatch(names, module) is not None
+    return any(module == name or module.endswith(f".{name}") for name in names)
+
+
+def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
+    layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern") or []
+    if layers is None or layers == []:
+        return True
+    own = [patterns] if isinstance(patterns, str) else patterns
+    begins = [rf"(?:^|.*?\.){pattern}" for pattern in own] or [r".*?\.[^.]*"]
+    found = next((match for begin in begins if (match := re.match(rf"{begin}\.(?P<index>\d+)\.", module))), None)
+    return found is not None and int(found["index"]) in ([layers] if isinstance(layers, int) else layers)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_pattern(value: object) -> bool:
+    try:
+        return isinstance(value, str) and bool(re.compile(value))
+    except re.error:
+        return False
+
+
+def _are(is_one: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, list) and all(map(is_one, value))
+
+
+def _any_of(*kinds: Callable[[object], bool]) -> Callable[[object], bool]:
+    return lambda value: any(is_one(value) for is_one in kinds)
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str)
+
+
+def _is_switch(value: object) -> bool:
+    return value is None or isinstance(value, bool)
+
+
+def _are_ranks(value: object) -> bool:
+    return isinstance(value, dict) and all(_is_pattern(key) and _is_count(rank) for key, rank in value.items())
+
+
+_NAMES = _any_of(_is_pattern, _are(_is_name))
+_KINDS: Mapping[str, Callable[[object], bool]] = {
+    "target_modules": _NAMES,  # where there are none, each version of peft has its own
+    "exclude_modules": _any_of(_is_none, _NAMES),
+    "layers_to_transform": _any_of(_is_none, _is_count, _are(_is_count)),
+    "layers_pattern": _any_of(_is_none, _is_pattern, _are(_is_pattern)),
+    "r": _any_of(_is_none, _is_count),
+    "rank_pattern": _any_of(_is_none, _are_ranks),
+    "use_rslora": _is_switch,
+    "use_dora": _is_switch,
+    "task_type": lambda value: value in (None, "CAUSAL_LM"),
+}
