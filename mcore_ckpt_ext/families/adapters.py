@@ -82,7 +82,7 @@ class Adapters:
         if len(ranks) != 1:
             raise UnsupportedCheckpointError(
                 "the adapters are not all of one rank", found=some(sorted(map(str, ranks))),
-                helps="convert --to canonical, which keeps them as they are",
+                helps="merge them into their model, each by its own rank: --merge FOLDER --to hf",
             )  # fmt: skip
         return ranks.pop()
 

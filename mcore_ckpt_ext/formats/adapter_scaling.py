@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from math import sqrt
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import run_config_of
+from mcore_ckpt_ext.formats.huggingface_folder import ADAPTER, is_peft
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,20 @@ def scaling_of(checkpoint: Checkpoint, alpha: float | None) -> Scaling:
     """
     told: Mapping[str, Any] = (run_config_of(checkpoint.folder) or {}).get("peft") or {}
     args = checkpoint.arguments.stated
-    found = alpha or told.get("alpha") or args.get("lora_alpha")
+    stored = told.get("alpha") or args.get("lora_alpha")
+    if alpha and stored and alpha != stored:
+        raise UsageError(
+            "the checkpoint itself tells by what its adapters are multiplied", found=f"--lora-alpha {alpha}",
+            expected=f"alpha {stored}", where=str(checkpoint.folder),
+            helps="leave the option out",
+        )  # fmt: skip
+    found = alpha or stored
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise UnsupportedCheckpointError(
             "it is not known by what the adapters are multiplied", found="no alpha beside the checkpoint",
-            where=str(checkpoint.folder), helps="say which they were trained with: --to hf --lora-alpha N",
+            where=str(checkpoint.folder),
+            helps=f"say which they were trained with: in {ADAPTER}, as lora_alpha" if is_peft(checkpoint.folder)
+            else "say which they were trained with: --to hf --lora-alpha N",
         )  # fmt: skip
     dropout = told.get("dropout", args.get("lora_dropout"))
     return Scaling(found, bool(args.get("use_rslora")), float(dropout) if isinstance(dropout, (int, float)) else 0.0)

@@ -80,9 +80,6 @@ class MergedCheckpoint(Respelled):
 
     def _check(self) -> None:
         names, of_base = self.adapters.names(WEIGHT), self.base.names(WEIGHT)
-        if not any(map(is_adapter, names)):
-            raise UsageError("the checkpoint has no adapters to merge", found="--merge",
-                             where=str(self.adapters.folder), helps="leave the option out")  # fmt: skip
         if not self._beside and not all(map(is_adapter, names)):
             raise UsageError(
                 "the adapters lie beside a model of their own", found=f"--merge {self.base.folder}",

@@ -36,7 +36,7 @@ _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _WITHOUT_EFFECT = {
     "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "r", "lora_dropout",
     "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "peft_type",
-    "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config",
+    "lora_alpha", "use_rslora", "use_dora", "megatron_config", "megatron_core", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
     "init_lora_weights", "bias",
 }  # fmt: skip

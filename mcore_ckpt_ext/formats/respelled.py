@@ -200,6 +200,11 @@ class Respelled(Checkpoint):
     def iteration(self) -> int:
         return self._source.iteration
 
+    @property
+    @override
+    def companions_below(self) -> str:
+        return self._source.companions_below
+
     @cached_property
     @override
     def weights(self) -> Weights:

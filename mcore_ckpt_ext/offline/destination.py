@@ -106,7 +106,8 @@ def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], i
     for source in sources:
         if _nested(found, source):
             raise DestinationError(
-                "the destination would lie in its own source, or replace it", where=str(found),
+                "the destination would lie in a folder that is read, or replace it", found=f"{source} is read",
+                where=str(found),
                 helps="choose a folder beside it",
             )  # fmt: skip
     return Destination(found, iteration)

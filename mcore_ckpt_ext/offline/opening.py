@@ -20,6 +20,7 @@ from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.targets import HuggingFace, Legacy, Target, TorchDist
@@ -41,7 +42,12 @@ def open_source(
     """
     wanted = None if isinstance(target, HuggingFace) else target.transformer_impl
     spec = wanted or TRANSFORMER_ENGINE
-    if weights is None and is_peft(as_path(path)):
+    if merge is not None and is_peft(as_path(path)):
+        if weights is not None:
+            raise UsageError(
+                "the model of a PEFT folder is named twice", found=f"--merge {merge}, --weights {weights}",
+                expected="one model", where=str(path), helps="leave --weights out",
+            )  # fmt: skip
         weights = merge
     checkpoint = open_checkpoint(path, family=family, transformer_impl=spec, facts=facts, weights=weights)
     require_weights(checkpoint)
@@ -110,6 +116,9 @@ def _merged(
     Raises:
         UsageError: the two do not belong together, or the target is not for such a model.
     """
+    if not any(map(is_adapter, checkpoint.names(WEIGHT))):
+        raise UsageError("the checkpoint has no adapters to merge", found="--merge", where=str(checkpoint.folder),
+                         helps="leave the option out")  # fmt: skip
     base = open_checkpoint(path, family=family)
     if isinstance(target, HuggingFace):
         stated, alpha = target.stated_arguments(), target.lora_alpha

@@ -1,0 +1,71 @@
+"""What is said with `--merge`: options that contradict each other or the adapters, and what comes from the base."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.offline.conversion import convert
+from mcore_ckpt_ext.targets import HuggingFace, Target, TorchDist
+from tests.huggingface.test_peft_folder import adapter, peft_folder
+
+BRIDGE = TorchDist(loop="bridge")
+LAYER = "model.layers.{}.self_attn.o_proj"
+
+
+@pytest.fixture
+def base(models: dict[str, Path], tmp_path: Path) -> Path:
+    """A copy of a Llama with tokens and a tokenizer of its own."""
+    folder = Path(shutil.copytree(models["llama"], tmp_path / "base"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "eos_token_id": 7}))
+    (folder / "tokenizer_config.json").write_text('{"model_max_length": 11}')
+    return folder
+
+
+def test_tokens_and_tokenizer_are_those_of_the_base(base: Path, tmp_path: Path) -> None:
+    lora = peft_folder(tmp_path / "peft", adapter(LAYER.format(0), 32, 32))
+    report = convert(lora, tmp_path / "merged", HuggingFace(), merge=base)
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["eos_token_id"] == 7
+    assert json.loads((tmp_path / "merged" / "tokenizer_config.json").read_text()) == {"model_max_length": 11}
+    assert not [note for note in report.notes if "--tokenizer" in note]
+
+
+@pytest.mark.parametrize(
+    ("source", "config", "target", "options", "said"),
+    [
+        ("base", {}, HuggingFace(), ["merge"], "the checkpoint has no adapters to merge"),
+        ("peft", {}, HuggingFace(), ["merge", "weights"], "named twice.*leave --weights out"),
+        ("peft", {}, HuggingFace(lora_alpha=64), ["merge"], "itself tells.*found: --lora-alpha 64.*alpha 5"),
+        ("peft", {"lora_alpha": None}, BRIDGE, ["weights"], "adapter_config.json, as lora_alpha"),
+        ("peft", {"fan_in_fan_out": True}, HuggingFace(), ["merge"], "fan_in_fan_out: True"),
+    ],
+)
+def test_what_contradicts_itself_is_refused(
+    source: str, config: dict[str, Any], target: Target, options: list[str], said: str, base: Path, tmp_path: Path
+) -> None:
+    peft_folder(tmp_path / "peft", adapter(LAYER.format(0), 32, 32), **config)
+    with pytest.raises(CheckpointError, match=said):
+        convert(tmp_path / source, tmp_path / "out", target, **dict.fromkeys(options, base))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_destination_within_the_base(base: Path, tmp_path: Path) -> None:
+    lora = peft_folder(tmp_path / "peft", adapter(LAYER.format(0), 32, 32))
+    with pytest.raises(CheckpointError, match="a folder that is read.*found: .*base is read"):
+        convert(lora, base / "within", HuggingFace(), merge=base)
+
+
+def test_several_ranks_are_merged_and_not_for_bridge(base: Path, tmp_path: Path) -> None:
+    other = {name: tensor.repeat(2, 1) if "lora_A" in name else tensor.repeat(1, 2)
+             for name, tensor in adapter(LAYER.format(1), 32, 32).items()}  # fmt: skip
+    both = adapter(LAYER.format(0), 32, 32) | other
+    lora = peft_folder(tmp_path / "peft", both, rank_pattern={LAYER.format(1): 6})
+    with pytest.raises(CheckpointError, match="not all of one rank.*--merge FOLDER --to hf"):
+        convert(lora, tmp_path / "run", BRIDGE, weights=base)
+    assert convert(lora, tmp_path / "merged", HuggingFace(), merge=base).records
