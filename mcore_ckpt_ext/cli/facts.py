@@ -24,11 +24,11 @@ def add_facts(parser: argparse.ArgumentParser, kind: type[Facts] = Facts) -> Non
         )  # fmt: skip
 
 
-def add_weights(parser: argparse.ArgumentParser) -> None:
-    """The option that names the folder of weights that lie elsewhere."""
+def add_weights(parser: argparse.ArgumentParser, of: str = "an optimizer alone, or of a PEFT folder,") -> None:
+    """The option that names the folder of weights that lie elsewhere; `of`: what lacks them."""
     parser.add_argument(
         "--weights", metavar="FOLDER",
-        help="where the model of an optimizer alone, or of a PEFT folder, lies: a Hugging Face folder, or a checkpoint",
+        help=f"where the model of {of} lies: a Hugging Face folder, or a checkpoint",
     )  # fmt: skip
 
 

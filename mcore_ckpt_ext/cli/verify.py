@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="look at metadata only")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
-    add_weights(parser)
+    add_weights(parser, "an optimizer alone")
     add_facts(parser)
 
 

@@ -91,7 +91,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if (folder / ADAPTER).exists():
         raise UnsupportedCheckpointError(
             "this folder holds an adapter (LoRA), not a model", found=ADAPTER, where=str(folder),
-            helps="name the model that it is for: --weights FOLDER; or merge the two: --merge FOLDER",
+            helps="name the model that it is for: --weights FOLDER; or merge the two: convert --merge FOLDER",
         )  # fmt: skip
     return read_json(folder / CONFIG)
 

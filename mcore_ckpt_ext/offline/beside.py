@@ -7,8 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats import adapter_scaling
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.expert_states import content_of, scaling_of
+from mcore_ckpt_ext.model_space.adapters import is_adapter
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.storage.engine_state import UnknownStateError
 
 _DIGITS = 8
@@ -31,6 +35,9 @@ def facts_beside(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
     for key in ("step", "lr"):
         yield Fact(key, _group_values(a, key), _group_values(b, key))
     scaling = _scaling(a), _scaling(b)
+    multiplied = _multiplied(a), _multiplied(b)
+    if any(multiplied):
+        yield Fact("adapters multiplied by", *(told or "none" for told in multiplied))
     if any(scaling):
         yield Fact("fp8 scales, histories", *(told or "none" for told in scaling))
 
@@ -44,6 +51,17 @@ def _group_values(checkpoint: Checkpoint, key: str) -> str:
     groups: list[dict[str, Any]] = checkpoint.param_groups()
     values = {float(group[key]) for group in groups if isinstance(group.get(key), (int, float))}
     return ", ".join(f"{value:g}" if value == int(value) else repr(value) for value in sorted(values)) or "none"
+
+
+def _multiplied(checkpoint: Checkpoint) -> str:
+    """What no tensor of adapters tells; empty where there are none."""
+    if not any(map(is_adapter, checkpoint.names(WEIGHT))):
+        return ""
+    try:
+        scaling = adapter_scaling.scaling_of(checkpoint, None)
+    except UnsupportedCheckpointError:
+        return "not known"
+    return f"{scaling.alpha:g} / {'root of the ' if scaling.by_root else ''}rank"
 
 
 def _scaling(checkpoint: Checkpoint) -> str:

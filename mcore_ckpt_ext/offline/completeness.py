@@ -16,7 +16,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.canonical import is_canonical
 from mcore_ckpt_ext.formats.colossalai import is_colossalai
-from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface
+from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface, is_peft
 from mcore_ckpt_ext.formats.legacy import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.verl_folder import is_verl
@@ -61,7 +61,8 @@ def locate(path: Path) -> Located:
     if is_huggingface(path):
         raise UnsupportedCheckpointError(
             "a Hugging Face folder holds nothing to verify it by", where=str(path),
-            helps="compare it with the checkpoint that it was made from: mcore-ckpt diff",
+            helps="compare it with the checkpoint that it was made from: mcore-ckpt diff"
+            f"{' --weights FOLDER' if is_peft(path) else ''}",
         )  # fmt: skip
     if not iterations:
         raise no_checkpoint(path)

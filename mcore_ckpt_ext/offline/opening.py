@@ -79,15 +79,22 @@ def open_both(
 ) -> list[Checkpoint]:
     """Two checkpoints to compare; what the user states is of those that lack it, or of both.
 
+    A PEFT folder always lacks its model: the weights are that, and then no other's.
+
     Raises:
         CheckpointError: one cannot be read, or has no weights.
     """
-    opened = [open_checkpoint(path, family=family) for path in paths]
+    peft = [is_peft(as_path(path)) for path in paths]
+    opened = [
+        open_checkpoint(path, family=family, weights=weights if lies_elsewhere else None)
+        for path, lies_elsewhere in zip(paths, peft, strict=True)
+    ]
     if facts != NOTHING or weights is not None:
         described = [checkpoint.arguments.tells_all for checkpoint in opened]
         of_side = [NOTHING if tells_all and not all(described) else facts for tells_all in described]
         has_own = [bool(checkpoint.names(WEIGHT)) for checkpoint in opened]
-        lent = [None if own and not all(has_own) else weights for own in has_own]
+        needed = [not own or (all(has_own) and not any(peft)) for own in has_own]
+        lent = [weights if one else None for one in map(any, zip(peft, needed, strict=True))]
         sides = zip(paths, of_side, lent, strict=True)
         opened = [open_checkpoint(path, family=family, facts=own, weights=where) for path, own, where in sides]
     for checkpoint in opened:

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.conversion import convert
+from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.targets import HuggingFace, Target, TorchDist
 from tests.huggingface.test_peft_folder import adapter, peft_folder
 
@@ -69,3 +71,17 @@ def test_several_ranks_are_merged_and_not_for_bridge(base: Path, tmp_path: Path)
     with pytest.raises(CheckpointError, match="not all of one rank.*--merge FOLDER --to hf"):
         convert(lora, tmp_path / "run", BRIDGE, weights=base)
     assert convert(lora, tmp_path / "merged", HuggingFace(), merge=base).records
+
+
+def test_peft_folders_are_compared(base: Path, tmp_path: Path) -> None:
+    content = adapter(LAYER.format(0), 32, 32)
+    same, alpha = (peft_folder(tmp_path / name, content, lora_alpha=of) for name, of in (("same", 5), ("alpha", 7)))
+    last = {name: tensor + 1 if "lora_B" in name else tensor for name, tensor in content.items()}
+    with pytest.raises(CheckpointError, match="diff --weights FOLDER"):
+        verify(same)
+    assert compare(same, peft_folder(tmp_path / "twin", content), weights=base).equal
+    found = compare(same, alpha, weights=base)
+    assert ("adapters multiplied by", "5 / rank", "7 / rank") in [(fact.what, fact.a, fact.b) for fact in found.facts]
+    assert not compare(same, peft_folder(tmp_path / "last", last), weights=base).equal
+    convert(same, tmp_path / "run", BRIDGE, weights=base)
+    assert compare(same, tmp_path / "run", weights=base).equal
