@@ -216,7 +216,7 @@ class _Linear:
         if before + MAGNITUDE not in self.shapes:
             yield Adapted(base, into, out)
             return
-        if self.name.endswith("linear_fc1") and self.parts == 2:
+        if not is_apart and self.name.endswith("linear_fc1") and self.parts == 2:
             spans = list(self._of_each_rank(self.shapes[before + MAGNITUDE][0]))
         regions = tuple(Region(before + MAGNITUDE, (start,), (count,)) for start, count in spans)
         yield Adapted(base, into, out, HuggingFaceTensor(f"{module}.{MAGNITUDES}", (base.shape[0],), regions))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import sqrt
+from math import isfinite, sqrt
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
@@ -30,22 +30,23 @@ def scaling_of(checkpoint: Checkpoint, alpha: float | None) -> Scaling:
     """That of a checkpoint's adapters; `alpha`: as the user states it.
 
     Raises:
-        UnsupportedCheckpointError: neither the user nor anything beside the checkpoint tells it.
+        UnsupportedCheckpointError: neither the user nor anything beside the checkpoint tells it, or it is no factor.
     """
     told: Mapping[str, Any] = (run_config_of(checkpoint.folder) or {}).get("peft") or {}
     args = checkpoint.arguments.stated
-    stored = told.get("alpha") or args.get("lora_alpha")
-    if alpha and stored and alpha != stored:
+    stored = told["alpha"] if told.get("alpha") is not None else args.get("lora_alpha")
+    if alpha is not None and stored is not None and alpha != stored:
         raise UsageError(
             "the checkpoint itself tells by what its adapters are multiplied", found=f"--lora-alpha {alpha}",
             expected=f"alpha {stored}", where=str(checkpoint.folder),
             helps="leave the option out",
         )  # fmt: skip
-    found = alpha or stored
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
+    found = alpha if stored is None else stored
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not isfinite(found) or found == 0:
         raise UnsupportedCheckpointError(
-            "it is not known by what the adapters are multiplied", found="no alpha beside the checkpoint",
-            where=str(checkpoint.folder),
+            "it is not known by what the adapters are multiplied",
+            found="no alpha beside the checkpoint" if found is None else f"alpha: {found!r}",
+            expected="a number, not 0", where=str(checkpoint.folder),
             helps=f"say which they were trained with: in {ADAPTER}, as lora_alpha" if is_peft(checkpoint.folder)
             else "say which they were trained with: --to hf --lora-alpha N",
         )  # fmt: skip

@@ -138,9 +138,18 @@ def _merged(band: _Band, given: Iterator[torch.Tensor]) -> torch.Tensor:
     weight = next(given).view(rows, band.width).float()
     if part is None:
         return weight
-    into, out = next(given).view(-1, band.width).float(), next(given).view(rows, -1).float()
+    into = _finite(part.into, next(given)).view(-1, band.width)
+    out = _finite(part.out[0], next(given)).view(rows, -1)
     weight = weight + (out @ into) * part.scale
     if part.magnitude is None:
         return weight
     norms: torch.Tensor = torch.linalg.norm(weight, dim=1)
-    return (next(given).float() / norms).view(-1, 1) * weight
+    return (_finite(part.magnitude[0], next(given)) / norms).view(-1, 1) * weight
+
+
+def _finite(name: str, values: torch.Tensor) -> torch.Tensor:
+    """In fp32, an adapter's numbers: what is not finite would spread over whole rows of the model."""
+    numbers = values.float()
+    if not bool(numbers.isfinite().all()):
+        raise UnreadableCheckpointError("an adapter holds numbers that are not finite", where=name)
+    return numbers

@@ -22,6 +22,8 @@ RANK, ALPHA = 3, 5
 _MOE = "model.layers.0.block_sparse_moe"
 CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "init_lora_weights": True}
 QV = {"target_modules": ["q_proj", "v_proj"]}
+NORMS = "lora_magnitude_vector"
+ENDS = ("lora_A.weight", "lora_B.weight", NORMS)
 Q = "model.layers.0.self_attn.q_proj"
 Tensors = dict[str, torch.Tensor]
 
@@ -70,13 +72,34 @@ def test_some_linears_are_merged_and_the_others_are_the_same_bits(
         convert(there, tmp_path / "run", TorchDist(), weights=models["llama"])
 
 
+@pytest.mark.parametrize("linears", [("gate_proj",), ("gate_proj", "up_proj")])
+def test_dora_of_parts_of_a_gated_mlp_is_merged(
+    models: dict[str, Path], tmp_path: Path, linears: tuple[str, ...]
+) -> None:
+    base, content = tensors(models["llama"]), dict[str, torch.Tensor]()
+    names = [f"model.layers.0.mlp.{linear}" for linear in linears]
+    for name in names:
+        rows, columns = base[f"{name}.weight"].shape
+        content |= adapter(name, rows, columns) | {f"base_model.model.{name}.{NORMS}": torch.rand(rows) + 1}
+    there = peft_folder(tmp_path / "peft", content, use_dora=True)
+    convert(there, tmp_path / "merged", HuggingFace(), merge=models["llama"])
+    found = tensors(tmp_path / "merged")
+    for name in names:
+        into, out, norms = (content[f"base_model.model.{name}.{end}"] for end in ENDS)
+        whole = base[f"{name}.weight"] + out @ into * (ALPHA / RANK)
+        expected = norms[:, None] / torch.linalg.norm(whole, dim=1, keepdim=True) * whole
+        assert torch.allclose(found[f"{name}.weight"], expected, rtol=1e-6, atol=1e-6), name
+    with pytest.raises(CheckpointError, match="DoRA of linears with different lora_A"):
+        convert(there, tmp_path / "run", TorchDist(), weights=models["llama"])
+
+
 @pytest.mark.parametrize(
     "config",
     [
         {**QV, "layers_to_transform": [0, 1], "layers_pattern": ["h", "layers"]}, {"target_modules": r".*\.[qv]_proj"},
         {"target_modules": "all-linear", "exclude_modules": r".*\.(k_proj|o_proj|mlp\..*)"},
         {**QV, "r": 7, "rank_pattern": {"self_attn.q_proj": 3, ".*": 3}}, {**QV, "layers_to_transform": []},
-        {**QV, "use_rslora": None, "task_type": "CAUSAL_LM", "fan_in_fan_out": True},
+        {**QV, "use_rslora": None, "task_type": "CAUSAL_LM"},
     ],
 )  # fmt: skip
 def test_what_peft_takes_for_the_same_adapters_is_read(
@@ -108,7 +131,12 @@ def without_layer_1(content: Tensors) -> Tensors:
 
 
 def with_norms(content: Tensors) -> Tensors:
-    return content | {f"base_model.model.{Q}.lora_magnitude_vector": torch.rand(32) + 1}
+    return content | {f"base_model.model.{Q}.{NORMS}": torch.rand(32) + 1}
+
+
+def with_nan(content: Tensors) -> Tensors:
+    content[f"base_model.model.{Q}.lora_B.weight"][1, 1] = float("nan")
+    return content
 
 
 def of_integers(content: Tensors) -> Tensors:
@@ -152,6 +180,11 @@ def of_integers(content: Tensors) -> Tensors:
         ({"task_type": "SEQ_CLS"}, dict, "llama", "task_type: 'SEQ_CLS'"),
         ({}, of_integers, "llama", "layers.0.self_attn.q_proj.lora_B.weight: int8"),
         ({"lora_alpha": None}, dict, "llama", "it is not known by what the adapters are multiplied"),
+        ({"lora_alpha": float("nan")}, dict, "llama", "multiplied; found: alpha: nan"),
+        ({"lora_alpha": float("inf")}, dict, "llama", "multiplied; found: alpha: inf"),
+        ({"lora_alpha": 0}, dict, "llama", "multiplied; found: alpha: 0"),
+        ({"lora_alpha": "8"}, dict, "llama", "multiplied; found: alpha: '8'"),
+        ({}, with_nan, "llama", "not finite; where: .*layers.0.self_attention.linear_qkv.adapter.adapter_q"),
     ],
 )  # fmt: skip
 def test_what_is_not_merged_is_refused_by_name(
