@@ -158,7 +158,7 @@ def changed(**keys: Any) -> Callable[[Path], None]:
         (unknown_family, "model_type parrot"),
         (changed(model_type="olmo2"), "found: model_type olmo2: it norms what comes out of a block"),
         (changed(model_type="ernie4_5_moe"), "Megatron Core has no such model, up to 0.19.2"),
-        (changed(rope_parameters=[1]), "rope_scaling; found: [1]; expected: keys with values, or null"),
+        (changed(rope_parameters=[1]), "rope_parameters; found: [1]; expected: keys with values, or null"),
         (changed(rms_norm_eps=-1e-6), "layernorm_epsilon: -1e-06; expected: a finite number, 0 or more"),
         (changed(rope_parameters={"rope_type": "linear", "factor": -2.0}), "-2; expected: a finite number above 0"),
         (changed(rope_parameters={"rope_type": "default", "rope_theta": -1.0}), "rotary_base: -1"),
