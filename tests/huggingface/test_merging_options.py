@@ -45,7 +45,6 @@ def test_tokens_and_tokenizer_are_those_of_the_base(base: Path, tmp_path: Path) 
         ("peft", {}, HuggingFace(), ["merge", "weights"], "named twice.*leave --weights out"),
         ("peft", {}, HuggingFace(lora_alpha=64), ["merge"], "itself tells.*found: --lora-alpha 64.*alpha 5"),
         ("peft", {"lora_alpha": None}, BRIDGE, ["weights"], "adapter_config.json, as lora_alpha"),
-        ("peft", {"fan_in_fan_out": True}, HuggingFace(), ["merge"], "fan_in_fan_out: True"),
     ],
 )
 def test_what_contradicts_itself_is_refused(
@@ -55,6 +54,13 @@ def test_what_contradicts_itself_is_refused(
     with pytest.raises(CheckpointError, match=said):
         convert(tmp_path / source, tmp_path / "out", target, **dict.fromkeys(options, base))
     assert not (tmp_path / "out").exists()
+
+
+def test_matrices_that_lie_the_other_way_round(models: dict[str, Path], tmp_path: Path) -> None:
+    module = "transformer.h.0.attn.c_attn"
+    lora = peft_folder(tmp_path / "peft", adapter(module, 96, 32), fan_in_fan_out=True)
+    with pytest.raises(CheckpointError, match="GPT-2, whose matrices lie the other way round"):
+        convert(lora, tmp_path / "out", HuggingFace(), merge=models["gpt2"])
 
 
 def test_a_destination_within_the_base(base: Path, tmp_path: Path) -> None:
