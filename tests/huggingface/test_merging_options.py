@@ -14,7 +14,7 @@ from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.targets import HuggingFace, Target, TorchDist
-from tests.huggingface.test_peft_folder import adapter, peft_folder
+from tests.harness.peft import adapter, peft_folder
 
 BRIDGE = TorchDist(loop="bridge")
 LAYER = "model.layers.{}.self_attn.o_proj"

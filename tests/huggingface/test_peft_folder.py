@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -17,30 +16,13 @@ from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.targets import HuggingFace, Legacy, TorchDist
 from tests.harness.huggingface import tensors
+from tests.harness.peft import ALPHA, RANK, Tensors, adapter, peft_folder
 
-RANK, ALPHA = 3, 5
 _MOE = "model.layers.0.block_sparse_moe"
-CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", "init_lora_weights": True}
 QV = {"target_modules": ["q_proj", "v_proj"]}
 NORMS = "lora_magnitude_vector"
 ENDS = ("lora_A.weight", "lora_B.weight", NORMS)
 Q = "model.layers.0.self_attn.q_proj"
-Tensors = dict[str, torch.Tensor]
-
-
-def adapter(module: str, out: int, into: int) -> Tensors:
-    """That of one linear, with random numbers."""
-    name = f"base_model.model.{module}"
-    return {f"{name}.lora_A.weight": torch.randn(RANK, into), f"{name}.lora_B.weight": torch.randn(out, RANK)}
-
-
-def peft_folder(folder: Path, content: Mapping[str, torch.Tensor], **config: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    save_file(dict(content), folder / "adapter_model.safetensors")
-    ends = (".lora_A.weight", ".lora_B.weight")
-    modules = sorted({name[17:].removesuffix(end) for name in content for end in ends if name.endswith(end)})
-    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, "target_modules": modules, **config}))
-    return folder
 
 
 def of_queries_and_values() -> Tensors:
