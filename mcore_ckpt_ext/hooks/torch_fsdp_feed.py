@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -119,6 +118,8 @@ class _Feed(DraftedFeed):
         self._common = {key: value for key, value in state.common.items() if key in COMMON_KEYS}
         self.arguments = self._common["args"]
         vars(self.arguments).update({name: getattr(arguments, name) for name in _OF_LAYOUT})
+        self._groups = self._names_by_group()
+        self._places = self._kept()
 
     @contextmanager
     def asked(self) -> Iterator[None]:
@@ -190,8 +191,7 @@ class _Feed(DraftedFeed):
     def check_used(self, every: Set[str]) -> None:
         check_names(self.checkpoint, {name for _, name in self._places.values()})
 
-    @cached_property
-    def _places(self) -> dict[str, tuple[str, str]]:
+    def _kept(self) -> dict[str, tuple[str, str]]:
         """What the job keeps under each key: the kind, and the name of the parameter."""
         found = {key: (WEIGHT, name) for key, name in self._weights.items()}
         for group, parameters in enumerate(self._halves):
@@ -209,8 +209,7 @@ class _Feed(DraftedFeed):
         found: Sequence[Sequence[Any]] = getattr(self._child, "float16_groups", [])
         return found
 
-    @cached_property
-    def _groups(self) -> list[list[str]]:
+    def _names_by_group(self) -> list[list[str]]:
         """The names of the parameters in each live parameter group, in their order."""
         masters = getattr(self._child, "fp32_from_float16_groups", [])
         own = {

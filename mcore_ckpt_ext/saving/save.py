@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -23,15 +23,16 @@ class State(Enum):
     FAILED = "failed"  # what was left of it is gone, and every rank knows
 
 
-FOLLOWS: Mapping[State, frozenset[State]] = {
-    State.PLANNED: frozenset((State.WRITING, State.FAILED)),
-    State.WRITING: frozenset((State.FINALISED, State.FAILED)),
-    State.FINALISED: frozenset((State.PUBLISHING,)),
-    State.PUBLISHING: frozenset((State.TOLD, State.FAILED)),
-    State.TOLD: frozenset(),
-    State.FAILED: frozenset(),
-}
-"""What each state may lead to."""
+TRANSITIONS = (
+    (State.PLANNED, State.WRITING),
+    (State.PLANNED, State.FAILED),
+    (State.WRITING, State.FINALISED),
+    (State.WRITING, State.FAILED),
+    (State.FINALISED, State.PUBLISHING),
+    (State.PUBLISHING, State.TOLD),
+    (State.PUBLISHING, State.FAILED),
+)
+"""From which state a save may go to which."""
 
 
 class Point(Enum):
@@ -116,6 +117,6 @@ class Save:
         Raises:
             RuntimeError: no save goes there from its present state: a bug in this package.
         """
-        if state not in FOLLOWS[self.state]:
+        if (self.state, state) not in TRANSITIONS:
             raise RuntimeError(f"a save that is {self.state.value} cannot be {state.value}")
         self.state = state
