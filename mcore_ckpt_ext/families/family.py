@@ -113,7 +113,7 @@ class Family:
 
     Attributes:
         model_type: as in `config.json`.
-        architecture: the class of transformers.
+        architecture: the class of transformers; `also_of`: that of another family, which folders name as well.
         rules: for all tensors, in the order of transformers' `state_dict`.
         repeated: for tensors that repeat others: written, but not read, once they are found to be copies.
         also_read: other forms of the same tensors that folders in the wild have; never written.
@@ -130,6 +130,7 @@ class Family:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
+    also_of: ClassVar[str | None] = None
     rules: ClassVar[Sequence[Rule]]
     settings: ClassVar[Sequence[Setting]]
     repeated: ClassVar[Sequence[Rule]] = ()

@@ -12,10 +12,10 @@ from mcore_ckpt_ext.families.settings import Fixed, Without
 
 
 class InternLM3(Family):
-    """Llama under another name."""
+    """Llama under another name; transformers makes and saves it as one."""
 
     model_type = "internlm3"
-    architecture = "InternLM3ForCausalLM"
+    architecture, also_of = "InternLM3ForCausalLM", "LlamaForCausalLM"
     rules = parts.DECODER
     settings = (
         *llama_like(epsilon=1e-5, head_dim=True, head_dim_default=128, groups=2),

@@ -59,7 +59,7 @@ class MiMo(Qwen2):
     """The code of Qwen2, which its folders bring along under this name; transformers has no such class."""
 
     model_type = "mimo"
-    architecture = "MiMoForCausalLM"
+    architecture, also_of = "MiMoForCausalLM", "Qwen2ForCausalLM"
     without_effect = (*Qwen2.without_effect, "attention_bias")
     megatron_left_out: ClassVar[Sequence[str]] = (r"\.local_tokens_per_expert$",)
     rules = (*Qwen2.rules, *_further_tokens())

@@ -143,7 +143,8 @@ def _check_class(family: Family, classes: object, where: str) -> None:
 
     A class that no family here has may be a head, or a class of the folder's own code.
     """
-    others = {one.architecture: one.name for one in FAMILIES if one.architecture != family.architecture}
+    own = (family.architecture, family.also_of)
+    others = {one.architecture: one.name for one in FAMILIES if one.architecture not in own}
     for name in classes if isinstance(classes, list) else ():
         if isinstance(name, str) and name in others:
             raise UnsupportedCheckpointError(
