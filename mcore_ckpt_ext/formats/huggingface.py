@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from typing_extensions import override
@@ -22,15 +22,14 @@ from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.images import IMAGES
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, StoredTensor, read_tensors
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE, described_model
 from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.quantised import dequantised
+from mcore_ckpt_ext.formats.weights_alone import WeightsAlone
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.extents import RawArray, Scaled
+from mcore_ckpt_ext.planning.extents import Scaled
 from mcore_ckpt_ext.storage.budget import Budget
 
 NAME = "hf"
@@ -44,10 +43,11 @@ NORM_IN_QUERY = (0, 19)
 _PADDING = 128  # `--make-vocab-size-divisible-by`
 
 
-class HuggingFaceCheckpoint(Checkpoint):
+class HuggingFaceCheckpoint(WeightsAlone):
     """A folder that transformers loads."""
 
     format = NAME
+    kind: ClassVar[str] = "a Hugging Face folder"
 
     def __init__(
         self,
@@ -242,11 +242,6 @@ class HuggingFaceCheckpoint(Checkpoint):
 
     @property
     @override
-    def released(self) -> bool:
-        return True
-
-    @property
-    @override
     def vocabulary(self) -> int:
         return int(self.model.known("vocab_size"))
 
@@ -302,47 +297,6 @@ class HuggingFaceCheckpoint(Checkpoint):
         """What Megatron-Bridge asks for in a checkpoint of this model."""
         return run_config(self.family, complete(self.arguments))
 
-    @property
-    @override
-    def weights(self) -> ModelSpaceWeights:
-        return self._weights
-
-    @property
-    def stored_optimizer_format(self) -> str | None:
-        """There is none."""
-        return None
-
-    @property
-    @override
-    def optimizer(self) -> OptimizerState:
-        raise UnsupportedCheckpointError("a Hugging Face folder holds no optimizer", where=str(self.folder))
-
-    @property
-    @override
-    def experts_apart(self) -> bool:
-        return False
-
-    @override
-    def param_groups(self) -> list[dict[str, Any]]:
-        return []
-
-    @override
-    def grad_scaler(self) -> dict[str, Any] | None:
-        return None
-
     def extra_states(self) -> Mapping[str, Any]:
         """What newly made modules store: Megatron would miss it otherwise."""
         return fresh_extra_states(self._weights.names(), self.model.transformer_impl == TRANSFORMER_ENGINE)
-
-    @override
-    def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        return {}
-
-    @override
-    def archives(self) -> Iterator[tuple[str, int, int]]:
-        files = {
-            stored.extent.file
-            for _, stored in self._weights.matched
-            if not isinstance(stored.extent, (RawArray, Scaled))
-        }
-        return ((file, 0, self.reader.size(file)) for file in sorted(files))

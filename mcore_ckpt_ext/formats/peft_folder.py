@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from typing_extensions import override
 
@@ -27,8 +27,7 @@ from mcore_ckpt_ext.formats.adapters_alone import fit_of_adapters
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import ADAPTER, StoredTensor, tensors_of
 from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
-from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.extents import RawArray, Scaled
+from mcore_ckpt_ext.formats.weights_alone import WeightsAlone
 from mcore_ckpt_ext.storage.safetensors import read_json
 
 NAME = "peft"
@@ -41,16 +40,21 @@ _WITHOUT_EFFECT = {
     "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
     "init_lora_weights", "bias",
 }  # fmt: skip
-# Others change the base, too (`reset_lora_parameters`, tuners/lora/layer.py).
-_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
+_VALUES: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    # Other beginnings change the base, too (`reset_lora_parameters`, tuners/lora/layer.py).
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _LAYOUT = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context", "data")
 
 
-class PeftCheckpoint(Checkpoint):
+class PeftCheckpoint(WeightsAlone):
     """A folder that `peft` loads onto a model."""
 
     format = NAME
+    kind: ClassVar[str] = "a PEFT folder"
 
     def __init__(self, folder: Path, base: Checkpoint, family: Family | None = None) -> None:
         """Read the configuration, the header, and whether linears share their `lora_A`.
@@ -86,12 +90,8 @@ class PeftCheckpoint(Checkpoint):
 
     def _check_config(self) -> None:
         told = {key: value for key, value in self.config.items() if key not in _WITHOUT_EFFECT and value}
-        told |= {key: value for key, value in (("bias", self.config.get("bias")),) if value not in (None, "none")}
-        begun = self.config.get("init_lora_weights")
-        told |= {} if begun in _BEGINNINGS else {"init_lora_weights": begun}
+        told |= {key: self.config.get(key) for key, known in _VALUES.items() if self.config.get(key) not in known}
         told |= strange_values(self.config)
-        if (kind := self.config.get("peft_type")) != "LORA":
-            told["peft_type"] = kind
         if told:
             raise UnsupportedCheckpointError(
                 "Megatron has no adapters like these, or it is not known how it has them",
@@ -173,11 +173,6 @@ class PeftCheckpoint(Checkpoint):
         peft = bridge_peft(self._of_model, names, self._adapters.rank, scaling.alpha, scaling.dropout)
         return run_config(self._fit.family, self._fit.arguments, peft=peft)
 
-    @property
-    @override
-    def released(self) -> bool:
-        return True
-
     @override
     def companions(self) -> dict[str, bytes]:
         return {}
@@ -186,46 +181,6 @@ class PeftCheckpoint(Checkpoint):
     def notices(self) -> list[str]:
         return [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
 
-    @property
-    @override
-    def weights(self) -> ModelSpaceWeights:
-        return self._weights
-
-    @property
-    def stored_optimizer_format(self) -> str | None:
-        """There is none."""
-        return None
-
-    @property
-    @override
-    def optimizer(self) -> OptimizerState:
-        raise UnsupportedCheckpointError("a PEFT folder holds no optimizer", where=str(self.folder))
-
-    @property
-    @override
-    def experts_apart(self) -> bool:
-        return False
-
-    @override
-    def param_groups(self) -> list[dict[str, Any]]:
-        return []
-
-    @override
-    def grad_scaler(self) -> dict[str, Any] | None:
-        return None
-
     @override
     def extra_states(self) -> Mapping[str, Any]:
         return {}
-
-    @override
-    def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        return {}
-
-    @override
-    def archives(self) -> Iterator[tuple[str, int, int]]:
-        found: Sequence[str] = sorted({
-            stored.extent.file for _, stored in self._weights.matched
-            if not isinstance(stored.extent, (RawArray, Scaled))
-        })  # fmt: skip
-        return ((file, 0, self.reader.size(file)) for file in found)

@@ -78,10 +78,11 @@ class DraftedFeed(ABC):
         """Whether a key that the job asks for must be there; otherwise it keeps what it has."""
 
     @abstractmethod
-    def check_used(self, every: Set[str]) -> None:
+    def check_used(self, arrays: Mapping[str, FsdpArray], every: Set[str]) -> None:
         """Refuse a job that leaves parameters of the checkpoint unused.
 
         Args:
+            arrays: as `arrays` gave them.
             every: keys of the tensors of all ranks.
 
         Raises:
@@ -185,7 +186,7 @@ class DraftedFeed(ABC):
         if self._fills_optimizer:
             self._check_optimizer()
         arrays, objects = self.arrays(), self.objects()
-        self.check_used(every)
+        self.check_used(arrays, every)
         asked = [key for key in live if self.is_wanted(key, is_tensor=True) or key in arrays]
         needed = [key for key in others if self.is_wanted(key, is_tensor=False)]
         for key in (*asked, *needed):

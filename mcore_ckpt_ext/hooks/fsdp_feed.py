@@ -92,8 +92,8 @@ class _Feed(DraftedFeed):
         return is_tensor or key == STEPS or (key.startswith(GROUPS) and key.endswith(".step"))
 
     @override
-    def check_used(self, every: Set[str]) -> None:
-        unused = [key for key in self.arrays() if key.startswith(MODEL) and key not in every]
+    def check_used(self, arrays: Mapping[str, FsdpArray], every: Set[str]) -> None:
+        unused = [key for key in arrays if key.startswith(MODEL) and key not in every]
         if unused:
             raise ModelMismatchError(
                 "the checkpoint holds parameters that the model does not have",

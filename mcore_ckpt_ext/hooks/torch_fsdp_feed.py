@@ -188,7 +188,7 @@ class _Feed(DraftedFeed):
         return key in self._places and (key.startswith(MODEL) or not self._without)
 
     @override
-    def check_used(self, every: Set[str]) -> None:
+    def check_used(self, arrays: Mapping[str, FsdpArray], every: Set[str]) -> None:
         check_names(self.checkpoint, {name for _, name in self._places.values()})
 
     def _kept(self) -> dict[str, tuple[str, str]]:
