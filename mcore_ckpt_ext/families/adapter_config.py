@@ -6,11 +6,11 @@ Sources: `LoraConfig` (tuners/lora/config.py), `_create_and_replace` (tuners/lor
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from mcore_ckpt_ext.families.adapters import MAGNITUDES, PREFIX, Shapes
+from mcore_ckpt_ext.storage.patterns import is_pattern, matched
 
 _RANK = 8  # peft's, where no `r` is told
 _INTO = ".lora_A.weight"
@@ -34,6 +34,9 @@ def contradictions(config: Mapping[str, Any], shapes: Shapes, linears: Collectio
         config: without strange values.
         shapes: of the folder's tensors, by PEFT's names.
         linears: names of those of the model that have adapters where the configuration wants it so.
+
+    Raises:
+        UnsupportedCheckpointError: a pattern takes too long.
     """
     ranks = {name[len(PREFIX) : -len(_INTO)]: shape[0] for name, shape in shapes.items() if name.endswith(_INTO)}
     with_norms = bool(config.get("use_dora"))
@@ -51,7 +54,7 @@ def contradictions(config: Mapping[str, Any], shapes: Shapes, linears: Collectio
 
 def _rank_of(config: Mapping[str, Any], module: str) -> int:
     patterns: Mapping[str, int] = config.get("rank_pattern") or {}
-    found = (rank for pattern, rank in patterns.items() if re.match(rf"(.*\.)?({pattern})$", module))
+    found = (rank for pattern, rank in patterns.items() if matched(rf"(.*\.)?({pattern})$", module) is not None)
     default: int = config.get("r", _RANK)
     return next(found, default)
 
@@ -68,7 +71,7 @@ def _is_targeted(config: Mapping[str, Any], module: str) -> bool:
 def _is_named(names: str | list[str], module: str) -> bool:
     """By a pattern, or by the end of its name."""
     if isinstance(names, str):
-        return re.fullmatch(names, module) is not None
+        return matched(names, module, whole=True) is not None
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
@@ -78,19 +81,13 @@ def _is_in_layers(config: Mapping[str, Any], module: str) -> bool:
         return True
     own = [patterns] if isinstance(patterns, str) else patterns
     begins = [rf"(?:^|.*?\.){pattern}" for pattern in own] or [r".*?\.[^.]*"]
-    found = next((match for begin in begins if (match := re.match(rf"{begin}\.(?P<index>\d+)\.", module))), None)
+    tried = (matched(rf"{begin}\.(?P<index>\d+)\.", module) for begin in begins)
+    found = next((groups for groups in tried if groups is not None), None)
     return found is not None and int(found["index"]) in ([layers] if isinstance(layers, int) else layers)
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_pattern(value: object) -> bool:
-    try:
-        return isinstance(value, str) and bool(re.compile(value))
-    except re.error:
-        return False
 
 
 def _are(is_one: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -114,15 +111,15 @@ def _is_switch(value: object) -> bool:
 
 
 def _are_ranks(value: object) -> bool:
-    return isinstance(value, dict) and all(_is_pattern(key) and _is_count(rank) for key, rank in value.items())
+    return isinstance(value, dict) and all(is_pattern(key) and _is_count(rank) for key, rank in value.items())
 
 
-_NAMES = _any_of(_is_pattern, _are(_is_name))
+_NAMES = _any_of(is_pattern, _are(_is_name))
 _KINDS: Mapping[str, Callable[[object], bool]] = {
     "target_modules": _NAMES,  # where there are none, each version of peft has its own
     "exclude_modules": _any_of(_is_none, _NAMES),
     "layers_to_transform": _any_of(_is_none, _is_count, _are(_is_count)),
-    "layers_pattern": _any_of(_is_none, _is_pattern, _are(_is_pattern)),
+    "layers_pattern": _any_of(_is_none, is_pattern, _are(is_pattern)),
     "r": _any_of(_is_none, _is_count),
     "rank_pattern": _any_of(_is_none, _are_ranks),
     "use_rslora": _is_switch,

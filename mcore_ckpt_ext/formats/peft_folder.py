@@ -9,7 +9,7 @@ import argparse
 import hashlib
 from collections.abc import Iterator, Mapping
 from math import prod
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
 from typing_extensions import override
@@ -47,6 +47,7 @@ _VALUES: Mapping[str, tuple[object, ...]] = {
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
 }
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
+_ALPHA = 8  # peft's, where none is told (`LoraConfig`)
 _LAYOUT = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context", "data")
 
 
@@ -69,6 +70,7 @@ class PeftCheckpoint(WeightsAlone):
             UnsupportedCheckpointError: Megatron-Bridge has nothing like these adapters.
         """
         super().__init__(folder)
+        self._base = base.folder
         self.config = read_json(folder / ADAPTER)
         self._check_config()
         self._fit: Fit = fit_of_adapters(base, family, {})
@@ -152,7 +154,7 @@ class PeftCheckpoint(WeightsAlone):
         arguments = {
             **self._fit.arguments.stated(), **{f"{name}_parallel_size": 1 for name in _LAYOUT},
             "virtual_pipeline_model_parallel_size": None, "world_size": 1, "iteration": 0, "consumed_train_samples": 0,
-            "lora_alpha": self.config.get("lora_alpha"), "lora_dropout": self.config.get("lora_dropout"),
+            "lora_alpha": self.config.get("lora_alpha", _ALPHA), "lora_dropout": self.config.get("lora_dropout"),
             "use_rslora": bool(self.config.get("use_rslora")),
         }  # fmt: skip
         return {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
@@ -179,7 +181,11 @@ class PeftCheckpoint(WeightsAlone):
 
     @override
     def notices(self) -> list[str]:
-        return [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
+        found = [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
+        told = self.config.get("base_model_name_or_path")
+        if told and PurePath(str(told)).name != self._base.name:
+            found.append(f"they say that they were trained for {shortened(str(told))}, and {self._base} was named")
+        return found
 
     @override
     def extra_states(self) -> Mapping[str, Any]:

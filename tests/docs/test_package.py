@@ -120,6 +120,7 @@ def test_the_metadata_are_complete(wheel: zipfile.ZipFile) -> None:
     assert sorted(re.split(r"[<>=]", line)[0] for line in needed) == [
         "numpy",
         "pyyaml",
+        "regex",
         "torch",
         "typing-extensions",
     ]

@@ -178,6 +178,18 @@ def test_what_is_not_merged_is_refused_by_name(
     assert not (tmp_path / "merged").exists()
 
 
+def test_what_is_not_told_is_as_peft_has_it(models: dict[str, Path], tmp_path: Path) -> None:
+    content = adapter("model.layers.0.self_attn.o_proj", 32, 32)
+    there = peft_folder(tmp_path / "peft", content, base_model_name_or_path="someone/other")
+    told = json.loads((there / "adapter_config.json").read_text())
+    del told["lora_alpha"]
+    (there / "adapter_config.json").write_text(json.dumps(told))
+    report = convert(there, tmp_path / "run", TorchDist(loop="bridge"), weights=models["llama"])
+    assert any("trained for someone/other, and " in note for note in report.notes)
+    (file,) = (tmp_path / "run").rglob("run_config.yaml")
+    assert json.loads(file.read_text())["peft"]["alpha"] == 8
+
+
 def test_legacy_files_have_none(models: dict[str, Path], tmp_path: Path) -> None:
     content = adapter("model.layers.0.self_attn.o_proj", 32, 32)
     there = peft_folder(tmp_path / "peft", content)

@@ -1,0 +1,33 @@
+"""Patterns of strangers end: with what they find, or with an error."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.storage import patterns
+
+MODULE = "model.layers.0.self_attn.q_proj"
+
+
+def test_they_find_what_re_finds() -> None:
+    assert patterns.matched(r".*?\.(?P<index>\d+)\.", MODULE) == {"index": "0"}
+    assert patterns.matched("model", MODULE) == {}
+    assert patterns.matched("model", MODULE, whole=True) is None
+    assert patterns.is_pattern(".*q_proj")
+    assert not patterns.is_pattern("(")
+    assert not patterns.is_pattern(3)
+
+
+def test_they_may_not_take_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "_SECONDS", 0.01)
+    with pytest.raises(UnsupportedCheckpointError, match="a pattern takes too long.*a list of names"):
+        patterns.matched(r"(a|b|\w|.)*?(\w|.)*?(\w|.)*?(\w|.)*?\d$", MODULE, whole=True)
+
+
+def test_without_regex_it_is_said_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "regex", None)
+    with pytest.raises(UnsupportedCheckpointError, match="pip install regex"):
+        patterns.matched("q_proj", MODULE)
