@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import struct
 import threading
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -14,7 +13,7 @@ import torch
 
 from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.checksums import Piece, checksum
+from mcore_ckpt_ext.storage.crc32 import Piece, checksum, crc32
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.publish import cannot_write
 from mcore_ckpt_ext.storage.writeback import begin_to_flush
@@ -104,7 +103,7 @@ class RecordWriter:
         crc, size = 0, ITEM_SIZE[record.dtype]
         for block in record.blocks(self._block_bytes):
             position = record.offset + block.start * size
-            crc = zlib.crc32(os.pread(self._descriptor(record.file), (block.stop - block.start) * size, position), crc)
+            crc = crc32(os.pread(self._descriptor(record.file), (block.stop - block.start) * size, position), crc)
         if crc == expected:
             self._write_checksums(record, crc)
         return crc == expected

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import runpy
+import sys
 import zlib
 from pathlib import Path
 
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.planning.extents import ArchivedTensor
-from mcore_ckpt_ext.storage.checksums import Checksums, appended, checksum
+from mcore_ckpt_ext.storage.checksums import Checksums
+from mcore_ckpt_ext.storage.crc32 import appended, checksum, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.payload import Payload
 from mcore_ckpt_ext.storage.payloads import Payloads
@@ -23,6 +26,20 @@ from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip
 
 NUMEL = 3000
+
+
+@given(st.binary(max_size=9000), st.integers(0, 7), st.integers(0, 2**32 - 1))
+def test_the_quicker_implementation_gives_the_same_numbers(data: bytes, begin: int, before: int) -> None:
+    assert crc32.__module__ == "isal.isal_zlib"
+    assert crc32(memoryview(data)[begin:], before) == zlib.crc32(data[begin:], before)
+    assert crc32(data) == zlib.crc32(data)
+
+
+def test_without_isal_there_is_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    without = runpy.run_path(str(Path(mcore_ckpt_ext.__file__).parent / "storage" / "crc32.py"))
+    assert without["crc32"] is zlib.crc32
+    assert without["checksum"](memoryview(b"abc"), [(1, 2, zlib.crc32(b"b"))]) == zlib.crc32(b"abc")
 
 
 @given(st.binary(max_size=300), st.binary(max_size=300))

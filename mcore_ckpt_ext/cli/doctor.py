@@ -90,7 +90,7 @@ def _lines(save: Path | None) -> Iterator[Line]:
     yield Line("python", "ok", f"{platform.python_version()}, {sys.executable}")
     version = parse_version(torch.__version__)
     yield Line("torch", "ok" if version and version >= _OLDEST_TORCH else "FAILED", torch.__version__)
-    for name in ("megatron-core", "nvidia-resiliency-ext", "colossalai", "transformer-engine", "safetensors"):
+    for name in ("megatron-core", "nvidia-resiliency-ext", "colossalai", "transformer-engine", "safetensors", "isal"):
         installed = _installed(name)
         yield Line(name, "ok" if installed else "note", installed or "not installed")
     yield from (_setting(setting) for setting in (*SETTINGS, _AUTOLOAD))

@@ -18,7 +18,8 @@ from mcore_ckpt_ext.offline.reading import Remembering
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.planning.output import Block, Placed, Quantised, Record
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, derivation_of, make_plan, plans_of
-from mcore_ckpt_ext.storage.checksums import Checksums, Piece
+from mcore_ckpt_ext.storage.checksums import Checksums
+from mcore_ckpt_ext.storage.crc32 import Piece
 from mcore_ckpt_ext.storage.scaled import block_scales, encode
 from mcore_ckpt_ext.transfer import Transfer, read_wanted
 

@@ -8,7 +8,6 @@ of the zip is PKWARE's APPNOTE, 4.3 and 4.5.3 (zip64).
 from __future__ import annotations
 
 import struct
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor, Leaf, dumps
 from mcore_ckpt_ext.storage.torch_archive import WRITER_MEMBER
 
@@ -100,7 +100,7 @@ class _Zip:
     def _add(self, name: bytes, content: bytes | Leaf) -> None:
         data = None if isinstance(content, DeclaredTensor) else _bytes(content)
         size = _numel(content) * content.dtype.itemsize if isinstance(content, DeclaredTensor) else len(data or b"")
-        crc = 0 if data is None else zlib.crc32(data)
+        crc = 0 if data is None else crc32(data)
         header_at = self._position
         large = struct.pack("<HHQQ", 1, 16, size, size) if size >= _LIMIT_32 else b""
         fixed = header_at + 30 + len(name) + len(large) + 4

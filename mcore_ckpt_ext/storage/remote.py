@@ -7,7 +7,6 @@ import hashlib
 import json
 import secrets
 import threading
-import zlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import IO
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import INTERRUPTED, DestinationError, UnreadableCheckpointError
+from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.files import FolderReader, checked_name, cut_short
 from mcore_ckpt_ext.storage.paths import file_system, is_remote
 from mcore_ckpt_ext.storage.publish import cannot_write
@@ -224,5 +224,5 @@ class Upload:
 def _size_and_crc(stream: IO[bytes]) -> list[int]:
     size, crc = 0, 0
     while block := stream.read(BLOCK_BYTES):
-        size, crc = size + len(block), zlib.crc32(block, crc)
+        size, crc = size + len(block), crc32(block, crc)
     return [size, crc]

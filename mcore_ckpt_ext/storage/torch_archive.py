@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import struct
 import zipfile
-import zlib
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -22,6 +21,7 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, shortened
 from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.expansion import check_expansion
 from mcore_ckpt_ext.storage.files import FolderReader, Window, cut_short
 from mcore_ckpt_ext.storage.payload import Payload, Stencil
@@ -109,7 +109,7 @@ class TorchArchive:
         start, info = self._record("data.pkl")
         self._check_byte_order()
         data = self._read(start, info.file_size)
-        if zlib.crc32(data) != info.CRC:
+        if crc32(data) != info.CRC:
             raise self._damaged("data.pkl")
         if data.startswith(_TENSOR) and len(data) <= _SMALL and (tensor := _tensor_of(data)) is not None:
             return tensor
@@ -238,7 +238,7 @@ class TorchArchive:
             while done < size:
                 block = memory[: size - done]
                 self._reader.read_into(self._file, begin + done, block)
-                crc = zlib.crc32(block, crc)
+                crc = crc32(block, crc)
                 done += len(block)
             if crc != expected:
                 raise self._damaged(name)

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import io
-import zlib
 from collections.abc import Container, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
+from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.zero_strict_state_dict.ranks import Ranks
 
 _WHOLE_BYTES = 16 << 20
@@ -100,7 +100,7 @@ def _digest(path: str, leaf: object, whole: bool) -> str:
     if isinstance(leaf, torch.Tensor):
         return f"{_form(path, leaf)} {_checksum(leaf, whole):08x}"
     if isinstance(leaf, io.BytesIO):
-        return f"{zlib.crc32(leaf.getbuffer()):08x}"
+        return f"{crc32(leaf.getbuffer()):08x}"
     plain = isinstance(leaf, (bool, int, float, str, bytes)) or leaf is None
     # For anything else, equality between processes cannot be seen from outside.
     return repr(leaf) if plain else _form(path, leaf)
@@ -131,4 +131,4 @@ def _checksum(tensor: torch.Tensor, whole: bool) -> int:
     if not whole and len(flat) > _SAMPLES * _SAMPLE_BYTES:
         starts = [last * sample // (_SAMPLES - 1) for sample in range(_SAMPLES)]
         flat = torch.cat([flat[start : start + _SAMPLE_BYTES] for start in starts])
-    return zlib.crc32(flat.cpu().numpy())
+    return crc32(flat.cpu().numpy())

@@ -118,6 +118,7 @@ def test_the_metadata_are_complete(wheel: zipfile.ZipFile) -> None:
     assert extras == {"completion", "demo", "docs", "remote", "test"}
     needed = [line for line in found.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert sorted(re.split(r"[<>=]", line)[0] for line in needed) == [
+        "isal",
         "numpy",
         "pyyaml",
         "regex",
