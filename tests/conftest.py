@@ -6,9 +6,14 @@ import gc
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.harness.checkpoints import CORRUPTED, FLAT, INTACT, Fixture, fixture_named
 from tests.harness.made_once import made_once
+
+# The clock says how busy the machine is, not whether an example is right.
+settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("without a clock")
 
 
 def pytest_collection_finish() -> None:

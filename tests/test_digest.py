@@ -31,7 +31,7 @@ def remainders(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=numbers, cut=some.integers(0, 40), start=some.integers(0, 3 * 2**20))
 def test_the_parts_of_ranks_add_up(values: list[int], cut: int, start: int) -> None:
     state = remainders(values)
@@ -49,7 +49,7 @@ def test_parts_add_up_across_the_blocks_of_its_arithmetic(monkeypatch: pytest.Mo
     digest._multipliers.cache_clear()
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(values=numbers, one=some.integers(0, 39), other=some.integers(0, 39), by=some.integers(1, 3 * 2**20))
 def test_it_tells_states_apart(values: list[int], one: int, other: int, by: int) -> None:
     state = remainders(values)

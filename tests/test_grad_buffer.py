@@ -11,7 +11,7 @@ from mcore_ckpt_ext.layout.grad_buffer import BufferParameter, PackingRule, pack
 from tests.harness.checkpoints import CORRUPTED, INTACT, fixture_named
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     parameters=st.lists(st.builds(BufferParameter, st.integers(1, 3000), st.booleans()), min_size=1, max_size=12),
     bucket_size=st.none() | st.integers(1, 5000),

@@ -60,7 +60,7 @@ def copy(runs: Runs, source: numpy.ndarray, target: numpy.ndarray) -> None:
                 target[place] = source[first + row * source_stride + column]
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 @given(problems())
 def test_every_element_comes_once_from_where_it_is(problem: tuple[Shape, Piece, list[Piece]]) -> None:
     shape, target, sources = problem

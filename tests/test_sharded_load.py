@@ -161,7 +161,7 @@ def grids(draw: st.DrawFn) -> tuple[tuple[int, ...], list[StoredChunk], Region]:
     return shape, draw(st.permutations(stored)), Region("x", offsets, sizes)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(grids())
 def test_the_chunks_of_a_part_are_found_and_no_others(
     problem: tuple[tuple[int, ...], list[StoredChunk], Region],
@@ -175,7 +175,7 @@ def test_the_chunks_of_a_part_are_found_and_no_others(
     assert found == {chunks[at].extent.offset for at, _ in needed.runs}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(grids(), st.integers(0, 5), st.integers(0, 5))
 def test_a_remembered_overlap_is_moved_to_where_the_elements_lie(
     problem: tuple[tuple[int, ...], list[StoredChunk], Region], source_base: int, target_base: int
