@@ -255,7 +255,10 @@ class Proven:
                 return write()
 
         def write() -> int:
-            changed = sum(self._set_master(shard, master) for shard, master in self.masters.items())
+            changed = 0
+            for shard, master in self.masters.items():
+                self.masters[shard] = shard.home.set_master(shard, master)
+                changed += self._follow(shard, master)
             for kind in reading.kinds:
                 rooms = {s: self.masters.pop(s, None) for s in reading.shards(kind)}
                 values = {shard: shard.home.room(shard) if room is None else room for shard, room in rooms.items()}
@@ -263,7 +266,7 @@ class Proven:
                 for shard, tensor in values.items():
                     shard.home.keep(shard, kind, tensor)
             for shard in prepared.job.new:
-                shard.home.set_master(shard, shard.weight.float())
+                shard.home.set_master(shard, shard.weight.to(torch.float32, copy=True))
                 for kind in shard.kinds:
                     shard.home.keep(shard, kind, shard.home.room(shard).zero_())
             for home, groups in zip(prepared.job.homes, prepared.groups, strict=True):
@@ -276,9 +279,8 @@ class Proven:
                 home.share_weights()
         return self._summary(sum(changed))
 
-    def _set_master(self, shard: LiveShard, master: torch.Tensor) -> int:
+    def _follow(self, shard: LiveShard, master: torch.Tensor) -> int:
         """Returns: how many weights changed: optimizers differ where a master lies halfway between two of them."""
-        shard.home.set_master(shard, master)
         if shard.home.proof(shard) is not None and not self.prepared.checkpoint.follow_from_weights(shard.name):
             return 0
         if quantisation(shard.live.parameter) is not None:

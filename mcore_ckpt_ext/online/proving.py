@@ -38,7 +38,8 @@ def prove(shard: LiveShard, master: torch.Tensor, checkpoint: Checkpoint) -> Non
             return f"{shard.name}, element {first + position} of this rank's part, {checkpoint.folder}"
 
         instead = ": resume from another iteration, or with --no-load-optim and a fresh optimizer"
-        proof.check(master[part], weight[part].to(master.device), where, instead)
+        own = weight[part] if weight.device == master.device else weight[part].to(master.device)
+        proof.check(master[part], own, where, instead)
 
 
 @dataclass(frozen=True)

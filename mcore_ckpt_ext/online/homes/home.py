@@ -89,8 +89,16 @@ class Home(Protocol):
     def share_weights(self) -> None:
         """Give all data-parallel ranks the weights of which this one holds the masters; collective."""
 
-    def set_master(self, shard: LiveShard, values: torch.Tensor) -> None:
-        """Copy fp32 masters; `values` stays the caller's."""
+    def set_master(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
+        """Take over fp32 masters.
+
+        Args:
+            shard: which.
+            values: from `room`; they belong to the home afterwards.
+
+        Returns:
+            Memory for as many elements, which is the caller's: `values`, copied, or what held the old masters.
+        """
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
         """Take over fp32 moments; `values` belongs to the home afterwards."""

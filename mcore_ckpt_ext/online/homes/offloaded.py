@@ -68,6 +68,11 @@ class OffloadedHome(DistributedHome):
             for parameter in group["params"]
         }
 
+    @override
+    def _may_move(self, kept: torch.Tensor) -> bool:
+        """They may lie in pinned memory, which copies to and from the device rely on."""
+        return False
+
     def _kept(self, shard: LiveShard) -> torch.Tensor:
         inner: torch.Tensor = self._hybrid.param_to_inner_param[self._stepped(shard)]
         return inner

@@ -43,15 +43,26 @@ class PlainHome(ABC):
         """A plain cast (`_copy_main_params_to_model_params`)."""
         return values.to(shard.weight.dtype)
 
-    def set_master(self, shard: LiveShard, values: torch.Tensor) -> None:
-        """Copy fp32 masters; `values` stays the caller's."""
+    def set_master(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
+        """Take over fp32 masters: by exchanging memory, which costs nothing, where nobody else looks at the old."""
+        kept = self._kept(shard)
+        alike = (kept.dtype, kept.device) == (values.dtype, values.device)
+        if alike and kept is not shard.live.parameter and self._may_move(kept):
+            old = kept.detach().view(-1)
+            kept.data = values.view(kept.shape)
+            return old
         with torch.no_grad():
             self.master(shard).copy_(values)
+        return values
 
     def keep(self, shard: LiveShard, kind: str, values: torch.Tensor) -> None:
         """Take over fp32 moments; `values` belongs to the home afterwards."""
         state, stepped = self._optimizer.optimizer.state, self._stepped(shard)
         state[stepped] = {**state.get(stepped, {}), kind: values.view(stepped.shape)}
+
+    def _may_move(self, kept: torch.Tensor) -> bool:
+        """Whether masters are alone in their memory, so that no other tensor is left with what was there before."""
+        return is_alone(kept)
 
     @abstractmethod
     def _stepped(self, shard: LiveShard) -> torch.Tensor:
@@ -60,6 +71,16 @@ class PlainHome(ABC):
     def _kept(self, shard: LiveShard) -> torch.Tensor:
         """The masters where they are kept: what is stepped is an fp32 copy of the weights, or fp32 weights."""
         return self._stepped(shard)
+
+
+def is_alone(tensor: torch.Tensor) -> bool:
+    """Whether a tensor fills its memory, and no other tensor has any of it; where torch cannot tell, it is not."""
+    uses = getattr(torch._C, "_storage_Use_Count", None)  # since torch 2.1; as its CUDA graphs ask (cudagraph_trees.py)
+    if uses is None or tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return False
+    lone = torch.empty(1, device="cpu")
+    # Both are counted with the Python object through which they are looked at.
+    return bool(uses(tensor.untyped_storage()._cdata) == uses(lone.untyped_storage()._cdata))
 
 
 def described(live: Mapping[int, LiveParameter], parameter: torch.Tensor) -> LiveParameter:

@@ -58,16 +58,17 @@ class PrecisionAwareHome(DistributedHome):
         kept = self._fused.get_unscaled_state(self._stepped(shard), _MASTER).view(-1)
         return join(stepped.view(-1), kept) if kept.dtype == torch.int16 else kept
 
-    def set_master(self, shard: LiveShard, values: torch.Tensor) -> None:
+    def set_master(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """The weight that belongs to a remainder is the caller's business, see `rounded`."""
-        stepped = self._stepped(shard)
+        stepped, masters = self._stepped(shard), values
         if self._has_remainder(shard):
-            values = split(values)[1]
+            masters = split(values)[1]
         elif not self._is_inside(shard):
             stepped.detach().view(-1).copy_(values)
         if self._keeps_masters:
             # It may scale what it is given in place.
-            self._fused.set_scaled_state(stepped, _MASTER, values.view(stepped.shape).clone())
+            self._fused.set_scaled_state(stepped, _MASTER, masters.view(stepped.shape).clone())
+        return values
 
     def rounded(self, shard: LiveShard, values: torch.Tensor) -> torch.Tensor:
         """A remainder is right only for the weight that is rounded half up."""
