@@ -267,9 +267,15 @@ class Transfer:
 
 
 def _threads() -> int:
-    """Of which each has a core, where every rank of this machine (`LOCAL_WORLD_SIZE` of torchrun) has as many."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, min(DEFAULT_WORKERS, (os.cpu_count() or 1) // max(1, int(ranks) if ranks.isdecimal() else 1)))
+    """Of which each has a core, where every rank of this machine (`LOCAL_WORLD_SIZE` of torchrun) has as many.
+
+    The cores are those that this process may use: its own, where every rank may have been given as many; else all ranks
+    share them.
+    """
+    told, every = os.environ.get("LOCAL_WORLD_SIZE", ""), os.cpu_count() or 1
+    ranks = max(1, int(told) if told.isdecimal() else 1)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else every
+    return max(1, min(DEFAULT_WORKERS, cores if cores * ranks <= every else cores // ranks))
 
 
 def _are_near(length: int, count: int, stride: int, size: int) -> bool:

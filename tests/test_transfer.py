@@ -118,12 +118,17 @@ def test_a_file_that_ends_too_early_is_told(name: str, reader: FolderReader) -> 
 
 
 @pytest.mark.parametrize(
-    ("cores", "ranks", "threads"), [(2, "8", 1), (96, "8", 4), (16, "8", 2), (3, "", 3), (8, "0", 4)]
-)
+    ("cores", "own", "ranks", "threads"),
+    [
+        (2, 2, "8", 1), (96, 96, "8", 4), (16, 16, "8", 2), (3, 3, "", 3), (8, 8, "0", 4),
+        (96, 3, "8", 3), (96, 16, "8", 2), (96, 2, "", 2), (96, 1, "64", 1),
+    ],
+)  # fmt: skip
 def test_the_ranks_of_a_machine_share_its_cores(
-    cores: int, ranks: str, threads: int, reader: FolderReader, monkeypatch: pytest.MonkeyPatch
+    cores: int, own: int, ranks: str, threads: int, reader: FolderReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(own)))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
     assert Transfer(reader)._workers == threads
     assert Transfer(reader, workers=3)._workers == 3
