@@ -9,6 +9,7 @@ objects: only the bytes of tensors take another way. All ranks call it as often,
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,8 +39,10 @@ _MAPPING = "megatron.core.dist_checkpointing.mapping"
 
 
 @contextmanager
-def reading_fast(opened: Checkpoint | None = None, read_once: bool = False) -> Iterator[None]:
+def reading_fast(opened: Checkpoint | None = None, read_once: bool = False) -> Iterator[list[str]]:
     """Within this scope, this package reads the tensors that Megatron's loader is asked for.
+
+    What it then has read is told by the list that it gives, in words.
 
     What it does not know, on any rank, is left to Megatron's own loader as a whole, before anything is written.
 
@@ -52,24 +55,31 @@ def reading_fast(opened: Checkpoint | None = None, read_once: bool = False) -> I
     """
     strategy: Any = import_module(_STRATEGIES).TorchDistLoadShardedStrategy
     original = strategy.load
+    told: list[str] = []
 
     @functools.wraps(original)
     def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *more: Any, **keywords: Any) -> Any:
         def stock(asked: Any) -> Any:
             return original(self, asked, checkpoint_dir, *more, **keywords)
 
-        return _load(sharded_state_dict, Path(str(checkpoint_dir)), opened, read_once, stock)
+        started = time.monotonic()
+        answer, nbytes = _load(sharded_state_dict, Path(str(checkpoint_dir)), opened, read_once, stock)
+        if nbytes:
+            told.append(f"{nbytes / 1e6:,.1f} MB of tensors read in {time.monotonic() - started:.1f} s")
+        return answer
 
     strategy.load = load
     try:
         with index_read_once():
-            yield
+            yield told
     finally:
         strategy.load = original
 
 
-def _load(asked: Any, folder: Path, opened: Checkpoint | None, read_once: bool, stock: Callable[[Any], Any]) -> Any:
-    """What `stock` would answer, tensors read by this package; or its answer.
+def _load(
+    asked: Any, folder: Path, opened: Checkpoint | None, read_once: bool, stock: Callable[[Any], Any]
+) -> tuple[Any, int]:
+    """What `stock` would answer, tensors read by this package, and how many bytes all ranks read; or its answer, and 0.
 
     Args:
         asked: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
@@ -108,7 +118,7 @@ def _load(asked: Any, folder: Path, opened: Checkpoint | None, read_once: bool, 
     for rank, (reason, *_) in enumerate(plans):
         if reason is not None:
             announce(f"{LOAD.flag}: Megatron's own loader reads this checkpoint (rank {rank}: {reason})")
-            return stock(asked)
+            return stock(asked), 0
 
     if missing := sum(number for *_, number in plans):
         announce(states_of_nobody(missing))
@@ -131,8 +141,14 @@ def _load(asked: Any, folder: Path, opened: Checkpoint | None, read_once: bool, 
     if read_once:
         planned[0].share(agreed("planning what is read once", planned[0].wanted_bytes, _UNTOUCHED))
     consequence = "it is partly written: do not train on, start again"
-    tensors = agreed_here("reading the model", planned[0].read, consequence)
-    return _answer(asked, values | dict(zip(map(id, leaves.tensors), tensors, strict=True)))
+    tensors: list[Any] = []
+
+    def read() -> int:
+        tensors.extend(planned[0].read())
+        return planned[0].bytes_read
+
+    nbytes = sum(agreed("reading the model", read, consequence))
+    return _answer(asked, values | dict(zip(map(id, leaves.tensors), tensors, strict=True))), nbytes
 
 
 def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:

@@ -22,7 +22,7 @@ from mcore_ckpt_ext.hooks.first_look import first_look, megatron_version, refuse
 from mcore_ckpt_ext.hooks.from_huggingface import model_folder, start_from
 from mcore_ckpt_ext.hooks.fsdp_feed import is_of_fsdp, load_into_fsdp
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
-from mcore_ckpt_ext.hooks.proof import Witness, prove_loaded, repair_shifted
+from mcore_ckpt_ext.hooks.proof import PROVEN, Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.hooks.resuming import taking_what_is_whole
 from mcore_ckpt_ext.hooks.shared_index import index_shared
@@ -52,6 +52,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
         arguments = scope["get_args"]()
         load_arg = call.arguments["load_arg"]
         directory = getattr(arguments, load_arg)
+        told: list[str] = []
         if (model := _model_folder(arguments, load_arg)) is not None:
             stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
             result, weaker = start_from(scope, model, chunks, stock), None
@@ -60,27 +61,34 @@ def wrap_load_checkpoint(original: Function) -> Function:
             once = index_shared(arguments, directory, always=LOAD.chosen(arguments) == FAST)
             with attended(), whole, once:
                 result, weaker = load(
-                    call.arguments, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords
+                    call.arguments, told, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords
                 )
         # Megatron-FSDP makes its weights of its masters: there is nothing else that they could be.
+        proven = False
         if optimizer is not None and not is_of_fsdp(arguments):
-            prove_loaded(chunks, optimizer, witness.has_seen_a_load(chunks), weaker)
+            proven = prove_loaded(chunks, optimizer, witness.has_seen_a_load(chunks), weaker)
+        if told:
+            announce(f"{LOAD.flag}: {told[-1]}{f'; {PROVEN}' if proven else ''}")
         return result
 
     def load(
         given: Mapping[str, Any],
+        told: list[str],
         ddp_model: Any,
         optimizer: Any,
         opt_param_scheduler: Any,
         *positional: Any,
         **keywords: Any,
     ) -> tuple[Any, Proof | None]:
-        """What the original returns, and the proof of the checkpoint where this package filled the optimizer."""
+        """What the original returns, and the proof of the checkpoint where this package filled the optimizer.
+
+        `told` learns what this package has read for Megatron.
+        """
         stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
         scope = _scope(original)
         arguments = scope["get_args"]()
         if LOAD.chosen(arguments) == FAST:
-            stock = functools.partial(_reading_fast, stock, arguments)
+            stock = functools.partial(_reading_fast, stock, arguments, told)
         chunks, directory = scope["unwrap_model"](ddp_model), getattr(arguments, given["load_arg"])
         if is_of_fsdp(arguments):
             return load_into_fsdp(scope, directory, stock), None
@@ -97,7 +105,8 @@ def wrap_load_checkpoint(original: Function) -> Function:
         if look is None:
             return load_weights_alone(scope, directory, chunks, stock), None
         if look.stock_loads:
-            result = _reading_fast(stock, arguments) if LOAD.chosen(arguments) == AUTO and look.is_moved else stock()
+            by_us = LOAD.chosen(arguments) == AUTO and look.is_moved
+            result = _reading_fast(stock, arguments, told) if by_us else stock()
             if look.may_be_shifted:
                 repair_shifted(look.folder, chunks, optimizer, arguments)
             return result, None
@@ -134,9 +143,11 @@ def _model_folder(arguments: Any, load_arg: str) -> Path | None:
     return looks[0]
 
 
-def _reading_fast(stock: Callable[[], Any], arguments: Any) -> Any:
-    with reading_fast(read_once=READ_ONCE.chosen(arguments)):
-        return stock()
+def _reading_fast(stock: Callable[[], Any], arguments: Any, told: list[str]) -> Any:
+    with reading_fast(read_once=READ_ONCE.chosen(arguments)) as read:
+        result = stock()
+    told.extend(read)
+    return result
 
 
 def _scope(original: Function) -> MutableMapping[str, Any]:

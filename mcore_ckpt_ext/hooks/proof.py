@@ -23,6 +23,8 @@ from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
 _SHOWN = 3
 # One in how many stretches is looked at (`live_mismatches`): what this package has filled is already proven in full.
 _OF_STOCK, _OF_OURS = 3, 8
+PROVEN = f"masters proven against their weights, of each at least one stretch of 131,072 elements in {_OF_STOCK}"
+"""What `prove_loaded` has shown, where this package did not fill the optimizer."""
 
 
 class Witness:
@@ -36,7 +38,7 @@ class Witness:
         return any(p._version != self._versions.get(id(p)) for p in _parameters(chunks))
 
 
-def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None) -> None:
+def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None) -> bool:
     """Stop the job where masters do not round to their weights, or say so; collective.
 
     It costs less than 2 % of a load: of large parameters every third stretch is looked at, see `live_mismatches`.
@@ -47,13 +49,17 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
         loaded: whether this rank has loaded anything.
         weaker: see `live_mismatches`; None where it was not this package that filled the optimizer.
 
+    Returns:
+        Whether every rank could look, and found nothing.
+
     Raises:
         ProofError: on every rank, naming the parameters.
     """
     every = _OF_STOCK if weaker is None else _OF_OURS
-    found = _found(chunks, optimizer, loaded, weaker, every)
+    looks = _looks(chunks, optimizer, loaded, weaker, every)
+    found = [item for items in looks for item in items or ()]
     if not found:
-        return
+        return None not in looks
     names = list(dict.fromkeys(item.name for item in found))
     more = f"; and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else ""
     error = ProofError(
@@ -68,11 +74,12 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
     if PROOF.value != WARN:
         raise error
     announce(f"{PROOF.name}={WARN}: {error}")
+    return False
 
 
 def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, arguments: Any) -> None:
     """Repair what Megatron wrote wrongly (optimizers/shifted_state.py), where its own load shows it; collective."""
-    names = {item.name for item in _found(chunks, optimizer, loaded=True)}
+    names = {item.name for items in _looks(chunks, optimizer, loaded=True) for item in items or ()}
     if not names:
         return
     running = JobArguments.of(vars(arguments))
@@ -83,18 +90,18 @@ def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, argument
     announce(f"{repaired}{lost if prepared.lost_elements else ''}; {proven.fill()}")
 
 
-def _found(
+def _looks(
     chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None = None, every: int = 1
-) -> list[LiveMismatch]:
-    """What all ranks found; a failing check must not end a load that has worked."""
-    own: list[LiveMismatch] = []
+) -> list[list[LiveMismatch] | None]:
+    """What each rank found, None where it could not look; a failing check must not end a load that has worked."""
+    own: list[LiveMismatch] | None = None
     try:
-        own = live_mismatches(chunks, optimizer, weaker, every) if loaded else []
+        own = live_mismatches(chunks, optimizer, weaker, every) if loaded else None
     except UnsupportedCheckpointError as error:
         announce(f"this load is not proven, because this version cannot look into what there is: {error.found}")
     except Exception as error:  # noqa: BLE001 - see the docstring
         announce(f"what was loaded could not be proven: {type(error).__name__}: {error}")
-    return [item for items in gather(own) for item in items]
+    return gather(own)
 
 
 def _parameters(chunks: Sequence[Any]) -> Iterator[Any]:
