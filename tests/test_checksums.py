@@ -137,8 +137,9 @@ def test_what_is_small_is_compared_at_once(stored: Stored, monkeypatch: pytest.M
         stored.looked_at()
 
 
-@pytest.mark.parametrize("target", [TorchDist(megatron_version="0.19"), Legacy(tensor_model_parallel_size=4)])
-@pytest.mark.parametrize("name", ["p01", "p02", "p08", "p43"])
+@pytest.mark.parametrize(
+    ("name", "target"), [("p02", Legacy(tensor_model_parallel_size=4)), ("p43", TorchDist(megatron_version="0.19"))]
+)
 def test_a_conversion_writes_the_same_bytes_either_way(
     name: str, target: TorchDist | Legacy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
