@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import sqrt
 from typing import Any
 
 from typing_extensions import override
@@ -94,5 +95,5 @@ class Gemma3(Family):
             "rotary_base": [arguments.rotary_base_local or 10000, arguments.rotary_base],
             "rope_scaling_factor": arguments.rotary_seq_len_interpolation_factor or 1.0,
             "window_size": None if window is None else window[0] + 1,  # of the provider's own counting
-            "softmax_scale": attention_scalar(arguments) ** -0.5,
+            "softmax_scale": 1.0 / sqrt(attention_scalar(arguments)),
         }

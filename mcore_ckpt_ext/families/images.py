@@ -1,14 +1,14 @@
-"""What sees images in a model, as Megatron-Bridge holds it beside the model's text.
+"""How what sees images in a model is described: where its tensors lie, and what its configuration says.
 
-Sources: models/qwen_vl/qwen25_vl_bridge.py, qwen25_vl_provider.py and modeling_qwen25_vl.py of Megatron-Bridge 0.6.2
-and its commit 067f987d: the class of transformers, whole on every tensor-parallel rank of the first pipeline stage.
+Megatron-Bridge holds it beside the model's text, on the first pipeline stage. The models: `images_known.py`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
@@ -21,6 +21,28 @@ PREFIX = f"{LANGUAGE_MODEL}."
 """What stands before the names of the text there."""
 _ROPE = ("rope_parameters", "rope_scaling")
 _SECTIONS = "mrope_section"
+_THETA = 10000.0  # of what sees: no class of Megatron-Bridge asks for another
+_NUMBER = "*"
+_OF_TEXT = "model."
+_PARTS = 3  # queries, keys, values
+
+
+@dataclass(frozen=True)
+class Seeing:
+    """A tensor in Hugging Face's folders and in Megatron-Bridge; `*` stands for the number of a block or merger.
+
+    Attributes:
+        theirs: its name there, as it is written.
+        ours: its name in Megatron.
+        by_heads: there all queries, then keys, then values; in Megatron those of one head after the other
+            (`ConcatenatedQKVMapping` of Megatron-Bridge; as many heads of keys as of queries).
+        transposed: there the matrix is transposed.
+    """
+
+    theirs: str
+    ours: str
+    by_heads: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,28 +50,72 @@ class Images:
     """How a kind of models is held.
 
     Attributes:
-        rules: names in Hugging Face's folders and in Megatron-Bridge; `**` stands for any rest.
+        rules: for all tensors of what sees.
+        spellings: patterns of what names begin with in folders in the wild, and how they are written.
+        text: what the names of the text begin with in a folder, where those of a model of its own begin with `model.`.
         provider: the class of the whole, below `megatron.bridge.models`.
         config_class: of transformers, of the part that sees.
-        fields: keys of `config.json` that the provider has, too.
-        sizes: keys of `vision_config`, and what shows them: the count of what a pattern matches, or the rows of a
-            tensor that it does.
+        fields: keys of `config.json`, and what the provider calls them.
+        sizes: keys of `vision_config`, and what shows them: how many names a pattern matches (None), or the size of
+            such a tensor along an axis. A list shows its length.
+        heads: the key of `vision_config` that counts heads, where rows lie by heads.
+        fixed: keys of `vision_config` that say what the provider has without asking.
+        axes: positions have three of them.
+        experts: the text has experts.
+        states: patterns of modules with an extra state, and whether it is Transformer Engine's.
+        further: makes more fields of the provider of the `config.json`.
     """
 
-    rules: Sequence[tuple[str, str]]
+    rules: Sequence[Seeing]
+    spellings: Sequence[tuple[str, str]]
+    text: str
     provider: str
     config_class: str
-    fields: Sequence[str]
-    sizes: Mapping[str, tuple[str, str]]
+    fields: Mapping[str, str]
+    sizes: Mapping[str, tuple[str, int | None]]
+    heads: str | None = None
+    fixed: Mapping[str, Any] | None = None
+    axes: bool = True
+    experts: bool = False
+    states: Sequence[tuple[str, bool]] = ()
+    further: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
 
     def ours(self, name: str) -> str | None:
         """The name in Megatron of a tensor of a Hugging Face folder; None where it has no place."""
-        bare = name.removeprefix("model.")  # of some folders of transformers 4.52 and later
-        return next((found for theirs, ours in self.rules if (found := _translated(bare, theirs, ours))), None)
+        for pattern, written in self.spellings:
+            name = re.sub(pattern, written, name)
+        return next((found for rule in self.rules if (found := _translated(name, rule.theirs, rule.ours))), None)
 
-    def theirs(self, name: str) -> str | None:
-        """The way back."""
-        return next((found for theirs, ours in self.rules if (found := _translated(name, ours, theirs))), None)
+    def tensor(self, ours: str, shape: tuple[int, ...], vision: Mapping[str, Any]) -> HuggingFaceTensor:
+        """What a tensor of Megatron's is in a folder that is written.
+
+        Args:
+            ours: its name, one of the rules'.
+            shape: of the whole tensor, in Megatron.
+            vision: `vision_config`.
+
+        Raises:
+            UnsupportedCheckpointError: its rows are no multiple of the heads.
+        """
+        named = ((rule, _translated(ours, rule.ours, rule.theirs)) for rule in self.rules)
+        rule, theirs = next((rule, name) for rule, name in named if name)
+        regions: tuple[Region, ...] = (Region.whole(ours, shape),)
+        if rule.by_heads:
+            regions = tuple(_by_heads(ours, shape, vision.get(str(self.heads))))
+        return HuggingFaceTensor(theirs, shape[::-1] if rule.transposed else shape, regions, rule.transposed)
+
+    def in_megatron(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape in Megatron of a tensor that a folder has with this one."""
+        rule = next(rule for rule in self.rules if _translated(ours, rule.ours, rule.ours))
+        return shape[::-1] if rule.transposed else shape
+
+    def in_folder(self, name: str) -> str:
+        """The name of a tensor of the text, as a model of its own has it, in a folder of the whole."""
+        return self.text + name.removeprefix(_OF_TEXT) if name.startswith(_OF_TEXT) else name
+
+    def holds(self, names: Collection[str]) -> bool:
+        """Whether these are names, in Megatron, of what sees."""
+        return all(any(_translated(name, rule.ours, rule.ours) for rule in self.rules) for name in names)
 
     def provider_fields(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """What the section `model` of `run_config.yaml` says of the whole.
@@ -58,45 +124,66 @@ class Images:
             UnsupportedCheckpointError: the `config.json` lacks something, or gives a value of a kind that none has.
         """
         vision = config.get("vision_config")
-        section = sections_of(config)
-        if not isinstance(vision, Mapping) or section is None:
-            lacking = "vision_config" if section else f"{_SECTIONS} in rope_parameters or rope_scaling"
+        section = sections_of(config) if self.axes else None
+        if not isinstance(vision, Mapping) or (self.axes and section is None):
+            lacking = (
+                f"{_SECTIONS} in rope_parameters or rope_scaling" if isinstance(vision, Mapping) else "vision_config"
+            )
             raise UnsupportedCheckpointError("config.json lacks a key", expected=lacking, where="config.json")
+        self._check_fixed(vision)
         plain = {key: value for key, value in vision.items() if key not in _ROPE and not isinstance(value, Mapping)}
-        found = {key: config[key] for key in self.fields if key in config}
+        found = {name: config[key] for key, name in self.fields.items() if key in config}
         check_plain({**plain, **found, _SECTIONS: section})
+        axes = {"position_embedding_type": "mrope", _SECTIONS: section} if self.axes else {}
         return {
-            **found, "_target_": f"megatron.bridge.models.{self.provider}", "position_embedding_type": "mrope",
-            _SECTIONS: section, "scatter_embedding_sequence_parallel": False,
+            **found, **axes, "_target_": f"megatron.bridge.models.{self.provider}",
+            "scatter_embedding_sequence_parallel": False,
             "vision_config": {**plain, "_target_": f"transformers.models.{self.config_class}"},
+            **(self.further(config) if self.further else {}),
         }  # fmt: skip
+
+    def _check_fixed(self, vision: Mapping[str, Any]) -> None:
+        rope: Mapping[str, Any] = next((vision[key] for key in _ROPE if isinstance(vision.get(key), Mapping)), {})
+        wrong = [
+            f"{key}: {vision[key]}" for key, value in (self.fixed or {}).items() if vision.get(key, value) != value
+        ]
+        if rope.get("rope_theta", _THETA) != _THETA:
+            wrong.append(f"rope_theta: {rope['rope_theta']}")
+        if wrong:
+            raise UnsupportedCheckpointError(
+                "Megatron-Bridge has no such model", found=", ".join(wrong), expected="what released models have",
+                where="config.json, vision_config",
+            )  # fmt: skip
 
     def misfits(self, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
         """Why a `config.json` does not describe what sees, by the shapes of its tensors in Megatron."""
-        vision, found = config.get("vision_config") or {}, []
-        for key, (what, pattern) in self.sizes.items():
+        vision = config.get("vision_config") or {}
+        found = [f"no {name}" for name in self._wanted(shapes) if name not in shapes]
+        for key, (pattern, axis) in self.sizes.items():
             matches = {match[0]: shape for name, shape in shapes.items() if (match := re.match(pattern, name))}
-            size = len(matches) if what == "count" else next((shape[0] for shape in matches.values()), None)
-            if vision.get(key) != size:
-                found.append(f"{key} is {vision.get(key)} in vision_config, and {size} by the tensors")
+            sizes = (shape[axis] for shape in matches.values() if axis is not None and axis < len(shape))
+            size = len(matches) if axis is None else next(sizes, None)
+            said = vision.get(key)
+            if (len(said) if isinstance(said, (list, tuple)) else said) != size:
+                found.append(f"{key} is {said} in vision_config, and {size} by the tensors")
         return found
 
+    def _wanted(self, names: Collection[str]) -> Iterator[str]:
+        """All names of what sees, with as many blocks and mergers as there are names of."""
+        numbers: dict[str, set[str]] = {}
+        for rule in self.rules:
+            pattern = _pattern(rule.ours)
+            matches = filter(None, map(pattern.fullmatch, names)) if _NUMBER in rule.ours else ()
+            numbers.setdefault(rule.ours.partition(_NUMBER)[0], set()).update(match[1] for match in matches)
+        for rule in self.rules:
+            before, number, _ = rule.ours.partition(_NUMBER)
+            count = len(numbers[before]) if number else 1
+            yield from (rule.ours.replace(_NUMBER, str(at)) for at in range(count))
 
-_BLOCK = r"visual\.blocks\.\d+\."
-IMAGES: Mapping[str, Images] = {
-    "qwen2_5_vl": Images(
-        rules=(("visual.**", "visual.**"),),
-        provider="qwen_vl.qwen25_vl_provider.Qwen25VLModelProvider",
-        config_class="qwen2_5_vl.configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig",
-        fields=("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "vision_token_id"),
-        sizes={
-            "depth": ("count", _BLOCK), "hidden_size": ("rows", r"visual\.patch_embed\.proj\.weight$"),
-            "intermediate_size": ("rows", _BLOCK + r"mlp\.gate_proj\.weight$"),
-            "out_hidden_size": ("rows", r"visual\.merger\.mlp\.2\.weight$"),
-        },
-    ),
-}  # fmt: skip
-"""By the `model_type` of the whole."""
+    def states_of(self, names: Collection[str]) -> dict[str, bool]:
+        """Modules of what sees that have an extra state, and whether it is Transformer Engine's."""
+        modules = {name.rpartition(".")[0] for name in names}
+        return {one: engine for one in sorted(modules) for pattern, engine in self.states if re.fullmatch(pattern, one)}
 
 
 def sections_of(config: Mapping[str, Any]) -> Any:
@@ -109,22 +196,26 @@ def sections_of(config: Mapping[str, Any]) -> Any:
     return None
 
 
-def kind_of(names: Collection[str]) -> str | None:
-    """The `model_type` of a checkpoint of Megatron-Bridge with these names; None where it is no such whole."""
-    of_images = [name for name in names if not name.startswith(PREFIX)]
-    if not of_images or len(of_images) == len(names):
-        return None
-    return next((kind for kind, images in IMAGES.items() if all(map(images.theirs, of_images))), None)
-
-
-def whole_tensor(theirs: str, ours: str, shape: tuple[int, ...]) -> HuggingFaceTensor:
-    """A tensor that both sides hold as it is."""
-    return HuggingFaceTensor(theirs, shape, (Region.whole(ours, shape),))
+@cache
+def _pattern(template: str) -> re.Pattern[str]:
+    return re.compile(re.escape(template).replace(re.escape(_NUMBER), r"(\d+)"))
 
 
 def _translated(name: str, one: str, other: str) -> str | None:
     """A name under the other template of a rule; None where the first is not its own."""
-    beginning, _, _ = one.partition("**")
-    if "**" not in one:
-        return other if name == one else None
-    return other.partition("**")[0] + name.removeprefix(beginning) if name.startswith(beginning) else None
+    match = _pattern(one).fullmatch(name)
+    return match and other.replace(_NUMBER, match[1] if _NUMBER in one else "")
+
+
+def _by_heads(name: str, shape: tuple[int, ...], heads: Any) -> Iterator[Region]:
+    """The rows of all queries, then of all keys, then of all values, in a parameter that has them head by head."""
+    if type(heads) is not int or heads < 1 or shape[0] % (_PARTS * heads):
+        raise UnsupportedCheckpointError(
+            "the rows of a parameter are not those of so many heads", found=f"{shape[0]} rows, {heads} heads",
+            where=name,
+        )  # fmt: skip
+    rows = shape[0] // (_PARTS * heads)
+    for part in range(_PARTS):
+        for head in range(heads):
+            start = (_PARTS * head + part) * rows
+            yield Region(name, (start, *(0 for _ in shape[1:])), (rows, *shape[1:]))

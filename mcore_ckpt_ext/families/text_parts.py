@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.family import HuggingFaceTensor
 
 # The model's type, and the family of its text.
 TEXT_OF: Mapping[str, str] = {
     "qwen2_vl": "qwen2", "qwen2_5_vl": "qwen2", "qwen3_vl": "qwen3", "qwen3_vl_moe": "qwen3_moe",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "kimi_vl": "deepseek_v3",
+    "qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text", "gemma3": "gemma3_text", "kimi_vl": "deepseek_v3",
+    "kimi_k25": "deepseek_v3",
 }  # fmt: skip
 # What a class does, whatever its folders say of it.
 _ALWAYS: Mapping[str, Mapping[str, Any]] = {"qwen3_vl_moe": {"norm_topk_prob": True}}
@@ -29,7 +33,7 @@ _NAMES = (
     (re.compile(r"^(model\.language_model\.|language_model\.model\.)"), "model."),
     (re.compile(r"^language_model\.lm_head\."), "lm_head."),
 )
-_IMAGES = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector)\.")
+_IMAGES = re.compile(r"^(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector)\.")
 
 
 def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -65,6 +69,24 @@ def turned_experts(name: str, shape: tuple[int, ...], config: Mapping[str, Any])
         return None
     wanted = (2 * width, hidden) if gate_and_up else (hidden, width)
     return (shape[0], *wanted) if shape[1:] != wanted and shape[1:] == wanted[::-1] else None
+
+
+def turned_stack(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
+    """A stack of experts with its matrices transposed, as such folders were released; any other tensor as it is.
+
+    Raises:
+        UnsupportedCheckpointError: a matrix is as wide as it is high, so that no reader could tell.
+    """
+    count, rows, columns = tensor.shape if len(tensor.shape) == 3 else (0, 0, 1)
+    if not count:
+        return tensor
+    if rows == columns:
+        raise UnsupportedCheckpointError(
+            "which way the matrices of experts lie in a folder, readers tell by their shape alone",
+            found=f"{rows} x {columns}", expected="matrices that are no squares", where=tensor.name,
+            helps="such a model goes to Hugging Face only where its experts have another width",
+        )  # fmt: skip
+    return replace(tensor, shape=(count, columns, rows), transposed=True)
 
 
 def text_names(names: Iterable[str]) -> dict[str, str | None]:

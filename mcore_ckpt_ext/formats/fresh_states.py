@@ -32,5 +32,10 @@ def fresh_extra_states(names: Iterable[str], engine: bool) -> dict[str, Any]:
         if module.endswith(".mixer.norm"):  # of the Mamba kernels, not of Transformer Engine
             continue
         if kind.startswith(_LINEAR) or (engine and kind.endswith(_OF_ENGINE)):
-            states[f"{module}.{EXTRA_STATE}"] = torch.empty(0, dtype=torch.uint8) if engine else None
+            states[f"{module}.{EXTRA_STATE}"] = fresh(engine)
     return states
+
+
+def fresh(engine: bool) -> Any:
+    """The extra state of a new module that has one, of Transformer Engine or not."""
+    return torch.empty(0, dtype=torch.uint8) if engine else None

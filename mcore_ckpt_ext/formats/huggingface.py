@@ -20,7 +20,7 @@ from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import FURTHER_LAYERS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
-from mcore_ckpt_ext.families.images import IMAGES
+from mcore_ckpt_ext.families.images_known import IMAGES
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, StoredTensor, read_tensors

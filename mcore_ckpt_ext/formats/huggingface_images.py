@@ -14,17 +14,24 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
-from mcore_ckpt_ext.families.images import IMAGES, PREFIX, Images, kind_of, sections_of, whole_tensor
-from mcore_ckpt_ext.families.text_parts import text_config
+from mcore_ckpt_ext.families.images import PREFIX, Images, sections_of
+from mcore_ckpt_ext.families.images_known import IMAGES, kind_of
+from mcore_ckpt_ext.families.text_parts import text_config, turned_stack
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
+from mcore_ckpt_ext.formats.description import run_config_of
+from mcore_ckpt_ext.formats.fresh_states import fresh, fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import StoredTensor
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.respelled import Respelled
+from mcore_ckpt_ext.loops.transformer import is_plain
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 _SHOWN = 6
+_HELPS = "name the folder that it began with: --tokenizer FOLDER"
+# Names of experts in stacks, which choose the rules for them.
+_STACKED = tuple(f"model.layers.0.mlp.experts.{one}_proj" for one in ("gate_up", "down"))
 # What a job may choose anew.
 _OF_TRAINING = ("attention_dropout", "initializer_range", "max_position_embeddings", "architectures")
 
@@ -42,15 +49,17 @@ class WithImages(HuggingFaceCheckpoint):
         text = [(_below_prefix(tensor), found) for tensor, found in super()._matched(stored)]
         named = {name: self._kind.ours(name) for name in self._images}
         self.left_out = [name for name in self.left_out if named.get(name) is None]
-        seeing = [(whole_tensor(name, ours, self._images[name].shape), self._images[name])
-                  for name, ours in named.items() if ours is not None]  # fmt: skip
-        wrong = self._kind.misfits(self.whole_config, {ours.regions[0].name: ours.shape for ours, _ in seeing})
+        shapes = {ours: self._kind.in_megatron(ours, self._images[name].shape)
+                  for name, ours in named.items() if ours is not None}  # fmt: skip
+        wrong = self._kind.misfits(self.whole_config, shapes)
         if wrong:
             raise UnsupportedCheckpointError(
                 "config.json does not describe the tensors that see images", found="; ".join(wrong),
                 where=str(self.folder),
             )  # fmt: skip
-        return text + seeing
+        vision = self.whole_config["vision_config"]
+        return text + [(self._kind.tensor(ours, shapes[ours], vision), self._images[name])
+                       for name, ours in named.items() if ours is not None]  # fmt: skip
 
     @property
     def _kind(self) -> Images:
@@ -64,7 +73,9 @@ class WithImages(HuggingFaceCheckpoint):
     def extra_states(self) -> Mapping[str, Any]:
         text = [name.removeprefix(PREFIX) for name in self.names(WEIGHT) if name.startswith(PREFIX)]
         of_engine = self.model.transformer_impl == TRANSFORMER_ENGINE
-        return {f"{PREFIX}{name}": state for name, state in fresh_extra_states(text, of_engine).items()}
+        states = {f"{PREFIX}{name}": state for name, state in fresh_extra_states(text, of_engine).items()}
+        seeing = self._kind.states_of([name for name in self.names(WEIGHT) if not name.startswith(PREFIX)])
+        return {**states, **{f"{module}.{EXTRA_STATE}": fresh(engine) for module, engine in seeing.items()}}
 
     @override
     def notices(self) -> list[str]:
@@ -107,20 +118,56 @@ def text_beside(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint if kind_of(checkpoint.names(WEIGHT)) is None else TextBeside(checkpoint)
 
 
-def seeing_tensors(checkpoint: Checkpoint) -> list[HuggingFaceTensor]:
-    """What sees images in a checkpoint that `text_beside` gave; nothing in any other."""
+def seeing_tensors(checkpoint: Checkpoint, beside: Mapping[str, Any]) -> list[HuggingFaceTensor]:
+    """What sees images in a checkpoint that `text_beside` gave; nothing in any other.
+
+    Args:
+        checkpoint: the checkpoint.
+        beside: the `config.json` of a Hugging Face folder, or nothing.
+
+    Raises:
+        UnsupportedCheckpointError: the `config.json` is of another kind, or describes another model.
+    """
     if not isinstance(checkpoint, TextBeside):
         return []
+    vision = beside.get("vision_config")
+    if beside.get("model_type") != checkpoint.kind or not isinstance(vision, Mapping):
+        raise UnsupportedCheckpointError(
+            "what the part of a model is like that sees images, only its config.json says", found=str(beside.get(
+            "model_type", "none beside the checkpoint")), expected=f"model_type {checkpoint.kind}",
+            where=str(checkpoint.folder), helps=_HELPS,
+        )  # fmt: skip
+    images, names = IMAGES[checkpoint.kind], checkpoint.names(WEIGHT)
+    shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in names if name not in checkpoint.text}
+    _refuse([*images.misfits(beside, shapes), *_unlike(vision, checkpoint)], checkpoint)
+    return [images.tensor(name, shape, vision) for name, shape in shapes.items()]
+
+
+def _unlike(vision: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
+    """What Megatron-Bridge's own file says otherwise of what sees."""
+    known = ((run_config_of(checkpoint.folder) or {}).get("model") or {}).get("vision_config")
+    trained = known if isinstance(known, Mapping) else {}
+    return [f"{key} is {vision[key]}, not {value}, in vision_config" for key, value in trained.items()
+            if key in vision and key not in _OF_TRAINING and is_plain(value) and vision[key] != value]  # fmt: skip
+
+
+def text_tensors(checkpoint: Checkpoint, family: Family, arguments: ModelArguments) -> list[HuggingFaceTensor]:
+    """The tensors of a text that are written; in a whole, as released folders of it have them.
+
+    Raises:
+        UnsupportedCheckpointError: experts lie transposed there, and nothing would tell.
+    """
+    if not isinstance(checkpoint, TextBeside):
+        return family.tensors(arguments)
     images = IMAGES[checkpoint.kind]
-    named = {name: images.theirs(name) for name in checkpoint.names(WEIGHT) if name not in checkpoint.text}
-    return [whole_tensor(theirs, name, checkpoint.named_tensor(WEIGHT, name).shape)
-            for name, theirs in named.items() if theirs is not None]  # fmt: skip
+    found = family.tensors(arguments, _STACKED if images.experts else None)
+    written = map(turned_stack, found) if images.experts else found
+    return [replace(tensor, name=images.in_folder(tensor.name)) for tensor in written]
 
 
 def checked_whole(
-    beside: Mapping[str, Any], family: Family, arguments: ModelArguments, checkpoint: Checkpoint,
-    seeing: Sequence[HuggingFaceTensor],
-) -> dict[str, Any]:  # fmt: skip
+    beside: Mapping[str, Any], family: Family, arguments: ModelArguments, checkpoint: Checkpoint
+) -> dict[str, Any]:
     """The `config.json` of a whole: that which lies beside, for what sees images is in no argument.
 
     Args:
@@ -128,33 +175,27 @@ def checked_whole(
         family: of the text.
         arguments: of the text.
         checkpoint: one that `text_beside` gave.
-        seeing: the tensors that see images.
 
     Raises:
-        UnsupportedCheckpointError: it is of another kind, or describes another model.
+        UnsupportedCheckpointError: it describes another model.
     """
-    kind = checkpoint.kind if isinstance(checkpoint, TextBeside) else ""
-    text = text_config(beside)
-    if beside.get("model_type") != kind or text is None:
-        raise UnsupportedCheckpointError(
-            "what the part of a model is like that sees images, only its config.json says", found=str(beside.get(
-            "model_type", "none beside the checkpoint")), expected=f"model_type {kind}",
-            where=str(checkpoint.folder), helps="name the folder that it began with: --tokenizer FOLDER",
-        )  # fmt: skip
-    said, trained = family.config(family.arguments(text)), family.config(arguments)
+    said, trained = family.config(family.arguments(text_config(beside) or {})), family.config(arguments)
     wrong = [f"{key} is {said.get(key)!r}, not {value!r}" for key, value in trained.items()
              if key not in _OF_TRAINING and said.get(key) != value]  # fmt: skip
     axes = checkpoint.arguments.stated.get("mrope_section")
     if axes is not None and list(axes) != list(sections_of(beside) or ()):
         wrong.append(f"mrope_section is {sections_of(beside)}, not {axes}")
-    wrong += IMAGES[kind].misfits(beside, {tensor.regions[0].name: tensor.shape for tensor in seeing})
-    if wrong:
-        raise UnsupportedCheckpointError(
-            "the config.json beside describes another model than was trained", found="; ".join(wrong[:_SHOWN]),
-            where=str(checkpoint.folder), helps="name the folder that it began with: --tokenizer FOLDER",
-        )  # fmt: skip
+    _refuse(wrong, checkpoint)
     return {key: value for key, value in beside.items() if key != "dtype"}
 
 
 def _below_prefix(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
     return replace(tensor, regions=tuple(replace(one, name=f"{PREFIX}{one.name}") for one in tensor.regions))
+
+
+def _refuse(wrong: Sequence[str], checkpoint: Checkpoint) -> None:
+    if wrong:
+        raise UnsupportedCheckpointError(
+            "the config.json beside describes another model than was trained", found="; ".join(wrong[:_SHOWN]),
+            where=str(checkpoint.folder), helps=_HELPS,
+        )  # fmt: skip

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
-from mcore_ckpt_ext.formats.huggingface_images import checked_whole, seeing_tensors
+from mcore_ckpt_ext.formats.huggingface_images import checked_whole, seeing_tensors, text_tensors
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Slice
@@ -72,7 +72,8 @@ class HuggingFaceTarget:
         self._options = options
         self._tokenizer = tokenizer
         self._companions = {**checkpoint.companions(), **tokenizer}
-        self._seeing = seeing_tensors(checkpoint)
+        beside = json_of(self._companions, CONFIG)
+        self._seeing = seeing_tensors(checkpoint, beside)
         of_images = {tensor.regions[0].name for tensor in self._seeing}
         names = [name for name in checkpoint.weights.names() if name not in of_images]
         stated = options.stated_arguments()
@@ -86,7 +87,6 @@ class HuggingFaceTarget:
         model = complete(known.changed(source=self._where, **stated) if stated else known)
         self._check_ignored(model, stated)
         arguments = replace(model, vocab_size=self._vocabulary())
-        beside = json_of(self._companions, CONFIG)
         once = (text_config(beside) or beside).get("model_type")
         self.fit: Fit = family_of_megatron(arguments, names, family, once, self._where)
         self.left_out = matching(names, self.fit.family.megatron_left_out)
@@ -97,7 +97,7 @@ class HuggingFaceTarget:
                 "the checkpoint holds no fp32 masters", found=", ".join(checkpoint.kinds()),
                 where=str(checkpoint.folder), helps="export the weights: leave --from out",
             )  # fmt: skip
-        self._tensors = [*self.fit.family.tensors(self.fit.arguments), *self._seeing]
+        self._tensors = [*text_tensors(checkpoint, self.fit.family, self.fit.arguments), *self._seeing]
         self._check_shapes()
 
     @property
@@ -172,7 +172,7 @@ class HuggingFaceTarget:
         config = family.config(self.fit.arguments)
         beside = json_of(self._companions, CONFIG)
         if self._seeing:
-            return checked_whole(beside, family, self.fit.arguments, self._checkpoint, self._seeing)
+            return checked_whole(beside, family, self.fit.arguments, self._checkpoint)
         beside = text_config(beside) or beside
         same = beside.get("model_type") == family.model_type
         # A tokenizer may come from a model of another family: then only its tokens are this model's, too.

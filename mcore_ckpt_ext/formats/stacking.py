@@ -15,6 +15,7 @@ from mcore_ckpt_ext.model_space.names import Layer, ShardedKey, parse, split_lay
 _ALWAYS = (
     "hetereogenous_dist_checkpoint", "heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json",
 )  # fmt: skip
+_ATTENTION = "self_attn."  # Megatron's is `self_attention`
 
 
 def sharded_keys(names: Sequence[str], arguments: JobArguments) -> dict[str, ShardedKey]:
@@ -37,4 +38,9 @@ def stacked_blocks(names: Iterable[str], arguments: JobArguments) -> set[str]:
     kinds: dict[str, set[frozenset[str]]] = {}
     for layer, suffixes in by_layer.items():
         kinds.setdefault(layer.block, set()).add(frozenset(suffixes))
-    return {block for block, found in kinds.items() if len(found) == 1}
+    return {block for block, found in kinds.items() if len(found) == 1 and not any(map(_of_transformers, *found))}
+
+
+def _of_transformers(suffix: str) -> bool:
+    """Whether a layer is of a class of transformers, which names each in its keys (vision towers of SigLIP)."""
+    return suffix.startswith(_ATTENTION)

@@ -25,6 +25,7 @@ LATEST_TRAIN_STATE = "latest_train_state.pt"
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """What `train_state.pt` counts that Megatron keeps in its arguments (`TrainState`, training/state.py)."""
 
+_GEMMA3 = re.compile(r"megatron\.bridge\.models\.gemma(_vl\.gemma3_vl|\.gemma3)_provider\.Gemma3\w*Provider")
 # Of each section, its fields and the arguments that they are.
 _SECTIONS = {
     "ddp": {
@@ -82,6 +83,8 @@ def job_arguments(content: Any, source: str) -> JobArguments:
     model = content["model"]
     inner = model.get("transformer")  # a model's configuration may hold that of its transformer
     stated = model_arguments({**(inner if isinstance(inner, Mapping) else {}), **model})
+    if _GEMMA3.fullmatch(named(model) or ""):
+        stated |= _of_gemma3(stated)
     for section in _SECTIONS:
         stated |= section_arguments(section, _section(content, section))
     for name, argument in _TURNED.items():
@@ -96,6 +99,20 @@ def job_arguments(content: Any, source: str) -> JobArguments:
         stated["seq_length"] = model["seq_length"]
         stated.setdefault("max_position_embeddings", model["seq_length"])
     return JobArguments.of(stated, source=source, tells_all=False)
+
+
+def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 3's providers say in their own way (gemma/gemma3_provider.py, 0.6.2): two bases, windows, GELU."""
+    found: dict[str, Any] = {"scaled_embeddings": True, "bias_gelu_fusion": True, "rope_scaling_factor": None}
+    bases, window, pattern = (model.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
+    if isinstance(bases, list) and len(bases) == 2:
+        found |= {"rotary_base_local": bases[0], "rotary_base": bases[1]}
+    if type(window) is int:
+        found["window_size"] = [window - 1, 0]
+    if isinstance(pattern, list) and len(pattern) == 2 and pattern[1] == 1:
+        found["window_attn_skip_freq"] = pattern[0] + 1
+    scaling = model.get("rope_scaling_factor")
+    return {**found, "rotary_seq_len_interpolation_factor": None if scaling == 1 else scaling}
 
 
 def section_arguments(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,7 +140,7 @@ def _vocabulary(model: Mapping[str, Any], tokenizer: Mapping[str, Any]) -> dict[
 _NAMED = re.compile(
     r"(megatron\.(bridge|core|training)|torch\.nn\.(init|functional))(\.[A-Za-z]\w*)+"
     r"|torch\.(b?float\d*\w*|half|double|u?int\d+|bool)|signal\.Signals"
-    r"|transformers\.models\.\w+\.configuration_\w+\.\w+VisionConfig"
+    r"|transformers\.models\.\w+\.configuration_\w+\.\w+(Vision|Text)Config"
 )
 
 

@@ -33,7 +33,10 @@ _EXPERT = re.compile(r"^(.*\.experts)\.experts\.(\d+)\.(.+)$")
 _SEQUENTIAL_EXPERT = re.compile(r"^(.*\.experts)\.local_experts\.(\d+)\.(.+)$")
 _GROUPED_EXPERT = re.compile(r"^(.*\.experts)\.(linear_fc[12]\.(?:weight|bias))(\d+)$")
 _FUSED_EXPERTS = re.compile(r"\.experts\.weight[12]$")
-_STACKED_LAYERS = re.compile(r"(?:^|\.)layers\.(?!\d)")
+# What follows `_merger_list` are modules like layers, outside the layers, always stacked
+# (`Qwen3VLVisionTransformerBlock.sharded_state_dict` of Megatron-Bridge 0.6.2).
+_STACKED_LAYERS = re.compile(r"(?:(?:^|\.)layers|\.\w+_merger_list)\.(?!\d)")
+_MERGER = re.compile(r"^(.+\.\w+_merger_list)\.(\d+)\.(.+)$")
 _STACKED_EXPERTS = re.compile(r"\.experts\.experts\.(?!\d)")
 _GATED = re.compile(r"\.linear_fc1\.(weight|bias)$")
 _MODULE_BUFFER = re.compile(r"\.router\.(expert_bias|local_tokens_per_expert)$")
@@ -132,6 +135,8 @@ class ParameterName:
         """The array that holds it, with experts stacked and layers stacked or not: the inverse of `name_at`."""
         in_layer = self.rest if self.experts is None else f"{self.experts}.experts.{self.rest}"
         index = () if self.expert is None else (self.expert,)
+        if self.layer is None and (merger := _MERGER.match(in_layer)):
+            return f"{merger[1]}.{merger[3]}", (int(merger[2]),)
         if self.layer is None or not stack_layers:
             return self._in_layer(in_layer), index
         return f"{self.block}.layers.{in_layer}", (self.layer, *index)

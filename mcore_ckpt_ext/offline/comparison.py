@@ -11,7 +11,7 @@ from math import prod
 import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, interpreting
-from mcore_ckpt_ext.families.images import kind_of
+from mcore_ckpt_ext.families.images_known import kind_of
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint

@@ -157,12 +157,22 @@ def pieces_of_chunk(index: int, chunk: Any, optimizers: list[Any], *, tied: bool
             copy=tuple(copy),
             tensor_rank=tensor_rank,
             partition_dim=parameter.partition_dim if getattr(parameter, "tensor_model_parallel", False) else None,
-            sections=_sections(local_name, parameter, chunk.config),
+            sections=_sections(local_name, parameter, _config_of(chunk, local_name)),
             weight=(parameter.dequantize() if hasattr(parameter, "_scale_inv") else parameter).detach().clone(),
             start=start,
             state=state,
             settings=settings,
         )
+
+
+def _config_of(chunk: Any, local_name: str) -> Any:
+    """The configuration of what a parameter belongs to: a tower has another than the language model."""
+    found, module = chunk.config, chunk
+    for part in local_name.split(".")[:-1]:
+        module = getattr(module, part)
+        own = getattr(module, "config", None)
+        found = own if hasattr(own, "gated_linear_unit") else found
+    return found
 
 
 def _sections(local_name: str, parameter: torch.nn.Parameter, config: Any) -> tuple[int, ...]:
@@ -191,7 +201,7 @@ def names_of_layers(chunk: torch.nn.Module) -> dict[str, tuple[str, dict[str, st
     return {
         name: (_layer_in_model(name, module), module.submodules_config.sharded_state_dict_keys_map)
         for name, module in chunk.named_modules()
-        if _LAYER.fullmatch(name)
+        if _LAYER.fullmatch(name) and hasattr(module, "layer_number")  # not those of a tower of transformers
     }
 
 
@@ -206,7 +216,7 @@ def name_in_model(local_name: str, layers: dict[str, tuple[str, dict[str, str]]]
     if tied and local_name.endswith("output_layer.weight"):
         return local_name.removesuffix("output_layer.weight") + "embedding.word_embeddings.weight"
     layer = _LAYER.match(local_name)
-    if layer is None:
+    if layer is None or layer[0] not in layers:
         return local_name
     layer_name, renamed_modules = layers[layer[0]]
     rest = local_name.removeprefix(layer[0] + ".")

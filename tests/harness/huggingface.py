@@ -229,36 +229,74 @@ _VISION: dict[str, Any] = {
     "num_heads": 2,
     "out_hidden_size": 32,
 }
+_DEEP = {
+    **_VISION, "depth": 2, "intermediate_size": 48, "num_position_embeddings": 16, "patch_size": 4,
+    "deepstack_visual_indexes": [0, 1],
+}  # fmt: skip
+_SIGLIP = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 56,
+    "patch_size": 14, "vision_use_head": False,
+}  # fmt: skip
 _AXES = {"rope_type": "default", "rope_theta": 1000000.0, "mrope_section": [1, 1, 2]}
 # Class, text, and what sees.
 WHOLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen2_5_vl": ("Qwen2_5_VL", {**_SIZES, "rope_parameters": _AXES}, {**_VISION, "fullatt_block_indexes": [0]}),
     "qwen3_vl": (
-        "Qwen3VL", {**_SIZES, "head_dim": 8, "rope_parameters": {**_AXES, "mrope_interleaved": True}},
-        {**_VISION, "deepstack_visual_indexes": []},
+        "Qwen3VL", {**_SIZES, "head_dim": 8, "rope_parameters": {**_AXES, "mrope_interleaved": True}}, _DEEP,
     ),
     "qwen3_5": ("Qwen3_5", {**_SIZES, "num_hidden_layers": 4, "head_dim": 16, **_NET}, _VISION),
+    "gemma3": (
+        "Gemma3", {**_SIZES, "num_hidden_layers": 6, "head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 24},
+        _SIGLIP,
+    ),
+    "kimi_k25": (
+        "Kimi_K25", {**_LATENT, "model_type": "deepseek_v3", "tie_word_embeddings": False},
+        {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2},
+    ),
 }  # fmt: skip
 _EXPERTS_OF_TEXT = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 WHOLE_WITH_EXPERTS = {
     "qwen3_vl_moe": ("Qwen3VLMoe", {**WHOLE["qwen3_vl"][1], **_EXPERTS_OF_TEXT}, WHOLE["qwen3_vl"][2])
 }
+# As released: heads of 128, and how many of their frequencies belong to each axis.
+_RELEASED = {"hidden_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
+_RELEASED_AXES = {"qwen2_5_vl": [16, 24, 24], "qwen3_vl": [24, 20, 20], "qwen3_vl_moe": [24, 20, 20]}
 
 
-def save_whole(name: str, folder: Path, **sizes: Any) -> Any:
-    """Make a model that also sees images, in bfloat16 where `sizes` of its text are given; save and return it."""
+def save_whole(name: str, folder: Path, **released: Any) -> Any:
+    """Make a model that also sees images, save and return it.
+
+    `released`: changes of its text, which has the heads of released models then, and all is in bfloat16.
+    """
     kind, text, vision = (WHOLE | WHOLE_WITH_EXPERTS)[name]
-    if sizes:
-        axes = {**text["rope_parameters"], "mrope_section": [16, 24, 24]}  # as released, for heads of 128
-        text, vision = {**text, **sizes, "rope_parameters": axes}, {**vision, "out_hidden_size": sizes["hidden_size"]}
+    if released:
+        text = {**text, **_RELEASED, **released}
+        vision = {**vision, **({"out_hidden_size": _RELEASED["hidden_size"]} if "out_hidden_size" in vision else {})}
+        if name in _RELEASED_AXES:
+            text["rope_parameters"] = {**text["rope_parameters"], "mrope_section": _RELEASED_AXES[name]}
     torch.manual_seed(7)
-    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision)
+    further = {"gemma3": {"mm_tokens_per_image": 4}, "kimi_k25": {"tie_word_embeddings": False}}.get(name, {})
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=vision, **further)
     model = getattr(transformers, f"{kind}ForConditionalGeneration")._from_config(config).eval()
-    model = model.to(torch.bfloat16 if sizes else torch.float32)
+    model = model.to(torch.bfloat16 if released else torch.float32)
     with torch.no_grad():
         for label, tensor in model.named_parameters():
-            tensor.copy_(0.3 * torch.randn_like(tensor) + ("norm" in label))
+            tensor.copy_(0.3 * torch.randn_like(tensor) + ("norm" in label and name != "gemma3"))
             if "linear_attn.norm" in label:
                 tensor.copy_((tensor.abs() + 0.5).clamp(max=2))  # less 1 without rounding
-    model.save_pretrained(folder)
+    # Of Kimi-K2.5, transformers 5.23 itself calls the layers of the text blocks, as those of what sees were released.
+    model.save_pretrained(folder, save_original_format=name != "kimi_k25")
     return model
+
+
+def assert_same_whole(name: str, source: Path, back: Path) -> None:
+    """A folder of a whole that came back is as such models were released, and else as transformers wrote it."""
+    expected, found = tensors(source), tensors(back)
+    if name == "gemma3":
+        expected = {
+            label.replace("vision_tower.", "vision_tower.vision_model."): one for label, one in expected.items()
+        }
+    assert found.keys() == expected.keys()
+    for label, tensor in expected.items():
+        turned = name == "qwen3_vl_moe" and ".mlp.experts." in label
+        assert torch.equal(found[label], tensor.transpose(1, 2) if turned else tensor), label

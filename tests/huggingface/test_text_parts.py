@@ -14,17 +14,22 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.family import HuggingFaceTensor
+from mcore_ckpt_ext.families.images_known import IMAGES
+from mcore_ckpt_ext.families.text_parts import turned_stack
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.offline.comparison import compare
-from tests.harness.huggingface import WHOLE, assert_same_tensors, save_whole, tensors
+from tests.harness.huggingface import WHOLE, assert_same_tensors, assert_same_whole, save_whole, tensors
+
+_SEES = r"(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector)\."
 
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_the_text_answers_as_the_whole_does(name: str, tmp_path: Path) -> None:
     model = save_whole(name, tmp_path / "whole")
     report = mcore_ckpt_ext.convert(tmp_path / "whole", tmp_path / "run", mcore_ckpt_ext.TorchDist())
-    assert any(note.startswith(f"of {name} only the text is read, as a Qwen") for note in report.notes)
-    told = re.compile(r"left out, because Megatron has no place for it: (model\.)?visual\.")
+    assert any(note.startswith(f"of {name} only the text is read, as a ") for note in report.notes)
+    told = re.compile(rf"left out, because Megatron has no place for it: {_SEES}")
     assert any(map(told.match, report.notes))
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "text", mcore_ckpt_ext.HuggingFace())
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "text", output_loading_info=True)
@@ -33,28 +38,23 @@ def test_the_text_answers_as_the_whole_does(name: str, tmp_path: Path) -> None:
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits, rtol=1e-5, atol=1e-5)
     of_text = {
-        label.replace("model.language_model.", "model."): tensor
-        for label, tensor in tensors(tmp_path / "whole").items() if "visual" not in label
+        re.sub(r"^(model\.language_model|language_model\.model)\.", "model.", label): tensor
+        for label, tensor in tensors(tmp_path / "whole").items() if not re.match(_SEES, label)
     }  # fmt: skip
-    found = tensors(tmp_path / "text")
-    assert found.keys() == of_text.keys()
-    assert all(torch.equal(found[label], tensor) for label, tensor in of_text.items())
-    mcore_ckpt_ext.convert(tmp_path / "text", tmp_path / "again", mcore_ckpt_ext.TorchDist())
-    mcore_ckpt_ext.convert(tmp_path / "again", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
-    assert_same_tensors(tmp_path / "text", tmp_path / "back")
+    found, written = tensors(tmp_path / "text"), [label for label in of_text if ".experts." not in label]  # or stacked
+    assert {label for label in found if ".mlp.experts." not in label} == {*written}
+    assert all(torch.equal(found[label], of_text[label]) for label in written)
 
 
-@pytest.mark.parametrize("transposed", [False, True])
-def test_experts_that_lie_transposed(transposed: bool, tmp_path: Path) -> None:
+def test_experts_that_lie_transposed(tmp_path: Path) -> None:
     """As Qwen3-VL-30B-A3B was released; transformers 5 writes them the other way, and reads both."""
     model = save_whole("qwen3_vl_moe", tmp_path / "whole")
     file = tmp_path / "whole" / "model.safetensors"
     stored = tensors(tmp_path / "whole")
     stacked = {name for name in stored if ".mlp.experts." in name}
     assert {stored[name].shape for name in stacked} == {(4, 24, 32), (4, 32, 12)}
-    if transposed:
-        turned = {name: stored[name].transpose(1, 2).contiguous() for name in stacked}
-        save_file({**stored, **turned}, file)
+    turned = {name: stored[name].transpose(1, 2).contiguous() for name in stacked}
+    save_file({**stored, **turned}, file)
     mcore_ckpt_ext.convert(tmp_path / "whole", tmp_path / "run", mcore_ckpt_ext.TorchDist(), memory_limit=1)
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "text", mcore_ckpt_ext.HuggingFace())
     found = tensors(tmp_path / "text")
@@ -85,6 +85,69 @@ def test_a_configuration_without_a_part_for_its_text(tmp_path: Path) -> None:
 MAPPED = {"language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight",
           "language_model.decoder.layers.0.self_attention.linear_qkv.bias", "visual.blocks.0.attn.qkv.weight",
           "visual.merger.mlp.2.bias", "visual.patch_embed.proj.weight"}  # fmt: skip
+
+
+# Of each, some names as in Bridge's own mapping (models/*/*_bridge.py of 0.6.2).
+NAMES = {
+    "qwen3_vl": {
+        "vision_model.decoder.layers.1.self_attention.linear_qkv.layer_norm_bias", "vision_model.pos_embed.weight",
+        "vision_model.decoder.deepstack_merger_list.1.patch_norm.weight", "vision_model.merger.linear_fc2.bias",
+    },
+    "qwen3_vl_moe": {"language_model.decoder.layers.0.mlp.experts.experts.3.linear_fc1.weight"},
+    "gemma3": {
+        "vision_tower.encoder.layers.1.self_attn.out_proj.bias", "multi_modal_projector.proj.weight",
+        "language_model.decoder.layers.5.mlp.linear_fc2.post_layernorm.weight",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_sees_in_layers_of_megatron_or_beside_a_projector(name: str, tmp_path: Path) -> None:
+    """There and back, as transformers reads it; Bridge's own import has the same keys (tests/jobs/test_bridge.py)."""
+    source, run, back = (tmp_path / place for place in ("whole", "run", "back"))
+    model = save_whole(name, source)
+    mcore_ckpt_ext.convert(source, run, mcore_ckpt_ext.TorchDist(loop="bridge"))
+    names = set(mcore_ckpt_ext.open_checkpoint(run).names("weight"))
+    assert names >= NAMES[name]
+    report = mcore_ckpt_ext.convert(run, back, mcore_ckpt_ext.HuggingFace())
+    assert not any("left out" in note for note in report.notes)
+    assert_same_whole(name, source, back)
+    loaded, info = type(model).from_pretrained(back, output_loading_info=True)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[label]) for label, tensor in loaded.state_dict().items())
+    if name == "gemma3":
+        projector = run_config_of(mcore_ckpt_ext.open_checkpoint(run).folder)["model"]["vision_projector_config"]
+        assert [projector[key] for key in ("image_size", "patch_dim", "tokens_per_image")] == [56, 14, 4]
+    if name == "qwen3_vl":
+        file = back / "config.json"
+        config = json.loads(file.read_text())
+        file.write_text(json.dumps({**config, "vision_config": {**config["vision_config"], "num_heads": 4}}))
+        with pytest.raises(UnsupportedCheckpointError, match="another model than was trained.*num_heads is 4, not 2"):
+            mcore_ckpt_ext.convert(run, tmp_path / "none", mcore_ckpt_ext.HuggingFace(vocab_size=250, tokenizer=back))
+
+
+def test_what_does_not_fit_is_named() -> None:
+    """Tensors that are missing; keys of what sees that Bridge does not ask for; heads that rows are no multiple of."""
+    images, vision = IMAGES["qwen3_vl"], {"hidden_act": "gelu_pytorch_tanh", "num_heads": 2}
+    names = {ours.replace("*", "0"): (6,) for ours in (rule.ours for rule in images.rules)}
+    del names["vision_model.decoder.deepstack_merger_list.0.patch_norm.bias"]
+    assert images.misfits({}, names)[0] == "no vision_model.decoder.deepstack_merger_list.0.patch_norm.bias"
+    whole = {"vision_config": vision, "text_config": {"rope_parameters": {"mrope_section": [1, 1, 2]}}}
+    assert images.provider_fields(whole)["mrope_section"] == [1, 1, 2]
+    for key, value in (("hidden_act", "silu"), ("rope_parameters", {"rope_theta": 5.0})):
+        with pytest.raises(
+            UnsupportedCheckpointError, match=f"no such model.*{'rope_theta' if 'rope' in key else key}"
+        ):
+            images.provider_fields({**whole, "vision_config": {**vision, key: value}})
+    qkv = "vision_model.decoder.layers.3.self_attention.linear_qkv.weight"
+    rows = [region.offsets[0] for region in images.tensor(qkv, (12, 5), vision).regions]
+    assert rows == [0, 6, 2, 8, 4, 10]  # queries, keys, values of two heads, from two rows each
+    with pytest.raises(UnsupportedCheckpointError, match="not those of so many heads.*12 rows, 5 heads"):
+        images.tensor(qkv, (12, 5), {"num_heads": 5})
+    square = HuggingFaceTensor("model.layers.0.mlp.experts.down_proj", (4, 8, 8), ())
+    with pytest.raises(UnsupportedCheckpointError, match="readers tell by their shape alone.*8 x 8"):
+        turned_stack(square)
 
 
 def test_the_whole_for_megatron_bridge(tmp_path: Path) -> None:

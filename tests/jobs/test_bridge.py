@@ -10,18 +10,21 @@ import pytest
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.conversion import convert
 from mcore_ckpt_ext.offline.inspection import inspect
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.targets import HuggingFace, TorchDist
 from tests.harness.checkpoints import fixture_named
-from tests.harness.huggingface import assert_same_tensors, save_whole
+from tests.harness.huggingface import assert_same_whole, save_whole
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
-from tests.harness.packages import installed_beside
+from tests.harness.packages import installed_beside, with_transformer_engine
 from tests.harness.programs import Programs
 
 BRIDGE = os.environ.get("BRIDGE_VERSION", "0.6.2")
+# Models that also see images, and the pipeline parallel size under which Bridge imports them.
+SEEING = {"qwen2_5_vl": 2, "qwen3_vl": 2, "qwen3_vl_moe": 1, "gemma3": 2}
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +36,19 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found.add("dense", script, packages, 1, 4, "none", dense)
     found.add("stock refuses", script, packages, 2, 2, dense, "none", stock=True)
     found.add("dense, loaded", script, packages, 2, 2, dense, "none")
-    found.add("dense, on one stage", script, packages, 4, 1, dense, "none")
     found.add("experts", script, packages, 1, 2, "none", experts, "experts")
     found.add("experts, loaded", script, packages, 2, 1, experts, "none", "experts")
-    imports, source = RANK_SCRIPTS / "bridge_import.py", _hugging_face(found.folder)
-    imported = found.place("imported")
-    found.add("imported", imports, packages, 2, 2, source, "none", imported)
-    found.add("imported, loaded", imports, packages, 1, 4, source, imported, "none")
-    seeing = found.folder / "seeing"
-    save_whole("qwen2_5_vl", seeing, hidden_size=256, num_attention_heads=2, num_key_value_heads=2)
-    found.add("seeing", imports, packages, 2, 2, seeing, "none", found.place("seen"))
-    found.run()
+    imports = RANK_SCRIPTS / "bridge_import.py"
+    found.add("imported", imports, packages, 2, 2, _hugging_face(found.folder), "none", found.place("imported"))
+    for kind, pipeline in SEEING.items():
+        source, seen = found.folder / kind, found.place(kind)
+        save_whole(kind, source, num_hidden_layers=6 if kind == "gemma3" else 4)
+        found.add(kind, imports, packages, 2, pipeline, source, "none", seen)
+        if kind != "qwen3_vl_moe":
+            found.add(f"{kind}, loaded", imports, packages, 1, 2, source, seen, "none")
+    with pytest.MonkeyPatch.context() as patch:
+        with_transformer_engine(patch)
+        found.run()
     return found
 
 
@@ -57,7 +62,9 @@ def test_stock_refuses(ran: Programs) -> None:
     assert "(TP, PP) mismatch after resume ((2, 2) vs (1, 4) from checkpoint): not supported" in ended
 
 
-@pytest.mark.parametrize("name", ["dense, loaded", "dense, on one stage", "experts, loaded"])
+@pytest.mark.parametrize(
+    "name", ["dense, loaded", "experts, loaded", "qwen2_5_vl, loaded", "qwen3_vl, loaded", "gemma3, loaded"]
+)
 def test_it_resumes_under_another_layout(ran: Programs, name: str) -> None:
     """The live state under the new layout is that of the save, bit by bit."""
     assert_same_optimizer(ran.dump(name.partition(",")[0]), ran.dump(name))
@@ -79,36 +86,43 @@ def test_offline(ran: Programs, tmp_path: Path) -> None:
 
 
 def test_weights_that_bridge_imported(ran: Programs, tmp_path: Path) -> None:
-    """`AutoBridge` and this package take a Hugging Face folder for the same model, and its job resumes."""
+    """`AutoBridge` and this package take a Hugging Face folder for the same model."""
     source, run = ran.folder / "llama", ran.place("imported")
+    assert ran.ended["imported"] == {"done"}
     assert verify(run).sound
     assert compare(source, run).equal
-    assert_same_optimizer(ran.dump("imported"), ran.dump("imported, loaded"))
     convert(run, tmp_path / "exported", HuggingFace(vocab_size=256))
     assert compare(source, tmp_path / "exported").equal
 
 
-def test_a_model_that_also_sees_images(ran: Programs, tmp_path: Path) -> None:
-    """What it sees with stands whole on the first stage; it goes to Hugging Face by the `config.json` of its folder."""
-    source, run = ran.folder / "seeing", ran.place("seen")
-    assert ran.ended["seeing"] == {"done"}
+@pytest.mark.parametrize("kind", SEEING)
+def test_a_model_that_also_sees_images(ran: Programs, kind: str, tmp_path: Path) -> None:
+    """Bridge's import and this package's have the same keys; it goes to Hugging Face by its folder's `config.json`."""
+    source, run = ran.folder / kind, ran.place(kind)
+    assert ran.ended[kind] == {"done"}
+    assert open_checkpoint(run).sidecar is not None
     assert verify(run).sound
     assert compare(source, run).equal
     convert(source, tmp_path / "ours", TorchDist(loop="bridge"))
-    arrays = [_model_keys(folder) for folder in (run, tmp_path / "ours")]
-    assert arrays[0] == arrays[1]
+    found = [_model_keys(folder) for folder in (run, tmp_path / "ours")]
+    assert found[0] == found[1]
     sections = [run_config_of(open_checkpoint(folder).folder)["model"] for folder in (run, tmp_path / "ours")]
-    names = ("_target_", "position_embedding_type", "mrope_section", "image_token_id", "num_layers", "vocab_size")
-    assert all(sections[0][name] == sections[1][name] for name in names)
-    seen, ours = (section["vision_config"] for section in sections)
-    assert {name: seen[name] for name in ours} == ours
+    same = {"_target_", "position_embedding_type", "image_token_id", "num_layers", "vocab_size", "rotary_base"}
+    same |= {"window_size", "softmax_scale"} if kind == "gemma3" else {"mrope_section"}
+    assert {name: sections[0][name] for name in same} == {name: sections[1][name] for name in same}
+    for part in ("vision_config", "vision_projector_config"):
+        ours = sections[1].get(part, {})
+        # Bridge has a projector for released images alone.
+        taken = ours.keys() - {"image_size", "patch_dim", "tokens_per_image"} if "projector" in part else ours.keys()
+        assert {name: sections[0][part][name] for name in taken} == {name: ours[name] for name in taken}
     convert(run, tmp_path / "back", HuggingFace(vocab_size=250, tokenizer=source))
-    assert compare(source, tmp_path / "back").equal
-    assert_same_tensors(source, tmp_path / "back")
+    assert_same_whole(kind, source, tmp_path / "back")
 
 
-def _model_keys(run: Path) -> dict[str, tuple[int, ...]]:
+def _model_keys(run: Path) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Shapes of the weights but for the vocabulary's, and extra states."""
     checkpoint = open_checkpoint(run)
     assert isinstance(checkpoint, TorchDistCheckpoint)
     arrays = {key: array.shape for key, array in checkpoint.index.arrays.items() if "optimizer" not in key}
-    return {key: shape for key, shape in arrays.items() if "word_embeddings" not in key and "output_layer" not in key}
+    states = {key for key in checkpoint.index.objects if EXTRA_STATE in key}
+    return {key: shape for key, shape in arrays.items() if "word_emb" not in key and "output_layer" not in key}, states

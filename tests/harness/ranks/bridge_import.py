@@ -1,9 +1,10 @@
 """Megatron-Bridge's genuine `AutoBridge` takes a Hugging Face folder into a model; its loop saves it, or resumes.
 
 argv: the folder that megatron-bridge is installed in, tensor and pipeline parallel size, the Hugging Face folder, the
-run folder to load or "none", and the run folder to save or "none".
+run folder to load or "none", and the run folder to save or "none". The layers are Transformer Engine's.
 """
 
+import os
 import sys
 from typing import Any
 
@@ -12,7 +13,6 @@ import core_model
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import Float16Module
@@ -22,6 +22,8 @@ bridge_packages.find(packages)
 
 from megatron.bridge import AutoBridge  # noqa: E402
 
+for backend in ("FLASH", "FUSED", "UNFUSED"):  # which the program before this one asked for
+    os.environ.pop(f"NVTE_{backend}_ATTN", None)
 core_model.start(core_model.Layout(tensor=tensor, pipeline=pipeline))
 bridge = AutoBridge.from_hf_pretrained(source)
 provider = bridge.to_megatron_provider(load_weights=False)
@@ -30,7 +32,6 @@ provider.pipeline_dtype = provider.params_dtype = torch.bfloat16
 provider.bf16, provider.use_cpu_initialization, provider.gradient_accumulation_fusion = True, True, False
 provider.apply_rope_fusion = provider.bias_activation_fusion = provider.masked_softmax_fusion = False
 provider.persist_layer_norm = provider.cross_entropy_loss_fusion = False
-provider.transformer_layer_spec = get_gpt_layer_local_spec(normalization="RMSNorm")
 provider._pg_collection = ProcessGroupCollection.use_mpu_process_groups()
 provider.finalize()
 # What sees images is built where it is said that the stage is the first one.
@@ -38,8 +39,14 @@ model = provider.provide(parallel_state.is_pipeline_first_stage(), parallel_stat
 bridge.load_hf_weights([model])
 buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
 wrapped: Any = DistributedDataParallel(provider, buffers, Float16Module(provider, model))
-settings = OptimizerConfig(optimizer="adam", lr=1e-3, weight_decay=0.0, bf16=True, use_distributed_optimizer=True)
+settings = OptimizerConfig(
+    optimizer="adam", lr=1e-3, weight_decay=0.0, bf16=True, clip_grad=0.0, use_distributed_optimizer=True
+)
 optimizer = get_megatron_optimizer(settings, [wrapped])
 wrapped.zero_grad_buffer()
 optimizer.step()  # which changes no weight, since nothing has a gradient
-bridge_packages.run(provider, wrapped, optimizer, *places)
+job = core_model.Job([wrapped], optimizer, {})
+bridge_packages.run(
+    provider, wrapped, optimizer, *places,
+    lambda *_: core_model.fill_with_noise(job, bool(model.share_embeddings_and_output_weights), 7, masters=False),
+)  # fmt: skip

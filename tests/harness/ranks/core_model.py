@@ -187,10 +187,10 @@ def _arguments(layout: Layout, experts: bool, tied: bool, distributed: bool) -> 
     }  # fmt: skip
 
 
-def fill_with_noise(job: Job, tied: bool, seed: int) -> None:
+def fill_with_noise(job: Job, tied: bool, seed: int, masters: bool = True) -> None:
     """Give every master and moment values of its own, equal in all copies, and make the weights from the masters.
 
-    Groups get a step, a learning rate and a weight decay of their own, too.
+    Groups get a step, a learning rate and a weight decay of their own, too. `masters`: else these stay as they are.
     """
     names = _names(job, tied)
     for outer in job.optimizers:
@@ -210,7 +210,7 @@ def fill_with_noise(job: Job, tied: bool, seed: int) -> None:
                 start = outer._get_model_param_range_map(parameter)["param"].start
             parts = [part[start : start + master.numel()].view(master.shape) for part in noise]
             with torch.no_grad():
-                master.copy_(0.02 * parts[0])
+                master.copy_(0.02 * parts[0] if masters else master)
             outer.optimizer.state[master].update({"exp_avg": parts[1].clone(), "exp_avg_sq": parts[2].abs().clone()})
         for group in outer.optimizer.param_groups:
             group |= {"step": seed, "lr": 1e-6 * seed * (1 + group["wd_mult"])}
