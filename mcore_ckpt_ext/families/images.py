@@ -82,9 +82,14 @@ class Images:
 
     def ours(self, name: str) -> str | None:
         """The name in Megatron of a tensor of a Hugging Face folder; None where it has no place."""
+        name = self.spelled(name)
+        return next((found for rule in self.rules if (found := _translated(name, rule.theirs, rule.ours))), None)
+
+    def spelled(self, name: str) -> str:
+        """A name of a folder in the wild as it is written."""
         for pattern, written in self.spellings:
             name = re.sub(pattern, written, name)
-        return next((found for rule in self.rules if (found := _translated(name, rule.theirs, rule.ours))), None)
+        return name
 
     def tensor(self, ours: str, shape: tuple[int, ...], vision: Mapping[str, Any]) -> HuggingFaceTensor:
         """What a tensor of Megatron's is in a folder that is written.

@@ -250,6 +250,11 @@ class HuggingFaceCheckpoint(WeightsAlone):
     def companions_below(self) -> str:
         return self._below
 
+    @property
+    def not_looked_at(self) -> list[str]:
+        """Tensors of what sees images that are left out."""
+        return [name for name in self.left_out if name in self._images]
+
     def notices(self) -> list[str]:
         """What a user should know about this model."""
         found = self.family.notices(self.model)

@@ -26,6 +26,7 @@ from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.respelled import Respelled
 from mcore_ckpt_ext.loops.transformer import is_plain
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
+from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 _SHOWN = 6
@@ -85,6 +86,17 @@ class WithImages(HuggingFaceCheckpoint):
         return found
 
 
+class WithAll(HuggingFaceCheckpoint):
+    """A folder with what sees images under the names of folders, to be compared with another one."""
+
+    @override
+    def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
+        text, known = super()._matched(stored), IMAGES.get(self.whole)
+        self.left_out = [name for name in self.left_out if name not in self._images]
+        return text + [(_as_it_is(known.spelled(name) if known else name, found.shape), found)
+                       for name, found in self._images.items()]  # fmt: skip
+
+
 class TextBeside(Respelled):
     """A whole of Megatron-Bridge, whose text has the names of a model of its own; those of images stay.
 
@@ -111,6 +123,12 @@ def with_images(checkpoint: Checkpoint) -> Checkpoint:
     if not isinstance(checkpoint, HuggingFaceCheckpoint) or checkpoint.whole not in IMAGES:
         return checkpoint
     return checkpoint.read_again(WithImages)
+
+
+def compared_whole(opened: Sequence[Checkpoint]) -> list[Checkpoint]:
+    """Two checkpoints to compare: two folders of wholes with all that they hold, anything else as it is."""
+    folders = [one for one in opened if isinstance(one, HuggingFaceCheckpoint) and one.whole]
+    return [one.read_again(WithAll) for one in folders] if len(folders) == len(opened) else [*opened]
 
 
 def text_beside(checkpoint: Checkpoint) -> Checkpoint:
@@ -187,6 +205,10 @@ def checked_whole(
         wrong.append(f"mrope_section is {sections_of(beside)}, not {axes}")
     _refuse(wrong, checkpoint)
     return {key: value for key, value in beside.items() if key != "dtype"}
+
+
+def _as_it_is(name: str, shape: tuple[int, ...]) -> HuggingFaceTensor:
+    return HuggingFaceTensor(name, shape, (Region.whole(name, shape),))
 
 
 def _below_prefix(tensor: HuggingFaceTensor) -> HuggingFaceTensor:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
 from mcore_ckpt_ext.formats import adapter_scaling
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.expert_states import content_of, scaling_of
+from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.storage.engine_state import UnknownStateError
@@ -34,12 +35,21 @@ def facts_beside(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
     yield Fact("iteration", str(a.iteration), str(b.iteration))
     for key in ("step", "lr"):
         yield Fact(key, _group_values(a, key), _group_values(b, key))
+    left_out = _left_out(a), _left_out(b)
+    if any(left_out):
+        yield Fact("not compared", *(told or "nothing" for told in left_out))
     scaling = _scaling(a), _scaling(b)
     multiplied = _multiplied(a), _multiplied(b)
     if any(multiplied):
         yield Fact("adapters multiplied by", *(told or "none" for told in multiplied))
     if any(scaling):
         yield Fact("fp8 scales, histories", *(told or "none" for told in scaling))
+
+
+def _left_out(checkpoint: Checkpoint) -> str:
+    """What of a Hugging Face folder sees images, where the other has none; empty where nothing does."""
+    names = checkpoint.not_looked_at if isinstance(checkpoint, HuggingFaceCheckpoint) else []
+    return some(names, 1)
 
 
 def _format(checkpoint: Checkpoint) -> str:

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_peft
-from mcore_ckpt_ext.formats.huggingface_images import text_beside, with_images
+from mcore_ckpt_ext.formats.huggingface_images import compared_whole, text_beside, with_images
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
@@ -99,7 +99,7 @@ def open_both(
         opened = [open_checkpoint(path, family=family, facts=own, weights=where) for path, own, where in sides]
     for checkpoint in opened:
         require_weights(checkpoint)
-    return opened
+    return compared_whole(opened)
 
 
 def require_weights(checkpoint: Checkpoint) -> None:

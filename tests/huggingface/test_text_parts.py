@@ -80,6 +80,10 @@ def test_a_configuration_without_a_part_for_its_text(tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "text", mcore_ckpt_ext.HuggingFace())
     found = json.loads((tmp_path / "text" / "config.json").read_text())
     assert (found["model_type"], found["rope_scaling"], found["rope_theta"]) == ("qwen2", None, 1000000.0)
+    compared = compare(tmp_path / "whole", tmp_path / "text")
+    told = {fact.what: (fact.a, fact.b) for fact in compared.facts}["not compared"]
+    assert compared.equal
+    assert told == ("visual.blocks.0.attn.proj.bias and 17 more", "nothing")
 
 
 MAPPED = {"language_model.output_layer.weight", "language_model.embedding.word_embeddings.weight",
@@ -112,6 +116,7 @@ def test_what_sees_in_layers_of_megatron_or_beside_a_projector(name: str, tmp_pa
     report = mcore_ckpt_ext.convert(run, back, mcore_ckpt_ext.HuggingFace())
     assert not any("left out" in note for note in report.notes)
     assert_same_whole(name, source, back)
+    assert compare(source, back).equal
     loaded, info = type(model).from_pretrained(back, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     expected = model.state_dict()
@@ -120,6 +125,10 @@ def test_what_sees_in_layers_of_megatron_or_beside_a_projector(name: str, tmp_pa
         projector = run_config_of(mcore_ckpt_ext.open_checkpoint(run).folder)["model"]["vision_projector_config"]
         assert [projector[key] for key in ("image_size", "patch_dim", "tokens_per_image")] == [56, 14, 4]
     if name == "qwen3_vl":
+        one = "model.visual.pos_embed.weight"
+        save_file({**tensors(source), one: 1 + expected[one]}, source / "model.safetensors")
+        (weights,) = compare(source, back).kinds
+        assert [found.name for found in weights.different] == [one]
         file = back / "config.json"
         config = json.loads(file.read_text())
         file.write_text(json.dumps({**config, "vision_config": {**config["vision_config"], "num_heads": 4}}))
