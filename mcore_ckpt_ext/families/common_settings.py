@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import (
     MOST_COUNTED,
@@ -79,6 +79,16 @@ def window_of(arguments: ModelArguments) -> int | None:
     return int(arguments.window_size[0]) + 1 if arguments.window_size else None
 
 
+def why_no_window(arguments: ModelArguments) -> list[str]:
+    """Megatron's local layer spec lets a token see so many tokens behind it as the second number says, too.
+
+    A first number of -1 shows all tokens before it, or none: that depends on the spec.
+    """
+    found = arguments.window_size
+    strange = found is not None and (found[0] < 0 or found[1] != 0)
+    return [f"window_size is {found}, not a window over tokens before alone, (N, 0)"] if strange else []
+
+
 def windows_in_some_layers(size: int | None, every: int) -> Setting:
     """A sliding window that only some layers see, as `layer_types` says.
 
@@ -99,7 +109,8 @@ def windows_in_some_layers(size: int | None, every: int) -> Setting:
         else:
             sees = [not frequency or (layer + 1) % frequency != 0 for layer in layers]
         return {
-            "sliding_window": window_of(arguments),
+            # transformers asks for a width even where no layer sees a window.
+            "sliding_window": window_of(arguments) if any(sees) else size,
             "layer_types": ["sliding_attention" if one else "full_attention" for one in sees],
         }
 
@@ -120,7 +131,12 @@ def windows_in_some_layers(size: int | None, every: int) -> Setting:
         return {**window(width if any(sees) else None), "window_attn_skip_freq": frequency}
 
     expressed = ("window_size", "window_attn_skip_freq")
-    return Both(("sliding_window", "layer_types"), to_config, to_arguments, expressed=expressed)
+    return Both(("sliding_window", "layer_types"), to_config, to_arguments, why_no_window, expressed)
+
+
+def experts_everywhere(arguments: ModelArguments) -> bool:
+    """Whether each layer of the decoder has experts."""
+    return all(has_experts(arguments, layer) for layer in range(arguments.num_layers))
 
 
 def experts_in_every_layer(count: int, key: str = "num_local_experts") -> Setting:
@@ -134,8 +150,7 @@ def experts_in_every_layer(count: int, key: str = "num_local_experts") -> Settin
         return {"num_experts": found, "moe_layer_freq": 1, "moe_ffn_hidden_size": config["intermediate_size"]}
 
     def why_not(arguments: ModelArguments) -> list[str]:
-        ours = bool(arguments.num_experts) and arguments.moe_layer_freq == 1
-        return [] if ours else ["no experts in all layers"]
+        return [] if experts_everywhere(arguments) else ["no experts in all layers"]
 
     expressed = ("num_experts", "moe_layer_freq", "moe_ffn_hidden_size")
     return Both((key, "intermediate_size"), to_config, to_arguments, why_not, expressed)
@@ -188,6 +203,7 @@ def sliding_window(absent: int | None) -> Setting:
         (key,),
         lambda arguments: {key: window_of(arguments)},
         lambda config: window(config.get(key, absent)),
+        why_no_window,
         expressed=("window_size",),
     )
 

@@ -17,6 +17,9 @@ from mcore_ckpt_ext.families.without_effect import without_effect
 # The vocabulary may be padded, and layers that predict further tokens left out: the load itself looks at both.
 _OF_THE_LOAD = ("vocab_size", "padded_vocab_size", "mtp_num_layers")
 
+# An argument that appeared in that release.
+_SINCE_0_19 = "ckpt_load_validate_sharding_integrity"
+
 
 def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> list[str]:
     """The arguments of a job by which its model is another than that of a `config.json`, in words.
@@ -28,10 +31,19 @@ def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> 
     """
     running = complete(job)
     running = replace(running, vocab_size=model.vocab_size, mtp_num_layers=model.mtp_num_layers)
-    found = [*_differing(family, model, running), *family.misfits(running), *_of_no_flag(model)]
+    found = [*_differing(family, model, running), *family.misfits(running), *_of_no_flag(model, job)]
     if family.only_bridge:
         found.insert(0, f"pretrain_gpt.py builds no such model: {family.only_bridge}")
     return list(dict.fromkeys(found))
+
+
+def unwritten(family: Family, model: ModelArguments) -> list[str]:
+    """The arguments of a model that its own `config.json` does not give back, in words.
+
+    Raises:
+        UnsupportedCheckpointError: it cannot be read at all.
+    """
+    return list(_differing(family, family.arguments(family.config(model)), model))
 
 
 def _differing(family: Family, model: ModelArguments, running: ModelArguments) -> Iterator[str]:
@@ -61,6 +73,6 @@ def _writes_another(family: Family, model: ModelArguments, name: str, value: Any
         return True  # no model of the family has that value
 
 
-def _of_no_flag(model: ModelArguments) -> Iterator[str]:
-    for name, value in unsaid(model).items():
+def _of_no_flag(model: ModelArguments, job: JobArguments) -> Iterator[str]:
+    for name, value in unsaid(model, since_0_19=job.is_known(_SINCE_0_19)).items():
         yield f"{name} should be {value!r}, which no flag that pretrain_gpt.py passes on says"

@@ -12,6 +12,7 @@ from mcore_ckpt_ext.families.family import Rule
 from mcore_ckpt_ext.families.rope import KEYS, base_of, concentration, mscales, rope_parameters, yarn_lengths
 from mcore_ckpt_ext.families.settings import (
     Both,
+    Coefficient,
     Config,
     Fixed,
     Needs,
@@ -190,7 +191,26 @@ def grouped_choice(groups: int, chosen: int) -> Setting:
         }
 
     expressed = ("moe_router_num_groups", "moe_router_group_topk")
-    return Both(("n_group", "topk_group"), to_config, to_arguments, expressed=expressed)
+    return Both(("n_group", "topk_group"), to_config, to_arguments, _why_not_best_two, expressed)
+
+
+def ranked_by(arguments: ModelArguments) -> int | None:
+    """The number of its best experts by which Megatron ranks a group (`group_limited_topk`, moe_utils.py).
+
+    None where groups do not limit the choice.
+    """
+    groups, chosen = arguments.moe_router_num_groups or 1, arguments.moe_router_group_topk or 1
+    return arguments.moe_router_topk // chosen if groups > chosen else None
+
+
+def _why_not_best_two(arguments: ModelArguments) -> list[str]:
+    """Transformers ranks a group by its best two experts, and so needs two of them even where all groups are chosen."""
+    found, groups = ranked_by(arguments), arguments.moe_router_num_groups
+    if found not in (None, 2):
+        chosen = f"{arguments.moe_router_topk} experts of {arguments.moe_router_group_topk} groups"
+        return [f"moe_router_topk and moe_router_group_topk are {chosen}: Megatron ranks a group by its best {found}"]
+    single = groups and groups > 1 and (arguments.num_experts or 0) < 2 * groups
+    return [f"moe_router_num_groups is {groups}, of one expert each"] if single else []
 
 
 def normalised_sigmoids(chosen: int) -> Setting:
@@ -214,8 +234,21 @@ def sigmoid_routing(groups: int, chosen_groups: int, scaling: float) -> tuple[Se
         grouped_choice(groups, chosen_groups), normalised_sigmoids(8), scaled_gates(scaling),
         Fixed("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
         Fixed("topk_method", "noaux_tc", {"moe_router_enable_expert_bias": True}),
-        Same("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
+        Coefficient("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
     )  # fmt: skip
+
+
+_INNER_EPSILON = 1e-6
+
+
+def told_of_inner_norms(arguments: ModelArguments) -> list[str]:
+    """Norms of compressed queries, keys and values have an epsilon of their own in transformers (4.36 to 5.23)."""
+    if not arguments.multi_latent_attention or arguments.layernorm_epsilon == _INNER_EPSILON:
+        return []
+    return [
+        f"transformers norms compressed queries, keys and values with an epsilon of {_INNER_EPSILON}, whatever "
+        f"rms_norm_eps says; Megatron and vLLM with that, {arguments.layernorm_epsilon}: logits differ a little"
+    ]
 
 
 def expert_sizes(routed: int | None = None, chosen: int | None = None, width: int | None = None) -> tuple[Setting, ...]:

@@ -8,9 +8,17 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.deepseek import RULES, dense_first, expert_sizes, latent_settings, scaled_gates
+from mcore_ckpt_ext.families.deepseek import (
+    RULES,
+    dense_first,
+    expert_sizes,
+    latent_settings,
+    ranked_by,
+    scaled_gates,
+    told_of_inner_norms,
+)
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Same, unrepresentable
+from mcore_ckpt_ext.families.settings import Both, Coefficient, Config, Fixed, unrepresentable
 
 _GROUPED = ("moe_router_num_groups", "moe_router_group_topk")
 
@@ -45,7 +53,7 @@ class DeepSeekV2(Family):
         dense_first(0),
         Both(("topk_method", "n_group", "topk_group"), _groups, _limits, expressed=_GROUPED),
         scaled_gates(1.0),
-        Same("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
+        Coefficient("aux_loss_alpha", "moe_aux_loss_coeff", 0.001),
         Fixed("norm_topk_prob", False, {"moe_router_pre_softmax": True}),
         Fixed("mlp_bias", False, {}),
         Fixed("scoring_func", "softmax", {"moe_router_score_function": "softmax"}),
@@ -53,9 +61,10 @@ class DeepSeekV2(Family):
 
     @override
     def notices(self, arguments: ModelArguments) -> list[str]:
-        if not arguments.moe_router_num_groups:
-            return []
+        if ranked_by(arguments) in (None, 1):
+            return told_of_inner_norms(arguments)
         return [
+            *told_of_inner_norms(arguments),
             "groups of experts: Hugging Face ranks a group by its best expert, Megatron by the sum of its best "
-            "(group_limited_topk, moe_utils.py), so they may choose differently"
+            "(group_limited_topk, moe_utils.py), so they may choose differently",
         ]

@@ -9,7 +9,14 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.deepseek import RULES, dense_first, expert_sizes, latent_settings, sigmoid_routing
+from mcore_ckpt_ext.families.deepseek import (
+    RULES,
+    dense_first,
+    expert_sizes,
+    latent_settings,
+    sigmoid_routing,
+    told_of_inner_norms,
+)
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Setting
 
@@ -32,6 +39,10 @@ class WithFurtherTokens(Family):
 
     repeated = parts.REPEATED_FOR_FURTHER_TOKENS
     megatron_left_out = (r"\.local_tokens_per_expert$",)
+
+    @override
+    def notices(self, arguments: ModelArguments) -> list[str]:
+        return told_of_inner_norms(arguments)
 
     @override
     def further_layers(self, names: Collection[str], arguments: ModelArguments) -> int:

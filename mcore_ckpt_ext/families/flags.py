@@ -54,9 +54,10 @@ _SWITCHES = (
     "moe_router_enable_expert_bias", "moe_shared_expert_gate", "moe_grouped_gemm",
 )  # fmt: skip
 _OFF = {"add_bias_linear": "--disable-bias-linear"}
-# What no flag says, or none that `gpt_builder` passes on to the model (pretrain_gpt.py of 0.12, gpt_builders.py of 0.16
-# to the development head), and the value that a job has instead; all of it can be said to Megatron-Bridge.
-_UNSAID: dict[str, Any] = {"rotary_seq_len_interpolation_factor": None}
+# What no flag says, or none that pretrain_gpt.py passes on to the model, and the value that a job has instead; all of
+# it can be said to Megatron-Bridge. The first is passed on since 0.19: until then its model came of `gpt_builder`
+# (pretrain_gpt.py of 0.12, gpt_builders.py of 0.16 to 0.18), which leaves it out; `gpt_config_from_args` does not.
+_UNSAID_UNTIL_0_18: dict[str, Any] = {"rotary_seq_len_interpolation_factor": None}
 _UNSAID_LLAMA_3: dict[str, Any] = {"rope_scaling_factor": 8.0}
 _UNSAID_LATENT: dict[str, Any] = {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 4096}
 _NAMES = {"layernorm_epsilon": "--norm-epsilon", "layernorm_zero_centered_gamma": "--apply-layernorm-1p"}
@@ -97,9 +98,12 @@ def training_flags(arguments: ModelArguments) -> list[str]:
     return words
 
 
-def unsaid(arguments: ModelArguments) -> dict[str, Any]:
-    """What of the model no flag of `pretrain_gpt.py` says: such a job computes another one."""
-    values = dict(_UNSAID)
+def unsaid(arguments: ModelArguments, *, since_0_19: bool) -> dict[str, Any]:
+    """What of the model no flag of `pretrain_gpt.py` says: such a job computes another one.
+
+    `since_0_19`: it is of that release or a later one.
+    """
+    values = {} if since_0_19 else dict(_UNSAID_UNTIL_0_18)
     if arguments.use_rope_scaling:
         values |= _UNSAID_LLAMA_3
     if arguments.multi_latent_attention and arguments.rope_type != "rope":
@@ -111,8 +115,8 @@ def unsaid(arguments: ModelArguments) -> dict[str, Any]:
 
 
 def ignored(arguments: ModelArguments) -> dict[str, Any]:
-    """What a job of `pretrain_gpt.py` was told in flags that it does not pass on: its model does not have it."""
-    values = {**_UNSAID, **(_UNSAID_LLAMA_3 if arguments.use_rope_scaling else {})}
+    """What a job was told in flags that some release of `pretrain_gpt.py` does not pass on to its model."""
+    values = {**_UNSAID_UNTIL_0_18, **(_UNSAID_LLAMA_3 if arguments.use_rope_scaling else {})}
     return {name: arguments.value(name) for name, default in values.items() if arguments.value(name) != default}
 
 

@@ -48,7 +48,7 @@ NEUTRAL: Mapping[str, Any] = {
     "position_embedding_type": "learned_absolute", "no_rope_freq": None,
     # Attention.
     "add_qkv_bias": False, "qk_layernorm": False, "qk_l2_norm": False, "attention_output_gate": False,
-    "softmax_type": "vanilla", "window_size": None, "window_attn_skip_freq": None, "multi_latent_attention": False,
+    "softmax_type": "vanilla", "window_size": None, "multi_latent_attention": False,
     "experimental_attention_variant": None, "head_wise_attn_gate": False, "csa_compress_ratios": None,
     # The MLP.
     "swiglu": False, "squared_relu": False, "quick_geglu": False, "glu_linear_offset": 0.0,
@@ -82,6 +82,7 @@ ONLY_WITH: Mapping[tuple[str, Any], Mapping[str, Any]] = {
     # With the fusion, a GELU is approximated by tanh (fused_bias_gelu.py).
     ("swiglu", False): {"bias_gelu_fusion": True},
     ("use_rope_scaling", True): {"rope_scaling_factor": 8.0},
+    ("window_size", None): {"window_attn_skip_freq": None},
     ("multi_latent_attention", True): {
         "q_lora_rank": None, "kv_lora_rank": 32, "qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128,
         "rope_type": None, "rotary_scaling_factor": 1.0, "mscale": 1.0, "mscale_all_dim": 0.0, "beta_fast": 32,

@@ -6,10 +6,29 @@ from typing import Any
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.common_settings import (
+    RMS_NORM,
+    SILU,
+    SIZES,
+    TRAINING,
+    experts_everywhere,
+    head_size,
+    query_groups,
+    tied,
+)
 from mcore_ckpt_ext.families.family import Rule, with_experts
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Size, Without, unrepresentable
+from mcore_ckpt_ext.families.settings import (
+    Both,
+    Coefficient,
+    Config,
+    Fixed,
+    Needs,
+    Same,
+    Size,
+    Without,
+    unrepresentable,
+)
 from mcore_ckpt_ext.families.wide_norms import WithWideNorms
 
 
@@ -24,7 +43,7 @@ def _experts(config: Config) -> dict[str, Any]:
 
 
 def _everywhere(arguments: ModelArguments) -> list[str]:
-    ours = arguments.num_experts and arguments.moe_layer_freq == 1 and arguments.moe_router_topk > 1
+    ours = experts_everywhere(arguments) and arguments.moe_router_topk > 1
     return [] if ours else ["no experts in all layers, or a single one chosen"]
 
 
@@ -57,6 +76,6 @@ class MiniMaxM2(WithWideNorms):
         Fixed("scoring_func", "sigmoid", {"moe_router_score_function": "sigmoid"}),
         Fixed("use_routing_bias", True, {"moe_router_enable_expert_bias": True}),
         Fixed("use_qk_norm", True, {"qk_layernorm": True}), Fixed("qk_norm_type", "per_layer", {}),
-        Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
+        Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
         Without("shared_intermediate_size", "sliding_window"), Needs({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip

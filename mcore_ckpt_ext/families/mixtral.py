@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import experts_in_every_layer, llama_like, sliding_window
 from mcore_ckpt_ext.families.family import Family, Rule, with_experts
-from mcore_ckpt_ext.families.settings import Needs, Same
+from mcore_ckpt_ext.families.settings import Coefficient, Needs, Same
 
 _ROUTER = Rule("model.layers.{layer}.mlp.gate.weight", "decoder.layers.{layer}.mlp.router.weight", where=with_experts)
 
@@ -19,9 +19,10 @@ class Mixtral(Family):
     without_effect = ("router_jitter_noise",)
     also_read = (_ROUTER, *parts.STACKED_EXPERTS)
     settings = (
-        *llama_like(1000000.0, 1e-5, groups=8),
+        # The class has none by itself, and scaled positions need one (modeling_rope_utils.py of transformers 5.23).
+        *llama_like(1000000.0, 1e-5, groups=8, head_dim=True),
         experts_in_every_layer(8), Same("num_experts_per_tok", "moe_router_topk", 2),
-        Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
+        Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
         sliding_window(None),
         Needs({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip

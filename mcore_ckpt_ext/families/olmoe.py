@@ -8,9 +8,9 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.common_settings import llama_like
+from mcore_ckpt_ext.families.common_settings import experts_everywhere, llama_like
 from mcore_ckpt_ext.families.qwen_experts import normalised_choice
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Size, Without
+from mcore_ckpt_ext.families.settings import Both, Coefficient, Config, Fixed, Needs, Size, Without
 from mcore_ckpt_ext.families.wide_norms import WithWideNorms
 
 
@@ -23,7 +23,7 @@ def _experts(config: Config) -> dict[str, Any]:
 
 
 def _everywhere(arguments: ModelArguments) -> list[str]:
-    return [] if arguments.num_experts and arguments.moe_layer_freq == 1 else ["no experts in all layers"]
+    return [] if experts_everywhere(arguments) else ["no experts in all layers"]
 
 
 class OLMoE(WithWideNorms):
@@ -41,7 +41,7 @@ class OLMoE(WithWideNorms):
         *llama_like(epsilon=1e-5),
         Size("num_experts", "num_experts", 64, counted=True), Size("num_experts_per_tok", "moe_router_topk", 8),
         Both(("intermediate_size",), _width, _experts, _everywhere, ("moe_layer_freq", "moe_ffn_hidden_size")),
-        normalised_choice(), Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.01), Without("clip_qkv"),
+        normalised_choice(), Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.01), Without("clip_qkv"),
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         Needs({"qk_layernorm": True, "moe_router_score_function": "softmax"}),
     )  # fmt: skip

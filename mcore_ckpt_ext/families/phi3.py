@@ -11,6 +11,7 @@ from mcore_ckpt_ext.families.common_settings import (
     SILU,
     SIZES,
     TRAINING,
+    head_size,
     query_groups,
     sliding_window,
     tied,
@@ -38,7 +39,7 @@ class Phi3(Family):
     # Of `longrope`, which is refused; the dropout of embeddings is Megatron's `hidden_dropout`, too.
     without_effect = ("original_max_position_embeddings", "embd_pdrop")
     settings = (
-        *SIZES, query_groups(), rope(partial=1.0), tied(by_default=False), *TRAINING, SILU, RMS_NORM,
+        *SIZES, query_groups(), head_size(), rope(partial=1.0), tied(by_default=False), *TRAINING, SILU, RMS_NORM,
         Same("rms_norm_eps", "layernorm_epsilon", 1e-5), Same("resid_pdrop", "hidden_dropout", 0.0),
         sliding_window(None), Without("attention_bias"),
         Needs({"add_bias_linear": False, "add_qkv_bias": False}),

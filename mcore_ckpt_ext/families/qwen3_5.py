@@ -11,7 +11,7 @@ from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_PARTS, NET, SE
 from mcore_ckpt_ext.families.qwen3_next import EXPERTS, WithOneFurtherToken
 from mcore_ckpt_ext.families.qwen_experts import expert_count
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Setting, Size, Without
+from mcore_ckpt_ext.families.settings import Both, Coefficient, Config, Fixed, Needs, Same, Setting, Size, Without
 
 
 def _further() -> Setting:
@@ -70,7 +70,7 @@ class Qwen35MoE(WithOneFurtherToken):
         Both((), lambda arguments: {}, _everywhere, _why_not, expressed=("moe_layer_freq",)),
         Size("num_experts_per_tok", "moe_router_topk", 8), Size("moe_intermediate_size", "moe_ffn_hidden_size", 512),
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
-        Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
+        Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
         Fixed("norm_topk_prob", True, {"moe_router_pre_softmax": False}),
         Needs({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
     )  # fmt: skip

@@ -6,7 +6,7 @@ from typing import Any
 
 from mcore_ckpt_ext.families.arguments import ModelArguments, has_experts
 from mcore_ckpt_ext.families.family import Rule, with_experts
-from mcore_ckpt_ext.families.settings import Both, Config, Same, Setting, Size, checked_size
+from mcore_ckpt_ext.families.settings import Both, Coefficient, Config, Setting, Size, checked_size
 
 SHARED_EXPERT_GATE = Rule(
     "model.layers.{layer}.mlp.shared_expert_gate.weight", "decoder.layers.{layer}.mlp.shared_experts.gate_weight",
@@ -76,5 +76,5 @@ def expert_settings(count: int, chosen: int, width: int, *, normalised: bool = F
         expert_count(count), expert_layers(), normalised_choice(normalised),
         Size("num_experts_per_tok", "moe_router_topk", chosen),
         Size("moe_intermediate_size", "moe_ffn_hidden_size", width),
-        Same("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
+        Coefficient("router_aux_loss_coef", "moe_aux_loss_coeff", 0.001),
     )  # fmt: skip

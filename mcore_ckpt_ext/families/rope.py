@@ -90,6 +90,7 @@ def rope(
         images: there may be keys that only count where a text holds images.
         scaling: what the class has where no key says any.
     """
+    unscaled = scaling is not None  # has to be said, then
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
         scaling: dict[str, Any] | None = None
@@ -99,6 +100,8 @@ def rope(
             scaling = {"rope_type": "llama3", "factor": float(arguments.rope_scaling_factor), **_LLAMA_3}
         elif arguments.rotary_seq_len_interpolation_factor:
             scaling = {"rope_type": "linear", "factor": float(arguments.rotary_seq_len_interpolation_factor)}
+        elif unscaled:
+            scaling = {"rope_type": "default"}
         part = {} if partial is None else {"partial_rotary_factor": arguments.rotary_percent}
         return {"rope_theta": float(arguments.rotary_base), "rope_scaling": scaling, **part}
 
@@ -130,8 +133,11 @@ def rope(
         return arguments
 
     def why_not(arguments: ModelArguments) -> list[str]:
-        needed = {"rotary_interleaved": interleaved, **({"rotary_percent": 1.0} if partial is None else {})}
         kind = arguments.position_embedding_type
+        scaled = kind == "yarn" or arguments.use_rope_scaling or arguments.rotary_seq_len_interpolation_factor
+        needed = {
+            "rotary_interleaved": interleaved, **({"rotary_percent": 1.0} if partial is None or scaled else {})
+        }  # fmt: skip
         return misfits(needed, arguments) + ([] if kind in ("rope", "yarn") else [f"position_embedding_type is {kind}"])
 
     return Both(

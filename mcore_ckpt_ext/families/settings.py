@@ -69,6 +69,11 @@ class Same(Setting):
         return {self.key: arguments.value(self.argument)}
 
     @override
+    def misfits(self, arguments: ModelArguments) -> list[str]:
+        unset = self.default is not None and arguments.value(self.argument) is None
+        return [f"{self.argument} is None, for which it has no key"] if unset else []
+
+    @override
     def arguments(self, config: Config) -> dict[str, Any]:
         value = config.get(self.key, self.default)
         if value is None and self.default is None and self.key not in config:
@@ -80,6 +85,16 @@ class Same(Setting):
                 helps="say the value that the model was trained with",
             )  # fmt: skip
         return {self.argument: value}
+
+
+@dataclass(frozen=True)
+class Coefficient(Same):
+    """Of a loss that balances experts. Of several losses, transformers has the first."""
+
+    @override
+    def config(self, arguments: ModelArguments) -> dict[str, Any]:
+        value = arguments.value(self.argument)
+        return {self.key: value[0] if isinstance(value, (list, tuple)) else value}
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, query_groups, sliding_window, tied
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, head_size, query_groups, sliding_window, tied
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Fixed, Needs, Same
@@ -31,7 +31,7 @@ class StarCoder2(Family):
     rules = (parts.EMBEDDING, *_rules("weight"), *_rules("bias"), parts.OUTPUT[1])
     without_effect = ("embedding_dropout", "norm_type", "mlp_type")
     settings = (
-        *SIZES, query_groups(2), rope(), tied(by_default=True), *TRAINING, sliding_window(None),
+        *SIZES, query_groups(2), head_size(), rope(), tied(by_default=True), *TRAINING, sliding_window(None),
         Same("initializer_range", "init_method_std", 0.018042),
         Same("norm_epsilon", "layernorm_epsilon", 1e-5), Same("residual_dropout", "hidden_dropout", 0.0),
         Fixed("hidden_act", "gelu_pytorch_tanh", {"swiglu": False, "bias_gelu_fusion": True}),

@@ -272,7 +272,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         if self.family.only_bridge:
             lacks = f"pretrain_gpt.py cannot train this model: {self.family.only_bridge}"
             found.append(f"{lacks}. Megatron-Bridge can; it reads run_config.yaml")
-        elif lacking := unsaid(self.model):
+        elif lacking := unsaid(self.model, since_0_19=True):
             said = ", ".join(f"{name} = {value}" for name, value in lacking.items())
             found.append(
                 f"pretrain_gpt.py cannot train this model as it is: {said}, but no flag of it says so, or none that it "
@@ -285,6 +285,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
             found.append(f"in float32, {rest}: {some(wide, _SHOWN)}")
         if self.model.position_embedding_type == "yarn":
             found.append("--position-embedding-type yarn is of Megatron 0.19 and later")
+        if self.model.rotary_seq_len_interpolation_factor:
+            found.append("--rotary-seq-len-interpolation-factor has an effect since pretrain_gpt.py of 0.19")
         return found + self._stale
 
     def unbuildable(self, version: tuple[int, int]) -> str | None:

@@ -58,4 +58,10 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
             found=f"--transformer-impl {LOCAL}", where=str(folder), helps="leave the option out",
         )  # fmt: skip
     arguments = replace(family.arguments(config), transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
+    if misfits := family.misfits(arguments):
+        raise UnsupportedCheckpointError(
+            f"config.json describes {with_article(family.name)} that Megatron would compute otherwise",
+            found="; ".join(misfits), where=str(folder / CONFIG),
+            helps="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
+        )  # fmt: skip
     return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole)

@@ -18,6 +18,7 @@ import torch
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, with_article
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.config_keys import TOKENS
+from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
 from mcore_ckpt_ext.families.flags import ignored
 from mcore_ckpt_ext.families.forward_pass import classified, told
@@ -89,6 +90,11 @@ class HuggingFaceTarget:
         arguments = replace(model, vocab_size=self._vocabulary())
         once = (text_config(beside) or beside).get("model_type")
         self.fit: Fit = family_of_megatron(arguments, names, family, once, self._where)
+        if lost := unwritten(self.fit.family, self.fit.arguments):
+            raise UnsupportedCheckpointError(
+                f"config.json of {with_article(self.fit.family.name)} would say another model than the job's",
+                found="; ".join(lost), where=self._where, helps="name another family: --family NAME",
+            )  # fmt: skip
         self.left_out = matching(names, self.fit.family.megatron_left_out)
         asked = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
         self._masters = set(checkpoint.names(FP32_PARAM)) if asked else set()
@@ -109,13 +115,17 @@ class HuggingFaceTarget:
         """Refuse arguments that the job may have been told in vain; a model to begin with has not been trained yet."""
         found = {name: value for name, value in ignored(model).items() if name not in stated}
         if found and not self._checkpoint.released and self._checkpoint.arguments.is_known(_OF_PRETRAIN_GPT):
-            default = {"rope_scaling_factor": "8", "rotary_seq_len_interpolation_factor": "null"}
+            default = {
+                "rope_scaling_factor": "=8",
+                "rotary_seq_len_interpolation_factor": f"={model.rotary_seq_len_interpolation_factor} since 0.19, "
+                "=null up to 0.18",
+            }
             raise UnsupportedCheckpointError(
-                "the job was given flags that pretrain_gpt.py does not pass on to its model, and some other loops do",
+                "the job was given flags that pretrain_gpt.py, or an older one, does not pass on to its model",
                 found=", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items()),
                 where=str(self._checkpoint.folder),
                 helps="say what the model was computed with; if by pretrain_gpt.py: "
-                + " ".join(f"--argument {name}={default[name]}" for name in found),
+                + " ".join(f"--argument {name}{default[name]}" for name in found),
             )
 
     def output(self) -> Output:
@@ -146,12 +156,16 @@ class HuggingFaceTarget:
                 continue
             sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
         config = self._config()
-        missing = [key for key in TOKENS[:2] if key not in {**(config.get("text_config") or {}), **config}]
+        unsaid = [key for key in TOKENS if key not in {**(config.get("text_config") or {}), **config}]
         # The classes' own defaults belong to the released models, and are wrong for any other vocabulary.
-        config |= {**dict.fromkeys(missing), "torch_dtype": max(sizes, key=lambda dtype: sizes[dtype])}
+        config |= {**dict.fromkeys(unsaid), "torch_dtype": max(sizes, key=lambda dtype: sizes[dtype])}
         if self._options.quantize:
             config["quantization_config"] = {**_FP8, "modules_to_not_convert": _left_as_they_are(tensors)}
-        return Output([*files, *self._small_files(config)], records, tuple(self._notes(missing)))
+        return Output(
+            [*files, *self._small_files(config)],
+            records,
+            tuple(self._notes([key for key in unsaid if key in TOKENS[:2]])),
+        )
 
     def _small_files(self, config: Mapping[str, Any]) -> list[OutputFile]:
         tokens = {key: config[key] for key in TOKENS if config.get(key) is not None}

@@ -8,6 +8,7 @@ from dataclasses import replace
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.llama import Llama
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, Rows, Span
+from mcore_ckpt_ext.families.settings import Config
 
 
 def _key_first(rows: int, arguments: ModelArguments) -> Sequence[Span]:
@@ -61,3 +62,10 @@ class KeysTwice(Llama):
 
 class WithoutOutput(Llama):
     rules = tuple(rule for rule in Llama.rules if rule.hugging_face != "lm_head.weight")
+
+
+class FixedEpsilon(Llama):
+    """Reads another epsilon than it writes."""
+
+    def arguments(self, config: Config) -> ModelArguments:
+        return replace(super().arguments(config), layernorm_epsilon=1e-6)

@@ -33,7 +33,7 @@ SHOWN: dict[str, Shown] = {
     "gpt2": Shown("gpt2", _DENSE),
     "llama": Shown("llama", _DENSE, engine=("TP2",)),
     "llama3_tied": Shown("llama", _DENSE),
-    "llama_linear": Shown("llama"),  # pretrain_gpt.py has no linear scaling of positions
+    "llama_linear": Shown("llama", ("TP1",)),
     "qwen2_yarn": Shown("qwen2", _DENSE),
     "mistral": Shown("mistral", _DENSE),
     "qwen2": Shown("qwen2", _DENSE),

@@ -40,6 +40,7 @@ _RELEASED = {"aux_loss_alpha", "moe_layer_freq", "topk_method", "scoring_func"}
 _INDEXED = {"rope_interleave", "mlp_bias"}
 SAID_OTHERWISE = {
     "minimax_m2": {"use_qk_norm", "use_routing_bias", "qk_norm_type", "scoring_func"},
+    "mixtral": {"head_dim"},  # said although it follows
     "gpt_oss": {"rope_parameters"},  # without the betas that all have
     "qwen3_next": {"partial_rotary_factor"},
     "qwen3_5": {"partial_rotary_factor", "mtp_num_hidden_layers", "attn_output_gate"},

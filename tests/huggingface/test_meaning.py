@@ -15,6 +15,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.config_keys import OF_THE_FILE
+from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, ONLY_WITH, SIZES, TOLD
@@ -22,7 +23,7 @@ from mcore_ckpt_ext.families.recognition import FAMILIES, family_named, family_o
 from mcore_ckpt_ext.families.without_effect import without_effect
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
-from tests.harness.huggingface import CONFIGS, make
+from tests.harness.huggingface import CONFIGS, MISTAKES, VOCABULARY, make
 from tests.harness.published import PUBLISHED
 
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -88,6 +89,15 @@ def _valued(argument: str, other: Any) -> Any:
         ("deepseek_v3", {"moe_latent_size": 8}, "moe_latent_size"),
         ("gpt_oss", {"bias_gelu_fusion": True, "moe_grouped_gemm": False}, "bias_gelu_fusion"),
         ("gpt_oss", {"glu_linear_offset": 0.0}, "glu_linear_offset"),
+        ("gpt_oss", {"activation_func_clamp_value": None}, "activation_func_clamp_value"),
+        # The local layer spec lets tokens see those behind them, and -1 means another thing in each spec.
+        ("mistral", {"window_size": (8, 8)}, "window_size"),
+        ("gpt_oss", {"window_size": (-1, 0)}, "window_size"),
+        # transformers scales the positions of whole heads alone.
+        ("glm4_moe", {"use_rope_scaling": True}, "rotary_percent"),
+        # transformers ranks groups of experts by their best two, Megatron by as many as each may send.
+        ("deepseek_v3", {"moe_router_topk": 2}, "moe_router_topk"),
+        ("glm4_moe", {"moe_router_num_groups": 4, "moe_router_group_topk": 4}, "moe_router_num_groups"),
     ],
 )
 def test_what_a_family_has_no_key_for_is_refused(name: str, changes: dict[str, Any], told: str) -> None:
@@ -102,11 +112,45 @@ def test_what_a_family_has_no_key_for_is_refused(name: str, changes: dict[str, A
         ("llama", {"moe_router_score_function": "sigmoid", "moe_router_pre_softmax": True}),
         ("deepseek_v3", {"moe_router_pre_softmax": True}),
         ("qwen3_moe", {"moe_router_load_balancing_type": ["seq_aux_loss"], "moe_router_dtype": "fp32"}),
+        ("llama", {"window_attn_skip_freq": 2}),
+        ("mixtral", {"moe_layer_freq": [1, 1]}),
         ("llama", {"mup_base_hidden_size": 8, "mamba_state_dim": 64, "fp8": "hybrid", "hidden_dropout": 0.5}),
     ],
 )
 def test_what_has_no_effect_is_not(name: str, changes: dict[str, Any]) -> None:
     assert family_of(name).misfits(arguments_of(name, **changes)) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        # What the class has by itself is another scaling, and a window.
+        ("gpt_oss", {"position_embedding_type": "rope"}, {"rope_parameters": {"rope_type": "default"}}),
+        ("gpt_oss", {"window_size": None}, {"sliding_window": 128, "layer_types": ["full_attention"] * 2}),
+        ("phi3", {"kv_channels": 12}, {"head_dim": 12}),
+        ("starcoder2", {"kv_channels": 12}, {"head_dim": 12}),
+        ("qwen3_moe", {"moe_aux_loss_coeff": [0.01, 0.02]}, {"router_aux_loss_coef": 0.01}),
+        ("mixtral", {"position_embedding_type": "yarn"}, {"head_dim": 8}),
+    ],
+)
+def test_what_transformers_would_take_for_something_else_is_said(
+    name: str, changes: dict[str, Any], said: dict[str, Any]
+) -> None:
+    """Each was another model than the job's, or none that transformers loads."""
+    family, arguments = family_of(name), arguments_of(name, **changes)
+    assert family.misfits(arguments) == unwritten(family, arguments) == []
+    found = AutoConfig.for_model(**family.config(arguments)).to_dict()
+    if "rope_parameters" in said:
+        said = {**said, "rope_parameters": {**said["rope_parameters"], "rope_theta": 150000.0}}
+    assert {key: found[key] for key in said} == said
+
+
+def test_the_epsilon_of_inner_norms_is_told() -> None:
+    """Those of compressed queries, keys and values, which `rms_norm_eps` leaves as they are in transformers."""
+    family = family_of("deepseek_v3")
+    assert family.notices(arguments_of("deepseek_v3")) == []
+    (told,) = family.notices(arguments_of("deepseek_v3", layernorm_epsilon=1e-5))
+    assert "1e-06" in told and "1e-05" in told
 
 
 def test_a_single_expert_is_not_normalised() -> None:
@@ -270,7 +314,6 @@ def _positions(config: dict[str, Any]) -> tuple[torch.Tensor, ...]:
 def test_what_no_flag_says_is_told(tmp_path: Path) -> None:
     """pretrain_gpt.py would compute other positions: its flags are not called those to train with."""
     cases: dict[str, tuple[str, dict[str, Any]]] = {
-        "rotary_seq_len_interpolation_factor = 2": ("llama_linear", {}),
         "rope_scaling_factor = 32.0": ("llama3_tied", {"factor": 32.0}),
         "beta_fast = 1": ("deepseek_v3", {"beta_fast": 1}),
         "original_max_position_embeddings = 64": ("deepseek_v3", {"original_max_position_embeddings": 64}),
@@ -287,7 +330,7 @@ def test_what_no_flag_says_is_told(tmp_path: Path) -> None:
         notices = " ".join(checkpoint.notices())
         assert f"pretrain_gpt.py cannot train this model as it is: {told}" in notices
         assert "train it with:" not in notices
-    assert not unsaid(arguments_of("deepseek_v3"))
+    assert not unsaid(arguments_of("deepseek_v3"), since_0_19=False)
 
 
 def test_the_flags_of_yarn() -> None:
@@ -317,7 +360,8 @@ def state(job: Path, **arguments: Any) -> None:
 
 def test_flags_that_the_job_may_have_ignored(job: Path, tmp_path: Path) -> None:
     state(job, use_checkpoint_args=False, rotary_seq_len_interpolation_factor=2)
-    with pytest.raises(UnsupportedCheckpointError, match="--argument rotary_seq_len_interpolation_factor=null"):
+    told = "--argument rotary_seq_len_interpolation_factor=2 since 0.19, =null up to 0.18"
+    with pytest.raises(UnsupportedCheckpointError, match=told):
         mcore_ckpt_ext.convert(job, tmp_path / "hf", mcore_ckpt_ext.HuggingFace())
     for value, kind in (("null", "default"), ("2", "linear")):
         stated = [f"rotary_seq_len_interpolation_factor={value}"]
@@ -326,6 +370,20 @@ def test_flags_that_the_job_may_have_ignored(job: Path, tmp_path: Path) -> None:
         assert config.rope_parameters["rope_type"] == kind
     with pytest.raises(UsageError, match="NAME=VALUE"):
         mcore_ckpt_ext.HuggingFace(arguments=["swiglu"])
+
+
+def test_a_config_that_would_say_another_model_is_refused(job: Path, tmp_path: Path) -> None:
+    """What a family writes of a model is read back before anything is converted."""
+    state(job, layernorm_epsilon=1e-3)
+    with pytest.raises(UnsupportedCheckpointError, match="found: layernorm_epsilon is 0.001, not 1e-06"):
+        mcore_ckpt_ext.convert(job, tmp_path / "hf", mcore_ckpt_ext.HuggingFace(), family=f"{MISTAKES}:FixedEpsilon")
+
+
+def test_the_padding_of_a_class_is_not_taken_over(models: dict[str, Path], tmp_path: Path) -> None:
+    """Phi-3's is beyond a small vocabulary: transformers would not load the folder."""
+    mcore_ckpt_ext.convert(models["phi3"], tmp_path / "job", mcore_ckpt_ext.Canonical())
+    mcore_ckpt_ext.convert(tmp_path / "job", tmp_path / "hf", mcore_ckpt_ext.HuggingFace(vocab_size=VOCABULARY))
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "hf").config.pad_token_id is None
 
 
 def test_llama_3_2_that_the_job_may_have_computed_as_3_1(tmp_path: Path) -> None:

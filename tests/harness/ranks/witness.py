@@ -78,10 +78,7 @@ def build(case: dict[str, Any]) -> Any:
         case["tensor"], expert_model_parallel_size=case["expert"], expert_tensor_parallel_size=expert_tensor
     )
     model_parallel_cuda_manual_seed(1234)
-    config = gpt_config_from_args(args)
-    # As `gpt_builder` of pretrain_gpt.py has it, which is not in the PyPI package: it does not pass this flag on.
-    config.seq_len_interpolation_factor = None
-    return GPTModelBuilder(config).build_model(ProcessGroupCollection.use_mpu_process_groups())
+    return GPTModelBuilder(gpt_config_from_args(args)).build_model(ProcessGroupCollection.use_mpu_process_groups())
 
 
 if __name__ == "__main__":
