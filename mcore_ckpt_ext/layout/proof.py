@@ -144,6 +144,8 @@ def _all_round(master: torch.Tensor, weight: torch.Tensor) -> bool:
     size, count = weight.dtype.itemsize, stored.numel()
     in_words = not (stored.storage_offset() * size % 8 or count * size % 8)
     bits = torch.int64 if in_words else BITS[size]
+    if count <= _AT_ONCE:
+        return torch.equal(values.to(weight.dtype, copy=True).view(bits), stored.view(bits))
     room = torch.empty(min(_AT_ONCE, count), dtype=weight.dtype)
     rounded = room.view(bits)
     own_parts = torch.split(stored.view(bits), max(1, _AT_ONCE * size // bits.itemsize))
