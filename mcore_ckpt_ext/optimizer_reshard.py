@@ -38,7 +38,7 @@ from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.live_job import LiveJob, RankView, check_same_kinds
 from mcore_ckpt_ext.online.live_model import Spell, quantisation
 from mcore_ckpt_ext.online.param_groups import carried_groups, with_step
-from mcore_ckpt_ext.online.proving import prove
+from mcore_ckpt_ext.online.proving import Prover
 from mcore_ckpt_ext.online.reading import Reading
 from mcore_ckpt_ext.optimizers.copies import differing_masters, in_words
 from mcore_ckpt_ext.optimizers.digests import check_digests
@@ -223,13 +223,12 @@ class Prepared:
 
         def read() -> Proven:
             masters = {shard: shard.home.room(shard) for shard in self.job.shards}
-            for shard, parts in self.reading.read(FP32_PARAM, masters).items():
+            prover = Prover(masters, self.checkpoint)
+            for shard, parts in self.reading.read(FP32_PARAM, masters, prover.look).items():
                 for part in parts:
                     # Rows of padded vocabulary, and accepted lost elements: they take the values of the weights.
                     masters[shard][part] = shard.weight[part].float()
-            for shard, master in masters.items():
-                if not self.checkpoint.follow_from_weights(shard.name):
-                    prove(shard, master, self.checkpoint)
+            prover.finish()
             return Proven(self, masters)
 
         return agreed_here("proving the masters against the weights", work)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, product
+from itertools import groupby
 
 import numpy
 import torch
 
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.extents import Extent, Rearranged, Scaled
+from mcore_ckpt_ext.planning.overlap import Run, in_parts
 from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, WantedSlice, derivation_of, make_plan
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -40,12 +41,14 @@ _LONG_ROW_BYTES = 1 << 13
 _ALONG_BYTES = 1 << 19
 # Rows that follow each other in the file go to their places in memory by one call, unless they are as short as this.
 _SHORT_ROW_BYTES = 1024
+# What is looked at right after it was read: half of a processor's own cache, or less.
+_LOOK_BYTES = 1 << 19
 # Of each fp8 number while it is decoded.
 _DECODED_BYTES = 8
-# As `Runs.rows` gives it: source, target, length, count, source stride, target stride.
-Run = tuple[int, int, int, int, int, int]
 # By target index; a mapping may leave out targets that the plan does not serve.
 Destinations = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
+# Given a target index and the elements from the first to below the second, which have just been read.
+Look = Callable[[int, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +82,14 @@ class Transfer:
         self._scratch = threading.local()
         self._stages = Stages()
 
-    def execute(self, plan: Plan, destinations: Destinations) -> None:
+    def execute(self, plan: Plan, destinations: Destinations, look: Look | None = None) -> None:
         """Fill the destinations, 1-D contiguous tensors by target index, according to the plan.
+
+        Args:
+            plan: what is read.
+            destinations: which of it goes where.
+            look: is told of elements while they are in the processor's cache, in the thread that has read them: of most
+                of those that go straight to ordinary memory, and of none twice. What it raises ends the transfer.
 
         Raises:
             UnreadableCheckpointError: a file is damaged or too short; some elements may have been written.
@@ -90,10 +99,10 @@ class Transfer:
         by_file = [list(copies) for _, copies in groupby(plan.copies, key=lambda copy: copy.extent.file)]
         if len(by_file) <= 1 or self._workers <= 1 or plan.bytes_read < _BYTES_FOR_WORKERS:
             for copies in by_file:
-                self._copy_all(copies, destinations)
+                self._copy_all(copies, destinations, look)
             return
         with ThreadPoolExecutor(self._workers, thread_name_prefix="mcore_ckpt_ext") as pool:
-            for done in [pool.submit(self._copy_all, copies, destinations) for copies in by_file]:
+            for done in [pool.submit(self._copy_all, copies, destinations, look) for copies in by_file]:
                 done.result()
 
     def blocks(self, copy: Copy, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
@@ -139,13 +148,14 @@ class Transfer:
         self._reader.read_into(payload.file, payload.offset + first * size, memoryview(data))
         return payload.decoded(torch.frombuffer(data, dtype=payload.dtype))
 
-    def _copy_all(self, copies: Sequence[Copy], destinations: Destinations) -> None:
+    def _copy_all(self, copies: Sequence[Copy], destinations: Destinations, look: Look | None) -> None:
         for copy in copies:
             destination = destinations[copy.target]
             payload = self.locate(copy.extent)
             if is_plain(copy, payload) and destination.dtype == payload.dtype:
                 if destination.device.type == "cpu":
-                    self._read_in_place(payload, copy.runs.rows(), destination)
+                    show = None if look is None else partial(look, copy.target)
+                    self._read_in_place(payload, copy.runs.rows(), destination, show)
                     continue
                 if destination.device.type == "cuda":
                     self._read_staged(payload, copy.runs.rows(), destination)
@@ -157,22 +167,25 @@ class Transfer:
     def _read_staged(self, payload: Payload, runs: Iterable[Run], destination: torch.Tensor) -> None:
         """Read elements to a device, through memory that it copies from while more is read."""
         size = payload.dtype.itemsize
-        limit = STAGE_BYTES // size
-        for source, target, length, count, source_stride, target_stride in runs:
-            at_once = max(1, limit // length)
-            for row, column in product(range(0, count, at_once), range(0, length, limit)):
-                rows, width = min(at_once, count - row), min(limit, length - column)
-                packed = source + row * source_stride + column, 0, width, rows, source_stride, width
+        for source, target, length, count, source_stride, target_stride in in_parts(runs, STAGE_BYTES // size):
+            packed = source, 0, length, count, source_stride, length
 
-                def fill(block: torch.Tensor, run: Run = packed) -> None:
-                    self._read_in_place(payload, [run], block.view(payload.dtype))
+            def fill(block: torch.Tensor, run: Run = packed) -> None:
+                self._read_in_place(payload, [run], block.view(payload.dtype))
 
-                start = destination.storage_offset() + target + row * target_stride + column
-                places = destination.as_strided((rows, width), (target_stride, 1), start)
-                self._stages.send(rows * width * size, fill, places)
+            places = destination.as_strided((count, length), (target_stride, 1), destination.storage_offset() + target)
+            self._stages.send(count * length * size, fill, places)
 
-    def _read_in_place(self, payload: Payload, runs: Iterable[Run], destination: torch.Tensor) -> None:
+    def _read_in_place(
+        self,
+        payload: Payload,
+        runs: Iterable[Run],
+        destination: torch.Tensor,
+        show: Callable[[int, int], None] | None = None,
+    ) -> None:
+        """Read elements to their places; those that come to lie in one piece are shown, a part at a time."""
         memory, size = _bytes_of(destination), payload.dtype.itemsize
+        runs = runs if show is None else in_parts(runs, _LOOK_BYTES // size)
         for source, target, length, count, source_stride, target_stride in runs:
             offset, begin, row_bytes = payload.offset + source * size, target * size, length * size
             skip, step = source_stride * size, target_stride * size
@@ -188,6 +201,8 @@ class Transfer:
                 begins = (begin + row * step for row in range(count))
                 rows = (memory[place : place + row_bytes] for place in begins)
                 self._reader.read_rows(payload.file, offset, skip, rows)
+            if show is not None and (count == 1 or target_stride == length):
+                show(target, target + count * length)
 
     def _read_along(
         self, file: str, offset: int, destination: torch.Tensor, run: tuple[int, int, int, int, int]

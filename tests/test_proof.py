@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.hooks import proof as hooks_proof
 from mcore_ckpt_ext.layout.proof import (
     BY_EITHER_ROUNDING,
@@ -24,7 +25,7 @@ from mcore_ckpt_ext.layout.proof import (
     weaker_of,
 )
 from mcore_ckpt_ext.layout.quantised import is_quantised
-from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.online import proving
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.live_model import LiveParameter
@@ -256,6 +257,27 @@ class Interrupted:
 
     def master(self, shard: LiveShard) -> torch.Tensor:
         return self._masters[shard.name]
+
+
+@pytest.mark.parametrize("looked", [True, False])
+@pytest.mark.parametrize("wrong", [None, 1, 6])
+def test_masters_are_proven_whether_they_were_looked_at_or_not(wrong: int | None, looked: bool) -> None:
+    weight = torch.arange(8.0).to(torch.bfloat16)
+    known = LiveParameter(weight, (Region.whole("weight", (8,)),), {}, may_pad=False)
+    shard = LiveShard(known, Slice.whole(known.regions), cast("Any", None), ())
+    master = weight.float()
+    if wrong is not None:
+        master[wrong] += 1.0
+    checkpoint: Any = SimpleNamespace(
+        proof=BY_ROUNDING, transfer=None, folder="here", follow_from_weights=lambda name: False,
+        arguments=JobArguments.of({}), logical_tensor=lambda kind, name: None,
+    )  # fmt: skip
+    prover = proving.Prover({shard: master}, checkpoint)
+    if looked:
+        prover.look(shard, 0, 4)
+        prover.look(shard, 4, 8)
+    with nullcontext() if wrong is None else pytest.raises(ProofError, match=f"weight, element {wrong} of"):
+        prover.finish()
 
 
 def test_what_cannot_be_looked_at_hides_no_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:

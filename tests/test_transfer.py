@@ -69,6 +69,28 @@ def test_every_element_reaches_its_place_and_nothing_else_is_touched(name: str, 
 
 
 @pytest.mark.parametrize("name", RUNS)
+def test_what_is_looked_at_is_there_and_is_looked_at_once(
+    name: str, reader: FolderReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of a bounded size; all of it, where it comes to lie in one piece."""
+    monkeypatch.setattr(transfers, "_LOOK_BYTES", 4000)
+    memory, whole = torch.full((150_000,), -1.0), expected(RUNS[name])
+    looked = torch.zeros(len(memory), dtype=torch.int64)
+
+    def look(target: int, start: int, stop: int) -> None:
+        assert target == 0 and 0 < stop - start <= 1000
+        assert torch.equal(memory[start:stop], whole[start:stop])
+        looked[start:stop] += 1
+
+    Transfer(reader).execute(plan_of(RUNS[name]), [memory], look)
+    assert torch.equal(memory, whole)
+    _, _, length, count, _, stride = RUNS[name]
+    everything = count == 1 or stride == length or length > 1000
+    assert torch.equal(looked.bool(), (whole >= 0) if everything else looked.bool())
+    assert int(looked.max()) <= 1 and not bool(looked[whole < 0].any())
+
+
+@pytest.mark.parametrize("name", RUNS)
 def test_a_view_of_other_memory_is_filled_as_well(name: str, reader: FolderReader) -> None:
     memory = torch.full((150_010,), -1.0)
     Transfer(reader).execute(plan_of(RUNS[name]), [memory[10:]])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,46 @@ from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 _BLOCK = 1 << 24
 # Elements that fit into a processor's cache: rounding and comparing them costs one pass over the memory.
 _CACHED = 1 << 17
+
+
+class Prover:
+    """Proves masters against the live weights, while they are read and afterwards; safe to use from several threads.
+
+    Args:
+        masters: of each shard, 1-D.
+        checkpoint: what they are read from.
+    """
+
+    def __init__(self, masters: Mapping[LiveShard, torch.Tensor], checkpoint: Checkpoint) -> None:
+        self._masters, self._checkpoint = masters, checkpoint
+        plain = (shard for shard in masters if quantisation(shard.live.parameter) is None)
+        self._weights = {shard: shard.weight for shard in plain}
+        self._room = _Room()
+        self._equal: list[tuple[LiveShard, int]] = []
+
+    def look(self, shard: LiveShard, start: int, stop: int) -> None:
+        """See whether masters that have just been read are equal to their weights when rounded, as no proof asks more.
+
+        Others are left for `finish`, which knows how they are proven, and names those that are wrong.
+        """
+        master, weight = self._masters[shard], self._weights.get(shard)
+        if weight is None or weight.device != master.device:
+            return
+        if self._room.rounds_to(master[start:stop], weight[start:stop], stop - start):
+            self._equal.append((shard, stop - start))
+
+    def finish(self) -> None:
+        """Prove what has not been seen to be equal, all of its shard.
+
+        Raises:
+            ProofError: a master does not round to its weight.
+        """
+        left = {shard: master.numel() for shard, master in self._masters.items()}
+        for shard, count in self._equal:
+            left[shard] -= count
+        for shard, count in left.items():
+            if count and not self._checkpoint.follow_from_weights(shard.name):
+                prove(shard, self._masters[shard], self._checkpoint)
 
 
 def prove(shard: LiveShard, master: torch.Tensor, checkpoint: Checkpoint) -> None:
@@ -128,7 +169,7 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
     return None
 
 
-class _Room:
+class _Room(threading.local):
     """Memory to round into, kept from block to block: allocating it each time costs as much as the rounding."""
 
     def __init__(self) -> None:

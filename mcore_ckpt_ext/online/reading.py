@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
@@ -72,12 +72,18 @@ class Reading:
         """The shards that keep a kind."""
         return [shard for wanted, shard in (*self._stored, *self._derived) if wanted == kind]
 
-    def read(self, kind: str, rooms: Mapping[LiveShard, torch.Tensor]) -> dict[LiveShard, list[slice]]:
+    def read(
+        self,
+        kind: str,
+        rooms: Mapping[LiveShard, torch.Tensor],
+        look: Callable[[LiveShard, int, int], None] | None = None,
+    ) -> dict[LiveShard, list[slice]]:
         """Read all of one kind.
 
         Args:
             kind: which.
             rooms: the memory, 1-D, that receives it, for each shard that keeps it.
+            look: is told of elements from the first to below the second, as of `Transfer.execute`.
 
         Returns:
             The elements that the checkpoint does not have.
@@ -88,7 +94,8 @@ class Reading:
         if kind in self._once:
             self._once[kind].execute(memory)
         else:
-            transfer.execute(part, memory)
+            seen = None if look is None else lambda target, start, stop: look(targets[target], start, stop)
+            transfer.execute(part, memory, seen)
         missing: dict[LiveShard, list[slice]] = {}
         for fill in part.fills:
             missing.setdefault(targets[fill.target], []).append(slice(fill.start, fill.stop))

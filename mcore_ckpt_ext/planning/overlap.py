@@ -8,8 +8,9 @@ so that a column shard of a matrix is one entry and not one entry per row.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from math import prod
 
 import numpy
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 from mcore_ckpt_ext.model_space.slices import Region
 
 Integers = NDArray[numpy.int64]
+# As `Runs.rows` gives it: source, target, length, count, source stride, target stride.
+Run = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +69,20 @@ class Runs:
         some = first < last
         return fold(first[some], (target + first - source)[some], (last - first)[some])
 
-    def rows(self) -> list[tuple[int, int, int, int, int, int]]:
+    def rows(self) -> list[Run]:
         """The entries as plain integers: (source, target, length, count, source stride, target stride)."""
         columns = (self.source, self.target, self.length, self.count, self.source_stride, self.target_stride)
         return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def in_parts(runs: Iterable[Run], limit: int) -> Iterator[Run]:
+    """The same elements in the same order, in runs of at most so many."""
+    for source, target, length, count, source_stride, target_stride in runs:
+        at_once = max(1, limit // length)
+        for row, column in product(range(0, count, at_once), range(0, length, limit)):
+            first, place = source + row * source_stride + column, target + row * target_stride + column
+            rows, width = min(at_once, count - row), min(limit, length - column)
+            yield first, place, width, rows, source_stride, target_stride
 
 
 def contiguous_runs(
