@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import struct
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 
@@ -19,6 +19,8 @@ from mcore_ckpt_ext.storage.publish import cannot_write
 from mcore_ckpt_ext.storage.writeback import begin_to_flush
 
 BLOCK_BYTES = 64 << 20
+# Of a record: what a thread fills before it looks for other work.
+_STRETCH_BYTES = 64 << 20
 
 FillBlock = Callable[[Record, Block, torch.Tensor], Sequence[Piece] | None]
 """Fills a 1-D tensor, one element for each of the block, with the block's content; the gaps are zero already.
@@ -51,6 +53,23 @@ def _lay_out_file(file: OutputFile, folder: Folder) -> None:
         raise cannot_write(folder.path / file.name, error) from error
 
 
+class _Unfinished:
+    """A record of which some stretches are still to be written."""
+
+    def __init__(self, record: Record, stretches: int) -> None:
+        self.record = record
+        self._left = stretches
+        self._written: list[Piece] = []
+        self._lock = threading.Lock()
+
+    def add(self, start: int, stop: int, crc: int) -> int | None:
+        """Take a stretch as written, given its bytes and their CRC-32; that of the record follows from the last one."""
+        with self._lock:
+            self._written.append((start, stop, crc))
+            self._left -= 1
+            return None if self._left else checksum(memoryview(b""), self._written)
+
+
 class RecordWriter:
     """Fills records of the files below one folder, several at a time."""
 
@@ -79,10 +98,10 @@ class RecordWriter:
         """
         stop = threading.Event()
 
-        def one(number: int, record: Record) -> None:
+        def one(number: int, whole: _Unfinished, begin: int, end: int) -> None:
             if not stop.is_set():
                 try:
-                    crc = self._write_record(record, moved, stop)
+                    crc = self._write_stretch(whole, begin, end, moved, stop)
                 except BaseException:
                     stop.set()
                     raise
@@ -92,8 +111,17 @@ class RecordWriter:
         with ExitStack() as stack:
             stack.callback(self._close)
             pool = stack.enter_context(ThreadPoolExecutor(self._workers, thread_name_prefix="mcore_ckpt_ext"))
-            for done in [pool.submit(one, number, record) for number, record in records]:
+            for done in [pool.submit(one, *stretch) for stretch in self._stretches(records)]:
                 done.result()
+
+    def _stretches(self, records: Sequence[tuple[int, Record]]) -> Iterator[tuple[int, _Unfinished, int, int]]:
+        """Parts of the records: a large one is shared by all threads, so that none is left alone with the last."""
+        for number, record in records:
+            step = record.step(self._block_bytes)
+            step *= max(1, _STRETCH_BYTES // (step * ITEM_SIZE[record.dtype]))
+            begins = range(0, record.numel, step) or range(1)
+            whole = _Unfinished(record, len(begins))
+            yield from ((number, whole, begin, min(begin + step, record.numel)) for begin in begins)
 
     def confirm(self, record: Record, expected: int) -> bool:
         """Whether a record that an earlier run finished holds what it held then, by its CRC-32.
@@ -108,12 +136,15 @@ class RecordWriter:
             self._write_checksums(record, crc)
         return crc == expected
 
-    def _write_record(self, record: Record, moved: Callable[[int], None], stop: threading.Event) -> int | None:
-        """The record's CRC-32; None where another record's failure stopped it."""
+    def _write_stretch(
+        self, whole: _Unfinished, begin: int, end: int, moved: Callable[[int], None], stop: threading.Event
+    ) -> int | None:
+        """The record's CRC-32; None where other parts of it are left, or the failure of another stopped it."""
+        record = whole.record
         crc, size = 0, ITEM_SIZE[record.dtype]
         try:
             descriptor = self._descriptor(record.file)
-            for block in record.blocks(self._block_bytes):
+            for block in record.blocks(self._block_bytes, begin, end):
                 if stop.is_set():
                     return None
                 elements = self._room(record, block)
@@ -126,8 +157,10 @@ class RecordWriter:
                 moved(len(data))
         except OSError as error:
             raise cannot_write(self._folder.path / record.file, error) from error
-        self._write_checksums(record, crc)
-        return crc
+        found = whole.add(begin * size, end * size, crc)
+        if found is not None:
+            self._write_checksums(record, found)
+        return found
 
     def _room(self, record: Record, block: Block) -> torch.Tensor:
         """This thread's memory for a block, the same for each: fresh pages cost more than what is read into them."""

@@ -40,8 +40,8 @@ from mcore_ckpt_ext.writing import BLOCK_BYTES
 DEFAULT_MEMORY = 1 << 30
 # A block is held once as it is written, once more while it is proven, and its weights beside it.
 _BLOCKS_AT_ONCE = 4
-# What the cache of a processor still holds when it is proven, summed up and written: else, a sum takes twice as long.
-_CACHED_BYTES = 4 << 20
+# What a cache still holds when it is proven, summed up and written; less would cost more planning than it saves.
+_CACHED_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)

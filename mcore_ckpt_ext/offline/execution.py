@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
@@ -67,11 +68,13 @@ class LocalOutput:
         writer = RecordWriter(self._publication.content, filler.fill, self._workers, self._block_bytes)
         done = self._publication.done()
         mine = list(enumerate(output.records))[self._team.rank :: self._team.size]
-        left = [
-            (number, record)
-            for number, record in mine
-            if number not in done or not writer.confirm(record, done[number])
-        ]
+
+        def is_there(numbered: tuple[int, Record]) -> bool:
+            number, record = numbered
+            return number in done and writer.confirm(record, done[number])
+
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="mcore_ckpt_ext") as pool:
+            left = [numbered for numbered, there in zip(mine, pool.map(is_there, mine), strict=True) if not there]
         counter = _counter(mine, left, progress)
         writer.write(left, self._publication.note, counter.add)
         for record in {number: record for number, record in mine if number in done}.values():

@@ -6,6 +6,7 @@ tensor.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -138,15 +139,17 @@ class Record:
         """Size in bytes."""
         return self.numel * ITEM_SIZE[self.dtype]
 
-    def blocks(self, limit: int) -> Iterator[Block]:
-        """The record cut into blocks of at most `limit` bytes, in order."""
+    def step(self, limit: int) -> int:
+        """Elements of a block of at most `limit` bytes; the last one may have fewer."""
         unit = self.quantised.unit if self.quantised else 1
-        step = max(1, limit // ITEM_SIZE[self.dtype] // unit) * unit
-        first = 0
-        for start in range(0, self.numel, step):
-            stop = min(start + step, self.numel)
-            while first < len(self.content) and self.content[first].stop <= start:
-                first += 1
+        return max(1, limit // ITEM_SIZE[self.dtype] // unit) * unit
+
+    def blocks(self, limit: int, begin: int = 0, end: int | None = None) -> Iterator[Block]:
+        """The record, or what lies between the beginnings of two blocks, cut into blocks of at most `limit` bytes."""
+        step, end = self.step(limit), self.numel if end is None else end
+        for start in range(begin, end, step):
+            stop = min(start + step, end)
+            first = bisect_right(self.content, start, key=lambda placed: placed.stop)
             yield Block(start, stop, tuple(_parts(self.content, first, start, stop)))
 
 

@@ -1,0 +1,87 @@
+"""Records filled block by block, by several threads, in whatever order these come."""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore_ckpt_ext import writing
+from mcore_ckpt_ext.errors import DestinationError
+from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
+from mcore_ckpt_ext.storage.folder import Folder
+from mcore_ckpt_ext.writing import RecordWriter, lay_out
+
+NUMEL, BLOCK = 1_003, 100
+WAIT = 60
+
+
+def record(numel: int) -> Record:
+    return Record("file", 8, "int32", numel, (), checksums=(0,))
+
+
+def written(folder: Path, whole: Record, writer: RecordWriter) -> list[tuple[int, int]]:
+    told: list[tuple[int, int]] = []
+    writer.write([(7, whole)], lambda number, crc: told.append((number, crc)), lambda count: None)
+    content = (folder / "file").read_bytes()
+    assert told == [(7, zlib.crc32(content[8:]))]
+    assert content[:4] == told[0][1].to_bytes(4, "little")
+    return told
+
+
+def numbers(record: Record, block: Block, elements: torch.Tensor) -> None:
+    elements.copy_(torch.arange(block.start, block.stop))
+
+
+@pytest.fixture
+def small_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "_STRETCH_BYTES", 2 * 4 * BLOCK)
+
+
+@pytest.mark.usefixtures("small_stretches")
+@pytest.mark.parametrize("numel", [0, 1, BLOCK, 2 * BLOCK, 2 * BLOCK + 1, NUMEL])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_record_in_stretches_is_the_record(numel: int, workers: int, tmp_path: Path) -> None:
+    whole = record(numel)
+    with Folder.at(tmp_path) as folder:
+        lay_out([OutputFile("file", 8 + whole.nbytes, ())], folder)
+        writer = RecordWriter(folder, numbers, workers, block_bytes=4 * BLOCK)
+        ((_, crc),) = written(tmp_path, whole, writer)
+        assert (tmp_path / "file").read_bytes()[8:] == torch.arange(numel, dtype=torch.int32).numpy().tobytes()
+        assert writer.confirm(whole, crc)
+        assert not writer.confirm(whole, crc ^ 1)
+
+
+@pytest.mark.usefixtures("small_stretches")
+def test_a_large_record_is_shared_by_the_threads(tmp_path: Path) -> None:
+    """Each waits for the other within its first block: one thread alone would wait for ever."""
+    both, begun = threading.Barrier(2), set[int]()
+
+    def fill(record: Record, block: Block, elements: torch.Tensor) -> None:
+        if threading.get_ident() not in begun:
+            begun.add(threading.get_ident())
+            both.wait(WAIT)
+        numbers(record, block, elements)
+
+    with Folder.at(tmp_path) as folder:
+        lay_out([OutputFile("file", 8 + record(NUMEL).nbytes, ())], folder)
+        written(tmp_path, record(NUMEL), RecordWriter(folder, fill, 2, block_bytes=4 * BLOCK))
+    assert len(begun) == 2
+
+
+@pytest.mark.usefixtures("small_stretches")
+def test_a_record_of_which_a_stretch_failed_is_not_finished(tmp_path: Path) -> None:
+    def fill(record: Record, block: Block, elements: torch.Tensor) -> None:
+        if block.start == 4 * BLOCK:
+            raise OSError(28, "No space left on device")
+
+    told: list[int] = []
+    with Folder.at(tmp_path) as folder:
+        lay_out([OutputFile("file", 8 + record(NUMEL).nbytes, ())], folder)
+        writer = RecordWriter(folder, fill, 2, block_bytes=4 * BLOCK)
+        with pytest.raises(DestinationError, match="No space left"):
+            writer.write([(0, record(NUMEL))], lambda number, crc: told.append(number), lambda count: None)
+    assert told == []
