@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import sys
 import traceback
@@ -39,6 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if words[:1] == [_COMPLETION]:
             return _completion(words)
         arguments = parser_of(words).parse_args(words)
+        if argv is None:  # a process of its own: the collector need not walk what was imported, now and at the end
+            gc.freeze()
         code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
