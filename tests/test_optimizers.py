@@ -112,6 +112,14 @@ def test_two_orders_within_the_same_borders_are_one_too_many(monkeypatch: pytest
         open_checkpoint(fixture_named("p47").run).names("exp_avg")
 
 
+def test_sinks_are_registered_before_the_projections() -> None:
+    """As a gpt-oss of genuine 0.19.2 has them under either layer spec, whose norm the other one fuses."""
+    norm, query = (f"self_attention.linear_qkv.{leaf}" for leaf in ("layer_norm_weight", "weight"))
+    sinks, output = (f"self_attention.{module}" for module in ("core_attention.softmax_offset", "linear_proj.weight"))
+    for order, measured in ((TRANSFORMER_ENGINE, [sinks, output, norm, query]), (LOCAL, [norm, sinks, output, query])):
+        assert order.arrange(Layer("decoder", 0), sorted(measured)) == measured
+
+
 @pytest.mark.parametrize("name", REMAINDERS)
 def test_remainders_without_weights(name: str) -> None:
     checkpoint = open_checkpoint(fixture_named(name).run)

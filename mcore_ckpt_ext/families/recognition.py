@@ -150,7 +150,8 @@ def _check_class(family: Family, classes: object, where: str) -> None:
             raise UnsupportedCheckpointError(
                 "config.json names two families", found=f"model_type {family.model_type}, architectures {name}",
                 expected=family.architecture, where=where,
-                helps=f"say which it is: --family {family.name}, or --family {others[name]}",
+                helps="correct it, or say which it is: mcore-ckpt convert --family "
+                f"{family.name}, or --family {others[name]}",
             )  # fmt: skip
 
 

@@ -40,6 +40,13 @@ _LATENT = [
     f"self_attention.{name}"
     for name in ("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj")
 ]
+# What attention computes with comes first: sinks (dot_product_attention.py), and an indexer, which stands with the
+# Transformer Engine spec alone (experimental_attention_variant/dsa.py, core_v0.16 to 0.19.2).
+_CORE_ATTENTION = tuple(
+    f"self_attention.core_attention.{name}"
+    for name in ("softmax_offset", "indexer.linear_wq_b.weight", "indexer.linear_wk.weight",
+                 *_both("indexer.k_norm"), "indexer.linear_weights_proj.weight")
+)  # fmt: skip
 _CROSS = _both(
     "pre_cross_attn_layernorm", *(f"cross_attention.{name}" for name in ("linear_proj", "linear_q", "linear_kv"))
 )
@@ -67,11 +74,11 @@ _SHARED = _both("mlp.shared_experts.linear_fc1", "mlp.shared_experts.linear_fc2"
 # Parameters of one decoder layer in registration order, by their sharded-key suffix. "experts" stands for all
 # parameters of all experts. The local spec stores its separate norms under the fused keys of the other one.
 _LOCAL = (
-    *_norm(_QKV), *_both("input_layernorm", _PROJ, _QKV, *_LATENT), *_QK_NORMS,
+    *_norm(_QKV), *_both("input_layernorm"), *_CORE_ATTENTION, *_both(_PROJ, _QKV, *_LATENT), *_QK_NORMS,
     *_CROSS, *_norm(_FC1), *_both("pre_mlp_layernorm", _FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
 )  # fmt: skip
 _TRANSFORMER_ENGINE = (
-    *_both("input_layernorm", _PROJ),
+    *_both("input_layernorm"), *_CORE_ATTENTION, *_both(_PROJ),
     *(name for linear in (_QKV, *_LATENT) for name in (*_norm(linear), *_both(linear))), *_QK_NORMS,
     *_CROSS, *_both("pre_mlp_layernorm"), *_norm(_FC1), *_both(_FC1, _FC2, "mlp.router"), *_EXPERTS, *_SHARED,
 )  # fmt: skip

@@ -40,6 +40,8 @@ FIRST_SCALE = [*DELAYED, "--fp8-param-gather"]
 NETS = [*LLAMA, "--experimental-attention-variant", "gated_delta_net", "--linear-attention-freq", "2"]
 NETS += ["--linear-num-key-heads", "2", "--linear-num-value-heads", "4", "--linear-key-head-dim", "8"]
 NETS += ["--linear-value-head-dim", "8", "--attention-output-gate", "--qk-layernorm", "--apply-layernorm-1p"]
+INDEXED = [*LATENT, "--experimental-attention-variant", "dsa", "--dsa-indexer-n-heads", "2", "--dsa-indexer-topk", "8"]
+INDEXED += ["--dsa-indexer-head-dim", "16"]
 SQUARE, LONG, WIDE = Layout(2, 2, 4), Layout(1, 2, 4), Layout(2, 1, 4)
 SPREAD = experts_over(1, 2, 4, 2)
 
@@ -66,6 +68,7 @@ SAVES = {
     "gathered": (SQUARE, [*GATHERED, *ENGINE]),
     "first scale": (SQUARE, [*FIRST_SCALE, *ENGINE]),
     "nets": (SQUARE, [*NETS, *ENGINE]),
+    "indexed": (LONG, [*INDEXED, *ENGINE]),
     "local": (SQUARE, [*LLAMA, *_EXACT]),
     "local experts": (SPREAD, [*GATED_EXPERTS, *_EXACT]),
     "local latent": (SQUARE, [*LATENT, *_EXACT]),
@@ -133,11 +136,18 @@ class Converted:
     layout: Layout
     model: list[str]
     spec: tuple[str, tuple[str, ...]]
+    orderless: bool = False  # through model space, which does not show in which order the job registered parameters
 
     def commands(self, folder: Path) -> list[list[Any]]:
         """Of `mcore-ckpt`."""
-        words: list[Any] = ["convert", folder / self.source / "checkpoints", self.run(folder), "--to", self.to]
-        return [[*words, "--transformer-impl", self.spec[0], "--megatron-version", "0.19.2"]]
+        source, between = folder / self.source / "checkpoints", folder / f"{self.source} in model space"
+        first = [["convert", source, between, "--to", "canonical"]] if self.orderless else []
+        words: list[Any] = ["convert", between if self.orderless else source, self.run(folder), "--to", self.to]
+        return [*first, [*words, "--transformer-impl", self.spec[0], "--megatron-version", "0.19.2", *self._cut]]
+
+    @property
+    def _cut(self) -> list[str]:
+        return ["--pipeline-model-parallel-size", str(self.layout.pipeline)] if self.orderless else []
 
     def run(self, folder: Path) -> Path:
         return folder / f"{self.source} in {self.to} of {self.spec[0]}"
@@ -162,8 +172,9 @@ CONVERTED = {
     )
     for to in ("torch_dist", "legacy")
 }
-# Only Transformer Engine's spec has gated delta nets.
+# Only Transformer Engine's spec has gated delta nets and indexers.
 CONVERTED["nets in legacy, converted"] = Converted("nets", "legacy", SQUARE, NETS, ENGINE_IMPL)
+CONVERTED["indexed in legacy, converted"] = Converted("indexed", "legacy", LONG, INDEXED, ENGINE_IMPL, orderless=True)
 
 
 # Written by jobs with a real build of Transformer Engine.
