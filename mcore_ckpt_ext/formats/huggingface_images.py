@@ -30,6 +30,7 @@ from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 _SHOWN = 6
+_FLOATS = ("bfloat16", "float16", "float32")
 _HELPS = "name the folder that it began with: --tokenizer FOLDER"
 # Names of experts in stacks, which choose the rules for them.
 _STACKED = tuple(f"model.layers.0.mlp.experts.{one}_proj" for one in ("gate_up", "down"))
@@ -42,9 +43,10 @@ class WithImages(HuggingFaceCheckpoint):
 
     @override
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
-        if "quantization_config" in self.config:
+        quantised = [name for name, found in self._images.items() if found.extent.dtype not in _FLOATS]
+        if quantised:
             raise UnsupportedCheckpointError(
-                "a quantised model is not read with what sees images", where=str(self.folder),
+                "what sees images is quantised, and not read", found=some(quantised, 1), where=str(self.folder),
                 helps="leave --for bridge out for its text, or take the folder as it was released in bf16",
             )  # fmt: skip
         text = [(_below_prefix(tensor), found) for tensor, found in super()._matched(stored)]

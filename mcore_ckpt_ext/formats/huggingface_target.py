@@ -243,7 +243,7 @@ class HuggingFaceTarget:
     def _written(self, tensor: HuggingFaceTensor) -> Iterator[_Tensor]:
         """What is written of a tensor: itself, or its codes and their scales."""
         laid_out = self._laid_out(tensor)
-        if not self._options.quantize or not _is_linear(tensor):
+        if not self._options.quantize or not _is_linear(tensor) or tensor in self._seeing:
             yield laid_out
             return
         name = tensor.name

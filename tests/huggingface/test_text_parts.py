@@ -128,6 +128,16 @@ def test_what_sees_in_layers_of_megatron_or_beside_a_projector(name: str, tmp_pa
         one = "model.visual.pos_embed.weight"
         save_file({**tensors(source), one: 1 + expected[one]}, source / "model.safetensors")
         (weights,) = compare(source, back).kinds
+        mcore_ckpt_ext.convert(run, tmp_path / "fp8", mcore_ckpt_ext.HuggingFace(quantize="fp8-block"))
+        found = {label for label, tensor in tensors(tmp_path / "fp8").items() if tensor.dtype == torch.float8_e4m3fn}
+        assert len(found) == 14  # linears of the text, in two layers
+        assert not any("visual" in label for label in found)
+        again = mcore_ckpt_ext.convert(tmp_path / "fp8", tmp_path / "of fp8", mcore_ckpt_ext.TorchDist(loop="bridge"))
+        assert not any("left out" in note for note in again.notes)
+        stored = tensors(tmp_path / "fp8")
+        save_file({**stored, one: stored[one].to(torch.float8_e4m3fn)}, tmp_path / "fp8" / "model.safetensors")
+        with pytest.raises(UnsupportedCheckpointError, match=f"what sees images is quantised.*{re.escape(one)}"):
+            mcore_ckpt_ext.convert(tmp_path / "fp8", tmp_path / "none", mcore_ckpt_ext.TorchDist(loop="bridge"))
         assert [found.name for found in weights.different] == [one]
         file = back / "config.json"
         config = json.loads(file.read_text())
