@@ -110,7 +110,11 @@ class RecordWriter:
 
         with ExitStack() as stack:
             stack.callback(self._close)
-            pool = stack.enter_context(ThreadPoolExecutor(self._workers, thread_name_prefix="mcore_ckpt_ext"))
+            # Threads that torch added to each of these would spin while they wait for each other. What one thread sets
+            # is the number of all that begin later.
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            pool = ThreadPoolExecutor(self._workers, "mcore_ckpt_ext", torch.set_num_threads, (1,))
+            stack.enter_context(pool)
             for done in [pool.submit(one, *stretch) for stretch in self._stretches(records)]:
                 done.result()
 

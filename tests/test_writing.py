@@ -72,6 +72,25 @@ def test_a_large_record_is_shared_by_the_threads(tmp_path: Path) -> None:
     assert len(begun) == 2
 
 
+def test_each_thread_works_alone_and_the_caller_keeps_its_own(tmp_path: Path) -> None:
+    """Threads of torch's own, for each thread here, would wait for each other, spinning."""
+    used = set[int]()
+
+    def fill(record: Record, block: Block, elements: torch.Tensor) -> None:
+        used.add(torch.get_num_threads())
+        numbers(record, block, elements)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with Folder.at(tmp_path) as folder:
+            lay_out([OutputFile("file", 8 + record(NUMEL).nbytes, ())], folder)
+            written(tmp_path, record(NUMEL), RecordWriter(folder, fill, 2, block_bytes=4 * BLOCK))
+        assert (used, torch.get_num_threads()) == ({1}, 3)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.usefixtures("small_stretches")
 def test_a_record_of_which_a_stretch_failed_is_not_finished(tmp_path: Path) -> None:
     def fill(record: Record, block: Block, elements: torch.Tensor) -> None:
