@@ -30,6 +30,7 @@ def _both(theirs: str, ours: str, by_heads: bool = False) -> tuple[Seeing, ...]:
     return tuple(Seeing(f"{theirs}.{leaf}", f"{ours}{leaf}", by_heads) for leaf in ("weight", "bias"))
 
 
+_IN_NETS = ".in_proj."  # of gated delta nets: Qwen3.5, which sees as Qwen3-VL does
 _QWEN_FIELDS = {key: key for key in (
     "image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id",
 )}  # fmt: skip
@@ -144,7 +145,7 @@ IMAGES: Mapping[str, Images] = {
 def kind_of(names: Collection[str]) -> str | None:
     """The `model_type` of a checkpoint of Megatron-Bridge with these names; None where it is no such whole."""
     of_images = [name for name in names if not name.startswith(PREFIX)]
-    if not of_images or len(of_images) == len(names):
+    if not of_images or len(of_images) == len(names) or any(_IN_NETS in name for name in names):
         return None
     experts = any(map(of_experts, names))
     fitting = (kind for kind, images in IMAGES.items() if images.experts == experts and images.holds(of_images))

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
-from mcore_ckpt_ext.families.images_known import IMAGES
+from mcore_ckpt_ext.families.images_known import IMAGES, kind_of
 from mcore_ckpt_ext.families.text_parts import turned_stack
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.offline.comparison import compare
@@ -164,6 +164,9 @@ def test_what_does_not_fit_is_named() -> None:
     assert rows == [0, 6, 2, 8, 4, 10]  # queries, keys, values of two heads, from two rows each
     with pytest.raises(UnsupportedCheckpointError, match="not those of so many heads.*12 rows, 5 heads"):
         images.tensor(qkv, (12, 5), {"num_heads": 5})
+    text = "language_model.decoder.layers.0.self_attention"
+    assert kind_of({*names, f"{text}.linear_qkv.weight"}) == "qwen3_vl"
+    assert kind_of({*names, f"{text}.in_proj.weight.query"}) is None  # Qwen3.5
     square = HuggingFaceTensor("model.layers.0.mlp.experts.down_proj", (4, 8, 8), ())
     with pytest.raises(UnsupportedCheckpointError, match="readers tell by their shape alone.*8 x 8"):
         turned_stack(square)
