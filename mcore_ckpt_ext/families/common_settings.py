@@ -85,8 +85,10 @@ def why_no_window(arguments: ModelArguments) -> list[str]:
     A first number of -1 shows all tokens before it, or none: that depends on the spec.
     """
     found = arguments.window_size
-    strange = found is not None and (found[0] < 0 or found[1] != 0)
-    return [f"window_size is {found}, not a window over tokens before alone, (N, 0)"] if strange else []
+    if found is None or (found[0] >= 0 and found[1] == 0):
+        return []
+    wider = f"; Transformer Engine's spec takes the second number for 0: --argument window_size=[{found[0]},0]"
+    return [f"window_size is {found}, not a window over tokens before alone, (N, 0){wider if found[0] >= 0 else ''}"]
 
 
 def windows_in_some_layers(size: int | None, every: int) -> Setting:
