@@ -196,7 +196,7 @@ class Transfer:
                 self._reader.scatter(payload.file, offset, [memory[place : place + row_bytes] for place in places])
             elif row_bytes < _LONG_ROW_BYTES and _are_near(length, count, source_stride, size):
                 run = target, length, count, source_stride, target_stride
-                self._read_along(payload.file, offset, destination, run)
+                self._read_along(payload.file, offset, memory, size, run)
             else:
                 begins = (begin + row * step for row in range(count))
                 rows = (memory[place : place + row_bytes] for place in begins)
@@ -205,14 +205,12 @@ class Transfer:
                 show(target, target + count * length)
 
     def _read_along(
-        self, file: str, offset: int, destination: torch.Tensor, run: tuple[int, int, int, int, int]
+        self, file: str, offset: int, memory: memoryview, size: int, run: tuple[int, int, int, int, int]
     ) -> None:
-        """Read rows with what lies between them, and copy them to their places."""
+        """Read rows with what lies between them, and copy them to their places; elements are of `size` bytes."""
         target, length, count, source_stride, target_stride = run
-        size = destination.element_size()
         at_once = max(1, _ALONG_BYTES // (source_stride * size))
-        scratch = _bytes_of(self._scratch_of(at_once * source_stride * size))
-        memory, whole = _bytes_of(destination), f"i{size}"
+        scratch, whole = self._scratch_of(at_once * source_stride * size), f"i{size}"
         for row in range(0, count, at_once):
             rows = min(at_once, count - row)
             span = ((rows - 1) * source_stride + length) * size
@@ -223,12 +221,12 @@ class Transfer:
             places = numpy.ndarray((rows, length), whole, memory, begin, (target_stride * size, size))
             numpy.copyto(places, found)
 
-    def _scratch_of(self, nbytes: int) -> torch.Tensor:
+    def _scratch_of(self, nbytes: int) -> memoryview:
         """Memory of this thread that was touched before, so that the system need not find and clear any."""
-        found: torch.Tensor | None = getattr(self._scratch, "memory", None)
+        found: memoryview | None = getattr(self._scratch, "memory", None)
         if found is None or len(found) < nbytes:
-            found = self._scratch.memory = torch.empty(max(nbytes, _ALONG_BYTES), dtype=torch.uint8, device="cpu")
-        return found[:nbytes]
+            found = self._scratch.memory = memoryview(bytearray(max(nbytes, _ALONG_BYTES)))
+        return found
 
     def _read_rows(
         self, payload: Payload, first: int, length: int, count: int, stride: int, extent: Extent | None = None
