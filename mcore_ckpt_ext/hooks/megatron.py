@@ -106,7 +106,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
             return load_weights_alone(scope, directory, chunks, stock), None
         if look.stock_loads:
             by_us = LOAD.chosen(arguments) == AUTO and look.is_moved
-            result = _reading_fast(stock, arguments, told) if by_us else stock()
+            result = _reading_fast(stock, arguments, []) if by_us else stock()
             if look.may_be_shifted:
                 repair_shifted(look.folder, chunks, optimizer, arguments)
             return result, None
