@@ -64,6 +64,7 @@ class Images:
         experts: the text has experts.
         states: patterns of modules with an extra state, and whether it is Transformer Engine's.
         further: makes more fields of the provider of the `config.json`.
+        unlike: what else a `config.json`, given with shapes in Megatron, says otherwise than tensors do.
     """
 
     rules: Sequence[Seeing]
@@ -79,6 +80,7 @@ class Images:
     experts: bool = False
     states: Sequence[tuple[str, bool]] = ()
     further: Callable[[Mapping[str, Any]], dict[str, Any]] | None = None
+    unlike: Callable[[Mapping[str, Any], Mapping[str, tuple[int, ...]]], Iterator[str]] | None = None
 
     def ours(self, name: str) -> str | None:
         """The name in Megatron of a tensor of a Hugging Face folder; None where it has no place."""
@@ -171,7 +173,10 @@ class Images:
             said = vision.get(key)
             if (len(said) if isinstance(said, (list, tuple)) else said) != size:
                 found.append(f"{key} is {said} in vision_config, and {size} by the tensors")
-        return found
+        section, head = sections_of(config), _head_size(config)
+        if self.axes and head is not None and 2 * sum(section or ()) != head:
+            found.append(f"{_SECTIONS} is {section}, and heads have {head} elements")
+        return found if found or self.unlike is None else [*self.unlike(vision, shapes)]
 
     def _wanted(self, names: Collection[str]) -> Iterator[str]:
         """All names of what sees, with as many blocks and mergers as there are names of."""
@@ -199,6 +204,16 @@ def sections_of(config: Mapping[str, Any]) -> Any:
             if isinstance(part.get(key), Mapping) and part[key].get(_SECTIONS) is not None:
                 return part[key][_SECTIONS]
     return None
+
+
+def _head_size(config: Mapping[str, Any]) -> int | None:
+    """Elements of a head of the text; None where no numbers say it."""
+    inside = config.get("text_config")
+    text = inside if isinstance(inside, Mapping) else config
+    head, hidden, heads = (text.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
+    if type(head) is int:
+        return head
+    return hidden // heads if type(hidden) is int and type(heads) is int and heads > 0 else None
 
 
 @cache

@@ -8,7 +8,7 @@ and modeling_gemma3_vl.py (the class of transformers, and a projector).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -55,6 +55,14 @@ _QWEN2_5 = Images(
     },
 )  # fmt: skip
 
+
+def _deepstack(vision: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Mergers take what leaves certain blocks."""
+    depth, after = vision["depth"], vision["deepstack_visual_indexes"]
+    if any(type(at) is not int or not 0 <= at < depth for at in after):
+        yield f"deepstack_visual_indexes is {after}, and there are {depth} blocks"
+
+
 _THEIRS, _OURS = "model.visual.blocks.*", "vision_model.decoder.layers.*"
 _MERGERS = "deepstack_merger_list.*"
 _QWEN3 = Images(
@@ -83,7 +91,7 @@ _QWEN3 = Images(
         **{key: (r"vision_model\.patch_embed\.proj\.weight$", axis)
            for axis, key in enumerate(("hidden_size", "in_channels", "temporal_patch_size", "patch_size"))},
     },
-    heads="num_heads", fixed={"hidden_act": "gelu_pytorch_tanh"},
+    heads="num_heads", fixed={"hidden_act": "gelu_pytorch_tanh"}, unlike=_deepstack,
     states=((r"vision_model\..*\.(linear_(qkv|proj|fc1|fc2)|patch_norm)", True),),
 )  # fmt: skip
 
@@ -108,6 +116,16 @@ def _projector(config: Mapping[str, Any]) -> dict[str, Any]:
     return {"vision_projector_config": {**fields, "_target_": target}}
 
 
+def _places(vision: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> Iterator[str]:
+    """Each patch has a place; what pools for a classifier (`SiglipVisionModel`, by default there) has no tensors."""
+    side, patch = vision.get("image_size", 224), vision["patch_size"]
+    rows = shapes["vision_tower.embeddings.position_embedding.weight"][0]
+    if type(side) is not int or (side // patch) ** 2 != rows:
+        yield f"image_size is {side} of patches of {patch}, and there are {rows} places"
+    if vision.get("vision_use_head", True) is not False:
+        yield "vision_use_head is not false, and there is no head"
+
+
 _GEMMA3 = Images(
     rules=(
         *(Seeing(f"vision_tower.vision_model.{name}", f"vision_tower.{name}") for name in _TOWER),
@@ -127,7 +145,7 @@ _GEMMA3 = Images(
         "patch_size": (r"vision_tower\.embeddings\.patch_embedding\.weight$", 2),
     },
     axes=False, states=((r"multi_modal_projector\.mm_soft_embed_norm", True), (r"multi_modal_projector\.proj", False)),
-    further=_projector,
+    fixed={"model_type": "siglip_vision_model"}, further=_projector, unlike=_places,
 )  # fmt: skip
 
 IMAGES: Mapping[str, Images] = {

@@ -38,7 +38,7 @@ _TOKENIZER = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "vocab.txt", "tokenizer.model", "tokenizer.model.v3", "tokenizer.model.v7", "spiece.model",
     "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "chat_template.jinja", "chat_template.json",
-    "processor_config.json", "preprocessor_config.json",
+    "processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 COMPANIONS = (CONFIG, GENERATION_CONFIG, *_TOKENIZER)
 """The small files that belong to a model, by name."""

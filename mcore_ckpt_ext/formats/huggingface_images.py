@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some, with_article
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
@@ -51,13 +51,14 @@ class WithImages(HuggingFaceCheckpoint):
             )  # fmt: skip
         text = [(_below_prefix(tensor), found) for tensor, found in super()._matched(stored)]
         named = {name: self._kind.ours(name) for name in self._images}
-        self.left_out = [name for name in self.left_out if named.get(name) is None]
+        self.left_out = [name for name in self.left_out if name not in named]
         shapes = {ours: self._kind.in_megatron(ours, self._images[name].shape)
                   for name, ours in named.items() if ours is not None}  # fmt: skip
-        wrong = self._kind.misfits(self.whole_config, shapes)
+        wrong = [with_article(name) for name, ours in named.items() if ours is None]
+        wrong += self._kind.misfits(self.whole_config, shapes)
         if wrong:
             raise UnsupportedCheckpointError(
-                "config.json does not describe the tensors that see images", found="; ".join(wrong),
+                "config.json does not describe the tensors that see images", found=some(wrong, _SHOWN),
                 where=str(self.folder),
             )  # fmt: skip
         vision = self.whole_config["vision_config"]

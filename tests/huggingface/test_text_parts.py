@@ -91,6 +91,20 @@ MAPPED = {"language_model.output_layer.weight", "language_model.embedding.word_e
           "visual.merger.mlp.2.bias", "visual.patch_embed.proj.weight"}  # fmt: skip
 
 
+# What a `config.json` may say otherwise than the tensors do.
+UNLIKE: dict[str, list[tuple[str, str, object, str]]] = {
+    "qwen3_vl": [
+        ("vision_config", "deepstack_visual_indexes", [0, 9], r"\[0, 9\], and there are 2 blocks"),
+        ("text_config", "rope_parameters", {"rope_theta": 1e6, "mrope_section": [1, 2, 2]}, "heads have 8 elements"),
+    ],
+    "gemma3": [
+        ("vision_config", "image_size", 896, "896 of patches of 14, and there are 16 places"),
+        ("vision_config", "vision_use_head", True, "vision_use_head is not false"),
+        ("vision_config", "model_type", "clip_vision_model", "model_type: clip_vision_model"),
+    ],
+}
+
+
 # Of each, some names as in Bridge's own mapping (models/*/*_bridge.py of 0.6.2).
 NAMES = {
     "qwen3_vl": {
@@ -105,17 +119,36 @@ NAMES = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("name", UNLIKE)
+def test_what_does_not_describe_what_sees(name: str, tmp_path: Path) -> None:
+    for_bridge = mcore_ckpt_ext.TorchDist(loop="bridge")
+    model = save_whole(name, tmp_path)
+    file = tmp_path / "config.json"
+    config = json.loads(file.read_text())
+    for part, key, value, said in UNLIKE[name]:
+        file.write_text(json.dumps({**config, part: {**config[part], key: value}}))
+        with pytest.raises(UnsupportedCheckpointError, match=said):
+            mcore_ckpt_ext.convert(tmp_path, tmp_path / "none", for_bridge)
+    file.write_text(json.dumps(config))
+    more = {"model.visual.head.weight": model.state_dict()["lm_head.weight"]}
+    save_file({**tensors(tmp_path), **more}, tmp_path / "model.safetensors")
+    with pytest.raises(UnsupportedCheckpointError, match="found: a model.visual.head.weight"):
+        mcore_ckpt_ext.convert(tmp_path, tmp_path / "none", for_bridge)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_sees_in_layers_of_megatron_or_beside_a_projector(name: str, tmp_path: Path) -> None:
     """There and back, as transformers reads it; Bridge's own import has the same keys (tests/jobs/test_bridge.py)."""
     source, run, back = (tmp_path / place for place in ("whole", "run", "back"))
     model = save_whole(name, source)
+    (source / "video_preprocessor_config.json").write_text("{}")
     mcore_ckpt_ext.convert(source, run, mcore_ckpt_ext.TorchDist(loop="bridge"))
     names = set(mcore_ckpt_ext.open_checkpoint(run).names("weight"))
     assert names >= NAMES[name]
     report = mcore_ckpt_ext.convert(run, back, mcore_ckpt_ext.HuggingFace())
     assert not any("left out" in note for note in report.notes)
     assert_same_whole(name, source, back)
+    assert (back / "video_preprocessor_config.json").exists()
     assert compare(source, back).equal
     loaded, info = type(model).from_pretrained(back, output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
