@@ -91,7 +91,8 @@ def resumed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.mark.parametrize("fixture", FAST)
 def test_what_stock_resumes_is_the_same_read_by_this_package(fixture: str, resumed: Results) -> None:
     fast, stock = resumed.job(f"{fixture} fast"), resumed.job(fixture)
-    assert fast.said == []
+    (line,) = fast.said
+    assert "MB of tensors read in" in line
     assert fast.losses == stock.losses
     loaded, expected = assemble(fast.at_load), assemble(stock.at_load)
     assert len(expected) > 50
