@@ -280,14 +280,19 @@ class HuggingFaceCheckpoint(WeightsAlone):
             )
         else:
             found.append(f"train it with: {flags}")
-        if wide := self._weights.wider_than_most:
-            rest = f"unlike the rest, so that a job in {self._weights.dtypes[0]} rounds them"
-            found.append(f"in float32, {rest}: {some(wide, _SHOWN)}")
+        found += self.unlike_most()
         if self.model.position_embedding_type == "yarn":
             found.append("--position-embedding-type yarn is of Megatron 0.19 and later")
         if self.model.rotary_seq_len_interpolation_factor:
             found.append("--rotary-seq-len-interpolation-factor has an effect since pretrain_gpt.py of 0.19")
         return found + self._stale
+
+    def unlike_most(self) -> list[str]:
+        """A note of parameters in another dtype than most, if there are any."""
+        odd = self._weights.unlike_most
+        dtypes = " and ".join(sorted({tensor.dtype for tensor in odd}))
+        rest = f"unlike the rest, so that a job in {self._weights.dtypes[0]} rounds them"
+        return [f"in {dtypes}, {rest}: {some([tensor.name for tensor in odd], _SHOWN)}"] if odd else []
 
     def unbuildable(self, version: tuple[int, int]) -> str | None:
         """Why a version of Megatron has no such model; None where it has."""

@@ -86,7 +86,7 @@ class WithImages(HuggingFaceCheckpoint):
         found = [f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"]
         if self.left_out:
             found.append(f"left out, because Megatron has no place for it: {some(self.left_out, _SHOWN)}")
-        return found
+        return found + self.unlike_most()
 
 
 class WithAll(HuggingFaceCheckpoint):

@@ -50,12 +50,11 @@ class ModelSpaceWeights(StoredOnce):
         return sorted(elements, key=lambda dtype: -elements[dtype])
 
     @property
-    def wider_than_most(self) -> list[str]:
-        """Parameters in fp32 where most are not; Megatron itself keeps a router's bias so."""
-        if self.dtypes[:1] == ["float32"]:
-            return []
+    def unlike_most(self) -> list[LogicalTensor]:
+        """Parameters that a job in the dtype of most would round; Megatron itself keeps a router's bias in fp32."""
+        most = self.dtypes[0] if self._tensors else "float32"
         tensors = self._tensors.values()
-        return [one.name for one in tensors if one.dtype == "float32" and not is_module_buffer(one.name)]
+        return [one for one in tensors if one.dtype != most != "float32" and not is_module_buffer(one.name)]
 
     def names(self) -> list[str]:
         """All names."""

@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from math import prod
 from typing import Any
 
@@ -161,7 +162,7 @@ class TorchDistTarget:
         for key, members in stacks.items():
             tensors = [self._checkpoint.named_tensor(kind, name) for _, name in members]
             counts = tuple(max(axis) + 1 for axis in zip(*(index for index, _ in members), strict=True))
-            shape, dtype = tensors[0].shape, tensors[0].dtype
+            shape, dtype = tensors[0].shape, _holding_all(tensors)
             whole = counts + shape
             reshaped = distributed and self._reshapes(whole)
             chunks: list[Chunk] = []
@@ -284,6 +285,12 @@ def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterato
         region = Region(tensor.name, offsets, sizes)
         wanted = WantedSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
         yield Chunk(index + offsets, (1,) * len(index) + sizes, wanted)
+
+
+def _holding_all(tensors: Sequence[LogicalTensor]) -> str:
+    """The dtype that rounds none of them: layers of one array may differ."""
+    dtypes = {getattr(torch, tensor.dtype) for tensor in tensors}
+    return str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
 
 
 def _flat_chunk(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[Chunk]:

@@ -82,3 +82,18 @@ def test_what_a_job_rounds_is_told(tmp_path: Path) -> None:
     save_file({name: tensor.float() if "A_log" in name else tensor for name, tensor in stored.items()}, file)
     report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
     assert any(note.startswith(told) for note in report.notes)
+
+
+def test_a_layer_that_is_stored_more_exactly_than_others_is_not_rounded(tmp_path: Path) -> None:
+    """Of a stack of layers, the last one: the array has the dtype that holds them all."""
+    one, source = "model.layers.1.input_layernorm.weight", tmp_path / "model"
+    make("llama", source, torch.bfloat16)
+    stored = load_file(source / "model.safetensors")
+    stored[one] = stored[one].float() + 1e-5
+    save_file(stored, source / "model.safetensors")
+    report = mcore_ckpt_ext.convert(source, tmp_path / "run", mcore_ckpt_ext.TorchDist())
+    assert any(note.startswith("in float32, unlike the rest") and "layers.1" in note for note in report.notes)
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    back = load_file(tmp_path / "back" / "model.safetensors")
+    assert back.keys() == stored.keys()
+    assert all(torch.equal(back[name].float(), tensor.float()) for name, tensor in stored.items())
