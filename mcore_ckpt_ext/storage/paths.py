@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, cast
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 
 _LOCAL = {"file", "local"}  # as fsspec names this machine's own files
 
@@ -16,12 +16,15 @@ def as_path(path: str | os.PathLike[str]) -> Path:
 
     Raises:
         UnsupportedCheckpointError: the libraries for that store are not installed.
+        UsageError: the path is empty, which would be the current folder: a shell's variable was not set.
     """
     if is_remote(path):
         found = cast("Path", path)
         # Of this machine all the same: what holds for its files must hold for them, too.
         return Path(found.path) if _LOCAL & set(_protocols(found)) else found  # type: ignore[attr-defined]
     text = os.fspath(path)
+    if not text:
+        raise UsageError("a path is empty", found="''", helps="name the folder; `.` is the current one")
     scheme, separator, rest = text.partition("://")
     if not separator:
         return Path(text)

@@ -52,6 +52,11 @@ class TestPaths:
         assert (code, "there is no such folder" in err, "check the path" in err) == (2, True, True)
         assert "--load" not in err
 
+    @pytest.mark.parametrize("words", [("inspect", ""), ("verify", ""), ("diff", "", "")])
+    def test_an_empty_one(self, words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+        code, _, err = said(capsys, *words)
+        assert (code, "a path is empty" in err) == (2, True)
+
     @pytest.mark.parametrize("command", ["inspect", "verify"])
     def test_a_file(self, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (tmp_path / "x").touch()
