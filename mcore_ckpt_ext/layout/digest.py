@@ -3,8 +3,10 @@
 It tells which values lie at which elements: eight bytes at a time are a number, and a multiplier of its own for each
 place times that number is summed modulo 2**64. Parts may begin and end anywhere: what they lack of eight bytes counts
 as zero in each of them. One value that differs always shows. Two states that differ in many places, as those of two
-parameters do, have the same digest by chance once in 2**64 times, two that differ by an exchange of two values once in
-2**16 times or less; it is no protection against someone who means to deceive. It costs less than copying the state.
+parameters do, have the same digest by chance once in 2**64 times. An exchange of two values alone may not show: where
+both are the last int16 of a word, and their difference is an odd number times 2**k, in one of 2**(15 - k) pairs of
+places, and more rarely elsewhere. It is no protection against someone who means to deceive. It costs less than copying
+the state.
 """
 
 from __future__ import annotations

@@ -123,6 +123,9 @@ class TestRights:
         if not child:
             os.close(read_end)
             os.setuid(NOBODY)
+            # Torch's own threads are gone in a child; it makes new ones, and not safely for several threads at once
+            # (`leak_corrupted_threadpool`, caffe2/utils/threadpool/pthreadpool-cpp.cc).
+            torch.set_num_threads(1)
             os.dup2(write_end, 1)
             os.dup2(write_end, 2)
             sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
