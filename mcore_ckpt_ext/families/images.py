@@ -13,6 +13,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import HuggingFaceTensor
+from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.families.values import check_plain
 from mcore_ckpt_ext.model_space.anatomy import LANGUAGE_MODEL
 from mcore_ckpt_ext.model_space.slices import Region
@@ -208,8 +209,7 @@ def sections_of(config: Mapping[str, Any]) -> Any:
 
 def _head_size(config: Mapping[str, Any]) -> int | None:
     """Elements of a head of the text; None where no numbers say it."""
-    inside = config.get("text_config")
-    text = inside if isinstance(inside, Mapping) else config
+    text = text_config(config) or {}
     head, hidden, heads = (text.get(key) for key in ("head_dim", "hidden_size", "num_attention_heads"))
     if type(head) is int:
         return head

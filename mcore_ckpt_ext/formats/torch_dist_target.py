@@ -44,6 +44,7 @@ from mcore_ckpt_ext.storage.archive_draft import draft_archive
 OLDEST = (0, 8)
 # A rank that wants part of a chunk reads all of it (torch/distributed/checkpoint/filesystem.py), so chunks stay small.
 CHUNK_BYTES = 128 << 20
+_FLOATS = {"float64", "float32", "float16", "bfloat16"}
 _COMPARED = ("num_layers", "hidden_size", "num_attention_heads")
 # Layer-wise optimizers have all up to core_v0.19.0; later a DistributedOptimizer may have what Muon does not step
 # (`_get_megatron_emerging_optimizer`, megatron/core/optimizer/__init__.py).
@@ -288,9 +289,21 @@ def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterato
 
 
 def _holding_all(tensors: Sequence[LogicalTensor]) -> str:
-    """The dtype that rounds none of them: layers of one array may differ."""
-    dtypes = {getattr(torch, tensor.dtype) for tensor in tensors}
-    return str(reduce(torch.promote_types, dtypes)).removeprefix("torch.")
+    """The dtype that rounds none of them: layers of one array may differ.
+
+    Raises:
+        UnsupportedCheckpointError: there is none, where some are numbers and others their codes.
+    """
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) == 1:
+        return tensors[0].dtype
+    if not dtypes <= _FLOATS:
+        raise UnsupportedCheckpointError(
+            "Megatron stores layers of different dtypes in one array", found=" and ".join(sorted(dtypes)),
+            expected="floating-point numbers of 16 bits and more", where=tensors[0].name,
+            helps="convert --to canonical, which keeps each as it is",
+        )  # fmt: skip
+    return str(reduce(torch.promote_types, (getattr(torch, dtype) for dtype in dtypes))).removeprefix("torch.")
 
 
 def _flat_chunk(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[Chunk]:

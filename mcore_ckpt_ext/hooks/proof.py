@@ -16,14 +16,14 @@ from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.online.agreement import gather
-from mcore_ckpt_ext.online.proving import LiveMismatch, live_mismatches
+from mcore_ckpt_ext.online.proving import STRETCH, LiveMismatch, live_mismatches
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
 
 _SHOWN = 3
 # One in how many stretches is looked at (`live_mismatches`): what this package has filled is already proven in full.
 _OF_STOCK, _OF_OURS = 3, 8
-PROVEN = f"masters proven against their weights, of each at least one stretch of 131,072 elements in {_OF_STOCK}"
+PROVEN = f"masters proven against their weights, of each at least one stretch of {STRETCH:,} elements in {_OF_STOCK}"
 """What `prove_loaded` has shown, where this package did not fill the optimizer."""
 
 
@@ -67,7 +67,7 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
         "would overwrite the weights with something else",
         found="; ".join(str(next(item for item in found if item.name == name)) for name in names[:_SHOWN]) + more,
         expected="every master rounds to its weight, bit for bit; of each that lies in a processor's memory, one "
-        f"stretch of 131,072 elements in {every} was looked at",
+        f"stretch of {STRETCH:,} elements in {every} was looked at",
         helps="resume from another iteration, or with --no-load-optim; where the masters are known to be right, "
         f"{PROOF.name}={WARN} lets the training go on",
     )

@@ -19,8 +19,8 @@ from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters, qua
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 
 _BLOCK = 1 << 24
-# Elements that fit into a processor's cache: rounding and comparing them costs one pass over the memory.
-_CACHED = 1 << 17
+STRETCH = 1 << 17
+"""Elements that fit into a processor's cache: rounding and comparing them costs one pass over the memory."""
 
 
 class Prover:
@@ -108,7 +108,7 @@ def live_mismatches(
         chunks: the unwrapped model chunks.
         optimizer: the live optimizer.
         weaker: the proof of the checkpoint that it was filled from, where that is all that masters can promise.
-        every: of what this rank holds of a parameter, look at one in so many stretches of 131,072 elements, and at the
+        every: of what this rank holds of a parameter, look at one in so many stretches, each of `STRETCH`, and at the
             last one. What misplaces a parameter, or leaves it unset, cannot hide between them; damage within
             one stretch can.
 
@@ -154,7 +154,7 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
         return None  # fp32 training: they are one
     # A GPU is waited for once per block, so its blocks are large; a processor rounds what its cache holds.
     is_near = master.device.type == weight.device.type == "cpu"
-    size, numel = _CACHED if is_near else _BLOCK, master.numel()
+    size, numel = STRETCH if is_near else _BLOCK, master.numel()
     for begin in range(0, numel, size):
         number, part = begin // size, slice(begin, min(begin + size, numel))
         if is_near and number % every and part.stop < numel:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.errors import with_article
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_article
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from tests.harness.huggingface import make
 
@@ -97,3 +97,13 @@ def test_a_layer_that_is_stored_more_exactly_than_others_is_not_rounded(tmp_path
     back = load_file(tmp_path / "back" / "model.safetensors")
     assert back.keys() == stored.keys()
     assert all(torch.equal(back[name].float(), tensor.float()) for name, tensor in stored.items())
+
+
+def test_codes_beside_numbers_have_no_array_in_common(tmp_path: Path) -> None:
+    source = tmp_path / "model"
+    make("llama", source, torch.bfloat16)
+    stored = load_file(source / "model.safetensors")
+    stored["model.layers.1.input_layernorm.weight"] = stored["model.layers.1.input_layernorm.weight"].to(torch.uint8)
+    save_file(stored, source / "model.safetensors")
+    with pytest.raises(UnsupportedCheckpointError, match="in one array; found: bfloat16 and uint8"):
+        mcore_ckpt_ext.convert(source, tmp_path / "run", mcore_ckpt_ext.TorchDist())
