@@ -14,7 +14,8 @@ the twin as `fully_reshardable`, which takes several times the memory). Then job
     cold stock, cold fast      the same, after the page cache has forgotten the checkpoint, for the bound, too
 
 and between them the bound of each: as many processes read into fresh memory as many bytes of the same files as the
-ranks hold afterwards, or asked for, where that is less. Seconds are from barrier to barrier around `load_checkpoint`;
+ranks hold afterwards, or asked for, where that is less. Before each, the ranks use as much memory and give it
+back, and but for the cold ones they read the checkpoint. Seconds are from barrier to barrier around `load_checkpoint`;
 processor seconds are those of all ranks, by gigabyte that they hold; memory is the peak of a rank beyond what it held
 before and what it holds after the load, whichever is more.
 """
@@ -37,9 +38,12 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set above
+from memory import forget, remember, touch  # noqa: E402 - beside this file
 
 PLUGIN = Path(__file__).with_name("loading_rank.py")
 BLOCK = 16 << 20
+# Before a load, by bytes of the checkpoint: it needs memory to read into, and some to work with.
+TOUCHED = 1.5
 FULLY_RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 
 
@@ -76,13 +80,17 @@ def job(options: argparse.Namespace, way: Way, name: str, *, saves: list[str] | 
         way.tensor, way.pipeline, iterations=2, save=None if saves is None else run_folder, save_interval=1,
         load=run_folder if saves is None else None, more=[*size, "--exit-interval", "1", *(saves or [])],
     )  # fmt: skip
-    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts")])
-    environment = {**way.environment, "LOADING_REPORT": str(report), "PYTHONPATH": paths}
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts"), str(PLUGIN.parent)])
+    share = str(int(TOUCHED * folder_bytes(run_folder) / options.ranks))
+    own = {"LOADING_REPORT": str(report), "LOADING_BYTES": share, "PYTHONPATH": paths}
+    environment = {**way.environment, **own}
     plugins = [PLUGIN] if saves is None else []
     megatron: Path | None = options.megatron
     script = launch.TRAIN_GPT if megatron is None else megatron / "pretrain_gpt.py"
     if way.cold:
         forget(run_folder)
+    else:
+        environment["LOADING_REMEMBER"] = str(run_folder)
     result = launch.run(
         options.ranks, script, arguments, timeout=900, megatron=megatron, environment=environment, plugin_files=plugins
     )
@@ -92,14 +100,9 @@ def job(options: argparse.Namespace, way: Way, name: str, *, saves: list[str] | 
     return found
 
 
-def forget(folder: Path) -> None:
-    """Have the page cache forget the files of a folder, which needs no privilege; the disk's own cache may not."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            descriptor = os.open(path, os.O_RDONLY)
-            os.fsync(descriptor)  # what is not on the disk yet is not forgotten
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            os.close(descriptor)
+def folder_bytes(folder: Path) -> int:
+    """Of all files below a folder."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def bound(folder: Path, counts: list[float]) -> tuple[float, float]:
@@ -134,6 +137,7 @@ def read_plainly(
     number = 0
     while start >= sizes[number]:
         start, number = start - sizes[number], number + 1
+    touch(int(TOUCHED * count))
     barrier.wait()
     busy = time.process_time()
     memory = memoryview(bytearray(0)) if not count else memoryview(mmap.mmap(-1, count))
@@ -165,14 +169,12 @@ def main() -> None:
         if not (options.folder / name).exists():
             more = FULLY_RESHARDABLE if name == "twin" else []
             job(options, Way(name, 1, 4, {"MCORE_CKPT_EXT": "0"}), f"saving {name}", saves=more)
-        size = sum(path.stat().st_size for path in (options.folder / name).rglob("*") if path.is_file())
-        print(f"{name}: {size / 1e9:.2f} GB", flush=True)
+        print(f"{name}: {folder_bytes(options.folder / name) / 1e9:.2f} GB", flush=True)
     for number in range(options.runs):
         for name, way in ways.items():
             ranks = job(options, way, f"{name}-{number}")
             way.runs.append(ranks)
-            if way.cold:
-                forget(options.folder / way.folder)
+            (forget if way.cold else remember)(options.folder / way.folder)
             way.bounds.append(bound(options.folder / way.folder, [min(rank["held"], rank["asked"]) for rank in ranks]))
     print("| way | seconds | bound | x bound | processor s/GB | bound | GB | GB asked | peak MiB |")
     for name, way in ways.items():

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -249,9 +249,9 @@ class Proven:
         """
         prepared, reading = self.prepared, self.prepared.reading
 
-        def work() -> int:
+        def work() -> tuple[int, _Done]:
             with reading.taking_part(reading.kinds):
-                return write()
+                return write(), self._done()
 
         def write() -> int:
             changed = 0
@@ -272,11 +272,13 @@ class Proven:
                 home.finish(groups, prepared.scaler)
             return changed
 
-        changed = agreed("writing the optimizer", work, "it is partly written: do not train on, start again")
-        if any(changed):
+        told = agreed("writing the optimizer", work, "it is partly written: do not train on, start again")
+        changed = sum(number for number, _ in told)
+        if changed:
             for home in prepared.job.homes:
                 home.share_weights()
-        return self._summary(sum(changed))
+        prepared.checkpoint.reader.close()
+        return self._summary(changed, [done for _, done in told])
 
     def _follow(self, shard: LiveShard, master: torch.Tensor) -> int:
         """Returns: how many weights changed: optimizers differ where a master lies halfway between two of them."""
@@ -290,29 +292,40 @@ class Proven:
             shard.weight.copy_(rounded)
         return changed
 
-    def _summary(self, changed: int) -> Summary:
-        prepared, checkpoint = self.prepared, self.prepared.checkpoint
-        own = (
-            sum(shard.slice.numel for shard in prepared.job.shards),
-            prepared.bytes_read,
-            checkpoint.optimizer.witnesses(),
-            prepared.differing,
-            sum(shard.slice.numel for shard in prepared.job.new),
+    def _done(self) -> _Done:
+        prepared = self.prepared
+        return _Done(
+            elements=sum(shard.slice.numel for shard in prepared.job.shards),
+            bytes_read=prepared.bytes_read,
+            witnesses=prepared.checkpoint.optimizer.witnesses(),
+            differing=prepared.differing,
+            new=sum(shard.slice.numel for shard in prepared.job.new),
         )
-        elements, bytes_read, witnesses, differing, new = zip(*gather(own), strict=True)
-        checkpoint.reader.close()
+
+    def _summary(self, changed: int, done: Sequence[_Done]) -> Summary:
+        prepared, checkpoint = self.prepared, self.prepared.checkpoint
         return Summary(
             source=checkpoint.layout,
             target=prepared.target,
             optimizer_format=str(checkpoint.optimizer_format),
-            witnesses=tuple(sorted({label for labels in witnesses for label in labels})),
+            witnesses=tuple(sorted({label for one in done for label in one.witnesses})),
             parameters=prepared.parameters,
-            elements=sum(elements),
-            bytes_read=sum(bytes_read),
+            elements=sum(one.elements for one in done),
+            bytes_read=sum(one.bytes_read for one in done),
             seconds=time.monotonic() - prepared.started,
             changed=changed,
             certainty=prepared.certainty,
-            differing=sum(differing),
+            differing=sum(one.differing for one in done),
             disbelieved=checkpoint.sidecar_problem,
-            new=sum(new),
+            new=sum(one.new for one in done),
         )
+
+
+class _Done(NamedTuple):
+    """One rank's part in a resume, as `Summary` adds it up."""
+
+    elements: int
+    bytes_read: int
+    witnesses: list[str]
+    differing: int
+    new: int

@@ -16,6 +16,10 @@ RANKS = 8
 ITEMS: dict[str, list[Any]] = {
     "all the same": [("nothing", None)] * RANKS,
     "few": [["name"] * 1000 if rank == 3 else [] for rank in range(RANKS)],
+    "all different and short": [(None, str(rank)) for rank in range(RANKS)],
+    "short, and few others": [rank if rank % 4 else "long" * (100 + rank) for rank in range(RANKS)],
+    "short, and many others": [rank if rank % 2 else "long" * (100 + rank) for rank in range(RANKS)],
+    "as long as is short, and longer": ["x" * (length + 30) for length in range(RANKS)],
     "all different": [{"rank": rank, "names": ["x"] * rank} for rank in range(RANKS)],
 }
 

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
 
 Result = TypeVar("Result")
 _SHOWN = 4
-_DIGEST_BYTES, _SIZE_BYTES = 16, 8
+_SIZE_BYTES, _SHORT_BYTES = 8, 56
 # Items are few where at most one rank in so many has one of its own.
 _FEW = 4
 Failure = CheckpointException
@@ -35,32 +35,51 @@ def is_first_rank() -> bool:
 def gather(item: Result) -> list[Result]:
     """One item from every rank, in rank order; items that several ranks have may be one object.
 
-    Thousands of ranks have the same to tell, or nothing. So all learn the digests of all, a few bytes each; where there
-    are few, the first rank of each sends what is behind it, and otherwise all send theirs, at the size of the largest.
+    Thousands of ranks have the same to tell, or little. So all learn what each has to tell where that is short, and the
+    digests of the rest; where these are few, the first rank of each sends what is behind it, and otherwise all send
+    theirs, at the size of the largest.
     """
     if not dist.is_initialized():
         return [item]
     data, ranks = pickle.dumps(item), dist.get_world_size()
-    own = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() + len(data).to_bytes(_SIZE_BYTES, "little")
+    own = _mark(data)
     marks = [bytes(mark) for mark in _all_gathered(own, ranks)]
     firsts: dict[bytes, int] = {}
     for rank, mark in enumerate(marks):
         firsts.setdefault(mark, rank)
     if len(firsts) == 1:
         return [item] * ranks
-    if len(firsts) * _FEW > ranks:
+    # Ranks of this job made the pickles, as with torch's own collectives of objects.
+    known: dict[bytes, Result] = {mark: pickle.loads(short) for mark in firsts if (short := _told_by(mark)) is not None}
+    known[own] = item
+    long = {mark: first for mark, first in firsts.items() if _told_by(mark) is None}
+    if len(long) * _FEW > ranks:
         items: list[Result | None] = [None] * ranks
         dist.all_gather_object(items, item)
         return items  # type: ignore[return-value]  # every entry has been replaced
-    known: dict[bytes, Result] = {}
-    for mark, first in firsts.items():
-        size = int.from_bytes(mark[_DIGEST_BYTES:], "little")
-        sent = torch.frombuffer(bytearray(data) if mark == own else bytearray(size), dtype=torch.uint8)
+    for mark, first in long.items():
+        sent = torch.frombuffer(bytearray(data) if mark == own else bytearray(_size_in(mark)), dtype=torch.uint8)
         there = sent.to(device_of_collectives())
         dist.broadcast(there, first)
-        # A rank of this job made the pickle, as with torch's own collectives of objects.
-        known[mark] = item if mark == own else pickle.loads(there.cpu().numpy().tobytes())
+        if mark != own:
+            known[mark] = pickle.loads(there.cpu().numpy().tobytes())
     return [known[mark] for mark in marks]
+
+
+def _mark(data: bytes) -> bytes:
+    """How long it is, and itself where it is short, or else its digest."""
+    short = data if len(data) <= _SHORT_BYTES else hashlib.blake2b(data, digest_size=_SHORT_BYTES).digest()
+    return len(data).to_bytes(_SIZE_BYTES, "little") + short.ljust(_SHORT_BYTES, b"\0")
+
+
+def _size_in(mark: bytes) -> int:
+    return int.from_bytes(mark[:_SIZE_BYTES], "little")
+
+
+def _told_by(mark: bytes) -> bytes | None:
+    """The bytes that a mark was made of, where they are short."""
+    size = _size_in(mark)
+    return mark[_SIZE_BYTES : _SIZE_BYTES + size] if size <= _SHORT_BYTES else None
 
 
 def _all_gathered(data: bytes, ranks: int) -> list[list[int]]:
