@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
 
 from mcore_ckpt_ext.errors import PackingError, some
-from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, misfit
+from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement, misfit
 from mcore_ckpt_ext.layout.discovery import discover
 from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
 from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
 from mcore_ckpt_ext.layout.proposals import Proposal, buffer_ranks
 from mcore_ckpt_ext.model_space.slices import numel_of
 
-_SAMPLE = 64
+# Elements of a parameter; and parameters that are compared together.
+_SAMPLE, _AT_ONCE = 64, 32
 
 
 @dataclass(frozen=True)
@@ -167,15 +172,38 @@ def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredPa
 
 def _sample(group: OptimizerGroup, packing: Packing, read: Bytes) -> str | None:
     """Compare the first elements of every parameter with its weight; what differs, in words."""
-    for key, placements in packing.items():
-        for placement in placements:
-            count = min(_SAMPLE, numel_of(placement.regions))
-            master = read.master(group, key, placement.start, count)
-            proof = read.proof(region.name for region in placement.regions)
-            mismatch = proof.first_mismatch(master, read.weight(placement.regions, 0, count))
-            if mismatch is not None:
-                return f"{placement.name} would be {mismatch}"
+    placed = [(key, placement) for key, placements in packing.items() for placement in placements]
+    for begin in range(0, len(placed), _AT_ONCE):
+        samples = [_Sample.of(group, key, placement, read) for key, placement in placed[begin : begin + _AT_ONCE]]
+        if not _all_round(samples):
+            for sample in samples:
+                if (mismatch := sample.proof.first_mismatch(sample.master, sample.weight)) is not None:
+                    return f"{sample.name} would be {mismatch}"
     return None
+
+
+class _Sample(NamedTuple):
+    """The first masters of a parameter, as a packing places it, and its first weights."""
+
+    name: str
+    proof: Proof
+    master: torch.Tensor
+    weight: torch.Tensor
+
+    @classmethod
+    def of(cls, group: OptimizerGroup, key: BucketKey, placement: Placement, read: Bytes) -> _Sample:
+        count = min(_SAMPLE, numel_of(placement.regions))
+        master = read.master(group, key, placement.start, count)
+        proof = read.proof(region.name for region in placement.regions)
+        return cls(placement.name, proof, master, read.weight(placement.regions, 0, count))
+
+
+def _all_round(samples: Sequence[_Sample]) -> bool:
+    """Whether all masters round to their weights; together, because one comparison costs more than its elements."""
+    _, _, masters, weights = zip(*samples, strict=True)
+    if len({weight.dtype for weight in weights}) > 1:
+        return False
+    return BY_ROUNDING.first_mismatch(torch.cat(masters), torch.cat(weights)) is None
 
 
 def _data_parallel_borders(group: OptimizerGroup, models: LocalModels) -> dict[BucketKey, frozenset[int]]:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -196,7 +197,21 @@ class Plan:
 
 def derivation_of(source: Source, kind: str, name: str) -> Derivation | None:
     """How a source derives a tensor; None where it stores it."""
-    return source.derivation(kind, name) if isinstance(source, Deriving) else None
+    return source.derivation(kind, name) if _is_deriving(source) else None
+
+
+@cache
+def _offers(kind: Any, protocol: Any) -> bool:
+    """Whether a class has what a protocol asks for: Python looks through all of the class whenever it is asked."""
+    return issubclass(kind, protocol)
+
+
+def _is_deriving(source: object) -> TypeGuard[Deriving]:
+    return _offers(type(source), Deriving)
+
+
+def _is_selecting(source: object) -> TypeGuard[Selecting]:
+    return _offers(type(source), Selecting)
 
 
 def plans_of(wanted: WantedSlice, source: Source, accept_lost: bool = False) -> list[Plan]:
@@ -248,7 +263,7 @@ def _plan_piece(
     name = target.region.name
     extents: list[Extent] = []
     pieces: list[Piece] = []
-    if isinstance(source, Selecting):
+    if _is_selecting(source):
         slices = source.stored_in(want.kind, target.region)
     else:
         slices = source.stored(want.kind, name)
