@@ -9,7 +9,6 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
@@ -19,12 +18,12 @@ from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.attended import attended
 from mcore_ckpt_ext.hooks.fast_load import reading_fast
 from mcore_ckpt_ext.hooks.first_look import first_look, megatron_version, refuse_another_kind
-from mcore_ckpt_ext.hooks.from_huggingface import model_folder, start_from
+from mcore_ckpt_ext.hooks.from_huggingface import start_from
 from mcore_ckpt_ext.hooks.fsdp_feed import is_of_fsdp, load_into_fsdp
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
 from mcore_ckpt_ext.hooks.proof import PROVEN, Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.hooks.rebinding import rebound
-from mcore_ckpt_ext.hooks.resuming import taking_what_is_whole
+from mcore_ckpt_ext.hooks.resuming import Sight, look_around, taking_what_is_whole
 from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.hooks.torch_fsdp_feed import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
 from mcore_ckpt_ext.layout.proof import Proof
@@ -53,13 +52,13 @@ def wrap_load_checkpoint(original: Function) -> Function:
         load_arg = call.arguments["load_arg"]
         directory = getattr(arguments, load_arg)
         told: list[str] = []
-        if (model := _model_folder(arguments, load_arg)) is not None:
+        sight = _sight(arguments, load_arg)
+        if sight.model is not None:
             stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
-            result, weaker = start_from(scope, model, chunks, stock), None
+            result, weaker = start_from(scope, sight.model, chunks, stock), None
         else:
-            whole = taking_what_is_whole(scope, directory)
-            once = index_shared(arguments, directory, always=LOAD.chosen(arguments) == FAST)
-            with attended(), whole, once:
+            whole = taking_what_is_whole(scope, directory, sight.standing)
+            with attended(), whole, index_shared(sight.index):
                 result, weaker = load(
                     call.arguments, told, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords
                 )
@@ -137,10 +136,14 @@ def wrap_load_checkpoint(original: Function) -> Function:
     return load_checkpoint
 
 
-def _model_folder(arguments: Any, load_arg: str) -> Path | None:
-    """The Hugging Face folder to start from, as the first rank sees it."""
-    looks = agreed("looking at the folder", lambda: model_folder(arguments, load_arg) if is_first_rank() else None)
-    return looks[0]
+def _sight(arguments: Any, load_arg: str) -> Sight:
+    """What the first rank sees, on every rank."""
+    is_fast = LOAD.chosen(arguments) == FAST
+
+    def look() -> Sight | None:
+        return look_around(arguments, load_arg, shares_index=is_fast) if is_first_rank() else None
+
+    return agreed("looking at what is to be loaded", look)[0] or Sight()
 
 
 def _reading_fast(stock: Callable[[], Any], arguments: Any, told: list[str]) -> Any:

@@ -4,21 +4,63 @@ from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import ResumeRefusedError
-from mcore_ckpt_ext.hooks.announce import announce, is_first_rank
+from mcore_ckpt_ext.hooks.announce import announce
+from mcore_ckpt_ext.hooks.from_huggingface import model_folder
 from mcore_ckpt_ext.hooks.rebinding import rebound
+from mcore_ckpt_ext.hooks.shared_index import index_of, is_moved
 from mcore_ckpt_ext.offline.whole import Standing, standing_of
-from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.settings import FALLBACK
+from mcore_ckpt_ext.storage.dcp_index import Lent, lent
 
 _SHOWN = 3
 
 
+@dataclass(frozen=True)
+class Sight:
+    """What the first rank sees before a resume; a look by every rank would cost a big job's file system dearly.
+
+    Attributes:
+        model: the Hugging Face folder to start from; then nothing else matters.
+        standing: of the checkpoint that a resume would take, and None where that is not to be judged.
+        index: of what is to be loaded, for all ranks; None where each rank reads its own.
+    """
+
+    model: Path | None = None
+    standing: Standing | None = None
+    index: Lent | None = None
+
+
+def look_around(arguments: Any, load_arg: str, *, shares_index: bool) -> Sight:
+    """Look, as the first rank.
+
+    Args:
+        arguments: Megatron's.
+        load_arg: the name of the one that says what is loaded.
+        shares_index: also where the parallel layout is the one that was saved, so that Megatron may load everything.
+    """
+    if (model := model_folder(arguments, load_arg)) is not None:
+        return Sight(model)
+    directory, step = getattr(arguments, load_arg), getattr(arguments, "ckpt_step", None)
+    if not directory or not Path(str(directory)).is_dir():
+        return Sight()
+    index = index_of(directory, step, arguments)
+    with lent(index):
+        standing = _standing(arguments, directory)
+    if standing is not None and standing.problems and standing.newest_whole is not None:
+        index = index_of(directory, standing.newest_whole, arguments) if FALLBACK.chosen(arguments) else None
+    keeps = index is not None and (shares_index or is_moved(index, arguments))
+    return Sight(standing=standing, index=index if keeps else None)
+
+
 @contextmanager
-def taking_what_is_whole(scope: MutableMapping[str, Any], directory: str | None) -> Iterator[None]:
+def taking_what_is_whole(
+    scope: MutableMapping[str, Any], directory: str | None, standing: Standing | None
+) -> Iterator[None]:
     """Have the load within this scope take the newest whole iteration, if the one it wants is not whole.
 
     `ckpt_step` outweighs the tracker in `load_checkpoint` and what it calls, but only once `read_metadata` has read it,
@@ -27,12 +69,12 @@ def taking_what_is_whole(scope: MutableMapping[str, Any], directory: str | None)
     Args:
         scope: the globals of Megatron's checkpointing module.
         directory: the run folder.
+        standing: of the one that it wants.
 
     Raises:
         ResumeRefusedError: on every rank, when another one is whole, but the user did not allow it to be taken.
     """
     arguments = scope["get_args"]()
-    standing = agreed("looking for a whole checkpoint", lambda: _looked(arguments, directory))[0]
     if standing is None or not standing.problems:
         if standing is not None and standing.unfinished:
             names = ", ".join(map(str, sorted(standing.unfinished)))
@@ -52,11 +94,9 @@ def taking_what_is_whole(scope: MutableMapping[str, Any], directory: str | None)
         yield
 
 
-def _looked(arguments: Any, directory: str | None) -> Standing | None:
-    """Rank 0's look; a look by every rank would cost a big job's file system dearly."""
-    served = directory and "://" not in str(directory) and hasattr(arguments, "ckpt_step")
+def _standing(arguments: Any, directory: str) -> Standing | None:
     other_kind = getattr(arguments, "non_persistent_ckpt_type", None)
-    if not served or other_kind or not is_first_rank() or not Path(str(directory)).is_dir():
+    if other_kind or "://" in str(directory) or not hasattr(arguments, "ckpt_step"):
         return None
     return standing_of(Path(str(directory)), arguments.ckpt_step or None)
 

@@ -18,42 +18,43 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout.parallel import placement_changes
-from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.storage.checked_files import read_file
-from mcore_ckpt_ext.storage.dcp_index import INDEX_BYTES, METADATA_FILE, Lent, lent, lent_of
+from mcore_ckpt_ext.storage.dcp_index import INDEX_BYTES, METADATA_FILE, PLANS, Lent, lent, lent_of
 from mcore_ckpt_ext.storage.runs import iteration_folder, iteration_name
 
 
 @contextmanager
-def index_shared(arguments: Any, directory: Any, always: bool) -> Iterator[None]:
-    """Within this scope no rank but the first reads the index of the checkpoint that is to be loaded; collective.
+def index_shared(handed: Lent | None) -> Iterator[None]:
+    """Within this scope no rank but the first reads the index of the checkpoint that is to be loaded.
 
     Args:
-        arguments: Megatron's.
-        directory: the run folder.
-        always: also where the parallel layout is the one that was saved, so that Megatron itself may load everything.
+        handed: what `index_of` gave on the first rank.
     """
-    handed = agreed("reading the checkpoint's index", lambda: _index_of(directory, arguments, always))[0]
-    mine = None if handed is None else Lent(*handed)
     # A rank whose folder is another one, a copy on its own machine, say, sees so by the size.
-    if mine is not None and _size(mine.folder) != len(mine.data):
-        mine = None
+    mine = None if handed is None or _size(handed.folder) != handed.size else handed
     with lent(mine), index_read_once() if mine is not None else nullcontext():
         yield
 
 
-def _index_of(directory: Any, arguments: Any, always: bool) -> tuple[Path, bytes] | None:
-    """The iteration folder and its index; None on all ranks but the first, and where nobody is to be handed it."""
-    if not (directory and is_first_rank() and Path(str(directory)).is_dir()):
-        return None
+def index_of(directory: Any, step: int | None, arguments: Any) -> Lent | None:
+    """The index of the iteration that a load would take, without what a load does not look at; None without one.
+
+    The ranks' plans concern those who save as they have saved before (`--ckpt-assume-constant-structure`,
+    `TorchDistSaveShardedStrategy.async_save`, strategies/torch.py, core_v0.12.0 to 0.19.2).
+    """
     with suppress(CheckpointError, OSError):
-        run, step = Path(str(directory)), getattr(arguments, "ckpt_step", None)
+        run = Path(str(directory))
         folder = run / iteration_name(step) if step else iteration_folder(run)
-        data = read_file(folder, METADATA_FILE, INDEX_BYTES)
-        with lent(Lent(folder, data)):
-            if always or placement_changes(open_checkpoint(folder).arguments, JobArguments.of(vars(arguments))):
-                return folder, data
+        found = Lent(folder, read_file(folder, METADATA_FILE, INDEX_BYTES))
+        return found if getattr(arguments, "ckpt_assume_constant_structure", False) else found.without_plans()
     return None
+
+
+def is_moved(index: Lent, arguments: Any) -> bool:
+    """Whether the parallel layout is another one than that of the checkpoint, so that it is not Megatron's to load."""
+    with suppress(CheckpointError, OSError), lent(index):
+        return bool(placement_changes(open_checkpoint(index.folder).arguments, JobArguments.of(vars(arguments))))
+    return False
 
 
 def _size(folder: Path) -> int:
@@ -83,7 +84,9 @@ def index_read_once() -> Iterator[None]:
             if handed is not None and files is not None:
                 self.fs = _WithIndex(files, handed.data)
             try:
-                known[str(self.path)] = original(self)
+                known[str(self.path)] = found = original(self)
+                if getattr(found, PLANS, None) is True:  # what stands for them
+                    delattr(found, PLANS)
             finally:
                 if files is not None:
                     self.fs = files

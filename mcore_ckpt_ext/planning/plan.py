@@ -200,10 +200,8 @@ def derivation_of(source: Source, kind: str, name: str) -> Derivation | None:
     return source.derivation(kind, name) if _is_deriving(source) else None
 
 
-@cache
-def _offers(kind: Any, protocol: Any) -> bool:
-    """Whether a class has what a protocol asks for: Python looks through all of the class whenever it is asked."""
-    return issubclass(kind, protocol)
+# For each class once: Python looks through all of a class whenever it is asked whether it offers what a protocol says.
+_offers: Callable[[Any, Any], bool] = cache(issubclass)
 
 
 def _is_deriving(source: object) -> TypeGuard[Deriving]:
@@ -263,10 +261,7 @@ def _plan_piece(
     name = target.region.name
     extents: list[Extent] = []
     pieces: list[Piece] = []
-    if _is_selecting(source):
-        slices = source.stored_in(want.kind, target.region)
-    else:
-        slices = source.stored(want.kind, name)
+    slices = source.stored_in(want.kind, target.region) if _is_selecting(source) else source.stored(want.kind, name)
     for stored in slices:
         for region, start, stop, begin in stored.slice.pieces():
             if region.name == name:

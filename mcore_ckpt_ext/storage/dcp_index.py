@@ -33,9 +33,10 @@ from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 METADATA_FILE = ".metadata"
 # A chunk takes some 300 bytes, and the largest checkpoints have millions of them.
 INDEX_BYTES = 8 << 30
-# Attributes of torch's `Metadata`, and of Megatron's, which adds the plans when all else is there
-# (dist_checkpointing/strategies/state_dict_saver.py, core_v0.11.0 to 0.19.2).
-_PARTS, _PLANS = ("state_dict_metadata", "storage_data", "mcore_data"), "all_local_plans"
+_PARTS = ("state_dict_metadata", "storage_data", "mcore_data")
+"""Attributes of torch's `Metadata`, and of Megatron's."""
+PLANS = "all_local_plans"
+"""What Megatron adds when all else is there (dist_checkpointing/strategies/state_dict_saver.py, 0.11.0 to 0.19.2)."""
 
 
 class StoredChunk(NamedTuple):
@@ -93,11 +94,25 @@ class Lent:
 
     Attributes:
         folder: the iteration folder.
-        data: what is in `.metadata`.
+        data: what is in `.metadata`, or the same without the ranks' plans.
+        size: bytes of that file.
     """
 
-    def __init__(self, folder: Path, data: bytes) -> None:
-        self.folder, self.data = folder, data
+    def __init__(self, folder: Path, data: bytes, size: int | None = None) -> None:
+        self.folder, self.data, self.size = folder, data, len(data) if size is None else size
+
+    def __reduce__(self) -> tuple[type[Lent], tuple[Path, bytes, int]]:
+        return Lent, (self.folder, self.data, self.size)
+
+    def without_plans(self) -> Lent:
+        """The same with True in their place, where they are: more than half of an index, and hardly anybody looks."""
+        short = without_last(self.data, PLANS, _PARTS)
+        if short is not None:
+            found = Lent(self.folder, short, self.size)
+            with suppress(CheckpointError):  # it only looked as if they came last
+                if found.index.has_plans:
+                    return found
+        return self
 
     @cached_property
     def index(self) -> DcpIndex:
@@ -158,10 +173,10 @@ def _parsed(data: bytes, path: Path) -> DcpIndex:
 
 def _metadata(data: bytes, where: str) -> Any:
     """What an index says, but for the ranks' plans: they are more than half of it, come last, and nobody reads them."""
-    if (short := without_last(data, _PLANS, _PARTS)) is not None:
+    if (short := without_last(data, PLANS, _PARTS)) is not None:
         with suppress(CheckpointError):  # which shows again below
             found = safe_loads(short, where)
-            if isinstance(found, Record) and getattr(found, _PLANS, None) is True and hasattr(found, _PARTS[0]):
+            if isinstance(found, Record) and getattr(found, PLANS, None) is True and hasattr(found, _PARTS[0]):
                 return found
     return safe_loads(data, where)
 
@@ -204,7 +219,7 @@ def _index(metadata: Any) -> DcpIndex:
         for key, data in (getattr(metadata, "mcore_data", None) or {}).items()
         if data.get("nd_reformulated_orig_global_shape") is not None
     }
-    return DcpIndex(arrays, objects, natural, bool(getattr(metadata, _PLANS, None)))
+    return DcpIndex(arrays, objects, natural, bool(getattr(metadata, PLANS, None)))
 
 
 def _axes(numbers: Any) -> tuple[int, ...]:
