@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -101,8 +101,9 @@ class Lent:
     def __init__(self, folder: Path, data: bytes, size: int | None = None) -> None:
         self.folder, self.data, self.size = folder, data, len(data) if size is None else size
 
-    def __reduce__(self) -> tuple[type[Lent], tuple[Path, bytes, int]]:
-        return Lent, (self.folder, self.data, self.size)
+    def __reduce__(self) -> tuple[Callable[..., Lent], tuple[Path, bytes, int, DcpIndex | None]]:
+        """To another rank of the job: what is parsed already need not be parsed there."""
+        return _received, (self.folder, self.data, self.size, vars(self).get("index"))
 
     def without_plans(self) -> Lent:
         """The same with True in their place, where they are: more than half of an index, and hardly anybody looks."""
@@ -118,6 +119,13 @@ class Lent:
     def index(self) -> DcpIndex:
         """What it says; errors as of `read_index`."""
         return _parsed(self.data, self.folder / METADATA_FILE)
+
+
+def _received(folder: Path, data: bytes, size: int, index: DcpIndex | None) -> Lent:
+    found = Lent(folder, data, size)
+    if index is not None:
+        vars(found)["index"] = index
+    return found
 
 
 _LENT: ContextVar[Lent | None] = ContextVar("mcore_ckpt_ext_lent_index", default=None)

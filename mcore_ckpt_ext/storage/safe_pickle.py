@@ -147,6 +147,7 @@ _REAL: dict[tuple[str, str], object] = {
 
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _REPEATED = 1 << 10  # bytes: a pickle that is no longer than this, such as a tensor's, may come again
+_MANY_BYTES = 1 << 16  # from here on, a pickle is worth the making of the patterns that tell whether it is plain
 _FEW = 64  # entries that may be looked at or copied for each byte of a pickle
 
 
@@ -257,7 +258,7 @@ def safe_loads(data: bytes, where: str) -> Any:
         OverBudgetError: it asks for far more work or memory than its size explains.
     """
     try:
-        if (plain := plain_form(data)) is not None:
+        if len(data) >= _MANY_BYTES and (plain := plain_form(data)) is not None:
             with suppress(_NotPlainError):
                 return _PlainUnpickler(plain, where).load()
         if not (len(data) <= _REPEATED and _is_bounded(data)):
