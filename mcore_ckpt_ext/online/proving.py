@@ -33,8 +33,9 @@ class Prover:
 
     def __init__(self, masters: Mapping[LiveShard, torch.Tensor], checkpoint: Checkpoint) -> None:
         self._masters, self._checkpoint = masters, checkpoint
-        plain = (shard for shard in masters if quantisation(shard.live.parameter) is None)
-        self._weights = {shard: shard.weight for shard in plain}
+        plain = {s: s.weight for s in masters if quantisation(s.live.parameter) is None}
+        near = {shard: weight for shard, weight in plain.items() if weight.device == masters[shard].device}
+        self._pairs = {shard: _Pair(masters[shard], weight) for shard, weight in near.items()}
         self._room = _Room()
         self._equal: list[tuple[LiveShard, int]] = []
 
@@ -43,10 +44,8 @@ class Prover:
 
         Others are left for `finish`, which knows how they are proven, and names those that are wrong.
         """
-        master, weight = self._masters[shard], self._weights.get(shard)
-        if weight is None or weight.device != master.device:
-            return
-        if self._room.rounds_to(master[start:stop], weight[start:stop], stop - start):
+        pair = self._pairs.get(shard)
+        if pair is not None and pair.rounds(start, stop, self._room):
             self._equal.append((shard, stop - start))
 
     def finish(self) -> None:
@@ -155,13 +154,14 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
     # A GPU is waited for once per block, so its blocks are large; a processor rounds what its cache holds.
     is_near = master.device.type == weight.device.type == "cpu"
     size, numel = STRETCH if is_near else _BLOCK, master.numel()
+    pair = _Pair(master, weight) if master.device == weight.device else None
     for begin in range(0, numel, size):
         number, part = begin // size, slice(begin, min(begin + size, numel))
         if is_near and number % every and part.stop < numel:
             continue
-        own = weight[part] if is_near else weight[part].to(master.device)
-        if room.rounds_to(master[part], own, part.stop - begin):
+        if pair is not None and pair.rounds(begin, part.stop, room):
             continue
+        own = weight[part] if is_near else weight[part].to(master.device)
         mismatch = proof.first_mismatch(master[part], own)
         if mismatch is not None:
             position = shard.slice.start + begin + mismatch.position
@@ -169,25 +169,39 @@ def _first_mismatch(shard: LiveShard, weaker: Proof | None, room: _Room, every: 
     return None
 
 
+class _Pair:
+    """Masters and the weights beside them, 1-D on one device; seen so that comparing a stretch takes few calls."""
+
+    def __init__(self, master: torch.Tensor, weight: torch.Tensor) -> None:
+        self._master, self._weight, self.kind = master, weight, (weight.dtype, weight.device)
+        each = 8 // weight.dtype.itemsize
+        in_words = weight.is_contiguous() and not weight.storage_offset() % each
+        self._each = each if in_words else 0
+        self._words = weight[: weight.numel() // each * each].view(torch.int64) if in_words else weight
+
+    def rounds(self, start: int, stop: int, room: _Room) -> bool:
+        """Whether masters from the first to below the second round to their weights, bit for bit."""
+        numel, each = stop - start, self._each
+        kept, words = room.of(self.kind, numel)
+        kept[:numel].copy_(self._master[start:stop])
+        # The widest whole numbers that weights can be seen as: the fewer, the faster they are compared.
+        if each and not start % each and not numel % each:
+            return torch.equal(words[: numel // each], self._words[start // each : stop // each])
+        bits = BITS[kept.itemsize]
+        return torch.equal(kept[:numel].view(bits), self._weight[start:stop].view(bits))
+
+
 class _Room(threading.local):
     """Memory to round into, kept from block to block: allocating it each time costs as much as the rounding."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[torch.dtype, torch.device], tuple[int, torch.Tensor]] = {}
+        self._kept: dict[tuple[torch.dtype, torch.device], tuple[int, torch.Tensor, torch.Tensor]] = {}
 
-    def rounds_to(self, master: torch.Tensor, weight: torch.Tensor, numel: int) -> bool:
-        """Whether as many masters round to as many weights on the same device, bit for bit."""
-        key = weight.dtype, weight.device
-        size, kept = self._kept.get(key, (0, weight))
-        if size < numel:
-            size, kept = self._kept[key] = numel, torch.empty_like(weight)
-        rounded = (kept if size == numel else kept[:numel]).copy_(master)
-        words = _widest(weight, numel)
-        return torch.equal(rounded.view(words), weight.view(words))
-
-
-def _widest(values: torch.Tensor, numel: int) -> torch.dtype:
-    """The widest whole numbers that values can be seen as: the fewer, the faster they are compared."""
-    each = 8 // values.dtype.itemsize
-    aligned = values.is_contiguous() and not (numel % each or values.storage_offset() % each)
-    return torch.int64 if aligned else BITS[values.dtype.itemsize]
+    def of(self, kind: tuple[torch.dtype, torch.device], numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for so many elements or more of a dtype on a device, and the same as words."""
+        size, kept, words = self._kept.get(kind, (-1, None, None))
+        if kept is None or words is None or size < numel:
+            kept = torch.empty(-(-numel // 8) * 8, dtype=kind[0], device=kind[1])
+            words = kept.view(torch.int64)
+            self._kept[kind] = kept.numel(), kept, words
+        return kept, words
