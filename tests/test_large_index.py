@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -21,10 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
+from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import WantedSlice
-from mcore_ckpt_ext.storage import safe_pickle
+from mcore_ckpt_ext.storage import dcp_index, safe_pickle
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, Lent, lent, read_index
 
 # A gradient buffer of one bucket, beyond 2**31 elements, in so many pieces.
@@ -138,3 +140,38 @@ def test_what_is_lent_damaged_is_refused_by_the_name_of_its_file(tmp_path: Path)
         pytest.raises(CheckpointError, match=re.escape(str(tmp_path / ".metadata"))),
     ):
         read_index(tmp_path)
+
+
+def test_what_another_rank_is_lent_is_parsed_already_and_lacks_the_plans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = with_plans([1, 2])
+    lent_here = Lent(tmp_path, data).without_plans()
+    assert (len(lent_here.data) < len(data), lent_here.size) == (True, len(data))
+    there = pickle.loads(pickle.dumps(lent_here))
+    monkeypatch.setattr(dcp_index, "_parsed", None)
+    assert there.index == lent_here.index
+    assert there.index.has_plans
+    assert (there.folder, there.data, there.size) == (tmp_path, lent_here.data, len(data))
+    assert pickle.loads(there.data).all_local_plans is True
+
+
+def test_shapes_that_follow_the_plans_are_lent_with_them(tmp_path: Path) -> None:
+    data = with_plans([1, 2], mcore_data={})
+    assert Lent(tmp_path, data).without_plans().data == data
+
+
+def test_an_index_without_plans_is_lent_whole(tmp_path: Path) -> None:
+    data = by_torch(FEW)
+    assert Lent(tmp_path, data).without_plans().data == data
+
+
+def test_torch_sees_no_plans_in_an_index_that_is_lent_without_them(tmp_path: Path) -> None:
+    data = with_plans([1, 2])
+    (tmp_path / ".metadata").write_bytes(data)
+    reader = FileSystemReader(tmp_path)
+    assert reader.read_metadata().all_local_plans == [1, 2]
+    with index_shared(Lent(tmp_path, data).without_plans()):
+        found = reader.read_metadata()
+        assert not hasattr(found, "all_local_plans")
+        assert found.state_dict_metadata == pickle.loads(data).state_dict_metadata
