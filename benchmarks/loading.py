@@ -11,7 +11,7 @@ the twin as `fully_reshardable`, which takes several times the memory). Then job
     once       the same with `--ckpt-ext-read-once`
     moved      TP2 x PP2: this package alone can (`auto`)
     twin       TP2 x PP2 from the `fully_reshardable` twin: Megatron's only way
-    cold stock, cold fast, cold moved      the same, after the page cache has forgotten the checkpoint, for the bound, too
+    cold stock, cold fast, cold moved    the same, after the page cache has forgotten the checkpoint, as for the bound
 
 and between them the bound of each: as many processes read into fresh memory as many bytes of the same files as the
 ranks hold afterwards, or asked for, where that is less. Before each, the ranks use as much memory and give it

@@ -97,6 +97,8 @@ class RecordWriter:
             CheckpointError: whatever the source raises; no other record is begun after that.
         """
         stop = threading.Event()
+        # Written last: the system lets nobody change a page that it is just taking to the disk.
+        checksums: list[tuple[Record, int]] = []
 
         def one(number: int, whole: _Unfinished, begin: int, end: int) -> None:
             if not stop.is_set():
@@ -106,6 +108,7 @@ class RecordWriter:
                     stop.set()
                     raise
                 if crc is not None:
+                    checksums.append((whole.record, crc))
                     finished(number, crc)
 
         with ExitStack() as stack:
@@ -117,6 +120,8 @@ class RecordWriter:
             stack.enter_context(pool)
             for done in [pool.submit(one, *stretch) for stretch in self._stretches(records)]:
                 done.result()
+            for record, crc in checksums:
+                self._write_checksums(record, crc)
 
     def _stretches(self, records: Sequence[tuple[int, Record]]) -> Iterator[tuple[int, _Unfinished, int, int]]:
         """Parts of the records: a large one is shared by all threads, so that none is left alone with the last."""
@@ -161,10 +166,7 @@ class RecordWriter:
                 moved(len(data))
         except OSError as error:
             raise cannot_write(self._folder.path / record.file, error) from error
-        found = whole.add(begin * size, end * size, crc)
-        if found is not None:
-            self._write_checksums(record, found)
-        return found
+        return whole.add(begin * size, end * size, crc)
 
     def _room(self, record: Record, block: Block) -> torch.Tensor:
         """This thread's memory for a block, the same for each: fresh pages cost more than what is read into them."""
