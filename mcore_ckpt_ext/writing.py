@@ -89,7 +89,7 @@ class RecordWriter:
 
         Args:
             records: what to fill.
-            finished: told the number and the CRC-32 of every finished record.
+            finished: told the number and the CRC-32 of every finished record, whose checksums may follow later.
             moved: told the bytes of every finished block.
 
         Raises:
@@ -97,7 +97,7 @@ class RecordWriter:
             CheckpointError: whatever the source raises; no other record is begun after that.
         """
         stop = threading.Event()
-        # Written last: the system lets nobody change a page that it is just taking to the disk.
+        # Written last: nobody may change a page while the system takes it to the disk, where that wants stable pages.
         checksums: list[tuple[Record, int]] = []
 
         def one(number: int, whole: _Unfinished, begin: int, end: int) -> None:

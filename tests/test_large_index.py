@@ -156,6 +156,13 @@ def test_what_another_rank_is_lent_is_parsed_already_and_lacks_the_plans(
     assert pickle.loads(there.data).all_local_plans is True
 
 
+def test_what_has_a_shape_has_a_name(tmp_path: Path) -> None:
+    """Whatever else were its name, the first rank alone would fail to hand the index to the others."""
+    shapes = {MetadataIndex("buffer"): {"nd_reformulated_orig_global_shape": (FEW, PIECE)}}
+    with pytest.raises(UnreadableCheckpointError, match="the name of an array is"):
+        index_of(with_plans([], mcore_data=shapes), tmp_path)
+
+
 def test_shapes_that_follow_the_plans_are_lent_with_them(tmp_path: Path) -> None:
     data = with_plans([1, 2], mcore_data={})
     assert Lent(tmp_path, data).without_plans().data == data

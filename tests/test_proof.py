@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any, cast
@@ -13,6 +13,8 @@ import torch
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.hooks import proof as hooks_proof
+from mcore_ckpt_ext.layout import recover
+from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement
 from mcore_ckpt_ext.layout.proof import (
     BY_EITHER_ROUNDING,
     BY_ROUNDING,
@@ -278,6 +280,53 @@ def test_masters_are_proven_whether_they_were_looked_at_or_not(wrong: int | None
         prover.look(shard, 4, 8)
     with nullcontext() if wrong is None else pytest.raises(ProofError, match=f"weight, element {wrong} of"):
         prover.finish()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("strided", [False, True])
+def test_one_flipped_bit_shows_in_every_place_of_every_stretch(dtype: torch.dtype, strided: bool) -> None:
+    room = proving._Room()
+    for begin in (0, 1, 4):
+        whole = torch.linspace(-3.0, 3.0, 32).to(dtype)
+        weight = whole[begin : begin + 26 : 2] if strided else whole[begin : begin + 13]
+        for start, stop in ((0, 0), (0, 1), (0, 8), (0, 13), (3, 9), (4, 13), (8, 12)):
+            master = weight.float()
+            assert proving._Pair(master, weight).rounds(start, stop, room)
+            for wrong in range(13):
+                flipped = master.clone()
+                flipped[wrong] *= 1.5
+                pair = proving._Pair(flipped, weight)
+                assert pair.rounds(start, stop, room) == (not start <= wrong < stop or flipped[wrong] == 0)
+    nothing = torch.empty(8, dtype=dtype)[::2][:0]
+    assert proving._Pair(nothing.float(), nothing).rounds(0, 0, room)
+
+
+class Samples:
+    """Parameters of one element each, in one bucket and beside it; which of them recovery asks for."""
+
+    def __init__(self, wrong: int | None, mixed: bool) -> None:
+        self.wrong, self.mixed, self.asked = wrong, mixed, list[int]()
+
+    def proof(self, names: Iterable[str]) -> Proof:
+        return BY_ROUNDING
+
+    def master(self, group: OptimizerGroup, key: BucketKey, start: int, count: int) -> torch.Tensor:
+        return torch.full((count,), float(start == self.wrong))
+
+    def weight(self, regions: tuple[Region, ...], start: int, count: int) -> torch.Tensor:
+        number = int(regions[0].name)
+        self.asked.append(number)
+        return torch.zeros(count, dtype=torch.float16 if self.mixed and number % 2 else torch.bfloat16)
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+@pytest.mark.parametrize(("wrong", "asked"), [(0, 1), (1, 33), (32, 33), (33, 65), (69, 70), (None, 70)])
+def test_samples_of_a_packing_are_compared_many_at_once(wrong: int | None, asked: int, mixed: bool) -> None:
+    placed = [Placement(f"p{number}", (Region.whole(str(number), (1,)),), number) for number in range(70)]
+    samples, group = Samples(wrong, mixed), cast("OptimizerGroup", None)
+    found = recover._sample(group, {BucketKey(0, "bf16", 0): placed}, samples)
+    assert samples.asked == list(range(asked))
+    assert found is None if wrong is None else f"p{wrong} would be master 1.0, weight 0.0" in str(found)
 
 
 def test_what_cannot_be_looked_at_hides_no_mismatch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def taking_what_is_whole(
     Args:
         scope: the globals of Megatron's checkpointing module.
         directory: the run folder.
-        standing: of the one that it wants.
+        standing: of the iteration that it wants; None where that is not judged.
 
     Raises:
         ResumeRefusedError: on every rank, when another one is whole, but the user did not allow it to be taken.

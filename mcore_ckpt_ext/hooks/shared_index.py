@@ -28,7 +28,7 @@ def index_shared(handed: Lent | None) -> Iterator[None]:
     """Within this scope no rank but the first reads the index of the checkpoint that is to be loaded.
 
     Args:
-        handed: what `index_of` gave on the first rank.
+        handed: the first rank's, from `index_of`; None where every rank reads its own.
     """
     # A rank whose folder is another one, a copy on its own machine, say, sees so by the size.
     mine = None if handed is None or _size(handed.folder) != handed.size else handed

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -173,9 +174,10 @@ def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredPa
 def _sample(group: OptimizerGroup, packing: Packing, read: Bytes) -> str | None:
     """Compare the first elements of every parameter with its weight; what differs, in words."""
     placed = [(key, placement) for key, placements in packing.items() for placement in placements]
-    for begin in range(0, len(placed), _AT_ONCE):
-        samples = [_Sample.of(group, key, placement, read) for key, placement in placed[begin : begin + _AT_ONCE]]
-        if not _all_round(samples):
+    # The first one alone: it shows most of what is wrong, before more is read.
+    for begin, end in pairwise((0, *range(1, len(placed), _AT_ONCE), len(placed))):
+        samples = [_Sample.of(group, key, placement, read) for key, placement in placed[begin:end]]
+        if samples and not _all_round(samples):
             for sample in samples:
                 if (mismatch := sample.proof.first_mismatch(sample.master, sample.weight)) is not None:
                     return f"{sample.name} would be {mismatch}"

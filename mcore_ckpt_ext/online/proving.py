@@ -33,7 +33,7 @@ class Prover:
 
     def __init__(self, masters: Mapping[LiveShard, torch.Tensor], checkpoint: Checkpoint) -> None:
         self._masters, self._checkpoint = masters, checkpoint
-        plain = {s: s.weight for s in masters if quantisation(s.live.parameter) is None}
+        plain = {shard: shard.weight for shard in masters if quantisation(shard.live.parameter) is None}
         near = {shard: weight for shard, weight in plain.items() if weight.device == masters[shard].device}
         self._pairs = {shard: _Pair(masters[shard], weight) for shard, weight in near.items()}
         self._room = _Room()
@@ -173,16 +173,16 @@ class _Pair:
     """Masters and the weights beside them, 1-D on one device; seen so that comparing a stretch takes few calls."""
 
     def __init__(self, master: torch.Tensor, weight: torch.Tensor) -> None:
-        self._master, self._weight, self.kind = master, weight, (weight.dtype, weight.device)
+        self._master, self._weight = master, weight
         each = 8 // weight.dtype.itemsize
-        in_words = weight.is_contiguous() and not weight.storage_offset() % each
+        in_words = weight.stride() == (1,) and not weight.storage_offset() % each
         self._each = each if in_words else 0
         self._words = weight[: weight.numel() // each * each].view(torch.int64) if in_words else weight
 
     def rounds(self, start: int, stop: int, room: _Room) -> bool:
         """Whether masters from the first to below the second round to their weights, bit for bit."""
         numel, each = stop - start, self._each
-        kept, words = room.of(self.kind, numel)
+        kept, words = room.of(self._weight, numel)
         kept[:numel].copy_(self._master[start:stop])
         # The widest whole numbers that weights can be seen as: the fewer, the faster they are compared.
         if each and not start % each and not numel % each:
@@ -197,8 +197,9 @@ class _Room(threading.local):
     def __init__(self) -> None:
         self._kept: dict[tuple[torch.dtype, torch.device], tuple[int, torch.Tensor, torch.Tensor]] = {}
 
-    def of(self, kind: tuple[torch.dtype, torch.device], numel: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Memory for so many elements or more of a dtype on a device, and the same as words."""
+    def of(self, like: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for so many elements or more, of the dtype and on the device of others, and the same as words."""
+        kind = like.dtype, like.device
         size, kept, words = self._kept.get(kind, (-1, None, None))
         if kept is None or words is None or size < numel:
             kept = torch.empty(-(-numel // 8) * 8, dtype=kind[0], device=kind[1])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import pickle
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -33,10 +34,10 @@ from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 METADATA_FILE = ".metadata"
 # A chunk takes some 300 bytes, and the largest checkpoints have millions of them.
 INDEX_BYTES = 8 << 30
-_PARTS = ("state_dict_metadata", "storage_data", "mcore_data")
+_PARTS = ("state_dict_metadata", "storage_data", "planner_data", "storage_meta", "mcore_data")
 """Attributes of torch's `Metadata`, and of Megatron's."""
 PLANS = "all_local_plans"
-"""What Megatron adds when all else is there (dist_checkpointing/strategies/state_dict_saver.py, 0.11.0 to 0.19.2)."""
+"""The ranks' plans, which Megatron adds when all else is there (strategies/state_dict_saver.py, 0.11.0 to 0.19.2)."""
 
 
 class StoredChunk(NamedTuple):
@@ -98,12 +99,14 @@ class Lent:
         size: bytes of that file.
     """
 
-    def __init__(self, folder: Path, data: bytes, size: int | None = None) -> None:
+    def __init__(self, folder: Path, data: bytes, size: int | None = None, parsed: bytes | None = None) -> None:
         self.folder, self.data, self.size = folder, data, len(data) if size is None else size
+        self._parsed = parsed
 
-    def __reduce__(self) -> tuple[Callable[..., Lent], tuple[Path, bytes, int, DcpIndex | None]]:
+    def __reduce__(self) -> tuple[type[Lent], tuple[Path, bytes, int, bytes | None]]:
         """To another rank of the job: what is parsed already need not be parsed there."""
-        return _received, (self.folder, self.data, self.size, vars(self).get("index"))
+        index = vars(self).get("index")
+        return Lent, (self.folder, self.data, self.size, None if index is None else pickle.dumps(index))
 
     def without_plans(self) -> Lent:
         """The same with True in their place, where they are: more than half of an index, and hardly anybody looks."""
@@ -118,14 +121,11 @@ class Lent:
     @cached_property
     def index(self) -> DcpIndex:
         """What it says; errors as of `read_index`."""
+        if self._parsed is not None:
+            with collector_paused():
+                found: DcpIndex = pickle.loads(self._parsed)  # a rank of this job made it
+            return found
         return _parsed(self.data, self.folder / METADATA_FILE)
-
-
-def _received(folder: Path, data: bytes, size: int, index: DcpIndex | None) -> Lent:
-    found = Lent(folder, data, size)
-    if index is not None:
-        vars(found)["index"] = index
-    return found
 
 
 _LENT: ContextVar[Lent | None] = ContextVar("mcore_ckpt_ext_lent_index", default=None)
@@ -210,8 +210,7 @@ def _index(metadata: Any) -> DcpIndex:
     objects: dict[str, StoredObject] = {}
     left = len(places)
     for key, entry in metadata.state_dict_metadata.items():
-        if type(key) is not str:
-            raise TypeError(f"the name of an array is {shown(key)}")
+        _named(key)
         if hasattr(entry, "chunks"):
             left -= len(entry.chunks)
             if left < 0:
@@ -223,11 +222,17 @@ def _index(metadata: Any) -> DcpIndex:
                 raise TypeError(f"the name of a file is {shown(info.relative_path)}")
             objects[key] = StoredObject(info.relative_path, int(info.offset), int(info.length))
     natural = {
-        key: tuple(int(size) for size in _axes(data["nd_reformulated_orig_global_shape"]))
+        _named(key): tuple(int(size) for size in _axes(data["nd_reformulated_orig_global_shape"]))
         for key, data in (getattr(metadata, "mcore_data", None) or {}).items()
         if data.get("nd_reformulated_orig_global_shape") is not None
     }
     return DcpIndex(arrays, objects, natural, bool(getattr(metadata, PLANS, None)))
+
+
+def _named(key: Any) -> str:
+    if type(key) is not str:
+        raise TypeError(f"the name of an array is {shown(key)}")
+    return key
 
 
 def _axes(numbers: Any) -> tuple[int, ...]:
