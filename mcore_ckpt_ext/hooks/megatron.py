@@ -23,7 +23,7 @@ from mcore_ckpt_ext.hooks.fsdp_feed import is_of_fsdp, load_into_fsdp
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
 from mcore_ckpt_ext.hooks.proof import PROVEN, Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.hooks.rebinding import rebound
-from mcore_ckpt_ext.hooks.resuming import Sight, look_around, taking_what_is_whole
+from mcore_ckpt_ext.hooks.resuming import Sight, check_all_see, look_around, taking_what_is_whole, trackers_seen
 from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.hooks.torch_fsdp_feed import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
 from mcore_ckpt_ext.layout.proof import Proof
@@ -137,13 +137,20 @@ def wrap_load_checkpoint(original: Function) -> Function:
 
 
 def _sight(arguments: Any, load_arg: str) -> Sight:
-    """What the first rank sees, on every rank."""
+    """What the first rank sees, on every rank.
+
+    Raises:
+        ResumeRefusedError: on every rank, where some see no checkpoint, and others do.
+    """
     is_fast = LOAD.chosen(arguments) == FAST
 
-    def look() -> Sight | None:
-        return look_around(arguments, load_arg, shares_index=is_fast) if is_first_rank() else None
+    def look() -> tuple[Sight | None, tuple[bool, ...]]:
+        seen = look_around(arguments, load_arg, shares_index=is_fast) if is_first_rank() else None
+        return seen, trackers_seen(arguments, load_arg)
 
-    return agreed("looking at what is to be loaded", look)[0] or Sight()
+    looks = agreed("looking at what is to be loaded", look)
+    check_all_see([found for _, found in looks], arguments, load_arg)
+    return looks[0][0] or Sight()
 
 
 def _reading_fast(stock: Callable[[], Any], arguments: Any, told: list[str]) -> Any:

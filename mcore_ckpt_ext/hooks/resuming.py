@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ from mcore_ckpt_ext.hooks.shared_index import index_of, is_moved
 from mcore_ckpt_ext.offline.whole import Standing, standing_of
 from mcore_ckpt_ext.settings import FALLBACK
 from mcore_ckpt_ext.storage.dcp_index import Lent, lent
+from mcore_ckpt_ext.storage.runs import TRACKER_FILE
 
 _SHOWN = 3
 
@@ -55,6 +56,47 @@ def look_around(arguments: Any, load_arg: str, *, shares_index: bool) -> Sight:
         index = index_of(directory, standing.newest_whole, arguments) if FALLBACK.chosen(arguments) else None
     keeps = index is not None and (shares_index or is_moved(index, arguments))
     return Sight(standing=standing, index=index if keeps else None)
+
+
+def trackers_seen(arguments: Any, load_arg: str) -> tuple[bool, ...]:
+    """Whether this rank sees a checkpoint in each folder that a load may take: a tracker file, as Megatron looks."""
+    if getattr(arguments, "non_persistent_ckpt_type", None):
+        return ()
+    return tuple(
+        bool(folder) and (Path(str(folder)) / TRACKER_FILE).is_file() for folder in _named(arguments, load_arg)
+    )
+
+
+def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: str) -> None:
+    """Refuse a load of which some ranks have nothing: the others would wait for them.
+
+    Every rank looks for itself whether there is a tracker file, and only those that find it meet in a collective
+    (`read_metadata`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
+
+    Args:
+        seen: `trackers_seen` of every rank.
+        arguments: Megatron's.
+        load_arg: the name of the one that says what is loaded.
+
+    Raises:
+        ResumeRefusedError: some ranks see what others do not.
+    """
+    for folder, *found in zip(_named(arguments, load_arg), *seen, strict=False):
+        blind = [rank for rank, sees in enumerate(found) if not sees]
+        if 0 < len(blind) < len(found):
+            ranks = f"{', '.join(map(str, blind[:_SHOWN]))}{', ...' if len(blind) > _SHOWN else ''}"
+            raise ResumeRefusedError(
+                "mcore_ckpt_ext refused while looking at what is to be loaded; nothing is loaded\n  some ranks see no "
+                "checkpoint where others do",
+                found=f"no {TRACKER_FILE} on rank {ranks}",
+                expected="the same on all ranks",
+                where=str(folder),
+                helps="mount the folder on every machine, and start all ranks with the same --load",
+            )
+
+
+def _named(arguments: Any, load_arg: str) -> list[Any]:
+    return [getattr(arguments, name, None) for name in (load_arg, "pretrained_checkpoint")]
 
 
 @contextmanager

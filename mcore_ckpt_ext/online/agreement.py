@@ -125,7 +125,7 @@ def agreed_among(
         result = work()
     except (Exception, CheckpointException) as error:  # noqa: BLE001 - the latter is no Exception
         cause = error
-    outcomes = exchange((result, None if cause is None else f"{type(cause).__name__}: {cause}"))
+    outcomes = exchange((result, None if cause is None else _told_of(cause)))
     refused = {rank: reason for rank, (_, reason) in outcomes.items() if reason is not None}
     if refused:
         raise ResumeRefusedError(_summary(f"{phase}; {consequence}", refused)) from cause
@@ -146,6 +146,11 @@ def attempt(work: Callable[[], object]) -> str | None:
     except (Exception, Failure) as error:  # noqa: BLE001 - told to all ranks by the caller
         return text_of(error)
     return None
+
+
+def _told_of(error: BaseException) -> str:
+    """An error with its class, but for those of Megatron that say nothing on most ranks."""
+    return text_of(error) if isinstance(error, Failure) else f"{type(error).__name__}: {error}"
 
 
 def text_of(error: BaseException) -> str:

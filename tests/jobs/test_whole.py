@@ -67,6 +67,8 @@ def outcomes(folder: Path, gpt: Job) -> Outcomes:
         cases.append(Case(name, run))
         cases.append(Case(f"{name}, allowed", run, environment=ALLOWED, dump=folder / f"dump-{number}"))
     wanted = folder / "0"
+    for rank in ("0", "1"):  # where stock Megatron waits for ever
+        cases.append(Case(f"rank {rank} sees nothing", gpt.run, environment={"TEST_SEES_NOTHING": rank}))
     cases.append(Case("named", wanted, {"ckpt_step": 8, "ckpt_ext_fallback": True}))
     return load_all(folder / "job", Layout(2, 1, 2), cases)
 
@@ -88,6 +90,13 @@ def test_with_leave_the_newest_whole_one_is_taken(damage: str, outcomes: Outcome
     assert lines[0].endswith("resuming from iteration 4 instead")
     number = list(DAMAGES).index(damage)
     assert differing(assemble(gpt.at_save), assemble(folder / f"dump-{number}")) == []
+
+
+@pytest.mark.parametrize("blind", [0, 1])
+def test_no_rank_waits_for_one_that_sees_no_checkpoint(blind: int, outcomes: Outcomes) -> None:
+    for rank in outcomes[f"rank {blind} sees nothing"]:
+        assert f"no {TRACKER} on rank {blind};" in rank["error"]
+        assert rank["after"] == rank["before"]
 
 
 def test_an_empty_tracker_is_as_good_as_a_damaged_checkpoint(outcomes: Outcomes) -> None:

@@ -4,6 +4,7 @@ A case is an object with a `name`, and, where wanted, `arguments` and `environme
 with arguments to build a model of its own, and `dump`, a folder for the live optimizer afterwards. TEST_READ_FAILS
 names a rank whose disk is gone once this package has read the tensors that Megatron asks for, TEST_OWN_READ_FAILS one
 whose disk is gone when it reads what it alone wants, TEST_SHARED_READ_FAILS when it reads what it is to send.
+TEST_SEES_NOTHING names one that is given no checkpoint.
 """
 
 from __future__ import annotations
@@ -163,6 +164,8 @@ def load(case: dict[str, Any], live: Live, witness: Witness) -> dict[str, Any]:
     given: tuple[Any, ...] = (live.model, live.optimizer, scheduler), {"strict": True, "checkpointing_context": {}}
     error, result = None, None
     progress, environment = _PROGRESS | case["arguments"], case["environment"]
+    if environment.get("TEST_SEES_NOTHING") == os.environ["RANK"]:
+        progress["load"] = "/nowhere"
     with changed(vars(arguments), progress), changed(os.environ, environment):
         as_called = dict(vars(arguments))
         try:
