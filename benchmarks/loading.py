@@ -14,10 +14,11 @@ the twin as `fully_reshardable`, which takes several times the memory). Then job
     cold stock, cold fast, cold moved    the same, after the page cache has forgotten the checkpoint, as for the bound
 
 and between them the bound of each: as many processes read into fresh memory as many bytes of the same files as the
-ranks hold afterwards, or asked for, where that is less. Before each, the ranks use as much memory and give it
-back, and but for the cold ones they read the checkpoint. Seconds are from barrier to barrier around `load_checkpoint`;
-processor seconds are those of all ranks, by gigabyte that they hold; memory is the peak of a rank beyond what it held
-before and what it holds after the load, whichever is more.
+ranks hold afterwards, or asked for, where that is less. Before each load, and each bound, the processes use half as
+much again as the checkpoint has bytes of memory and give it back, and but for the cold ones they read the checkpoint:
+see `memory.py`. Seconds are from barrier to barrier around `load_checkpoint`; processor seconds are those of all ranks,
+by gigabyte that they hold; memory is the peak of a rank beyond what it held before and what it holds after the load,
+whichever is more.
 """
 
 from __future__ import annotations
