@@ -89,7 +89,7 @@ class RecordWriter:
 
         Args:
             records: what to fill.
-            finished: told the number and the CRC-32 of every finished record, whose checksums may follow later.
+            finished: told the number and the CRC-32 of every finished record.
             moved: told the bytes of every finished block.
 
         Raises:
@@ -97,8 +97,6 @@ class RecordWriter:
             CheckpointError: whatever the source raises; no other record is begun after that.
         """
         stop = threading.Event()
-        # Written last: nobody may change a page while the system takes it to the disk, where that wants stable pages.
-        checksums: list[tuple[Record, int]] = []
 
         def one(number: int, whole: _Unfinished, begin: int, end: int) -> None:
             if not stop.is_set():
@@ -108,7 +106,6 @@ class RecordWriter:
                     stop.set()
                     raise
                 if crc is not None:
-                    checksums.append((whole.record, crc))
                     finished(number, crc)
 
         with ExitStack() as stack:
@@ -120,8 +117,6 @@ class RecordWriter:
             stack.enter_context(pool)
             for done in [pool.submit(one, *stretch) for stretch in self._stretches(records)]:
                 done.result()
-            for record, crc in checksums:
-                self._write_checksums(record, crc)
 
     def _stretches(self, records: Sequence[tuple[int, Record]]) -> Iterator[tuple[int, _Unfinished, int, int]]:
         """Parts of the records: a large one is shared by all threads, so that none is left alone with the last."""
@@ -166,7 +161,10 @@ class RecordWriter:
                 moved(len(data))
         except OSError as error:
             raise cannot_write(self._folder.path / record.file, error) from error
-        return whole.add(begin * size, end * size, crc)
+        found = whole.add(begin * size, end * size, crc)
+        if found is not None:
+            self._write_checksums(record, found)
+        return found
 
     def _room(self, record: Record, block: Block) -> torch.Tensor:
         """This thread's memory for a block, the same for each: fresh pages cost more than what is read into them."""
