@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from mcore_ckpt_ext.online.agreement import gather
+from mcore_ckpt_ext.errors import ResumeRefusedError
+from mcore_ckpt_ext.online.agreement import Failure, agreed_among, gather
 
 RANKS = 8
 # What each rank tells.
@@ -48,3 +49,16 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[A
 @pytest.mark.parametrize("name", ITEMS)
 def test_every_rank_learns_what_all_have_told(name: str, told: dict[int, dict[str, list[Any]]]) -> None:
     assert [told[rank][name] for rank in range(RANKS)] == [ITEMS[name]] * RANKS
+
+
+def test_of_a_failure_that_megatron_collects_only_what_failed_is_told() -> None:
+    """On most ranks its exception says nothing."""
+    failures: Any = {0: (RuntimeError("a damaged object"), [])}
+
+    def work() -> None:
+        raise Failure("", failures)
+
+    with pytest.raises(ResumeRefusedError, match="refused while reading; untouched") as refused:
+        agreed_among(lambda own: {0: own, 1: (None, "")}, "reading", work, "untouched")
+    assert "rank 0: rank 0: a damaged object" in str(refused.value)
+    assert "rank 1" not in str(refused.value)

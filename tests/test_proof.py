@@ -284,7 +284,7 @@ def test_masters_are_proven_whether_they_were_looked_at_or_not(wrong: int | None
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("strided", [False, True])
-def test_one_flipped_bit_shows_in_every_place_of_every_stretch(dtype: torch.dtype, strided: bool) -> None:
+def test_a_wrong_master_shows_in_every_place_of_every_stretch(dtype: torch.dtype, strided: bool) -> None:
     room = proving._Room()
     for begin in (0, 1, 4):
         whole = torch.linspace(-3.0, 3.0, 32).to(dtype)

@@ -1,4 +1,4 @@
-"""Before a resume: whether the checkpoint that it would take is whole, and if not, which one would do."""
+"""Before a resume: what there is to load, whether it is whole, and if not, which one would do."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import ResumeRefusedError
+from mcore_ckpt_ext.errors import ResumeRefusedError, some
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.from_huggingface import model_folder
 from mcore_ckpt_ext.hooks.rebinding import rebound
@@ -84,11 +84,10 @@ def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: st
     for folder, *found in zip(_named(arguments, load_arg), *seen, strict=False):
         blind = [rank for rank, sees in enumerate(found) if not sees]
         if 0 < len(blind) < len(found):
-            ranks = f"{', '.join(map(str, blind[:_SHOWN]))}{', ...' if len(blind) > _SHOWN else ''}"
             raise ResumeRefusedError(
                 "mcore_ckpt_ext refused while looking at what is to be loaded; nothing is loaded\n  some ranks see no "
                 "checkpoint where others do",
-                found=f"no {TRACKER_FILE} on rank {ranks}",
+                found=f"no {TRACKER_FILE} on rank {some([str(rank) for rank in blind])}",
                 expected="the same on all ranks",
                 where=str(folder),
                 helps="mount the folder on every machine, and start all ranks with the same --load",

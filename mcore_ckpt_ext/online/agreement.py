@@ -149,7 +149,7 @@ def attempt(work: Callable[[], object]) -> str | None:
 
 
 def _told_of(error: BaseException) -> str:
-    """An error with its class, but for those of Megatron that say nothing on most ranks."""
+    """An error with its class; what Megatron collects of several ranks is spelt out."""
     return text_of(error) if isinstance(error, Failure) else f"{type(error).__name__}: {error}"
 
 
@@ -165,8 +165,7 @@ def text_of(error: BaseException) -> str:
 
 def reasons_of_all(reason: str | None) -> str:
     """The reasons of the ranks that have one, on every rank."""
-    given = {rank: text for rank, text in enumerate(gather(reason)) if text is not None}
-    return _listed({rank: text for rank, text in given.items() if text} or given)
+    return _listed({rank: text for rank, text in enumerate(gather(reason)) if text is not None})
 
 
 def device_of_collectives() -> torch.device:
@@ -180,8 +179,9 @@ def _summary(head: str, refused: dict[int, str]) -> str:
 
 
 def _listed(reasons: dict[int, str]) -> str:
+    """Each reason with its ranks; without those of ranks that only know that another one failed, and say nothing."""
     ranks_of: dict[str, list[int]] = {}
-    for rank, reason in reasons.items():
+    for rank, reason in ({rank: text for rank, text in reasons.items() if text} or reasons).items():
         ranks_of.setdefault(reason, []).append(rank)
     lines = [f"rank {', '.join(map(str, ranks))}: {reason}" for reason, ranks in ranks_of.items()]
     more = f"\n  and {len(lines) - _SHOWN} more reasons" if len(lines) > _SHOWN else ""

@@ -174,10 +174,9 @@ class _Pair:
 
     def __init__(self, master: torch.Tensor, weight: torch.Tensor) -> None:
         self._master, self._weight = master, weight
-        each = 8 // weight.dtype.itemsize
+        self._each = each = 8 // weight.dtype.itemsize
         in_words = weight.stride() == (1,) and not weight.storage_offset() % each
-        self._each = each if in_words else 0
-        self._words = weight[: weight.numel() // each * each].view(torch.int64) if in_words else weight
+        self._words = weight[: weight.numel() // each * each].view(torch.int64) if in_words else None
 
     def rounds(self, start: int, stop: int, room: _Room) -> bool:
         """Whether masters from the first to below the second round to their weights, bit for bit."""
@@ -185,7 +184,7 @@ class _Pair:
         kept, words = room.of(self._weight, numel)
         kept[:numel].copy_(self._master[start:stop])
         # The widest whole numbers that weights can be seen as: the fewer, the faster they are compared.
-        if each and not start % each and not numel % each:
+        if self._words is not None and not start % each and not numel % each:
             return torch.equal(words[: numel // each], self._words[start // each : stop // each])
         bits = BITS[kept.itemsize]
         return torch.equal(kept[:numel].view(bits), self._weight[start:stop].view(bits))
@@ -195,14 +194,13 @@ class _Room(threading.local):
     """Memory to round into, kept from block to block: allocating it each time costs as much as the rounding."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[torch.dtype, torch.device], tuple[int, torch.Tensor, torch.Tensor]] = {}
+        self._kept: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def of(self, like: torch.Tensor, numel: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for so many elements or more, of the dtype and on the device of others, and the same as words."""
         kind = like.dtype, like.device
-        size, kept, words = self._kept.get(kind, (-1, None, None))
-        if kept is None or words is None or size < numel:
-            kept = torch.empty(-(-numel // 8) * 8, dtype=kind[0], device=kind[1])
-            words = kept.view(torch.int64)
-            self._kept[kind] = kept.numel(), kept, words
-        return kept, words
+        found = self._kept.get(kind)
+        if found is None or found[0].numel() < numel:
+            kept = torch.empty(-(-numel // 8) * 8, dtype=like.dtype, device=like.device)
+            found = self._kept[kind] = kept, kept.view(torch.int64)
+        return found

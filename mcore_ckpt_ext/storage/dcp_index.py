@@ -99,9 +99,9 @@ class Lent:
         size: bytes of that file.
     """
 
-    def __init__(self, folder: Path, data: bytes, size: int | None = None, parsed: bytes | None = None) -> None:
+    def __init__(self, folder: Path, data: bytes, size: int | None = None, pickled: bytes | None = None) -> None:
         self.folder, self.data, self.size = folder, data, len(data) if size is None else size
-        self._parsed = parsed
+        self._pickled = pickled  # the index, by the rank that has parsed it
 
     def __reduce__(self) -> tuple[type[Lent], tuple[Path, bytes, int, bytes | None]]:
         """To another rank of the job: what is parsed already need not be parsed there."""
@@ -121,9 +121,9 @@ class Lent:
     @cached_property
     def index(self) -> DcpIndex:
         """What it says; errors as of `read_index`."""
-        if self._parsed is not None:
+        if self._pickled is not None:
             with collector_paused():
-                found: DcpIndex = pickle.loads(self._parsed)  # a rank of this job made it
+                found: DcpIndex = pickle.loads(self._pickled)  # a rank of this job made it
             return found
         return _parsed(self.data, self.folder / METADATA_FILE)
 
