@@ -5,8 +5,9 @@
 Makes a checkpoint of about 6 GB below FOLDER. Every run ends when the bytes are on the disk: a conversion flushes
 before it publishes, and the bound is `sendfile` of what it wrote with a flush of each file. Processor seconds, by
 gigabyte written, are those of all threads, and of the system on their behalf; peak memory is the growth of a process of
-its own, after its imports. Before each run as much is written and removed again: in a virtual machine, memory that was
-not used lately costs its first user more than all else. With several numbers of workers, all take turns.
+its own, after its imports. Before each run the source is read, and half as much again is written and removed: see
+`memory.py`. With several numbers of workers, all take turns. Below `/dev/shm` nothing waits for a disk, which shows
+what a second worker adds.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _CONVERT = """
 import json, resource, sys, torch, mcore_ckpt_ext
 from mcore_ckpt_ext.offline import conversion
 from mcore_ckpt_ext.targets import TARGETS
-from stream import touched
+from stream import readied
 import time
-touched(sys.argv[1], sys.argv[2] + ".touched")
+readied(sys.argv[1], sys.argv[2] + ".touched")
 before = resource.getrusage(resource.RUSAGE_SELF)
 begun = time.monotonic()
 target = TARGETS[sys.argv[3]](**json.loads(sys.argv[4]))
