@@ -93,6 +93,13 @@ def test_an_unfinished_checkpoint_is_refused(damaged: Fixture, name: str) -> Non
         read_all(damaged.run)
 
 
+def test_an_empty_index_is_refused_as_that(damaged: Fixture) -> None:
+    """What a full disk, or a killed save, leaves behind."""
+    (damaged.iteration / ".metadata").write_bytes(b"")
+    with pytest.raises(UnreadableCheckpointError, match="index is empty.*use another iteration"):
+        open_checkpoint(damaged.run)
+
+
 @pytest.mark.parametrize("name", [".metadata", "metadata.json", "common.pt"])
 def test_garbage_instead_of_metadata_is_refused(damaged: Fixture, name: str) -> None:
     (damaged.iteration / name).write_bytes(b"\x80\x04garbage" * 50)

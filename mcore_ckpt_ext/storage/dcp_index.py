@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore_ckpt_ext.errors import (
+    INTERRUPTED,
     CheckpointError,
     UnreadableCheckpointError,
     UnsupportedCheckpointError,
@@ -170,6 +171,10 @@ def read_index(folder: Path) -> DcpIndex:
 
 
 def _parsed(data: bytes, path: Path) -> DcpIndex:
+    if not data:
+        raise UnreadableCheckpointError(
+            "the checkpoint's index is empty", found="0 bytes", where=str(path), helps=INTERRUPTED
+        )
     try:
         with collector_paused():
             return _index(_metadata(data, str(path)))
