@@ -94,7 +94,7 @@ class FolderReader:
                     where=str(self.folder / file),
                 ) from error
             if count == 0:
-                raise cut_short(self.folder / file, offset + done, offset + len(buffer))
+                raise cut_short(self.folder / file, os.fstat(descriptor.number).st_size, offset + len(buffer))
             done += count
         with self._lock:
             self.bytes_read += done
