@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, some
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.canonical import is_canonical
 from mcore_ckpt_ext.formats.colossalai import is_colossalai
@@ -22,7 +22,7 @@ from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.verl_folder import is_verl
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, warning
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, check_plans
 from mcore_ckpt_ext.storage.runs import (
     TRACKER_FILE,
     Tracker,
@@ -115,6 +115,16 @@ def check_folder(folder: Path) -> list[Finding]:
         what = "missing: without this index nobody knows what the .distcp files hold"
         findings.append(error(COMPLETE, str(folder / METADATA_FILE), what))
     return findings
+
+
+def check_index_file(folder: Path) -> Iterator[Finding]:
+    """The part of an index that is not read otherwise: the ranks' plans."""
+    if (folder / METADATA_FILE).exists():
+        try:
+            check_plans(folder)
+        except CheckpointError as problem:
+            what = f"the ranks' plans at its end cannot be read, and stock Megatron's loader ends there: {problem}"
+            yield error(COMPLETE, str(folder / METADATA_FILE), what)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ from mcore_ckpt_ext.layout.proof import BY_ROUNDING
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.offline.completeness import check_folder, check_index, locate
+from mcore_ckpt_ext.offline.completeness import check_folder, check_index, check_index_file, locate
 from mcore_ckpt_ext.offline.content import ContentCheck, ParameterReport
 from mcore_ckpt_ext.offline.coverage import check_arrays, check_groups, check_state, check_weights
 from mcore_ckpt_ext.offline.findings import (
@@ -182,6 +182,8 @@ class _Run:
             return set()
         findings, failed = check_index(self.folder, checkpoint.stored_index)
         self.findings.extend(findings)
+        if not self._quick and checkpoint.stored_index.has_plans:
+            self.findings.extend(check_index_file(self.folder))
         files = len({file for file, _ in labels(checkpoint)})
         self.checks.append(Check(COMPLETE, f"{files:,} files"))
         return failed

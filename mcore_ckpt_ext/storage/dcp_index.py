@@ -157,17 +157,28 @@ def read_index(folder: Path) -> DcpIndex:
     """
     if (found := lent_of(folder)) is not None:
         return found.index
-    path = folder / METADATA_FILE
+    return _parsed(_file(folder), folder / METADATA_FILE)
+
+
+def check_plans(folder: Path) -> None:
+    """Unpickle the ranks' plans, too, which nobody here reads, but Megatron's own loader does.
+
+    Raises:
+        CheckpointError: they, or the rest, are damaged.
+    """
+    safe_loads(_file(folder), str(folder / METADATA_FILE))
+
+
+def _file(folder: Path) -> bytes:
     try:
-        data = read_file(folder, METADATA_FILE, INDEX_BYTES)
+        return read_file(folder, METADATA_FILE, INDEX_BYTES)
     except OSError as error:
         raise UnreadableCheckpointError(
             "the checkpoint's index cannot be read",
             found=error.strerror,
-            where=str(path),
+            where=str(folder / METADATA_FILE),
             helps=remedy(error),
         ) from error
-    return _parsed(data, path)
 
 
 def _parsed(data: bytes, path: Path) -> DcpIndex:

@@ -90,6 +90,15 @@ def test_without_a_repair_the_proof_itself_names_them(
 # What a user's disk does ---------------------------------------------------------------------------------------------
 
 
+def test_damage_in_the_part_of_the_index_that_only_megatron_reads_is_named(damaged: Fixture) -> None:
+    path = damaged.iteration / METADATA_FILE
+    data = path.read_bytes()
+    path.write_bytes(data[:-200] + b"\xff" + data[-199:])
+    assert open_checkpoint(damaged.run).index.has_plans, "this package resumes from the rest"
+    (finding,) = findings(verify(damaged.run))
+    assert finding.startswith(f"error {path}: the ranks' plans at its end cannot be read")
+
+
 @pytest.mark.parametrize("kind", [WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ])
 def test_a_flipped_byte_is_named(damaged: Fixture, kind: str) -> None:
     path, position = payload_position(open_checkpoint(damaged.run), kind, MATRIX, 700)
