@@ -30,6 +30,7 @@ import torch
 
 from megatron_on_cpu import compat, dump_optimizer, engine_kernels, record_losses, redirect
 from megatron_on_cpu.fork_server import MOST_BYTES, READY
+from megatron_on_cpu.groups import share_device
 from megatron_on_cpu.process import die_with_parent
 
 # When a rank fails, the others usually hang in a collective; those that fail too get this long to say why.
@@ -162,6 +163,7 @@ def _run_rank(rank: int, order: dict[str, Any], port: int) -> None:
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
     )
+    share_device()
     for plugin in order["plugins"]:
         runpy.run_path(plugin)
     sys.path.insert(0, str(Path(order["script"]).parent))

@@ -23,6 +23,7 @@ from megatron.training.checkpointing import load_checkpoint
 from megatron.training.global_vars import destroy_global_vars
 from megatron.training.models.gpt import GPTModelBuilder
 from megatron_on_cpu import toy_jobs
+from megatron_on_cpu.groups import leave_groups
 
 
 def main() -> None:
@@ -58,6 +59,7 @@ def build(case: dict[str, Any]) -> Any:
     destroy_global_vars()
     destroy_num_microbatches_calculator()
     parallel_state.destroy_model_parallel()
+    leave_groups()
     # Megatron shares no experts with biases among tensor-parallel ranks.
     expert_tensor = 1 if "--softmax-type" in case["flags"] else case["tensor"]
     layout = [
