@@ -36,7 +36,7 @@ def install() -> None:
     for module in (common, nets):
         module.l2norm = _unit_length
         module.causal_conv1d = _causal_convolution
-        module.chunk_gated_delta_rule = common.torch_chunk_gated_delta_rule
+        module.chunk_gated_delta_rule = _gated_delta_rule
 
 
 def _normed(self: Any, values: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -105,6 +105,25 @@ def _causal_convolution(x: torch.Tensor, weight: torch.Tensor, bias: Any, **_: A
     length, width = x.shape[1], weight.shape[-1]
     found = functions.conv1d(x.transpose(1, 2), weight[:, None], bias, padding=width - 1, groups=weight.shape[0])
     return functions.silu(found[..., :length]).transpose(1, 2), None
+
+
+def _gated_delta_rule(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """The rule as it is defined, token after token; all `[batch, sequence, heads]`, the first three with a width.
+
+    In double precision: Megatron's own in torch (`torch_chunk_gated_delta_rule`) inverts a matrix in single precision,
+    whose rounding differs between processors by more than a wrong epsilon would.
+    """
+    steps = [part.double().transpose(0, 1) for part in (query * query.shape[-1] ** -0.5, key, value, g.exp(), beta)]
+    state = query.new_zeros((*query.shape[:1], *query.shape[2:], value.shape[-1]), dtype=torch.float64)
+    found = []
+    for asked, place, new, decay, rate in zip(*steps, strict=True):
+        state = state * decay[..., None, None]
+        known = (place[..., None] * state).sum(-2)
+        state = state + place[..., None] * ((new - known) * rate[..., None])[..., None, :]
+        found.append((asked[..., None] * state).sum(-2))
+    return torch.stack(found, 1).to(query.dtype), None
 
 
 if __name__ == "<run_path>":  # as a plugin
