@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import mmap
 import multiprocessing
 import os
 import statistics
@@ -39,7 +38,7 @@ REPOSITORY = Path(__file__).parents[1]
 sys.path.insert(0, str(REPOSITORY / "scripts"))
 
 from megatron_on_cpu import launch, toy_jobs  # noqa: E402 - the path is set above
-from memory import forget, remember, touch  # noqa: E402 - beside this file
+from memory import forget, fresh, remember, touch  # noqa: E402 - beside this file
 
 PLUGIN = Path(__file__).with_name("loading_rank.py")
 BLOCK = 16 << 20
@@ -142,7 +141,7 @@ def read_plainly(
     touch(int(TOUCHED * count))
     barrier.wait()
     busy = time.process_time()
-    memory = memoryview(bytearray(0)) if not count else memoryview(mmap.mmap(-1, count))
+    memory = memoryview(bytearray(0)) if not count else memoryview(fresh(count))
     done = 0
     while done < count:
         wanted = min(BLOCK, count - done, sizes[number] - start)
