@@ -42,8 +42,9 @@ from memory import forget, fresh, remember, touch  # noqa: E402 - beside this fi
 
 PLUGIN = Path(__file__).with_name("loading_rank.py")
 BLOCK = 16 << 20
-# Before a load, by bytes of the checkpoint: it needs memory to read into, and some to work with.
-TOUCHED = 1.5
+# Before a load, by bytes of the checkpoint: it needs memory to read into, and some to work with; a cold one needs as
+# much again for the page cache.
+TOUCHED, TOUCHED_COLD = 1.5, 2.5
 FULLY_RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 
 
@@ -58,6 +59,11 @@ class Way:
     cold: bool = False
     runs: list[list[dict[str, float]]] = field(default_factory=list)
     bounds: list[tuple[float, float]] = field(default_factory=list)
+
+    @property
+    def touched(self) -> float:
+        """Memory that is used and given back before a load, by bytes of the checkpoint."""
+        return TOUCHED_COLD if self.cold else TOUCHED
 
 
 WAYS = {
@@ -82,7 +88,7 @@ def job(options: argparse.Namespace, way: Way, name: str, *, saves: list[str] | 
         load=run_folder if saves is None else None, more=[*size, "--exit-interval", "1", *(saves or [])],
     )  # fmt: skip
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts"), str(PLUGIN.parent)])
-    share = str(int(TOUCHED * folder_bytes(run_folder) / options.ranks))
+    share = str(int(way.touched * folder_bytes(run_folder) / options.ranks))
     own = {"LOADING_REPORT": str(report), "LOADING_BYTES": share, "PYTHONPATH": paths}
     environment = {**way.environment, **own}
     plugins = [PLUGIN] if saves is None else []
@@ -106,14 +112,16 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def bound(folder: Path, counts: list[float]) -> tuple[float, float]:
+def bound(folder: Path, counts: list[float], touched: float) -> tuple[float, float]:
     """Seconds, and processor seconds, of as many processes that read as many bytes and do nothing else."""
     barrier = multiprocessing.Barrier(len(counts) + 1)
     queue: multiprocessing.Queue[float] = multiprocessing.Queue()
     files = sorted(path for path in folder.rglob("*.distcp"))
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
     readers = [
-        multiprocessing.Process(target=read_plainly, args=(files, int(start), int(count), barrier, queue))
+        multiprocessing.Process(
+            target=read_plainly, args=(files, int(start), int(count), int(touched * count), barrier, queue)
+        )
         for start, count in zip(starts, counts, strict=True)
     ]
     for reader in readers:
@@ -129,7 +137,7 @@ def bound(folder: Path, counts: list[float]) -> tuple[float, float]:
 
 
 def read_plainly(
-    files: list[Path], start: int, count: int, barrier: Barrier, queue: multiprocessing.Queue[float]
+    files: list[Path], start: int, count: int, touched: int, barrier: Barrier, queue: multiprocessing.Queue[float]
 ) -> None:
     """Read `count` bytes from byte `start` of the files, one after the other and again, into fresh memory."""
     sizes = [file.stat().st_size for file in files]
@@ -138,7 +146,7 @@ def read_plainly(
     number = 0
     while start >= sizes[number]:
         start, number = start - sizes[number], number + 1
-    touch(int(TOUCHED * count))
+    touch(touched)
     barrier.wait()
     busy = time.process_time()
     memory = memoryview(bytearray(0)) if not count else memoryview(fresh(count))
@@ -176,7 +184,8 @@ def main() -> None:
             ranks = job(options, way, f"{name}-{number}")
             way.runs.append(ranks)
             (forget if way.cold else remember)(options.folder / way.folder)
-            way.bounds.append(bound(options.folder / way.folder, [min(rank["held"], rank["asked"]) for rank in ranks]))
+            counts = [min(rank["held"], rank["asked"]) for rank in ranks]
+            way.bounds.append(bound(options.folder / way.folder, counts, way.touched))
     print("| way | seconds | bound | x bound | processor s/GB | bound | GB | GB asked | peak MiB |")
     for name, way in ways.items():
         seconds = statistics.median(run[0]["seconds"] for run in way.runs)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy
 import torch
@@ -34,13 +34,14 @@ DEFAULT_WORKERS = 4
 # Below, starting threads costs more than reading.
 _BYTES_FOR_WORKERS = 1 << 20
 # What lies between two rows is read along where it is less than a page: then no page is touched that is not anyway, and
-# copying it costs less than a call.
+# copying it costs less than a call. Of longer rows, as much again is: by one call for many, which costs half.
 _READ_ALONG_BYTES = 4095
-# Rows as long as this are worth a call each; shorter ones pass through a cache of the processor.
-_LONG_ROW_BYTES = 1 << 13
-_ALONG_BYTES = 1 << 19
-# Rows that follow each other in the file go to their places in memory by one call, unless they are as short as this.
+_MOST_READ_ALONG_BYTES = 1 << 14
+_ROWS_AT_ONCE = 512
+# Rows as short as this are read with what lies between them, and pass through a cache of the processor to their places;
+# longer ones go there by the call itself.
 _SHORT_ROW_BYTES = 1024
+_ALONG_BYTES = 1 << 19
 # What is looked at right after it was read: half of a processor's own cache, or less.
 _LOOK_BYTES = 1 << 19
 # Of each fp8 number while it is decoded.
@@ -191,18 +192,26 @@ class Transfer:
             skip, step = source_stride * size, target_stride * size
             if count == 1:
                 self._reader.read_into(payload.file, offset, memory[begin : begin + row_bytes])
-            elif skip == row_bytes and row_bytes > _SHORT_ROW_BYTES and step > 0:
-                places = range(begin, begin + count * step, step)
-                self._reader.scatter(payload.file, offset, [memory[place : place + row_bytes] for place in places])
-            elif row_bytes < _LONG_ROW_BYTES and _are_near(length, count, source_stride, size):
+            elif row_bytes <= _SHORT_ROW_BYTES and _are_near(length, count, source_stride, size):
                 run = target, length, count, source_stride, target_stride
                 self._read_along(payload.file, offset, memory, size, run)
             else:
-                begins = (begin + row * step for row in range(count))
-                rows = (memory[place : place + row_bytes] for place in begins)
-                self._reader.read_rows(payload.file, offset, skip, rows)
+                rows = (memory[place : place + row_bytes] for place in (begin + row * step for row in range(count)))
+                gap, most = skip - row_bytes, max(_READ_ALONG_BYTES, min(row_bytes, _MOST_READ_ALONG_BYTES))
+                if row_bytes > _SHORT_ROW_BYTES and 0 <= gap <= most:
+                    self._scatter(payload.file, offset, gap, rows)
+                else:
+                    self._reader.read_rows(payload.file, offset, skip, rows)
             if show is not None and (count == 1 or target_stride == length):
                 show(target, target + count * length)
+
+    def _scatter(self, file: str, offset: int, gap: int, rows: Iterator[memoryview]) -> None:
+        """Read rows of which each lies `gap` bytes behind the one before it, many by one call."""
+        skipped = self._scratch_of(gap)[:gap]
+        while some := list(islice(rows, _ROWS_AT_ONCE)):
+            buffers = [buffer for row in some for buffer in (row, skipped)][:-1] if gap else some
+            self._reader.scatter(file, offset, buffers)
+            offset += len(some) * (len(some[0]) + gap)
 
     def _read_along(
         self, file: str, offset: int, memory: memoryview, size: int, run: tuple[int, int, int, int, int]
