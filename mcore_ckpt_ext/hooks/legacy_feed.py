@@ -40,7 +40,7 @@ from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.online.admission import check_names, spelling_in
 from mcore_ckpt_ext.online.agreement import agreed
-from mcore_ckpt_ext.online.live_model import LiveParameter, live_names, live_parameters
+from mcore_ckpt_ext.online.live_model import LiveParameter, live_names, live_parameters, live_tensors
 from mcore_ckpt_ext.online.live_states import FoundStates, states_for
 from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
 from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folder, iteration_name
@@ -150,7 +150,8 @@ def fed(
         ResumeRefusedError: on every rank, when some rank's part cannot be put together.
     """
     arguments = scope["get_args"]()
-    live = {name for names in agreed("reading the live model", lambda: live_names(chunks)) for name in names}
+    told = agreed("reading the live model", lambda: live_names(live_tensors(chunks)))
+    live = {name for names in told for name in names}
     state: dict[str, Any] = {}
     releases: list[bool] = []
 

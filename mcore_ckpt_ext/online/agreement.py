@@ -43,7 +43,7 @@ def gather(item: Result) -> list[Result]:
         return [item]
     data, ranks = pickle.dumps(item), dist.get_world_size()
     own = _mark(data)
-    marks = [bytes(mark) for mark in _all_gathered(own, ranks)]
+    marks = _all_gathered(own, ranks)
     firsts: dict[bytes, int] = {}
     for rank, mark in enumerate(marks):
         firsts.setdefault(mark, rank)
@@ -54,9 +54,9 @@ def gather(item: Result) -> list[Result]:
     known[own] = item
     long = {mark: first for mark, first in firsts.items() if _told_by(mark) is None}
     if len(long) * _FEW > ranks:
-        items: list[Result | None] = [None] * ranks
-        dist.all_gather_object(items, item)
-        return items  # type: ignore[return-value]  # every entry has been replaced
+        sizes = list(map(_size_in, marks))
+        told = _all_gathered(data.ljust(max(sizes), b"\0"), ranks)
+        return [pickle.loads(padded[:size]) for padded, size in zip(told, sizes, strict=True)]
     for mark, first in long.items():
         sent = torch.frombuffer(bytearray(data) if mark == own else bytearray(_size_in(mark)), dtype=torch.uint8)
         there = sent.to(device_of_collectives())
@@ -82,13 +82,12 @@ def _told_by(mark: bytes) -> bytes | None:
     return mark[_SIZE_BYTES : _SIZE_BYTES + size] if size <= _SHORT_BYTES else None
 
 
-def _all_gathered(data: bytes, ranks: int) -> list[list[int]]:
+def _all_gathered(data: bytes, ranks: int) -> list[bytes]:
     """The bytes of every rank, of which all have as many."""
     device = device_of_collectives()
     found = torch.empty((ranks, len(data)), dtype=torch.uint8, device=device)
     dist.all_gather(list(found.unbind()), torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
-    numbers: list[list[int]] = found.tolist()
-    return numbers
+    return [row.tobytes() for row in found.cpu().numpy()]
 
 
 def agreed(phase: str, work: Callable[[], Result], consequence: str = "the optimizer is untouched") -> list[Result]:

@@ -10,7 +10,15 @@ from typing import Any
 from mcore_ckpt_ext.errors import ModelMismatchError
 from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.online.homes.recognition import homes_of
-from mcore_ckpt_ext.online.live_model import NEW, Spell, live_names, live_parameters, registered_names, trained_names
+from mcore_ckpt_ext.online.live_model import (
+    NEW,
+    Spell,
+    live_names,
+    live_parameters,
+    live_tensors,
+    registered_names,
+    trained_names,
+)
 
 
 class LiveJob:
@@ -36,14 +44,14 @@ class LiveJob:
             ModelMismatchError: see `Home.shards`.
         """
         self.homes = homes_of(optimizer)
-        live = live_parameters(chunks, spell)
-        self._live = live
+        stored = live_tensors(chunks, spell)
+        self._live = live = live_parameters(chunks, spell, stored)
         held = [shard for home in self.homes for shard in home.shards(live)]
         self.shards = [shard for shard in held if not shard.name.startswith(NEW)]
         self.new = [shard for shard in held if shard.name.startswith(NEW)]
         first = not self.homes or any(home.is_first_replica for home in self.homes)
         self.view = RankView(
-            names=live_names(chunks, spell) if first else [],
+            names=live_names(stored) if first else [],
             trained=trained_names(chunks, live) if first else [],
             registered=[registered_names(chunk, live) for chunk in chunks] if first else [],
             kinds=frozenset(home.kind for home in self.homes),

@@ -7,7 +7,7 @@ objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,25 +52,24 @@ NEW = "new."
 """What then stands before the name of a parameter that the checkpoint's model does not have, and that starts anew."""
 
 
-def live_parameters(chunks: Sequence[Any], spell: Spell = str) -> dict[int, LiveParameter]:
-    """All parameters and buffers of the model chunks by `id`, described by the model's own sharded state dict."""
-    found: dict[int, LiveParameter] = {}
-    for chunk in chunks:
-        held = {id(tensor) for tensor in (*chunk.parameters(), *chunk.buffers())}
-        for entry in _entries(_sharded(chunk)):
-            if id(getattr(entry, "data", None)) in held:
-                found[id(entry.data)] = _described(entry, spell)
-    return found
+def live_tensors(chunks: Sequence[Any], spell: Spell = str) -> list[LiveParameter]:
+    """Every tensor, parameters and buffers, that the model chunks would store, as their sharded state dicts say."""
+    entries = (entry for chunk in chunks for entry in _entries(_sharded(chunk)))
+    return [_described(entry, spell) for entry in entries if isinstance(getattr(entry, "data", None), torch.Tensor)]
 
 
-def live_names(chunks: Sequence[Any], spell: Spell = str) -> list[str]:
-    """Model-space names of every tensor, parameters and buffers, that the model chunks would store."""
-    names: dict[str, None] = {}
-    for chunk in chunks:
-        for entry in _entries(_sharded(chunk)):
-            if isinstance(getattr(entry, "data", None), torch.Tensor):
-                names.update(dict.fromkeys(_described(entry, spell).tensors))
-    return list(names)
+def live_parameters(
+    chunks: Sequence[Any], spell: Spell = str, stored: Sequence[LiveParameter] | None = None
+) -> dict[int, LiveParameter]:
+    """All parameters and buffers of the model chunks by `id`; `stored`: their `live_tensors`, where these are known."""
+    held = {id(tensor) for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())}
+    stored = live_tensors(chunks, spell) if stored is None else stored
+    return {id(live.parameter): live for live in stored if id(live.parameter) in held}
+
+
+def live_names(stored: Iterable[LiveParameter]) -> list[str]:
+    """The model-space names that tensors stand for."""
+    return list(dict.fromkeys(name for live in stored for name in live.tensors))
 
 
 def registered_names(chunk: Any, live: Mapping[int, LiveParameter]) -> list[str]:
