@@ -173,6 +173,7 @@ def main() -> None:
     parser.add_argument("--megatron", type=Path)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=["stock", "fast", "moved"])
     options = parser.parse_args()
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else every rank compiles what Megatron imports within a load
     ways = {name: WAYS[name] for name in options.ways}
     for name in {way.folder for way in ways.values()}:
         if not (options.folder / name).exists():

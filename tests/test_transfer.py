@@ -37,6 +37,7 @@ RUNS = {
     "as much between them as they have": (5, 2, 1500, 15, 3000, 1510),
     "more rows apart than a call takes": (1, 2, 257, 550, 270, 258),
     "far": (0, 4, 100, 20, 2000, 120),
+    "long and far": (3, 4, 300, 14, 9000, 310),
     "long and near": (0, 4, 5000, 10, 5500, 5010),
 }
 
@@ -125,6 +126,17 @@ def test_on_the_way_to_a_device_blocks_are_used_in_turn(
     assert len(under_way) <= 2
     transfer._stages.wait()
     assert under_way == []
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_nothing_behind_the_last_element_is_asked_for(name: str, reader: FolderReader) -> None:
+    source, _, length, count, stride, _ = RUNS[name]
+    memory = torch.full((150_000,), -1.0)
+    transfer, plan = Transfer(reader), plan_of(RUNS[name])
+    transfer.locate(plan.copies[0].extent)
+    os.truncate(reader.folder / "raw", 4 + 4 * (source + (count - 1) * stride + length))
+    transfer.execute(plan, [memory])
+    assert torch.equal(memory, expected(RUNS[name]))
 
 
 @pytest.mark.parametrize("name", RUNS)
