@@ -14,11 +14,11 @@ the twin as `fully_reshardable`, which takes several times the memory). Then job
     cold stock, cold fast, cold moved    the same, after the page cache has forgotten the checkpoint, as for the bound
 
 and between them the bound of each: as many processes read into fresh memory as many bytes of the same files as the
-ranks hold afterwards, or asked for, where that is less. Before each load, and each bound, the processes use half as
-much again as the checkpoint has bytes of memory and give it back, and but for the cold ones they read the checkpoint:
-see `memory.py`. Seconds are from barrier to barrier around `load_checkpoint`; processor seconds are those of all ranks,
-by gigabyte that they hold; memory is the peak of a rank beyond what it held before and what it holds after the load,
-whichever is more.
+ranks hold afterwards, or asked for, where that is less. Before each load, and each bound, the processes read the
+checkpoint, use half as much again as it has bytes of memory and give it back; before cold ones the page cache then
+forgets it: see `memory.py`. Seconds are from barrier to barrier around `load_checkpoint`; processor seconds are those
+of all ranks, by gigabyte that they hold; memory is the peak of a rank beyond what it held before and what it holds
+after the load, whichever is more.
 """
 
 from __future__ import annotations
@@ -42,9 +42,8 @@ from memory import forget, fresh, remember, touch  # noqa: E402 - beside this fi
 
 PLUGIN = Path(__file__).with_name("loading_rank.py")
 BLOCK = 16 << 20
-# Before a load, by bytes of the checkpoint: it needs memory to read into, and some to work with; a cold one needs as
-# much again for the page cache.
-TOUCHED, TOUCHED_COLD = 1.5, 2.5
+# Before a load, by bytes of the checkpoint: it needs memory to read into, and some to work with.
+TOUCHED = 1.5
 FULLY_RESHARDABLE = ["--dist-ckpt-optim-fully-reshardable"]
 
 
@@ -59,11 +58,6 @@ class Way:
     cold: bool = False
     runs: list[list[dict[str, float]]] = field(default_factory=list)
     bounds: list[tuple[float, float]] = field(default_factory=list)
-
-    @property
-    def touched(self) -> float:
-        """Memory that is used and given back before a load, by bytes of the checkpoint."""
-        return TOUCHED_COLD if self.cold else TOUCHED
 
 
 WAYS = {
@@ -88,16 +82,15 @@ def job(options: argparse.Namespace, way: Way, name: str, *, saves: list[str] | 
         load=run_folder if saves is None else None, more=[*size, "--exit-interval", "1", *(saves or [])],
     )  # fmt: skip
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "scripts"), str(PLUGIN.parent)])
-    share = str(int(way.touched * folder_bytes(run_folder) / options.ranks))
+    share = str(int(TOUCHED * folder_bytes(run_folder) / options.ranks))
     own = {"LOADING_REPORT": str(report), "LOADING_BYTES": share, "PYTHONPATH": paths}
     environment = {**way.environment, **own}
     plugins = [PLUGIN] if saves is None else []
     megatron: Path | None = options.megatron
     script = launch.TRAIN_GPT if megatron is None else megatron / "pretrain_gpt.py"
+    environment["LOADING_FOLDER"] = str(run_folder)
     if way.cold:
-        forget(run_folder)
-    else:
-        environment["LOADING_REMEMBER"] = str(run_folder)
+        environment["LOADING_COLD"] = "1"
     result = launch.run(
         options.ranks, script, arguments, timeout=900, megatron=megatron, environment=environment, plugin_files=plugins
     )
@@ -112,20 +105,24 @@ def folder_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def bound(folder: Path, counts: list[float], touched: float) -> tuple[float, float]:
+def bound(folder: Path, counts: list[float], cold: bool) -> tuple[float, float]:
     """Seconds, and processor seconds, of as many processes that read as many bytes and do nothing else."""
+    remember(folder)
     barrier = multiprocessing.Barrier(len(counts) + 1)
     queue: multiprocessing.Queue[float] = multiprocessing.Queue()
     files = sorted(path for path in folder.rglob("*.distcp"))
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
     readers = [
         multiprocessing.Process(
-            target=read_plainly, args=(files, int(start), int(count), int(touched * count), barrier, queue)
+            target=read_plainly, args=(files, int(start), int(count), int(TOUCHED * count), barrier, queue)
         )
         for start, count in zip(starts, counts, strict=True)
     ]
     for reader in readers:
         reader.start()
+    barrier.wait()
+    if cold:
+        forget(folder)
     barrier.wait()
     begun = time.perf_counter()
     barrier.wait()
@@ -147,6 +144,7 @@ def read_plainly(
     while start >= sizes[number]:
         start, number = start - sizes[number], number + 1
     touch(touched)
+    barrier.wait()
     barrier.wait()
     busy = time.process_time()
     memory = memoryview(bytearray(0)) if not count else memoryview(fresh(count))
@@ -184,9 +182,8 @@ def main() -> None:
         for name, way in ways.items():
             ranks = job(options, way, f"{name}-{number}")
             way.runs.append(ranks)
-            (forget if way.cold else remember)(options.folder / way.folder)
             counts = [min(rank["held"], rank["asked"]) for rank in ranks]
-            way.bounds.append(bound(options.folder / way.folder, counts, way.touched))
+            way.bounds.append(bound(options.folder / way.folder, counts, way.cold))
     print("| way | seconds | bound | x bound | processor s/GB | bound | GB | GB asked | peak MiB |")
     for name, way in ways.items():
         seconds = statistics.median(run[0]["seconds"] for run in way.runs)

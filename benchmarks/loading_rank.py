@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory import remember, touch
+from memory import forget, remember, touch
 
 # torch's optimizers move loaded state to the device of its parameter. On a GPU it is there already; the laboratory
 # takes a move to the processor for a copy from a GPU.
@@ -50,9 +50,12 @@ def bytes_held(chunks: Any, optimizer: Any) -> int:
 def measured(*positional: Any, **keywords: Any) -> None:
     """Load, report, end."""
     profile = cProfile.Profile(time.process_time) if os.environ.get("LOADING_PROFILE") else None
-    if folder := os.environ.get("LOADING_REMEMBER"):
-        remember(Path(folder), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+    folder, rank = Path(os.environ["LOADING_FOLDER"]), int(os.environ["RANK"])
+    remember(folder, rank, int(os.environ["WORLD_SIZE"]))
     touch(int(os.environ["LOADING_BYTES"]))
+    torch.distributed.barrier()
+    if os.environ.get("LOADING_COLD") and rank == 0:
+        forget(folder)
     torch.distributed.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # Linux starts the peak anew
     before, asked, begun, busy = status("VmRSS"), bytes_asked(), time.perf_counter(), time.process_time()
