@@ -14,9 +14,9 @@ the twin as `fully_reshardable`, which takes several times the memory). Then job
     cold stock, cold fast, cold moved    the same, after the page cache has forgotten the checkpoint, as for the bound
 
 and between them the bound of each: as many processes read into fresh memory as many bytes of the same files as the
-ranks hold afterwards, or asked for, where that is less. Before each load, and each bound, the processes read the
-checkpoint, use half as much again as it has bytes of memory and give it back; before cold ones the page cache then
-forgets it: see `memory.py`. Seconds are from barrier to barrier around `load_checkpoint`; processor seconds are those
+ranks hold afterwards, or asked for, where that is less. Before each load, and each bound, the checkpoint is read, and
+the processes use half as much again as they will read bytes of memory and give it back; before cold ones the page cache
+then forgets the checkpoint: see `memory.py`. Seconds are from barrier to barrier around `load_checkpoint`; processor seconds are those
 of all ranks, by gigabyte that they hold; memory is the peak of a rank beyond what it held before and what it holds
 after the load, whichever is more.
 """
@@ -113,9 +113,7 @@ def bound(folder: Path, counts: list[float], cold: bool) -> tuple[float, float]:
     files = sorted(path for path in folder.rglob("*.distcp"))
     starts = [sum(counts[:rank]) for rank in range(len(counts))]
     readers = [
-        multiprocessing.Process(
-            target=read_plainly, args=(files, int(start), int(count), int(TOUCHED * count), barrier, queue)
-        )
+        multiprocessing.Process(target=read_plainly, args=(files, int(start), int(count), barrier, queue))
         for start, count in zip(starts, counts, strict=True)
     ]
     for reader in readers:
@@ -134,7 +132,7 @@ def bound(folder: Path, counts: list[float], cold: bool) -> tuple[float, float]:
 
 
 def read_plainly(
-    files: list[Path], start: int, count: int, touched: int, barrier: Barrier, queue: multiprocessing.Queue[float]
+    files: list[Path], start: int, count: int, barrier: Barrier, queue: multiprocessing.Queue[float]
 ) -> None:
     """Read `count` bytes from byte `start` of the files, one after the other and again, into fresh memory."""
     sizes = [file.stat().st_size for file in files]
@@ -143,7 +141,7 @@ def read_plainly(
     number = 0
     while start >= sizes[number]:
         start, number = start - sizes[number], number + 1
-    touch(touched)
+    touch(int(TOUCHED * count))
     barrier.wait()
     barrier.wait()
     busy = time.process_time()

@@ -34,14 +34,18 @@ DEFAULT_WORKERS = 4
 # Below, starting threads costs more than reading.
 _BYTES_FOR_WORKERS = 1 << 20
 # What lies between two rows is read along where it is less than a page: then no page is touched that is not anyway, and
-# copying it costs less than a call. Of longer rows, as much again is: by one call for many, which costs half.
+# copying it costs less than a call. Rows that are shorter than a page pass through a cache of the processor to their
+# places.
 _READ_ALONG_BYTES = 4095
-_MOST_READ_ALONG_BYTES = 1 << 14
-_ROWS_AT_ONCE = 512
-# Rows as short as this are read with what lies between them, and pass through a cache of the processor to their places;
-# longer ones go there by the call itself.
-_SHORT_ROW_BYTES = 1024
+_LONG_ROW_BYTES = 1 << 12
 _ALONG_BYTES = 1 << 19
+# Longer ones go there many by one call, and what lies between them goes nowhere, up to as much as they hold: that takes
+# half to three quarters of the time of a call for each row, beyond this limit hardly less.
+_MOST_SKIPPED_BYTES = 1 << 13
+# Each of them, and what follows it, is a buffer of the call, which takes 1024 (IOV_MAX of Linux).
+_ROWS_AT_ONCE = 512
+# Rows that follow each other in the file go to their places by one call, unless they are as short as this.
+_SHORT_ROW_BYTES = 1024
 # What is looked at right after it was read: half of a processor's own cache, or less.
 _LOOK_BYTES = 1 << 19
 # Of each fp8 number while it is decoded.
@@ -192,16 +196,13 @@ class Transfer:
             skip, step = source_stride * size, target_stride * size
             if count == 1:
                 self._reader.read_into(payload.file, offset, memory[begin : begin + row_bytes])
-            elif row_bytes <= _SHORT_ROW_BYTES and _are_near(length, count, source_stride, size):
+            elif _are_scattered(row_bytes, skip - row_bytes):
+                self._scatter(payload.file, offset, skip - row_bytes, _rows_in(memory, begin, step, row_bytes, count))
+            elif row_bytes < _LONG_ROW_BYTES and _are_near(length, count, source_stride, size):
                 run = target, length, count, source_stride, target_stride
                 self._read_along(payload.file, offset, memory, size, run)
             else:
-                rows = (memory[place : place + row_bytes] for place in (begin + row * step for row in range(count)))
-                gap, most = skip - row_bytes, max(_READ_ALONG_BYTES, min(row_bytes, _MOST_READ_ALONG_BYTES))
-                if row_bytes > _SHORT_ROW_BYTES and 0 <= gap <= most:
-                    self._scatter(payload.file, offset, gap, rows)
-                else:
-                    self._reader.read_rows(payload.file, offset, skip, rows)
+                self._reader.read_rows(payload.file, offset, skip, _rows_in(memory, begin, step, row_bytes, count))
             if show is not None and (count == 1 or target_stride == length):
                 show(target, target + count * length)
 
@@ -308,6 +309,18 @@ def _threads() -> int:
 def _are_near(length: int, count: int, stride: int, size: int) -> bool:
     """Whether rows of `length` elements of `size` bytes, `stride` elements apart, are read in one piece."""
     return count > 1 and 0 <= (stride - length) * size <= _READ_ALONG_BYTES
+
+
+def _are_scattered(row_bytes: int, gap: int) -> bool:
+    """Whether rows that lie `gap` bytes apart go to their places many by one call."""
+    if gap == 0:
+        return row_bytes > _SHORT_ROW_BYTES
+    return row_bytes >= _LONG_ROW_BYTES and 0 < gap <= min(row_bytes, _MOST_SKIPPED_BYTES)
+
+
+def _rows_in(memory: memoryview, begin: int, step: int, row_bytes: int, count: int) -> Iterator[memoryview]:
+    """The places of `count` rows, `step` bytes apart."""
+    return (memory[place : place + row_bytes] for place in (begin + row * step for row in range(count)))
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

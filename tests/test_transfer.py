@@ -16,8 +16,11 @@ from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage import pinned
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.paths import as_path, file_system
 from mcore_ckpt_ext.storage.payload import Payload
 from mcore_ckpt_ext.storage.payloads import Payloads
+from mcore_ckpt_ext.storage.remote import RemoteFolderReader
+from mcore_ckpt_ext.storage.two_folders import TwoFolders
 from mcore_ckpt_ext.transfer import Transfer
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip
@@ -42,14 +45,17 @@ RUNS = {
 }
 
 
+CONTENT = b"head" + STORED.numpy().tobytes()
+
+
 @pytest.fixture
 def reader(tmp_path: Path) -> FolderReader:
-    (tmp_path / "raw").write_bytes(b"head" + STORED.numpy().tobytes())
+    (tmp_path / "raw").write_bytes(CONTENT)
     return FolderReader(tmp_path)
 
 
-def plan_of(run: tuple[int, ...]) -> Plan:
-    extent = RawArray("raw", 4, STORED.nbytes, "float32", len(STORED))
+def plan_of(run: tuple[int, ...], file: str = "raw") -> Plan:
+    extent = RawArray(file, 4, STORED.nbytes, "float32", len(STORED))
     return Plan([], [Copy(extent, 0, Runs(*(torch.tensor([number]).numpy() for number in run)))])
 
 
@@ -63,10 +69,45 @@ def expected(run: tuple[int, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_element_reaches_its_place_and_nothing_else_is_touched(name: str, reader: FolderReader) -> None:
+def test_every_element_reaches_its_place_and_nothing_else_is_touched(
+    name: str, reader: FolderReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
     memory = torch.full((150_000,), -1.0)
     Transfer(reader).execute(plan_of(RUNS[name]), [memory])
     assert torch.equal(memory, expected(RUNS[name]))
+    memory.fill_(-1.0)
+    monkeypatch.setattr(transfers, "_ROWS_AT_ONCE", 4)
+    Transfer(reader).execute(plan_of(RUNS[name]), [memory])
+    assert torch.equal(memory, expected(RUNS[name]))
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_remote_files_and_those_of_a_second_folder_are_read_in_the_same_ways(name: str, reader: FolderReader) -> None:
+    remote, own = as_path("memory://rows"), reader.folder / "own"
+    file_system(remote).pipe_file("/rows/raw", CONTENT)
+    own.mkdir()
+    both = TwoFolders(FolderReader(own), reader)
+    for other, file in ((RemoteFolderReader(remote), "raw"), (both, both.name_of("raw"))):
+        memory = torch.full((150_000,), -1.0)
+        Transfer(other).execute(plan_of(RUNS[name], file), [memory])
+        assert torch.equal(memory, expected(RUNS[name]))
+
+
+@pytest.mark.parametrize(
+    ("length", "gap", "is_read"),
+    [
+        (1023, 1023, True), (1023, 1024, False), (1024, 1, True), (1024, 1024, True), (1024, 1025, False),
+        (2048, 2048, True), (2049, 2049, False), (5000, 2048, True), (300, 0, True),
+    ],
+)  # fmt: skip
+def test_what_lies_between_rows_is_read_where_it_is_little(
+    length: int, gap: int, is_read: bool, reader: FolderReader
+) -> None:
+    run = (0, 0, length, 10, length + gap, length)
+    memory = torch.full((150_000,), -1.0)
+    Transfer(reader).execute(plan_of(run), [memory])
+    assert torch.equal(memory, expected(run))
+    assert reader.bytes_read == 4 * (10 * length + 9 * gap * is_read)
 
 
 @pytest.mark.parametrize("name", RUNS)

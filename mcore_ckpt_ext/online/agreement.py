@@ -7,8 +7,10 @@ import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import numpy
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
@@ -43,7 +45,7 @@ def gather(item: Result) -> list[Result]:
         return [item]
     data, ranks = pickle.dumps(item), dist.get_world_size()
     own = _mark(data)
-    marks = _all_gathered(own, ranks)
+    marks = [mark.tobytes() for mark in _all_gathered(own, ranks)]
     firsts: dict[bytes, int] = {}
     for rank, mark in enumerate(marks):
         firsts.setdefault(mark, rank)
@@ -82,12 +84,13 @@ def _told_by(mark: bytes) -> bytes | None:
     return mark[_SIZE_BYTES : _SIZE_BYTES + size] if size <= _SHORT_BYTES else None
 
 
-def _all_gathered(data: bytes, ranks: int) -> list[bytes]:
-    """The bytes of every rank, of which all have as many."""
+def _all_gathered(data: bytes, ranks: int) -> NDArray[numpy.uint8]:
+    """The bytes of every rank, of which all have as many: `[ranks, bytes]`."""
     device = device_of_collectives()
     found = torch.empty((ranks, len(data)), dtype=torch.uint8, device=device)
     dist.all_gather(list(found.unbind()), torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
-    return [row.tobytes() for row in found.cpu().numpy()]
+    gathered: NDArray[numpy.uint8] = found.cpu().numpy()
+    return gathered
 
 
 def agreed(phase: str, work: Callable[[], Result], consequence: str = "the optimizer is untouched") -> list[Result]:

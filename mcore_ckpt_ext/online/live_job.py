@@ -13,8 +13,8 @@ from mcore_ckpt_ext.online.homes.recognition import homes_of
 from mcore_ckpt_ext.online.live_model import (
     NEW,
     Spell,
+    held_among,
     live_names,
-    live_parameters,
     live_tensors,
     registered_names,
     trained_names,
@@ -45,7 +45,7 @@ class LiveJob:
         """
         self.homes = homes_of(optimizer)
         stored = live_tensors(chunks, spell)
-        self._live = live = live_parameters(chunks, spell, stored)
+        self._live = live = held_among(stored, chunks)
         held = [shard for home in self.homes for shard in home.shards(live)]
         self.shards = [shard for shard in held if not shard.name.startswith(NEW)]
         self.new = [shard for shard in held if shard.name.startswith(NEW)]

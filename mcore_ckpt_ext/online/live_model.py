@@ -58,13 +58,21 @@ def live_tensors(chunks: Sequence[Any], spell: Spell = str) -> list[LiveParamete
     return [_described(entry, spell) for entry in entries if isinstance(getattr(entry, "data", None), torch.Tensor)]
 
 
-def live_parameters(
-    chunks: Sequence[Any], spell: Spell = str, stored: Sequence[LiveParameter] | None = None
-) -> dict[int, LiveParameter]:
-    """All parameters and buffers of the model chunks by `id`; `stored`: their `live_tensors`, where these are known."""
-    held = {id(tensor) for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())}
-    stored = live_tensors(chunks, spell) if stored is None else stored
+def live_parameters(chunks: Sequence[Any], spell: Spell = str) -> dict[int, LiveParameter]:
+    """All parameters and buffers of the model chunks by `id`, described by the model's own sharded state dict."""
+    held = _held(chunks)
+    entries = (entry for chunk in chunks for entry in _entries(_sharded(chunk)))
+    return {id(entry.data): _described(entry, spell) for entry in entries if id(getattr(entry, "data", None)) in held}
+
+
+def held_among(stored: Iterable[LiveParameter], chunks: Sequence[Any]) -> dict[int, LiveParameter]:
+    """Of `live_tensors`, what `live_parameters` would give."""
+    held = _held(chunks)
     return {id(live.parameter): live for live in stored if id(live.parameter) in held}
+
+
+def _held(chunks: Sequence[Any]) -> set[int]:
+    return {id(tensor) for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())}
 
 
 def live_names(stored: Iterable[LiveParameter]) -> list[str]:

@@ -8,7 +8,7 @@ import json
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -64,6 +64,12 @@ class RemoteFolderReader(FolderReader):
                 buffer[low - offset : high - offset] = block[low - begin : high - begin]
         with self._guard:
             self.bytes_read += len(buffer)
+
+    @override
+    def read_rows(self, file: str, offset: int, stride: int, rows: Iterable[memoryview]) -> None:
+        for row in rows:
+            self.read_into(file, offset, row)
+            offset += stride
 
     @override
     def scatter(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from typing_extensions import override
 
@@ -30,6 +30,11 @@ class TwoFolders(FolderReader):
     def read_into(self, file: str, offset: int, buffer: memoryview) -> None:
         reader, name = self._place(file)
         reader.read_into(name, offset, buffer)
+
+    @override
+    def read_rows(self, file: str, offset: int, stride: int, rows: Iterable[memoryview]) -> None:
+        reader, name = self._place(file)
+        reader.read_rows(name, offset, stride, rows)
 
     @override
     def scatter(self, file: str, offset: int, buffers: Sequence[memoryview]) -> None:

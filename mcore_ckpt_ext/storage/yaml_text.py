@@ -47,9 +47,10 @@ def parsed_yaml(text: str, where: str) -> Any:
         events = yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
         return _Reader(events, Budget(len(text), where)).document()
     except yaml.YAMLError as error:
-        problem = " ".join(str(error).split())
+        told = " ".join(str(error).split())
         # Since libyaml 0.2.6 (PyYAML 6.0.4) its own limit may come first: it looks far ahead.
-        raise ValueError(f"it is nested too deeply: {problem}" if "nesting depth" in problem else problem) from error
+        is_deep = "nesting depth" in str(getattr(error, "problem", None))
+        raise ValueError(f"it is nested too deeply: {told}" if is_deep else told) from error
 
 
 def dumped_yaml(content: Any) -> str:
