@@ -15,10 +15,10 @@ the twin as `fully_reshardable`, which takes several times the memory). Then job
 
 and between them the bound of each: as many processes read into fresh memory as many bytes of the same files as the
 ranks hold afterwards, or asked for, where that is less. Before each load, and each bound, the checkpoint is read, and
-the processes use half as much again as they will read bytes of memory and give it back; before cold ones the page cache
-then forgets the checkpoint: see `memory.py`. Seconds are from barrier to barrier around `load_checkpoint`; processor seconds are those
-of all ranks, by gigabyte that they hold; memory is the peak of a rank beyond what it held before and what it holds
-after the load, whichever is more.
+the processes use half as much memory again as they will read bytes, and give it back; before cold ones the page cache
+then forgets the checkpoint: see `memory.py`. Seconds are from barrier to barrier around `load_checkpoint`; processor
+seconds are those of all ranks, by gigabyte that they hold; memory is the peak of a rank beyond what it held before and
+what it holds after the load, whichever is more.
 """
 
 from __future__ import annotations
