@@ -142,7 +142,7 @@ def read_plainly(
     while start >= sizes[number]:
         start, number = start - sizes[number], number + 1
     touch(int(TOUCHED * count))
-    barrier.wait()
+    barrier.wait()  # after it the page cache may be made to forget
     barrier.wait()
     busy = time.process_time()
     memory = memoryview(bytearray(0)) if not count else memoryview(fresh(count))

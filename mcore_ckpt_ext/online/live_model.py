@@ -54,21 +54,25 @@ NEW = "new."
 
 def live_tensors(chunks: Sequence[Any], spell: Spell = str) -> list[LiveParameter]:
     """Every tensor, parameters and buffers, that the model chunks would store, as their sharded state dicts say."""
-    entries = (entry for chunk in chunks for entry in _entries(_sharded(chunk)))
-    return [_described(entry, spell) for entry in entries if isinstance(getattr(entry, "data", None), torch.Tensor)]
+    return [_described(entry, spell) for entry in _stored(chunks) if isinstance(entry.data, torch.Tensor)]
 
 
 def live_parameters(chunks: Sequence[Any], spell: Spell = str) -> dict[int, LiveParameter]:
     """All parameters and buffers of the model chunks by `id`, described by the model's own sharded state dict."""
     held = _held(chunks)
-    entries = (entry for chunk in chunks for entry in _entries(_sharded(chunk)))
-    return {id(entry.data): _described(entry, spell) for entry in entries if id(getattr(entry, "data", None)) in held}
+    return {id(entry.data): _described(entry, spell) for entry in _stored(chunks) if id(entry.data) in held}
 
 
 def held_among(stored: Iterable[LiveParameter], chunks: Sequence[Any]) -> dict[int, LiveParameter]:
     """Of `live_tensors`, what `live_parameters` would give."""
     held = _held(chunks)
     return {id(live.parameter): live for live in stored if id(live.parameter) in held}
+
+
+def _stored(chunks: Sequence[Any]) -> Iterator[Any]:
+    """What the chunks' sharded state dicts say of the tensors that they have."""
+    entries = (entry for chunk in chunks for entry in _entries(_sharded(chunk)))
+    return (entry for entry in entries if getattr(entry, "data", None) is not None)
 
 
 def _held(chunks: Sequence[Any]) -> set[int]:
