@@ -1,39 +1,50 @@
-"""Planning the resume of one rank of a very large job: open, plan and agree, seconds and memory.
+"""Planning the resume of one rank of a very large job: be handed the index, open, plan and agree; seconds and memory.
 
     python benchmarks/planning.py FOLDER [--model llama deepseek] [--ranks 8192 16384] [--runs 5]
 
     llama       Llama 405B from TP8 x PP16 as TP4 x PP32, and half of its layers
     deepseek    DeepSeek-V3 671B, 61 layers of 256 experts, from PP16 x EP64 as PP8 x EP64
 
-The checkpoints below FOLDER have all metadata, the plans of the ranks included, and holes for tensors. One rank's work,
-in a process of its own: open the checkpoint, recover the layout as far as the rank needs it, plan weights and
-optimizer, look up every record that the plan reads, and compare the names that all ranks tell; the same calls as in a
-live job (`optimizer_reshard.prepare` and `online.sharded_load`), the live rank's shards worked out from the arguments.
+The checkpoints below FOLDER have all metadata, the plans of the ranks included, and holes for tensors. A first rank
+reads and parses the index and hands it over; while it does, the others wait. One of these, in a process of its own,
+takes it, has torch read the common state, as Megatron does, opens the checkpoint, recovers the layout as far as it
+needs it, plans weights and optimizer, looks up every record that the plan reads, and compares the names that all ranks
+tell; the same calls as in a live job (`resuming.look_around`, `first_look`, `optimizer_reshard.prepare`,
+`online.sharded_load`), the live rank's shards worked out from the arguments. Seconds are those of both, one after the
+other; what lies between them, sending some ten megabytes, is not measured.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import multiprocessing
 import pickle
 import re
 import statistics
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import deepseek
 import synthetic
+import torch
+from torch.distributed.checkpoint import FileSystemReader
 
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.hooks.shared_index import index_of, index_shared
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.online.admission import check_names, spelling_in
+from mcore_ckpt_ext.online.agreement import agreed_here
 from mcore_ckpt_ext.online.live_job import RankView
-from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
+from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan
 
 GOAL_SECONDS, GOAL_BYTES = 5.0, 2 << 30
 LLAMA = {
@@ -95,8 +106,37 @@ def resident(name: str) -> int:
     return 1024 * int(found[1]) if found else 0
 
 
+def hand_over(run: Path, way: Connection) -> None:
+    """What the first rank does before all others: read the index, parse it, and say it in bytes."""
+    begun = time.monotonic()
+    data = agreed_here("looking", lambda: pickle.dumps(index_of(run, None, argparse.Namespace())))
+    way.send((time.monotonic() - begun, resident("VmHWM")))
+    way.send_bytes(data)
+
+
+def handed_over(run: Path) -> tuple[float, int, bytes]:
+    """The seconds that the first rank takes, its memory, and what it says."""
+    spawn = multiprocessing.get_context("spawn")  # a process of its own, which shares no memory
+    way, far = spawn.Pipe()
+    first = spawn.Process(target=hand_over, args=(run, far))
+    first.start()
+    seconds, memory = way.recv()
+    data = way.recv_bytes()
+    first.join()
+    return seconds, memory, data
+
+
+def common_state(iteration: Path) -> None:
+    """Have torch read it, as Megatron does (`load_common_state_dict`, dist_checkpointing/serialization.py, 0.19.2)."""
+    state: dict[str, Any] = {"common_state/shard_0_1": io.BytesIO()}
+    with warnings.catch_warnings(action="ignore"):  # of torch, that there is one process
+        torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(iteration), no_dist=True)
+    assert state["common_state/shard_0_1"]  # noqa: S101 - else nothing was measured
+
+
 def plan_once(folder: Path, case: Case) -> dict[str, float]:
     """Plan, and say how long it took."""
+    first, first_memory, data = handed_over(folder)
     models = synthetic.local_models(synthetic.shapes_of(case.running), case.running)
     wanted: list[WantedSlice] = []
     for rank, share in case.ranks:
@@ -105,22 +145,35 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     sent = sum(len(data) for data in {pickle.dumps(view) for view in views})
     before = resident("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # Linux starts the peak anew; before, it was that of the imports
+
+    def opened() -> Checkpoint:
+        checkpoint = open_checkpoint(folder)
+        names = {name for view in views for name in view.names}
+        if spelling_in(checkpoint, names) is str:
+            check_names(checkpoint, names)
+        return checkpoint
+
+    def planned() -> Plan:
+        plan = make_plan(wanted, checkpoint)
+        for copy in plan.copies:
+            checkpoint.transfer.locate(copy.extent)
+        return plan
+
     begun, busy = time.monotonic(), time.process_time()
-    checkpoint = open_checkpoint(folder)
-    names = {name for view in views for name in view.names}
-    if spelling_in(checkpoint, names) is str:
-        check_names(checkpoint, names)
-    agreed, opened = time.monotonic() - begun, time.process_time() - busy
-    plan = make_plan(wanted, checkpoint)
-    for copy in plan.copies:
-        checkpoint.transfer.locate(copy.extent)
+    with index_shared(pickle.loads(data)):  # what the process above has pickled
+        agreed_here("reading the common state", lambda: common_state(folder / "iter_0001000"))
+        seen = time.monotonic() - begun
+        checkpoint = agreed_here("opening the checkpoint", opened)
+        opening = time.process_time() - busy
+        plan = agreed_here("planning the resume", planned)
     seconds, busy = time.monotonic() - begun, time.process_time() - busy
     memory = resident("VmHWM")
     own = sum(want.slice.numel * (2 if want.kind == WEIGHT else 4) for want in wanted)
     assert plan.bytes_read == own  # noqa: S101 - a wrong plan has no speed
     return {
-        "seconds": seconds, "processor": busy, "opening": opened, "agreed": agreed, "memory": memory, "before": before,
-        "names": len(names), "bytes": plan.bytes_read, "copies": len(plan.copies), "sent": sent,
+        "first": first, "first_memory": first_memory, "handed": len(data), "seen": seen,
+        "seconds": seconds, "processor": busy, "opening": opening, "memory": memory, "before": before,
+        "bytes": plan.bytes_read, "copies": len(plan.copies), "sent": sent,
         "asked": checkpoint.reader.bytes_read,
     }  # fmt: skip
 
@@ -156,14 +209,16 @@ def main() -> None:
     print(f"goals: {GOAL_SECONDS} s, {GOAL_BYTES >> 20} MiB")
     for (name, ranks), runs in found.items():
         index = (folder_of(options.folder, name, ranks) / "iter_0001000" / ".metadata").stat().st_size
-        keys = ("seconds", "processor", "opening")
-        seconds, busy, opening = (statistics.median(run[key] for run in runs) for key in keys)
+        keys = ("first", "seconds", "processor", "seen", "opening")
+        first, seconds, busy, seen, opening = (statistics.median(run[key] for run in runs) for key in keys)
         memory, last = max(run["memory"] for run in runs), runs[-1]
         job = (index + ranks * (last["asked"] + last["bytes"])) / 1e12
         print(
-            f"| {name}, {ranks} ranks | {seconds:.2f} s, {busy:.2f} of the processor ({opening:.2f} to open and agree) "
+            f"| {name}, {ranks} ranks | {first + seconds:.2f} s, of which {first:.2f} the first rank's, whose memory "
+            f"is {max(run['first_memory'] for run in runs) / 2**20:.0f} MiB; then {busy:.2f} of the processor "
+            f"({seen:.2f} to take the index and see the common state, {opening:.2f} with opening and agreeing) "
             f"| {memory / 2**20:.0f} MiB, {last['before'] / 2**20:.0f} of it before "
-            f"| index {index / 1e6:.1f} MB; {last['bytes'] / 1e6:.0f} MB in "
+            f"| index {index / 1e6:.1f} MB, {last['handed'] / 1e6:.1f} MB handed over; {last['bytes'] / 1e6:.0f} MB in "
             f"{last['copies']} copies, {last['asked'] / 1e6:.2f} MB to plan it; the job: {job:.2f} TB; "
             f"names told: {last['sent'] / 1e6:.1f} MB |"
         )

@@ -6,12 +6,15 @@ import os
 import pickle
 import re
 from dataclasses import replace
+from io import BytesIO
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -25,9 +28,11 @@ from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.planning.extents import ArchivedTensor
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage import dcp_index, safe_pickle
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, Lent, lent, read_index
+from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredChunk, StoredObject
 
 # A gradient buffer of one bucket, beyond 2**31 elements, in so many pieces.
 PIECES, PIECE = 4000, 1 << 20
@@ -171,6 +176,116 @@ def test_shapes_that_follow_the_plans_are_lent_with_them(tmp_path: Path) -> None
 def test_an_index_without_plans_is_lent_whole(tmp_path: Path) -> None:
     data = by_torch(FEW)
     assert Lent(tmp_path, data).without_plans().data == data
+
+
+def test_chunks_are_a_sequence_like_any_other(tmp_path: Path) -> None:
+    index = index_of(by_torch(FEW), tmp_path)
+    chunks = index.arrays["buffer"].chunks
+    whole = tuple(chunks)
+    assert (len(chunks), chunks[3], chunks[-1], chunks[2:5]) == (FEW, whole[3], whole[-1], whole[2:5])
+    assert whole[3] == StoredChunk(
+        (3 * PIECE,), (PIECE,), ArchivedTensor("__0_0.distcp", 15 * PIECE, 5 * PIECE, "float32", PIECE)
+    )
+    assert (chunks == whole, whole == chunks, chunks == whole[1:]) == (True, True, False)
+    assert hash(chunks) == hash(whole)
+    with pytest.raises(IndexError):
+        chunks[FEW]
+    there = pickle.loads(pickle.dumps(index))
+    assert there == index
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (2, 3, 4)], ids=str)
+def test_chunks_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
+    table = ChunkTable()
+    table.append(StoredObject("other", 7, 8), (0, 0), (1, 1))
+    begin, expected = table.end, []
+    for number in range(3):
+        offsets = tuple(number * size for size in shape)
+        table.append(StoredObject(f"file {number % 2}", 10 * number, 100), offsets, shape)
+        extent = ArchivedTensor(f"file {number % 2}", 10 * number, 100, "bfloat16", prod(shape))
+        expected.append(StoredChunk(offsets, shape, extent))
+    chunks = table.chunks(begin, len(shape), "bfloat16")
+    table.append(StoredObject("other", 7, 8), (0,), (1,))
+    assert list(chunks) == expected
+
+
+@pytest.mark.parametrize("number", [1 << 63, 1.5, "1"], ids=repr)
+def test_what_is_no_number_of_a_place_is_damage(number: Any, tmp_path: Path) -> None:
+    metadata = pickle.loads(by_torch(FEW))
+    first = next(iter(metadata.storage_data))
+    metadata.storage_data[first] = replace(metadata.storage_data[first], length=number)
+    metadata.state_dict_metadata["buffer"].chunks[1].sizes = (number,)
+    with pytest.raises(UnreadableCheckpointError, match="the checkpoint's index is damaged"):
+        index_of(pickle.dumps(metadata), tmp_path)
+
+
+def with_object(folder: Path) -> tuple[bytes, Path]:
+    """A checkpoint of one array and one object, as torch writes it."""
+    state = {"buffer": torch.arange(6.0), "common": {"iteration": 7}}
+    torch.distributed.checkpoint.save(state, checkpoint_id=folder, no_dist=True)
+    return (folder / ".metadata").read_bytes(), folder
+
+
+def objects_of(folder: Path) -> Any:
+    state: dict[str, Any] = {"common.iteration": BytesIO()}
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder), planner=planner, no_dist=True)
+    return state["common.iteration"]
+
+
+def test_torch_reads_objects_without_unpickling_an_index_that_is_lent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, folder = with_object(tmp_path)
+    handed = pickle.loads(pickle.dumps(Lent(folder, data).without_plans()))
+    assert handed.index.objects.keys() == {"common.iteration"}
+
+    def unpickled(*_: Any) -> None:
+        raise AssertionError("unpickled")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemReader, "read_metadata", unpickled)
+        with index_shared(handed):
+            assert objects_of(folder) == 7
+            found = FileSystemReader(folder).read_metadata()
+            assert set(found.state_dict_metadata) == {"buffer", "common.iteration"}
+            assert "buffer" in found.state_dict_metadata
+            with pytest.raises(AssertionError, match="unpickled"):
+                _ = found.state_dict_metadata["buffer"]
+
+
+def test_torch_is_told_all_else_as_it_is_stored(tmp_path: Path) -> None:
+    data, folder = with_object(tmp_path)
+    metadata = pickle.loads(data)
+    metadata.mcore_data = {"buffer": {}}
+    data = pickle.dumps(metadata)
+    (folder / ".metadata").write_bytes(data)
+    state = {"buffer": torch.zeros(6), "common": {"iteration": 0}}
+    with index_shared(Lent(folder, data).without_plans()):
+        found = FileSystemReader(folder).read_metadata()
+        assert isinstance(found, Metadata)
+        assert dict(found.state_dict_metadata.items()) == metadata.state_dict_metadata
+        assert dict(found.storage_data.items()) == metadata.storage_data
+        assert found.planner_data == metadata.planner_data != None  # noqa: E711 - torch's default
+        assert found.storage_meta.save_id == metadata.storage_meta.save_id
+        assert found.mcore_data == {"buffer": {}}
+        assert not hasattr(found, "all_local_plans")
+        for key in ("common.iteration", "absent"):
+            assert (key in found.state_dict_metadata) == (key in metadata.state_dict_metadata)
+        with pytest.raises(KeyError):
+            _ = found.storage_data[MetadataIndex("absent")]
+        torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
+    assert state["buffer"].tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_reader_that_keeps_what_it_got_for_a_later_save_gets_torchs_own(tmp_path: Path) -> None:
+    class Keeping(FileSystemReader):
+        """As Megatron's `CachedMetadataFileSystemReader`."""
+
+    data, folder = with_object(tmp_path)
+    with index_shared(Lent(folder, data).without_plans()):
+        assert type(FileSystemReader(folder).read_metadata()) is not Metadata
+        assert type(Keeping(folder).read_metadata()) is Metadata
 
 
 def test_torch_sees_no_plans_in_an_index_that_is_lent_without_them(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ CHILD = """
 import ctypes, json, re, sys
 from pathlib import Path
 import torch
-from mcore_ckpt_ext.storage.dcp_index import StoredObject
+from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.optimizers.dp_zero import buffer_arrays
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.model_space.slices import Region, Slice

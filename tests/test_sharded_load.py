@@ -25,7 +25,7 @@ from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.online.sharded_load import ShardedLoad, extra_states_of_nobody, stumbling_block
 from mcore_ckpt_ext.planning.extents import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Overlaps, Piece, overlap
-from mcore_ckpt_ext.storage.dcp_index import StoredArray, StoredChunk
+from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredChunk
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.storage.zip_directory import plain_directory
 from tests.harness.checkpoints import fixture_named

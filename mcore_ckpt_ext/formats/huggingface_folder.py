@@ -13,8 +13,9 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, with_article
 from mcore_ckpt_ext.planning.extents import PlainExtent, Scaled
 from mcore_ckpt_ext.storage.checked_files import read_file
-from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
+from mcore_ckpt_ext.storage.dcp_index import extent_of
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.paths import is_remote
 from mcore_ckpt_ext.storage.safetensors import WRITER, read_header, read_json, writer_of

@@ -15,8 +15,8 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.storage.dcp_index import StoredObject
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 MODEL_FILE = "model_optim_rng.pt"

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_arrays import RankArrays
 from mcore_ckpt_ext.model_space.names import is_extra_state, part_names
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.storage.dcp_index import StoredObject
+from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
 from mcore_ckpt_ext.storage.budget import Budget
-from mcore_ckpt_ext.storage.dcp_index import StoredArray, StoredChunk
+from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredChunk
 
 _CHUNK_BYTES = 300
 

@@ -10,7 +10,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
-from mcore_ckpt_ext.storage.dcp_index import StoredArray, StoredChunk
+from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredChunk
 
 
 class StoredArrays(StoredOnce):

@@ -17,7 +17,8 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.torch_dist import COMMON_OBJECT, TorchDistCheckpoint
 from mcore_ckpt_ext.loops.verl import DISTRIBUTED
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, StoredArray, StoredObject, read_index
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, read_index
+from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredObject
 
 _PARTS = tuple(f"{part}/{DISTRIBUTED}" for part in ("model", "optimizer", "extra"))
 
@@ -44,7 +45,7 @@ class VerlCheckpoint(TorchDistCheckpoint):
             index = read_index(self.folder / part)
             arrays |= {key: _below(part, array) for key, array in index.arrays.items()}
             shapes |= index.natural_shapes
-            found = {key: replace(place, file=f"{part}/{place.file}") for key, place in index.objects.items()}
+            found = {key: place._replace(file=f"{part}/{place.file}") for key, place in index.objects.items()}
             objects |= {key: place for key, place in found.items() if key != COMMON_OBJECT}
         return DcpIndex(arrays, objects, shapes, has_plans=True)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.hooks.lent_metadata import LentMetadata
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import INDEX_BYTES, METADATA_FILE, PLANS, Lent, lent, lent_of
@@ -65,11 +66,11 @@ def _size(folder: Path) -> int:
 
 @contextmanager
 def index_read_once() -> Iterator[None]:
-    """Within this scope torch unpickles the index of a folder once; Megatron asks it four times in a load.
+    """Within this scope torch unpickles the index of a folder once, and where it is lent, only for tensors.
 
-    Twice for the common state, for tensors, and for objects (`FileSystemReader.read_metadata`,
-    torch/distributed/checkpoint/filesystem.py, 2.2 to 2.13). Megatron's own `CachedMetadataFileSystemReader` does the
-    same, where it is used.
+    Megatron asks for it four times in a load: twice for the common state, for tensors, and for objects
+    (`FileSystemReader.read_metadata`, torch/distributed/checkpoint/filesystem.py, 2.2 to 2.13). Its own
+    `CachedMetadataFileSystemReader`, where it is used, does the same; it keeps what it got for a later save.
     """
     reader: Any = import_module("torch.distributed.checkpoint").FileSystemReader
     original = reader.read_metadata
@@ -79,24 +80,39 @@ def index_read_once() -> Iterator[None]:
     def read_metadata(self: Any, *positional: Any, **keywords: Any) -> Any:
         if positional or keywords:
             return original(self, *positional, **keywords)
-        if str(self.path) not in known:
-            handed, files = lent_of(Path(str(self.path))), getattr(self, "fs", None)
-            if handed is not None and files is not None:
-                self.fs = _WithIndex(files, handed.data)
-            try:
-                known[str(self.path)] = found = original(self)
-                if getattr(found, PLANS, None) is True:  # what stands for them
-                    delattr(found, PLANS)
-            finally:
-                if files is not None:
-                    self.fs = files
-        return known[str(self.path)]
+        folder = str(self.path)
+        handed = lent_of(Path(folder))
+
+        def unpickled() -> Any:
+            if folder not in known:
+                known[folder] = _unpickled(original, self, handed)
+            return known[folder]
+
+        if handed is not None and folder not in known and type(self) is reader:
+            with suppress(CheckpointError):  # whatever is wrong with it, torch shall meet
+                return LentMetadata(handed.index, unpickled)
+        return unpickled()
 
     reader.read_metadata = read_metadata
     try:
         yield
     finally:
         reader.read_metadata = original
+
+
+def _unpickled(read_metadata: Callable[[Any], Any], reader: Any, handed: Lent | None) -> Any:
+    """What torch makes of the index, whose bytes are at hand where it is lent."""
+    files = getattr(reader, "fs", None)
+    if handed is not None and files is not None:
+        reader.fs = _WithIndex(files, handed.data)
+    try:
+        found = read_metadata(reader)
+    finally:
+        if files is not None:
+            reader.fs = files
+    if getattr(found, PLANS, None) is True:  # what stands for them
+        delattr(found, PLANS)
+    return found
 
 
 class _WithIndex:

@@ -14,7 +14,8 @@ from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.plan import Copies, StoredSlice
-from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
+from mcore_ckpt_ext.storage.dcp_index import extent_of
+from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 

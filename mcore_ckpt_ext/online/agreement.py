@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
+from mcore_ckpt_ext.storage.collector import collector_paused
 
 Result = TypeVar("Result")
 _SHOWN = 4
@@ -123,11 +124,12 @@ def agreed_among(
     """
     result: Result | None = None
     cause: Exception | CheckpointException | None = None
-    try:
-        result = work()
-    except (Exception, CheckpointException) as error:  # noqa: BLE001 - the latter is no Exception
-        cause = error
-    outcomes = exchange((result, None if cause is None else _told_of(cause)))
+    with collector_paused():  # plans are many objects, and the collector would look at the whole program for them
+        try:
+            result = work()
+        except (Exception, CheckpointException) as error:  # noqa: BLE001 - the latter is no Exception
+            cause = error
+        outcomes = exchange((result, None if cause is None else _told_of(cause)))
     refused = {rank: reason for rank, (_, reason) in outcomes.items() if reason is not None}
     if refused:
         raise ResumeRefusedError(_summary(f"{phase}; {consequence}", refused)) from cause

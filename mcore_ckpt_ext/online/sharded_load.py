@@ -23,7 +23,7 @@ from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.online.read_once import ReadOnce, wanted_bytes
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice, make_plan
 from mcore_ckpt_ext.planning.sharing import Spans
-from mcore_ckpt_ext.storage.dcp_index import StoredArray
+from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 _KIND = "array"
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

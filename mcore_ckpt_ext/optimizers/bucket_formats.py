@@ -18,7 +18,7 @@ from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version, is_of_group
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece, FlatState, GroupKey, kind_of_array
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers, flat_optimizer
-from mcore_ckpt_ext.storage.dcp_index import StoredArray
+from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 DP_RESHARDABLE = "dp_reshardable"
 BUCKET_SPACE = "fully_sharded_bucket_space"

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.layout.proposals import Proposal
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Source
-from mcore_ckpt_ext.storage.dcp_index import StoredArray, StoredObject
+from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredObject
 from mcore_ckpt_ext.transfer import Transfer
 
 Version = tuple[int, int]

@@ -31,7 +31,8 @@ from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece
 from mcore_ckpt_ext.optimizers.groups import keeps_nothing
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.storage.dcp_index import StoredObject, extent_of
+from mcore_ckpt_ext.storage.dcp_index import extent_of
+from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 

@@ -20,7 +20,7 @@ from mcore_ckpt_ext.optimizers.encoding import CHAIN, StoredKeys
 from mcore_ckpt_ext.optimizers.flat_arrays import kind_of_array
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import StoredSlice
-from mcore_ckpt_ext.storage.dcp_index import StoredArray
+from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 STATE_KEY = re.compile(CHAIN + r"optimizer\.state\.(?P<state>\w+?)\.(?P<key>.+)$")
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from math import prod
 from operator import gt, sub
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mcore_ckpt_ext.errors import (
     INTERRUPTED,
@@ -22,11 +22,12 @@ from mcore_ckpt_ext.errors import (
     shortened,
     shown,
 )
-from mcore_ckpt_ext.planning.extents import ArchivedRecord, ArchivedTensor, PlainExtent
+from mcore_ckpt_ext.planning.extents import ArchivedRecord
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, elements_of
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.collector import collector_paused
+from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredArray, StoredObject
 from mcore_ckpt_ext.storage.inert import Record
 from mcore_ckpt_ext.storage.plain_pickle import without_last
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
@@ -39,33 +40,6 @@ _PARTS = ("state_dict_metadata", "storage_data", "planner_data", "storage_meta",
 """Attributes of torch's `Metadata`, and of Megatron's."""
 PLANS = "all_local_plans"
 """The ranks' plans, which Megatron adds when all else is there (strategies/state_dict_saver.py, 0.11.0 to 0.19.2)."""
-
-
-class StoredChunk(NamedTuple):
-    """A hyper-rectangle of a stored array, and the archive that holds it."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    extent: PlainExtent
-
-
-@dataclass(frozen=True, slots=True)
-class StoredArray:
-    """An array of the checkpoint under Megatron's sharded key; shape in elements, dtype by name."""
-
-    key: str
-    shape: tuple[int, ...]
-    dtype: str
-    chunks: tuple[StoredChunk, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """A pickled object: the archive of `length` bytes at `offset` of `file`."""
-
-    file: str
-    offset: int
-    length: int
 
 
 def extent_of(tensor: TensorReference, place: StoredObject) -> ArchivedRecord:
@@ -189,7 +163,7 @@ def _parsed(data: bytes, path: Path) -> DcpIndex:
     try:
         with collector_paused():
             return _index(_metadata(data, str(path)))
-    except (AttributeError, TypeError, ValueError, KeyError) as error:
+    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
         raise UnreadableCheckpointError(
             "the checkpoint's index is damaged", found=shortened(f"{type(error).__name__}: {error}"), where=str(path)
         ) from error
@@ -224,6 +198,7 @@ def _index(metadata: Any) -> DcpIndex:
     places = dict(zip(keys, metadata.storage_data.values(), strict=True))
     arrays: dict[str, StoredArray] = {}
     objects: dict[str, StoredObject] = {}
+    table = ChunkTable()
     left = len(places)
     for key, entry in metadata.state_dict_metadata.items():
         _named(key)
@@ -231,7 +206,7 @@ def _index(metadata: Any) -> DcpIndex:
             left -= len(entry.chunks)
             if left < 0:
                 raise ValueError(f"more chunks than records: the {len(entry.chunks)} of {key} repeat themselves")
-            arrays[key] = _array(key, entry, places)
+            arrays[key] = _array(key, entry, places, table)
         else:
             info = places[key, None]
             if type(info.relative_path) is not str:
@@ -258,13 +233,15 @@ def _axes(numbers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
-def _array(key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any]) -> StoredArray:
+def _array(
+    key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any], table: ChunkTable
+) -> StoredArray:
     shape = tuple(int(size) for size in _axes(entry.size))
     elements_of(shape)
     axes, dtype = len(shape), str(entry.properties.dtype).removeprefix("torch.")
     if dtype not in ITEM_SIZE:
         raise ValueError(f"{key} has the unknown dtype {dtype}")
-    chunks, item_size = [], ITEM_SIZE[dtype]
+    begin, item_size = table.end, ITEM_SIZE[dtype]
     for chunk in entry.chunks:
         offsets, sizes = chunk.offsets, chunk.sizes
         if not type(offsets) is type(sizes) is tuple:
@@ -280,8 +257,8 @@ def _array(key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | No
             raise TypeError(f"the name of a file is {shown(file)}")
         if numel * item_size > length:
             raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
-        chunks.append(StoredChunk(offsets, sizes, ArchivedTensor(file, int(info.offset), length, dtype, numel)))
-    return StoredArray(key, shape, dtype, tuple(chunks))
+        table.append(StoredObject(file, int(info.offset), length), offsets, sizes)
+    return StoredArray(key, shape, dtype, table.chunks(begin, axes, dtype))
 
 
 def _fits(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:

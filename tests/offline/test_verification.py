@@ -448,7 +448,7 @@ def test_records_that_overlap_are_seen(damaged: Fixture) -> None:
     index = open_checkpoint(damaged.run).index
     assert check_index(damaged.iteration, index) == ([], set())
     key, place = next((k, place) for k, place in index.objects.items() if place.offset > 0)
-    objects = {**index.objects, key: replace(place, offset=place.offset - 1)}
+    objects = {**index.objects, key: place._replace(offset=place.offset - 1)}
     findings_, failed = check_index(damaged.iteration, replace(index, objects=objects))
     assert failed == {place.file}
     assert "overlap at byte" in findings_[0].what

@@ -1,0 +1,140 @@
+"""What the index of a checkpoint says of arrays and objects: where each of their parts lies.
+
+The largest have some hundred thousand parts, of which a rank looks at some hundred. So an index keeps them as columns
+of numbers, which are quickly handed to another rank, and makes an object of a part when somebody looks at it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from math import prod
+from typing import NamedTuple, overload
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.planning.extents import ArchivedTensor, PlainExtent
+
+
+class StoredChunk(NamedTuple):
+    """A hyper-rectangle of a stored array, and the archive that holds it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    extent: PlainExtent
+
+
+@dataclass(frozen=True, slots=True)
+class StoredArray:
+    """An array of the checkpoint under Megatron's sharded key; shape in elements, dtype by name."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: str
+    chunks: Sequence[StoredChunk]
+
+
+class StoredObject(NamedTuple):
+    """A pickled object: the archive of `length` bytes at `offset` of `file`."""
+
+    file: str
+    offset: int
+    length: int
+
+
+class ChunkTable:
+    """The chunks of all arrays of an index, row by row.
+
+    A row holds the number of the file, where the archive begins in it and how long that is, both in bytes, then the
+    offsets and the sizes of the chunk, each by axis. So rows of arrays of different ranks differ in length.
+    """
+
+    def __init__(self) -> None:
+        self._files: list[str] = []
+        self._numbers: dict[str, int] = {}
+        self._rows = array("q")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ChunkTable._of, (self._files, self._rows)
+
+    @classmethod
+    def _of(cls, files: list[str], rows: array[int]) -> ChunkTable:
+        table = cls()
+        table._files, table._rows = files, rows
+        table._numbers = {file: number for number, file in enumerate(files)}
+        return table
+
+    def append(self, place: StoredObject, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+        """Add a chunk, and the archive that holds it.
+
+        Raises:
+            TypeError, OverflowError: a number is none, or has more than 63 bits.
+        """
+        number = self._numbers.get(place.file)
+        if number is None:
+            number = self._numbers[place.file] = len(self._files)
+            self._files.append(place.file)
+        self._rows.extend((number, place.offset, place.length, *offsets, *sizes))
+
+    @property
+    def end(self) -> int:
+        """Where the next row would begin."""
+        return len(self._rows)
+
+    def chunks(self, begin: int, axes: int, dtype: str) -> Sequence[StoredChunk]:
+        """The rows from `begin` to the end as chunks of an array of so many axes."""
+        return _Chunks(self, range(begin, self.end, 3 + 2 * axes), axes, dtype)
+
+    def made_of(self, rows: range, axes: int, dtype: str) -> Iterator[StoredChunk]:
+        """The chunks of rows that begin at some places."""
+        columns = [self._rows[rows.start + column : rows.stop : rows.step] for column in range(rows.step)]
+        numbers, begins, lengths = columns[:3]
+        offsets, sizes = (
+            list(zip(*of_axes, strict=True)) if axes else [()] * len(rows)
+            for of_axes in (columns[3 : 3 + axes], columns[3 + axes :])
+        )
+        files = map(self._files.__getitem__, numbers)
+        extents = map(ArchivedTensor, files, begins, lengths, repeat(dtype), map(prod, sizes))
+        return map(StoredChunk, offsets, sizes, extents)
+
+
+class _Chunks(Sequence[StoredChunk]):
+    """Some rows of a table, which become objects when they are looked at."""
+
+    __slots__ = ("_axes", "_dtype", "_rows", "_table")
+
+    def __init__(self, table: ChunkTable, rows: range, axes: int, dtype: str) -> None:
+        self._table, self._rows, self._axes, self._dtype = table, rows, axes, dtype
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Chunks, (self._table, self._rows, self._axes, self._dtype)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @overload
+    def __getitem__(self, index: int) -> StoredChunk: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[StoredChunk]: ...
+
+    @override
+    def __getitem__(self, index: int | slice) -> StoredChunk | Sequence[StoredChunk]:
+        if isinstance(index, slice):
+            return tuple(self)[index]
+        begin = self._rows[index]
+        return next(
+            self._table.made_of(range(begin, begin + self._rows.step, self._rows.step), self._axes, self._dtype)
+        )
+
+    @override
+    def __iter__(self) -> Iterator[StoredChunk]:
+        return self._table.made_of(self._rows, self._axes, self._dtype)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
