@@ -6,12 +6,12 @@
     deepseek    DeepSeek-V3 671B, 61 layers of 256 experts, from PP16 x EP64 as PP8 x EP64
 
 The checkpoints below FOLDER have all metadata, the plans of the ranks included, and holes for tensors. A first rank
-reads and parses the index and hands it over; while it does, the others wait. One of these, in a process of its own,
-takes it, has torch read the common state, as Megatron does, opens the checkpoint, recovers the layout as far as it
-needs it, plans weights and optimizer, looks up every record that the plan reads, and compares the names that all ranks
-tell; the same calls as in a live job (`resuming.look_around`, `first_look`, `optimizer_reshard.prepare`,
-`online.sharded_load`), the live rank's shards worked out from the arguments. Seconds are those of both, one after the
-other; what lies between them, sending some ten megabytes, is not measured.
+reads and parses the index, sees whether all is there, and hands it over; while it does, the others wait. One of these,
+in a process of its own, takes it, has torch read the common state, as Megatron does, opens the checkpoint, recovers the
+layout as far as it needs it, plans weights and optimizer, looks up every record that the plan reads, and compares the
+names that all ranks tell; the same calls as in a live job (`resuming.look_around`, `first_look`,
+`optimizer_reshard.prepare`, `online.sharded_load`), the live rank's shards worked out from the arguments. Seconds are
+those of both, one after the other; what lies between them, sending some ten megabytes, is not measured.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.hooks.shared_index import index_of, index_shared
+from mcore_ckpt_ext.hooks.resuming import look_around
+from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.online.admission import check_names, spelling_in
@@ -107,9 +108,10 @@ def resident(name: str) -> int:
 
 
 def hand_over(run: Path, way: Connection) -> None:
-    """What the first rank does before all others: read the index, parse it, and say it in bytes."""
+    """What the first rank does before all others: read the index, see whether all is there, and say it in bytes."""
     begun = time.monotonic()
-    data = agreed_here("looking", lambda: pickle.dumps(index_of(run, None, argparse.Namespace())))
+    arguments = argparse.Namespace(load=str(run), ckpt_step=None)
+    data = agreed_here("looking", lambda: pickle.dumps(look_around(arguments, "load", shares_index=True).index))
     way.send((time.monotonic() - begun, resident("VmHWM")))
     way.send_bytes(data)
 

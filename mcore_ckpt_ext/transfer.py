@@ -208,9 +208,9 @@ class Transfer:
 
     def _scatter(self, file: str, offset: int, gap: int, rows: Iterator[memoryview]) -> None:
         """Read rows of which each lies `gap` bytes behind the one before it, many by one call."""
-        skipped = self._scratch_of(gap)[:gap]
+        skipped = self._scratch_of(gap)[:gap] if gap else None
         while some := list(islice(rows, _ROWS_AT_ONCE)):
-            buffers = [buffer for row in some for buffer in (row, skipped)][:-1] if gap else some
+            buffers = some if skipped is None else [buffer for row in some for buffer in (row, skipped)][:-1]
             self._reader.scatter(file, offset, buffers)
             offset += len(some) * (len(some[0]) + gap)
 

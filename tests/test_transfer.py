@@ -38,7 +38,7 @@ RUNS = {
     "near and spread": (3, 1, 100, 40, 900, 130),
     "more of them than are copied at once": (0, 0, 600, 50, 1100, 600),
     "as much between them as they have": (5, 2, 1500, 15, 3000, 1510),
-    "more rows apart than a call takes": (1, 2, 257, 550, 270, 258),
+    "short and near, many": (1, 2, 257, 550, 270, 258),
     "far": (0, 4, 100, 20, 2000, 120),
     "long and far": (3, 4, 300, 14, 9000, 310),
     "long and near": (0, 4, 5000, 10, 5500, 5010),

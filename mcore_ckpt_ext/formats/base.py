@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -235,8 +235,12 @@ class Checkpoint(ABC):
         for name in self.weights.names():
             tensor = self.weights.logical_tensor(WEIGHT, name)
             if tensor is not None:
-                stored[name] = StoredWeight(tensor, _grid(self.weights.stored(WEIGHT, name)))
+                stored[name] = StoredWeight(tensor, self._grid(name))
         return LocalModels(stored, self.arguments, self.layout, self.experts_apart, self.layers())
+
+    def _grid(self, name: str) -> tuple[tuple[int, ...], ...]:
+        """The distinct offsets of the stored parts of a weight, axis by axis."""
+        return grid_of(stored.slice.regions[0].offsets for stored in self.weights.stored(WEIGHT, name))
 
     def layers(self) -> list[list[range]] | None:
         """Global decoder layers by `[pipeline rank][virtual stage]`, where the format itself shows them."""
@@ -345,6 +349,6 @@ class Checkpoint(ABC):
         return TensorHandle(self, kind, logical)
 
 
-def _grid(stored: Sequence[StoredSlice]) -> tuple[tuple[int, ...], ...]:
-    """The distinct offsets of the stored chunks of a tensor, axis by axis."""
-    return tuple(tuple(sorted(set(axis))) for axis in zip(*(s.slice.regions[0].offsets for s in stored), strict=True))
+def grid_of(offsets: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """The distinct ones, axis by axis."""
+    return tuple(tuple(sorted(set(axis))) for axis in zip(*offsets, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from math import prod
 
@@ -58,6 +58,11 @@ class StackedWeights(StoredOnce):
             )
             for chunk, first in self._chunks(key).get(index, [])
         ]
+
+    def offsets(self, name: str) -> Iterator[tuple[int, ...]]:
+        """Where the stored parts of a tensor begin, by axis."""
+        key, index = self._places[name]
+        return (chunk.offsets[len(index) :] for chunk, _ in self._chunks(key).get(index, ()))
 
     def _chunks(self, key: str) -> dict[tuple[int, ...], list[tuple[StoredChunk, int]]]:
         """The chunks of an array by stack index, each with the element at which that index begins in it."""

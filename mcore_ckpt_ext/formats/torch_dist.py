@@ -13,7 +13,7 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError
-from mcore_ckpt_ext.formats.base import Weights
+from mcore_ckpt_ext.formats.base import Weights, grid_of
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.described import DescribedCheckpoint
 from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
@@ -71,6 +71,11 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     @override
     def weights(self) -> Weights:
         return self._elsewhere or self._own_weights
+
+    @override
+    def _grid(self, name: str) -> tuple[tuple[int, ...], ...]:
+        weights = self.weights
+        return grid_of(weights.offsets(name)) if isinstance(weights, StackedWeights) else super()._grid(name)
 
     @cached_property
     def _own_weights(self) -> StackedWeights:

@@ -8,9 +8,11 @@ core_v0.7.0 to 0.19.2.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, some
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
@@ -127,22 +129,24 @@ def check_index_file(folder: Path) -> Iterator[Finding]:
             yield error(COMPLETE, str(folder / METADATA_FILE), what)
 
 
-@dataclass(frozen=True, slots=True)
-class _Record:
+class _Record(NamedTuple):
     offset: int
     length: int
     key: str
 
 
-def check_index(folder: Path, index: DcpIndex) -> tuple[list[Finding], set[str]]:
-    """Check that every record of the index has room of its own in its file; also returns the files that fail."""
-    by_file: dict[str, list[_Record]] = {}
+def check_index(folder: Path, index: DcpIndex) -> tuple[list[Finding], set[str], int]:
+    """Check that every record of the index has room of its own in its file.
+
+    Returns:
+        What is wrong, the files that fail, and how many files there are.
+    """
+    by_file: defaultdict[str, list[_Record]] = defaultdict(list)
     for key, array in index.arrays.items():
-        for chunk in array.chunks:
-            record = _Record(chunk.extent.offset, chunk.extent.length, key)
-            by_file.setdefault(chunk.extent.file, []).append(record)
+        for _, _, extent in array.chunks:
+            by_file[extent.file].append(_Record(extent.offset, extent.length, key))
     for key, stored in index.objects.items():
-        by_file.setdefault(stored.file, []).append(_Record(stored.offset, stored.length, key))
+        by_file[stored.file].append(_Record(stored.offset, stored.length, key))
     findings, failed = [], set()
     for file, records in sorted(by_file.items()):
         found = list(_check_file(folder / file, records))
@@ -151,7 +155,7 @@ def check_index(folder: Path, index: DcpIndex) -> tuple[list[Finding], set[str]]
     unknown = sorted(path.name for path in folder.glob("*.distcp") if path.name not in by_file)
     if unknown:
         findings.append(warning(COMPLETE, str(folder), f"files that the index does not know: {some(unknown)}"))
-    return findings, failed
+    return findings, failed, len(by_file)
 
 
 def _check_file(path: Path, records: list[_Record]) -> Iterator[Finding]:
@@ -166,8 +170,7 @@ def _check_file(path: Path, records: list[_Record]) -> Iterator[Finding]:
         needed = max(record.offset + record.length for record in cut)
         yield error(COMPLETE, str(path), f"{size:,} bytes, but its records need {needed:,}; cut off: {some(keys)}")
     end, last = 0, ""
-    for record in sorted(records, key=lambda record: record.offset):
-        if record.offset < end:
-            what = f"the records of {last} and {record.key} overlap at byte {record.offset:,}"
-            yield error(COMPLETE, str(path), what)
-        end, last = max(end, record.offset + record.length), record.key
+    for offset, length, key in sorted(records):
+        if offset < end:
+            yield error(COMPLETE, str(path), f"the records of {last} and {key} overlap at byte {offset:,}")
+        end, last = max(end, offset + length), key

@@ -47,7 +47,7 @@ from mcore_ckpt_ext.offline.findings import (
     error,
     warning,
 )  # fmt: skip
-from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, labels, manifest_bytes
+from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, manifest_bytes
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.optimizers.digests import differing
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
@@ -180,11 +180,10 @@ class _Run:
         if not isinstance(checkpoint, TorchDistCheckpoint):
             self.checks.append(Check(COMPLETE, "the files of all ranks"))
             return set()
-        findings, failed = check_index(self.folder, checkpoint.stored_index)
+        findings, failed, files = check_index(self.folder, checkpoint.stored_index)
         self.findings.extend(findings)
         if not self._quick and checkpoint.stored_index.has_plans:
             self.findings.extend(check_index_file(self.folder))
-        files = len({file for file, _ in labels(checkpoint)})
         self.checks.append(Check(COMPLETE, f"{files:,} files"))
         return failed
 

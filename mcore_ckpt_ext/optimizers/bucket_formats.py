@@ -58,9 +58,9 @@ def _numel(per_buffer: Any, key: BucketKey) -> int:
 
 def _flat(array: StoredArray, numel: int) -> FlatArray:
     pieces = tuple(
-        FlatPiece(chunk.offsets[0], min(chunk.offsets[0] + chunk.sizes[0], numel), chunk.extent, 0)
-        for chunk in array.chunks
-        if chunk.offsets[0] < numel
+        FlatPiece(offsets[0], min(offsets[0] + sizes[0], numel), extent, 0)
+        for offsets, sizes, extent in array.chunks
+        if offsets[0] < numel
     )
     return FlatArray(numel, array.dtype, pieces)
 
