@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from operator import sub
 
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -14,13 +14,6 @@ from mcore_ckpt_ext.planning.overlap import Piece, overlap
 from mcore_ckpt_ext.planning.plan import Copies
 
 
-class _Band(NamedTuple):
-    """Rows of a tensor, from the first to below the second."""
-
-    start: int
-    stop: int
-
-
 def copies_of(checkpoint: Checkpoint, kind: str, name: str) -> Copies:
     """The parts of a tensor, the copies of each part, and the slices that hold each copy."""
     source = checkpoint.weights if kind == WEIGHT else checkpoint.optimizer
@@ -29,7 +22,7 @@ def copies_of(checkpoint: Checkpoint, kind: str, name: str) -> Copies:
 
 def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Finding]:
     """Check that each copy is whole, and that the first copies of all parts make up the tensor, each element once."""
-    if _is_in_bands(tensor.shape, parts):
+    if _is_grid(tensor.shape, parts):
         return
     where = f"{kind} {tensor.name}"
     for slices in (copy for copies in parts for copy in copies):
@@ -53,28 +46,24 @@ def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Fi
         yield error(COVERED, where, f"{twice:,} elements are stored more than once")
 
 
-def _is_in_bands(shape: tuple[int, ...], parts: Copies) -> bool:
-    """Whether there is one copy, whose parts are rows, one after the other, as of most tensors of a large model."""
+def _is_grid(shape: tuple[int, ...], parts: Copies) -> bool:
+    """Whether there is one copy, whose parts are the cells of a grid, each once, as most tensors are stored."""
     match parts:
-        case [[slices]] if shape:
-            bands = [_band(stored.slice, shape) for stored in slices]
+        case [[[_, *_] as copy]]:
+            regions = [stored.slice.regions[0] for stored in copy if len(stored.slice.regions) == 1]
         case _:
             return False
-    end = 0
-    for band in sorted(band for band in bands if band is not None):
-        if band.start != end:
+    whole = all(stored.slice == Slice.whole(stored.slice.regions) for stored in copy)
+    if not whole or len(regions) < len(copy) or any(len(region.sizes) != len(shape) for region in regions):
+        return False
+    cells = 1
+    for axis, end in enumerate(shape):
+        begins = sorted({region.offsets[axis] for region in regions})
+        sizes = dict(zip(begins, map(sub, [*begins[1:], end], begins), strict=True))
+        if begins[0] != 0 or begins[-1] > end or any(r.sizes[axis] != sizes[r.offsets[axis]] for r in regions):
             return False
-        end = band.stop
-    return None not in bands and end == shape[0]
-
-
-def _band(part: Slice, shape: tuple[int, ...]) -> _Band | None:
-    """The rows that a slice is, if it is nothing else."""
-    match part:
-        case Slice(regions=(Region(name=name, offsets=(start, *_), sizes=(size, *_)),)) if size >= 0:
-            rows = Region(name, (start, *(0,) * (len(shape) - 1)), (size, *shape[1:]))
-            return _Band(start, start + size) if part == Slice.whole((rows,)) else None
-    return None
+        cells *= len(begins)
+    return cells == len(regions) == len({region.offsets for region in regions})
 
 
 def _inside(region: Region, shape: tuple[int, ...]) -> bool:

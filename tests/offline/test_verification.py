@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -10,8 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
@@ -412,6 +416,12 @@ TENSOR = LogicalTensor("x", (4, 6), "float32")
         ([[[stored("x", (0,), (24,))]]], ["a part lies outside of its shape"]),
         ([[[stored("x", (), ())]]], ["a part lies outside of its shape"]),
         ([[[stored("x", (0, 0), (4, 3)), stored("x", (0, 3), (4, 3))]]], []),
+        ([[[stored("x", (row, column), (2, 3)) for row in (0, 2) for column in (3, 0)]]], []),
+        ([[[stored("x", (row, column), (2, 3)) for row, column in ((0, 0), (0, 3), (2, 3), (0, 0))]]],
+         ["6 of 24 elements are not stored anywhere; the first is 12", "6 elements are stored more than once"]),
+        ([[[stored("x", (0, 0), (4, 2)), stored("x", (0, 3), (4, 3))]]],
+         ["4 of 24 elements are not stored anywhere; the first is 2"]),
+        ([[[]]], ["24 of 24 elements are not stored anywhere; the first is 0"]),
         ([[[stored("x", (0, 0), (4, 3))], [stored("x", (0, 0), (4, 3))]], [[stored("x", (0, 3), (4, 3))]]], []),
         ([[[stored("x", (0, 0), (4, 3))]]], ["12 of 24 elements are not stored anywhere; the first is 3"]),
         ([[[stored("x", (0, 0), (4, 4)), stored("x", (0, 3), (4, 3))]]], ["4 elements are stored more than once"]),
@@ -426,6 +436,34 @@ def test_every_element_once(parts: coverage.Copies, expected: list[str]) -> None
     found = [finding.what for finding in check_tensor(TENSOR, WEIGHT, parts)]
     assert len(found) == len(expected)
     assert all(text in what for text, what in zip(expected, found, strict=True)), found
+
+
+@st.composite
+def almost_grids(draw: st.DrawFn) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the cells of a grid in (4, 6), in any order; some moved, some left out, some twice."""
+    axes = []
+    for end in TENSOR.shape:
+        borders = sorted({0, end, *draw(st.lists(st.integers(0, end), max_size=2))})
+        axes.append([(low, high - low) for low, high in itertools.pairwise(borders)])
+    cells = [(offsets, sizes) for offsets, sizes in (zip(*cell, strict=True) for cell in itertools.product(*axes))]
+    cells = draw(st.permutations(cells))
+    for number in draw(st.lists(st.integers(0, len(cells) - 1), max_size=2)):
+        (row, column), sizes = cells[number]
+        other = draw(st.sampled_from([(row, column), (row + 1, column), (row, max(0, column - 1)), (0, 0)]))
+        cells[number] = (other, sizes if draw(st.booleans()) else (sizes[0], sizes[1] + 1))
+    return cells[: draw(st.integers(len(cells) - 1, len(cells)))] + draw(st.sampled_from([[], cells[:1]]))
+
+
+@given(almost_grids())
+def test_what_holds_every_element_once_and_nothing_else_passes(
+    cells: list[tuple[tuple[int, ...], tuple[int, ...]]],
+) -> None:
+    times = numpy.zeros((12, 16), int)
+    for (row, column), (rows, columns) in cells:
+        times[row : row + rows, column : column + columns] += 1
+    inside = times[:4, :6]
+    passes = not list(check_tensor(TENSOR, WEIGHT, [[[stored("x", *cell) for cell in cells]]]))
+    assert passes == (bool((inside == 1).all()) and times.sum() == inside.sum())
 
 
 @pytest.mark.parametrize(
