@@ -69,10 +69,12 @@ class StackedWeights(StoredOnce):
         if key not in self._by_index:
             stacked = stacked_axes(key)
             by_index: dict[tuple[int, ...], list[tuple[StoredChunk, int]]] = {}
+            one = (1,) * stacked
             for chunk in self._arrays[key].chunks:
-                inner = 1
-                for size in chunk.sizes[stacked:]:
-                    inner *= size
+                if chunk.sizes[:stacked] == one:  # as in large checkpoints
+                    by_index.setdefault(chunk.offsets[:stacked], []).append((chunk, 0))
+                    continue
+                inner = prod(chunk.sizes[stacked:])
                 for number, offsets in enumerate(product(*(range(size) for size in chunk.sizes[:stacked]))):
                     index = tuple(a + b for a, b in zip(chunk.offsets, offsets, strict=False))
                     by_index.setdefault(index, []).append((chunk, number * inner))

@@ -22,7 +22,7 @@ def copies_of(checkpoint: Checkpoint, kind: str, name: str) -> Copies:
 
 def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Finding]:
     """Check that each copy is whole, and that the first copies of all parts make up the tensor, each element once."""
-    if _is_grid(tensor.shape, parts):
+    if _is_grid(tensor, parts):
         return
     where = f"{kind} {tensor.name}"
     for slices in (copy for copies in parts for copy in copies):
@@ -46,18 +46,20 @@ def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Fi
         yield error(COVERED, where, f"{twice:,} elements are stored more than once")
 
 
-def _is_grid(shape: tuple[int, ...], parts: Copies) -> bool:
+def _is_grid(tensor: LogicalTensor, parts: Copies) -> bool:
     """Whether there is one copy, whose parts are the cells of a grid, each once, as most tensors are stored."""
     match parts:
+        case [[[only]]] if only.slice == Slice.whole((Region.whole(tensor.name, tensor.shape),)):
+            return True
         case [[[_, *_] as copy]]:
             regions = [stored.slice.regions[0] for stored in copy if len(stored.slice.regions) == 1]
         case _:
             return False
     whole = all(stored.slice == Slice.whole(stored.slice.regions) for stored in copy)
-    if not whole or len(regions) < len(copy) or any(len(region.sizes) != len(shape) for region in regions):
+    if not whole or len(regions) < len(copy) or any(len(region.sizes) != len(tensor.shape) for region in regions):
         return False
     cells = 1
-    for axis, end in enumerate(shape):
+    for axis, end in enumerate(tensor.shape):
         begins = sorted({region.offsets[axis] for region in regions})
         sizes = dict(zip(begins, map(sub, [*begins[1:], end], begins), strict=True))
         if begins[0] != 0 or begins[-1] > end or any(r.sizes[axis] != sizes[r.offsets[axis]] for r in regions):
