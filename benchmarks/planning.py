@@ -46,6 +46,7 @@ from mcore_ckpt_ext.online.admission import check_names, spelling_in
 from mcore_ckpt_ext.online.agreement import agreed_here
 from mcore_ckpt_ext.online.live_job import RankView
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan
+from mcore_ckpt_ext.storage.dcp_index import objects_alone
 
 GOAL_SECONDS, GOAL_BYTES = 5.0, 2 << 30
 LLAMA = {
@@ -122,6 +123,7 @@ def handed_over(run: Path) -> tuple[float, int, bytes]:
     way, far = spawn.Pipe()
     first = spawn.Process(target=hand_over, args=(run, far))
     first.start()
+    far.close()  # else its end would not be noticed
     seconds, memory = way.recv()
     data = way.recv_bytes()
     first.join()
@@ -130,10 +132,11 @@ def handed_over(run: Path) -> tuple[float, int, bytes]:
 
 def common_state(iteration: Path) -> None:
     """Have torch read it, as Megatron does (`load_common_state_dict`, dist_checkpointing/serialization.py, 0.19.2)."""
-    state: dict[str, Any] = {"common_state/shard_0_1": io.BytesIO()}
-    with warnings.catch_warnings(action="ignore"):  # of torch, that there is one process
+    key = "common_state/shard_0_1"
+    state: dict[str, Any] = {key: io.BytesIO()}
+    with warnings.catch_warnings(action="ignore"), objects_alone():  # torch warns that there is one process
         torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(iteration), no_dist=True)
-    assert state["common_state/shard_0_1"]  # noqa: S101 - else nothing was measured
+    assert state[key]  # noqa: S101 - else nothing was measured
 
 
 def plan_once(folder: Path, case: Case) -> dict[str, float]:
@@ -162,9 +165,11 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
         return plan
 
     begun, busy = time.monotonic(), time.process_time()
-    with index_shared(pickle.loads(data)):  # what the process above has pickled
+    handed = pickle.loads(data)  # what the process above has pickled
+    assert handed is not None  # noqa: S101 - else another way was measured
+    with index_shared(handed):
         agreed_here("reading the common state", lambda: common_state(folder / "iter_0001000"))
-        seen = time.monotonic() - begun
+        seen = time.process_time() - busy
         checkpoint = agreed_here("opening the checkpoint", opened)
         opening = time.process_time() - busy
         plan = agreed_here("planning the resume", planned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from mcore_ckpt_ext.errors import ResumeRefusedError
-from mcore_ckpt_ext.online.agreement import Failure, agreed_among, gather
+from mcore_ckpt_ext.online.agreement import Failure, agreed, agreed_among, gather
 
 RANKS = 8
 # What each rank tells.
@@ -62,3 +63,17 @@ def test_of_a_failure_that_megatron_collects_only_what_failed_is_told() -> None:
         agreed_among(lambda own: {0: own, 1: (None, "")}, "reading", work, "untouched")
     assert "rank 0: rank 0: a damaged object" in str(refused.value)
     assert "rank 1" not in str(refused.value)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_while_ranks_work_and_goes_on_as_before(enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert agreed("working", gc.isenabled) == [False]
+        assert gc.isenabled() == enabled
+        with pytest.raises(ResumeRefusedError, match="ZeroDivisionError"):
+            agreed("working", lambda: 1 // 0)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import sys
+from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
 from math import prod
@@ -14,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -25,14 +29,17 @@ from torch.distributed.checkpoint.metadata import (
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
-from mcore_ckpt_ext.hooks.shared_index import index_shared
+from mcore_ckpt_ext.hooks.shared_index import index_read_once, index_shared
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.extents import ArchivedTensor
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage import dcp_index, safe_pickle
-from mcore_ckpt_ext.storage.dcp_index import DcpIndex, Lent, lent, read_index
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, Lent, lent, objects_alone, read_index
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredChunk, StoredObject
+from tests.harness.checkpoints import fixture_named
+
+Damage = Callable[[Metadata], None]
 
 # A gradient buffer of one bucket, beyond 2**31 elements, in so many pieces.
 PIECES, PIECE = 4000, 1 << 20
@@ -186,7 +193,7 @@ def test_chunks_are_a_sequence_like_any_other(tmp_path: Path) -> None:
     assert whole[3] == StoredChunk(
         (3 * PIECE,), (PIECE,), ArchivedTensor("__0_0.distcp", 15 * PIECE, 5 * PIECE, "float32", PIECE)
     )
-    assert (chunks == whole, whole == chunks, chunks == whole[1:]) == (True, True, False)
+    assert (chunks == whole, whole == chunks, chunks == whole[1:], chunks == list(whole)) == (True, True, False, False)
     assert hash(chunks) == hash(whole)
     with pytest.raises(IndexError):
         chunks[FEW]
@@ -209,14 +216,57 @@ def test_chunks_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
     assert list(chunks) == expected
 
 
-@pytest.mark.parametrize("number", [1 << 63, 1.5, "1"], ids=repr)
-def test_what_is_no_number_of_a_place_is_damage(number: Any, tmp_path: Path) -> None:
+def of_record(**what: Any) -> Damage:
+    def damage(metadata: Metadata) -> None:
+        places = metadata.storage_data
+        places[next(iter(places))] = replace(next(iter(places.values())), **what)
+
+    return damage
+
+
+def of_chunk(**what: Any) -> Damage:
+    """Of a chunk, and of its record, which is looked up by its offsets."""
+
+    def damage(metadata: Metadata) -> None:
+        chunk = metadata.state_dict_metadata["buffer"].chunks[0]
+        vars(chunk).update(what)
+        place = metadata.storage_data.pop(next(iter(metadata.storage_data)))
+        at = MetadataIndex("buffer")
+        vars(at)["offset"] = chunk.offsets  # torch would take no such number
+        metadata.storage_data[at] = place
+
+    return damage
+
+
+def of_object(metadata: Metadata) -> None:
+    metadata.state_dict_metadata["object"] = BytesStorageMetadata()
+    place = next(iter(metadata.storage_data.values()))
+    metadata.storage_data[MetadataIndex("object")] = replace(place, offset=float("inf"))
+
+
+@pytest.mark.parametrize(
+    ("damage", "expected"),
+    [
+        (of_record(offset=1 << 63), "a chunk of buffer at .*int too (big|large)"),
+        (of_record(length=1 << 63), "a chunk of buffer at .*int too (big|large)"),
+        (of_chunk(sizes=(float(PIECE),)), "a chunk of buffer at .*float"),
+        (of_chunk(offsets=(0.0,)), "a chunk of buffer at .*float"),
+        (of_object, "OverflowError"),
+    ],
+)
+def test_what_is_no_number_of_a_place_is_damage(damage: Damage, expected: str, tmp_path: Path) -> None:
     metadata = pickle.loads(by_torch(FEW))
-    first = next(iter(metadata.storage_data))
-    metadata.storage_data[first] = replace(metadata.storage_data[first], length=number)
-    metadata.state_dict_metadata["buffer"].chunks[1].sizes = (number,)
-    with pytest.raises(UnreadableCheckpointError, match="the checkpoint's index is damaged"):
+    damage(metadata)
+    with pytest.raises(UnreadableCheckpointError, match="the checkpoint's index is damaged") as refusal:
         index_of(pickle.dumps(metadata), tmp_path)
+    assert re.search(expected, str(refusal.value))
+
+
+def test_a_row_that_is_refused_leaves_nothing_behind() -> None:
+    table = ChunkTable()
+    with pytest.raises(TypeError):
+        table.append(StoredObject("file", 0, 1), (0,), (1.5,))  # type: ignore[arg-type]
+    assert table.end == 0
 
 
 def with_object(folder: Path) -> tuple[bytes, Path]:
@@ -233,59 +283,79 @@ def objects_of(folder: Path) -> Any:
     return state["common.iteration"]
 
 
+def unpickled(*_: Any) -> None:
+    raise AssertionError("unpickled")
+
+
 def test_torch_reads_objects_without_unpickling_an_index_that_is_lent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, folder = with_object(tmp_path)
     handed = pickle.loads(pickle.dumps(Lent(folder, data).without_plans()))
     assert handed.index.objects.keys() == {"common.iteration"}
-
-    def unpickled(*_: Any) -> None:
-        raise AssertionError("unpickled")
-
     with monkeypatch.context() as patch:
         patch.setattr(FileSystemReader, "read_metadata", unpickled)
         with index_shared(handed):
-            assert objects_of(folder) == 7
-            found = FileSystemReader(folder).read_metadata()
-            assert set(found.state_dict_metadata) == {"buffer", "common.iteration"}
-            assert "buffer" in found.state_dict_metadata
-            with pytest.raises(AssertionError, match="unpickled"):
-                _ = found.state_dict_metadata["buffer"]
+            with objects_alone():
+                assert objects_of(folder) == 7
+            with pytest.raises(CheckpointException, match="unpickled"):
+                objects_of(folder)
+
+
+def test_megatron_reads_the_common_state_without_unpickling_an_index_that_is_lent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dist_checkpointing = pytest.importorskip("megatron.core.dist_checkpointing")
+    folder = fixture_named("p41").iteration
+    data = (folder / ".metadata").read_bytes()
+    before = dist_checkpointing.load_common_state_dict
+    expected = before(str(folder))
+    with monkeypatch.context() as patch:
+        patch.setattr(FileSystemReader, "read_metadata", unpickled)
+        with index_shared(Lent(folder, data)):
+            found = dist_checkpointing.load_common_state_dict(str(folder))
+            also = sys.modules["megatron.core.dist_checkpointing.serialization"].load_common_state_dict(str(folder))
+    assert found.keys() == also.keys() == expected.keys()
+    assert vars(found["args"]) == vars(expected["args"])
+    assert dist_checkpointing.load_common_state_dict is before
 
 
 def test_torch_is_told_all_else_as_it_is_stored(tmp_path: Path) -> None:
     data, folder = with_object(tmp_path)
-    metadata = pickle.loads(data)
-    metadata.mcore_data = {"buffer": {}}
-    data = pickle.dumps(metadata)
-    (folder / ".metadata").write_bytes(data)
     state = {"buffer": torch.zeros(6), "common": {"iteration": 0}}
     with index_shared(Lent(folder, data).without_plans()):
-        found = FileSystemReader(folder).read_metadata()
-        assert isinstance(found, Metadata)
-        assert dict(found.state_dict_metadata.items()) == metadata.state_dict_metadata
-        assert dict(found.storage_data.items()) == metadata.storage_data
-        assert found.planner_data == metadata.planner_data != None  # noqa: E711 - torch's default
-        assert found.storage_meta.save_id == metadata.storage_meta.save_id
-        assert found.mcore_data == {"buffer": {}}
-        assert not hasattr(found, "all_local_plans")
-        for key in ("common.iteration", "absent"):
-            assert (key in found.state_dict_metadata) == (key in metadata.state_dict_metadata)
-        with pytest.raises(KeyError):
-            _ = found.storage_data[MetadataIndex("absent")]
+        with objects_alone():
+            assert objects_of(folder) == 7
         torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
     assert state["buffer"].tolist() == [0, 1, 2, 3, 4, 5]
 
 
-def test_a_reader_that_keeps_what_it_got_for_a_later_save_gets_torchs_own(tmp_path: Path) -> None:
+def test_an_index_that_is_lent_damaged_is_torchs_to_meet(tmp_path: Path) -> None:
+    _, folder = with_object(tmp_path)
+    (folder / ".metadata").write_bytes(b"no index")
+    with (
+        index_shared(Lent(folder, b"no index")),
+        objects_alone(),
+        pytest.raises(CheckpointException, match="UnpicklingError|metadata"),
+    ):
+        objects_of(folder)
+
+
+def test_a_reader_that_keeps_what_it_got_for_a_later_save_gets_all(tmp_path: Path) -> None:
     class Keeping(FileSystemReader):
         """As Megatron's `CachedMetadataFileSystemReader`."""
 
     data, folder = with_object(tmp_path)
-    with index_shared(Lent(folder, data).without_plans()):
-        assert type(FileSystemReader(folder).read_metadata()) is not Metadata
-        assert type(Keeping(folder).read_metadata()) is Metadata
+    known = pickle.loads(data)
+    with index_shared(Lent(folder, data).without_plans()), index_read_once():
+        with objects_alone():
+            assert FileSystemReader(folder).read_metadata().state_dict_metadata.keys() == {"common.iteration"}
+            kept = Keeping(folder).read_metadata()
+        also = FileSystemReader(folder).read_metadata()
+    for found in (kept, also):
+        assert found.state_dict_metadata == known.state_dict_metadata
+        assert found.storage_data == known.storage_data
+        assert pickle.loads(pickle.dumps(found)).planner_data == known.planner_data
 
 
 def test_torch_sees_no_plans_in_an_index_that_is_lent_without_them(tmp_path: Path) -> None:

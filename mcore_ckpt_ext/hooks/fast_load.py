@@ -32,6 +32,7 @@ from mcore_ckpt_ext.online.sharded_load import (
     stumbling_block,
 )
 from mcore_ckpt_ext.settings import LOAD, VERIFY_ALL
+from mcore_ckpt_ext.storage.dcp_index import objects_alone
 
 _STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
 _UNTOUCHED = "nothing is written yet"
@@ -128,8 +129,8 @@ def _load(
 
     def read_objects() -> dict[int, Any]:
         try:
-            # All ranks call it, or none.
-            objects = stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
+            with objects_alone():  # all ranks call it, or none
+                objects = stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
         except (Exception, Failure):
             check_objects(stored, checkpoints[0])
             raise

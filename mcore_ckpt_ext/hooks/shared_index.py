@@ -8,20 +8,36 @@ from __future__ import annotations
 
 import functools
 import io
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.hooks.lent_metadata import LentMetadata
+from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.storage.checked_files import read_file
-from mcore_ckpt_ext.storage.dcp_index import INDEX_BYTES, METADATA_FILE, PLANS, Lent, lent, lent_of
+from mcore_ckpt_ext.storage.dcp_index import (
+    INDEX_BYTES,
+    METADATA_FILE,
+    PLANS,
+    DcpIndex,
+    Lent,
+    asked_for_objects_alone,
+    lent,
+    lent_of,
+    objects_alone,
+)  # fmt: skip
 from mcore_ckpt_ext.storage.runs import iteration_folder, iteration_name
+
+_COMMON = "load_common_state_dict"
 
 
 @contextmanager
@@ -66,15 +82,18 @@ def _size(folder: Path) -> int:
 
 @contextmanager
 def index_read_once() -> Iterator[None]:
-    """Within this scope torch unpickles the index of a folder once, and where it is lent, only for tensors.
+    """Within this scope torch unpickles the index of a folder once; where it is lent, not at all for the common state.
 
-    Megatron asks for it four times in a load: twice for the common state, for tensors, and for objects
-    (`FileSystemReader.read_metadata`, torch/distributed/checkpoint/filesystem.py, 2.2 to 2.13). Its own
-    `CachedMetadataFileSystemReader`, where it is used, does the same; it keeps what it got for a later save.
+    Megatron asks for it four times in a load: twice for the common state, which lies in the folder as an object since
+    core_v0.19.0 (`load_common_state_dict`, dist_checkpointing/serialization.py), for tensors, and for other objects
+    (`FileSystemReader.read_metadata`, torch/distributed/checkpoint/filesystem.py, 2.4 to 2.13). Its own
+    `CachedMetadataFileSystemReader` (core_v0.14.0 to 0.16.1, later only with `--ckpt-assume-constant-structure`) keeps
+    what it got, for a later save, too, so that it is given all of it.
     """
     reader: Any = import_module("torch.distributed.checkpoint").FileSystemReader
     original = reader.read_metadata
     known: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
 
     @functools.wraps(original)
     def read_metadata(self: Any, *positional: Any, **keywords: Any) -> Any:
@@ -82,22 +101,47 @@ def index_read_once() -> Iterator[None]:
             return original(self, *positional, **keywords)
         folder = str(self.path)
         handed = lent_of(Path(folder))
-
-        def unpickled() -> Any:
-            if folder not in known:
-                known[folder] = _unpickled(original, self, handed)
-            return known[folder]
-
-        if handed is not None and folder not in known and type(self) is reader:
+        if handed is not None and asked_for_objects_alone() and type(self) is reader:
             with suppress(CheckpointError):  # whatever is wrong with it, torch shall meet
-                return LentMetadata(handed.index, unpickled)
-        return unpickled()
+                if folder not in objects:
+                    objects[folder] = _of_objects(handed.index)
+                return objects[folder]
+        if folder not in known:
+            known[folder] = _unpickled(original, self, handed)
+        return known[folder]
 
     reader.read_metadata = read_metadata
     try:
-        yield
+        with _common_state_by_objects():
+            yield
     finally:
         reader.read_metadata = original
+
+
+@contextmanager
+def _common_state_by_objects() -> Iterator[None]:
+    """Within this scope Megatron, where it is there, reads the common state as what it is: an object."""
+    names = ("megatron.core.dist_checkpointing", "megatron.core.dist_checkpointing.serialization")
+    with ExitStack() as scope:
+        for module in (sys.modules[name] for name in names if name in sys.modules):
+            if (load := vars(module).get(_COMMON)) is not None:
+                scope.enter_context(rebound(vars(module), **{_COMMON: _alone(load)}))
+        yield
+
+
+def _alone(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_alone(*positional: Any, **keywords: Any) -> Any:
+        with objects_alone():
+            return load(*positional, **keywords)
+
+    return load_alone
+
+
+def _of_objects(index: DcpIndex) -> Any:
+    """What torch would make of an index without tensors."""
+    entries: dict[str, Any] = {key: BytesStorageMetadata() for key in index.objects}
+    return Metadata(entries, None, {MetadataIndex(key): _StorageInfo(*place) for key, place in index.objects.items()})
 
 
 def _unpickled(read_metadata: Callable[[Any], Any], reader: Any, handed: Lent | None) -> Any:

@@ -124,7 +124,7 @@ def agreed_among(
     """
     result: Result | None = None
     cause: Exception | CheckpointException | None = None
-    with collector_paused():  # plans are many objects, and the collector would look at the whole program for them
+    with collector_paused():  # for every few plans that are made, it would look through the whole program
         try:
             result = work()
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - the latter is no Exception

@@ -122,6 +122,28 @@ def lent_of(folder: Path) -> Lent | None:
     return found if found is not None and found.folder.resolve() == folder.resolve() else None
 
 
+_OBJECTS_ALONE: ContextVar[bool] = ContextVar("mcore_ckpt_ext_objects_alone", default=False)
+
+
+@contextmanager
+def objects_alone() -> Iterator[None]:
+    """Within this scope, pickled objects and nothing else are asked for.
+
+    So an index that is lent need not be unpickled for torch, which takes longer than all else that a rank of a very
+    large job plans (benchmarks/planning.py).
+    """
+    token = _OBJECTS_ALONE.set(True)
+    try:
+        yield
+    finally:
+        _OBJECTS_ALONE.reset(token)
+
+
+def asked_for_objects_alone() -> bool:
+    """Whether it is so now."""
+    return _OBJECTS_ALONE.get()
+
+
 def read_index(folder: Path) -> DcpIndex:
     """Read `.metadata` of an iteration folder, or take what is lent of it.
 
@@ -163,7 +185,7 @@ def _parsed(data: bytes, path: Path) -> DcpIndex:
     try:
         with collector_paused():
             return _index(_metadata(data, str(path)))
-    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:
+    except (AttributeError, TypeError, ValueError, KeyError, OverflowError) as error:  # the last of an infinite float
         raise UnreadableCheckpointError(
             "the checkpoint's index is damaged", found=shortened(f"{type(error).__name__}: {error}"), where=str(path)
         ) from error
@@ -257,7 +279,10 @@ def _array(
             raise TypeError(f"the name of a file is {shown(file)}")
         if numel * item_size > length:
             raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
-        table.append(StoredObject(file, int(info.offset), length), offsets, sizes)
+        try:
+            table.append(StoredObject(file, int(info.offset), length), offsets, sizes)
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"a chunk of {key} at {shown(offsets)} with sizes {shown(sizes)}: {error}") from error
     return StoredArray(key, shape, dtype, table.chunks(begin, axes, dtype))
 
 

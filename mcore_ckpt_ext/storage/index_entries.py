@@ -70,13 +70,13 @@ class ChunkTable:
         """Add a chunk, and the archive that holds it.
 
         Raises:
-            TypeError, OverflowError: a number is none, or has more than 63 bits.
+            TypeError, OverflowError: something is no whole number, or one of more than 63 bits; nothing is added.
         """
         number = self._numbers.get(place.file)
         if number is None:
             number = self._numbers[place.file] = len(self._files)
             self._files.append(place.file)
-        self._rows.extend((number, place.offset, place.length, *offsets, *sizes))
+        self._rows.extend(array("q", (number, place.offset, place.length, *offsets, *sizes)))
 
     @property
     def end(self) -> int:
@@ -85,7 +85,7 @@ class ChunkTable:
 
     def chunks(self, begin: int, axes: int, dtype: str) -> Sequence[StoredChunk]:
         """The rows from `begin` to the end as chunks of an array of so many axes."""
-        return _Chunks(self, range(begin, self.end, 3 + 2 * axes), axes, dtype)
+        return _TableRows(self, range(begin, self.end, 3 + 2 * axes), axes, dtype)
 
     def made_of(self, rows: range, axes: int, dtype: str) -> Iterator[StoredChunk]:
         """The chunks of rows that begin at some places."""
@@ -100,7 +100,7 @@ class ChunkTable:
         return map(StoredChunk, offsets, sizes, extents)
 
 
-class _Chunks(Sequence[StoredChunk]):
+class _TableRows(Sequence[StoredChunk]):
     """Some rows of a table, which become objects when they are looked at."""
 
     __slots__ = ("_axes", "_dtype", "_rows", "_table")
@@ -109,7 +109,7 @@ class _Chunks(Sequence[StoredChunk]):
         self._table, self._rows, self._axes, self._dtype = table, rows, axes, dtype
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Chunks, (self._table, self._rows, self._axes, self._dtype)
+        return _TableRows, (self._table, self._rows, self._axes, self._dtype)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -134,7 +134,7 @@ class _Chunks(Sequence[StoredChunk]):
         return self._table.made_of(self._rows, self._axes, self._dtype)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+        return tuple(self) == tuple(other) if isinstance(other, (tuple, _TableRows)) else NotImplemented
 
     def __hash__(self) -> int:
         return hash(tuple(self))

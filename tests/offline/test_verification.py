@@ -398,6 +398,11 @@ def stored(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], file: st
     return StoredSlice(Slice.whole((region,)), ArchivedTensor(file, 0, 0, "float32", region.numel), 0)
 
 
+def two_regions(name: str, first: tuple[int, ...], second: tuple[int, ...], sizes: tuple[int, ...]) -> StoredSlice:
+    whole = Slice.whole((Region(name, first, sizes), Region(name, second, sizes)))
+    return StoredSlice(whole, ArchivedTensor("f", 0, 0, "float32", whole.numel), 0)
+
+
 TENSOR = LogicalTensor("x", (4, 6), "float32")
 
 
@@ -421,6 +426,9 @@ TENSOR = LogicalTensor("x", (4, 6), "float32")
          ["6 of 24 elements are not stored anywhere; the first is 12", "6 elements are stored more than once"]),
         ([[[stored("x", (0, 0), (4, 2)), stored("x", (0, 3), (4, 3))]]],
          ["4 of 24 elements are not stored anywhere; the first is 2"]),
+        ([[[stored("x", (0, 0), (5, 6)), stored("x", (5, 0), (-1, 6))]]], ["a part lies outside of its shape"]),
+        ([[[stored("x", (0, 0), (4, 6)), two_regions("x", (0, 0), (2, 0), (1, 6))]]],
+         ["12 elements are stored more than once"]),
         ([[[]]], ["24 of 24 elements are not stored anywhere; the first is 0"]),
         ([[[stored("x", (0, 0), (4, 3))], [stored("x", (0, 0), (4, 3))]], [[stored("x", (0, 3), (4, 3))]]], []),
         ([[[stored("x", (0, 0), (4, 3))]]], ["12 of 24 elements are not stored anywhere; the first is 3"]),
