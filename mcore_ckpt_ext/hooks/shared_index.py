@@ -138,7 +138,7 @@ def _alone(load: Callable[..., Any]) -> Callable[..., Any]:
     return load_alone
 
 
-def _of_objects(index: DcpIndex) -> Any:
+def _of_objects(index: DcpIndex) -> Metadata:
     """What torch would make of an index without tensors."""
     entries: dict[str, Any] = {key: BytesStorageMetadata() for key in index.objects}
     return Metadata(entries, None, {MetadataIndex(key): _StorageInfo(*place) for key, place in index.objects.items()})

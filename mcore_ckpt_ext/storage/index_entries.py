@@ -48,7 +48,7 @@ class ChunkTable:
     """The chunks of all arrays of an index, row by row.
 
     A row holds the number of the file, where the archive begins in it and how long that is, both in bytes, then the
-    offsets and the sizes of the chunk, each by axis. So rows of arrays of different ranks differ in length.
+    offsets and the sizes of the chunk, each by axis. So rows of arrays with more axes are longer.
     """
 
     def __init__(self) -> None:
