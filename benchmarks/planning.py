@@ -7,7 +7,7 @@
 
 The checkpoints below FOLDER have all metadata, the plans of the ranks included, and holes for tensors. A first rank
 reads and parses the index, sees whether all is there, and hands it over; while it does, the others wait. One of these,
-in a process of its own, takes it, has torch read the common state, as Megatron does, opens the checkpoint, recovers the
+in a process of its own, takes it, has genuine Megatron read the common state, opens the checkpoint, recovers the
 layout as far as it needs it, plans weights and optimizer, looks up every record that the plan reads, and compares the
 names that all ranks tell; the same calls as in a live job (`resuming.look_around`, `first_look`,
 `optimizer_reshard.prepare`, `online.sharded_load`), the live rank's shards worked out from the arguments. Seconds are
@@ -17,7 +17,6 @@ those of both, one after the other; what lies between them, sending some ten meg
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import multiprocessing
 import pickle
@@ -26,7 +25,6 @@ import statistics
 import subprocess
 import sys
 import time
-import warnings
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,8 +32,7 @@ from typing import Any
 
 import deepseek
 import synthetic
-import torch
-from torch.distributed.checkpoint import FileSystemReader
+from megatron.core import dist_checkpointing
 
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.hooks.resuming import look_around
@@ -46,7 +43,6 @@ from mcore_ckpt_ext.online.admission import check_names, spelling_in
 from mcore_ckpt_ext.online.agreement import agreed_here
 from mcore_ckpt_ext.online.live_job import RankView
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan
-from mcore_ckpt_ext.storage.dcp_index import objects_alone
 
 GOAL_SECONDS, GOAL_BYTES = 5.0, 2 << 30
 LLAMA = {
@@ -130,17 +126,9 @@ def handed_over(run: Path) -> tuple[float, int, bytes]:
     return seconds, memory, data
 
 
-def common_state(iteration: Path) -> None:
-    """Have torch read it, as Megatron does (`load_common_state_dict`, dist_checkpointing/serialization.py, 0.19.2)."""
-    key = "common_state/shard_0_1"
-    state: dict[str, Any] = {key: io.BytesIO()}
-    with warnings.catch_warnings(action="ignore"), objects_alone():  # torch warns that there is one process
-        torch.distributed.checkpoint.load(state, storage_reader=FileSystemReader(iteration), no_dist=True)
-    assert state[key]  # noqa: S101 - else nothing was measured
-
-
 def plan_once(folder: Path, case: Case) -> dict[str, float]:
     """Plan, and say how long it took."""
+    iteration = folder / "iter_0001000"
     first, first_memory, data = handed_over(folder)
     models = synthetic.local_models(synthetic.shapes_of(case.running), case.running)
     wanted: list[WantedSlice] = []
@@ -168,7 +156,7 @@ def plan_once(folder: Path, case: Case) -> dict[str, float]:
     handed = pickle.loads(data)  # what the process above has pickled
     assert handed is not None  # noqa: S101 - else another way was measured
     with index_shared(handed):
-        agreed_here("reading the common state", lambda: common_state(folder / "iter_0001000"))
+        agreed_here("looking at the checkpoint", lambda: dist_checkpointing.load_common_state_dict(str(iteration)))
         seen = time.process_time() - busy
         checkpoint = agreed_here("opening the checkpoint", opened)
         opening = time.process_time() - busy

@@ -350,5 +350,5 @@ class Checkpoint(ABC):
 
 
 def grid_of(offsets: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """The distinct ones, axis by axis."""
+    """The distinct offsets of parts, axis by axis."""
     return tuple(tuple(sorted(set(axis))) for axis in zip(*offsets, strict=True))

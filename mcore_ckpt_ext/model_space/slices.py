@@ -55,7 +55,7 @@ class Slice:
     @classmethod
     def whole(cls, regions: tuple[Region, ...]) -> Slice:
         """All elements of the regions."""
-        return cls(regions, 0, regions[0].numel if len(regions) == 1 else numel_of(regions))
+        return cls(regions, 0, numel_of(regions))
 
 
 def numel_of(regions: Iterable[Region]) -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 from operator import sub
 
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.base import Checkpoint, grid_of
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.findings import COVERED, Finding, error, warning
@@ -58,14 +59,12 @@ def _is_grid(tensor: LogicalTensor, parts: Copies) -> bool:
     whole = all(stored.slice == Slice.whole(stored.slice.regions) for stored in copy)
     if not whole or len(regions) < len(copy) or any(len(region.sizes) != len(tensor.shape) for region in regions):
         return False
-    cells = 1
-    for axis, end in enumerate(tensor.shape):
-        begins = sorted({region.offsets[axis] for region in regions})
+    grid = grid_of(region.offsets for region in regions)
+    for axis, (begins, end) in enumerate(zip(grid, tensor.shape, strict=True)):
         sizes = dict(zip(begins, map(sub, [*begins[1:], end], begins), strict=True))
         if begins[0] != 0 or begins[-1] > end or any(r.sizes[axis] != sizes[r.offsets[axis]] for r in regions):
             return False
-        cells *= len(begins)
-    return cells == len(regions) == len({region.offsets for region in regions})
+    return prod(map(len, grid)) == len(regions) == len({region.offsets for region in regions})
 
 
 def _inside(region: Region, shape: tuple[int, ...]) -> bool:

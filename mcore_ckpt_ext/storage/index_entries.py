@@ -56,16 +56,6 @@ class ChunkTable:
         self._numbers: dict[str, int] = {}
         self._rows = array("q")
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return ChunkTable._of, (self._files, self._rows)
-
-    @classmethod
-    def _of(cls, files: list[str], rows: array[int]) -> ChunkTable:
-        table = cls()
-        table._files, table._rows = files, rows
-        table._numbers = {file: number for number, file in enumerate(files)}
-        return table
-
     def append(self, place: StoredObject, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         """Add a chunk, and the archive that holds it.
 
@@ -107,9 +97,6 @@ class _TableRows(Sequence[StoredChunk]):
 
     def __init__(self, table: ChunkTable, rows: range, axes: int, dtype: str) -> None:
         self._table, self._rows, self._axes, self._dtype = table, rows, axes, dtype
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return _TableRows, (self._table, self._rows, self._axes, self._dtype)
 
     def __len__(self) -> int:
         return len(self._rows)
