@@ -16,7 +16,8 @@ the twin as `fully_reshardable`, which takes several times the memory). Then job
 and between them the bound of each: as many processes read into fresh memory as many bytes of the same files as the
 ranks hold afterwards, or asked for, where that is less. Before each load, and each bound, the checkpoint is read, and
 the processes use half as much memory again as they will read bytes, and give it back; before cold ones the page cache
-then forgets the checkpoint: see `memory.py`. Seconds are from barrier to barrier around `load_checkpoint`; processor
+then forgets the checkpoint: see `memory.py`. Beside cold ones stands the disk, too: `dd` of the same files to nowhere,
+one after the other, as cold. Seconds are from barrier to barrier around `load_checkpoint`; processor
 seconds are those of all ranks, by gigabyte that they hold; memory is the peak of a rank beyond what it held before and
 what it holds after the load, whichever is more.
 """
@@ -28,6 +29,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -58,6 +60,7 @@ class Way:
     cold: bool = False
     runs: list[list[dict[str, float]]] = field(default_factory=list)
     bounds: list[tuple[float, float]] = field(default_factory=list)
+    disk: list[float] = field(default_factory=list)
 
 
 WAYS = {
@@ -131,6 +134,16 @@ def bound(folder: Path, counts: list[float], cold: bool) -> tuple[float, float]:
     return seconds, busy
 
 
+def disk(folder: Path) -> float:
+    """Seconds that `dd` takes to read the files from the disk, each once, one after the other."""
+    remember(folder)
+    forget(folder)
+    begun = time.perf_counter()
+    for file in sorted(folder.rglob("*.distcp")):
+        subprocess.run(["dd", f"if={file}", "of=/dev/null", f"bs={BLOCK}", "status=none"], check=True)
+    return time.perf_counter() - begun
+
+
 def read_plainly(
     files: list[Path], start: int, count: int, barrier: Barrier, queue: multiprocessing.Queue[float]
 ) -> None:
@@ -182,7 +195,9 @@ def main() -> None:
             way.runs.append(ranks)
             counts = [min(rank["held"], rank["asked"]) for rank in ranks]
             way.bounds.append(bound(options.folder / way.folder, counts, way.cold))
-    print("| way | seconds | bound | x bound | processor s/GB | bound | GB | GB asked | peak MiB |")
+            if way.cold:
+                way.disk.append(disk(options.folder / way.folder))
+    print("| way | seconds | bound | x bound | processor s/GB | bound | GB | GB asked | peak MiB | dd |")
     for name, way in ways.items():
         seconds = statistics.median(run[0]["seconds"] for run in way.runs)
         least = statistics.median(seconds for seconds, _ in way.bounds)
@@ -195,7 +210,8 @@ def main() -> None:
         print(
             f"| {name} | {seconds:.2f} | {least:.2f} | {seconds / least:.2f} "
             f"| {1e9 * busy / held:.2f} | {1e9 * least_busy / held:.2f} "
-            f"| {held / 1e9:.2f} | {asked / 1e9:.2f} | {peak >> 20} |"
+            f"| {held / 1e9:.2f} | {asked / 1e9:.2f} | {peak >> 20} "
+            f"| {f'{statistics.median(way.disk):.2f}' if way.disk else ''} |"
         )
     print(f"load of the machine: {os.getloadavg()[0]:.1f}")
 
