@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from mcore_ckpt_ext.online.written import problems_on_disk, stored_bytes
+from mcore_ckpt_ext.saving import durable
 from mcore_ckpt_ext.saving.durable import Disk, finished_iterations
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -82,7 +84,7 @@ def test_saving_over_a_checkpoint_points_the_tracker_to_another_first(tmp_path: 
     run = run_of(tmp_path / "run", 2, 4, latest=4)
     (tmp_path / "before").hardlink_to(run / TRACKER)
     disk.prepare(run / "iter_0000004", run / TRACKER)
-    assert disk.tracked(run / TRACKER) == 2
+    assert (run / TRACKER).read_text() == "2"
     assert (tmp_path / "before").read_text() == "4"  # replaced, not written over
     assert finished_iterations(run) == [2]
 
@@ -93,10 +95,56 @@ def test_saving_over_the_only_checkpoint_leaves_no_tracker(tmp_path: Path) -> No
     assert not (run / TRACKER).exists()
 
 
+def test_saving_over_the_release_that_the_tracker_names_withdraws_it(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 2, latest=2)
+    (run / "release").mkdir()
+    (run / "release" / "metadata.json").write_text("{}")
+    (run / TRACKER).write_text("release")
+    disk.prepare(run / "release", run / TRACKER)
+    assert (run / TRACKER).read_text() == "2"
+    assert list((run / "release").iterdir()) == []
+
+
+def test_what_an_interrupted_save_left_of_the_old_one_is_withdrawn_too(tmp_path: Path) -> None:
+    """Its sidecar tells of buffers that are no longer there."""
+    run = run_of(tmp_path / "run", 2, latest=2)
+    (run / "iter_0000004").mkdir()
+    for name in (".metadata", "mcore_ckpt_ext.json"):
+        (run / "iter_0000004" / name).write_text("{}")
+    disk.prepare(run / "iter_0000004", run / TRACKER)
+    assert list((run / "iter_0000004").iterdir()) == []
+
+
+def test_a_disk_that_refuses_leaves_what_there_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(tmp_path / "run", 2, 4, latest=4)
+
+    def write_bytes(path: Path, data: bytes) -> int:
+        path.touch()
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(Path, "write_bytes", write_bytes)
+    for iteration in (4, 6):
+        with pytest.raises(OSError, match="quota"):
+            disk.prepare(run / f"iter_{iteration:07d}", run / TRACKER)
+    assert (run / TRACKER).read_text() == "4"
+    assert finished_iterations(run) == [4, 2]
+    assert not (run / "iter_0000006").exists()
+
+
+def test_all_is_flushed_that_megatrons_writers_do_not_flush(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = run_of(tmp_path / "run", 2, latest=2) / "iter_0000002"
+    for name in ("common.pt", ".metadata", "__0_0.distcp"):
+        (folder / name).write_text("")
+    flushed: list[str] = []
+    monkeypatch.setattr(durable, "flush_all", lambda paths: flushed.extend(path.name for path in paths))
+    disk.settle(folder)
+    assert sorted(flushed) == [".metadata", "common.pt", "iter_0000002", "metadata.json", "run"]
+
+
 def test_a_new_folder_changes_nothing_else(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 2, latest=2)
     disk.prepare(run / "iter_0000004", run / TRACKER)
-    assert disk.tracked(run / TRACKER) == 2
+    assert (run / TRACKER).read_text() == "2"
     assert list((run / "iter_0000004").iterdir()) == []
 
 
@@ -112,7 +160,7 @@ def test_publishing_that_fails_leaves_the_tracker_and_nothing_else(tmp_path: Pat
     run = run_of(tmp_path / "run", 2, latest=2)
     with pytest.raises(FileNotFoundError):
         disk.publish(run / "iter_0000004", "{}", run / TRACKER, "4")
-    assert disk.tracked(run / TRACKER) == 2
+    assert (run / TRACKER).read_text() == "2"
     assert sorted(path.name for path in run.rglob("*") if path.is_file()) == [TRACKER, "metadata.json"]
 
 
@@ -127,5 +175,5 @@ def test_what_lacks_the_file_that_megatron_writes_last_does_not_settle(tmp_path:
 def test_published_are_the_sidecar_and_the_tracker(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 2, 4, latest=2)
     disk.publish(run / "iter_0000004", "{}", run / TRACKER, "4")
-    assert disk.tracked(run / TRACKER) == 4
+    assert (run / TRACKER).read_text() == "4"
     assert sorted(path.name for path in (run / "iter_0000004").iterdir()) == ["mcore_ckpt_ext.json", "metadata.json"]

@@ -38,7 +38,7 @@ def test_a_tracker_that_names_nothing_is_told_by_every_reader(tmp_path: Path, te
     standing = standing_of(tmp_path)
     assert standing is not None
     assert "names no iteration" in standing.problems[0]
-    assert Disk().tracked(tmp_path / TRACKER_FILE) is None
+    assert not Disk().is_tracked(tmp_path / "iter_0000004", tmp_path / TRACKER_FILE)
 
 
 def test_no_tracker_is_not_a_tracker_that_names_nothing(tmp_path: Path) -> None:

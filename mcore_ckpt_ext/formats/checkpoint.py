@@ -33,7 +33,7 @@ from mcore_ckpt_ext.formats.zarr import NAME as ZARR
 from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.storage.runs import iteration_folder, no_checkpoint
 
@@ -134,7 +134,7 @@ def _open(folder: Path, witnesses: Sequence[ParameterOrder], facts: Facts) -> Ch
         return NemoCheckpoint(folder, witnesses, facts)
     if is_verl(folder):
         return VerlCheckpoint(folder, witnesses, facts)
-    if not any(path.suffix == ".distcp" or path.name in (CONFIG_FILE, METADATA_FILE) for path in folder.iterdir()):
+    if not any(path.suffix == RECORDS_SUFFIX or path.name in (CONFIG_FILE, METADATA_FILE) for path in folder.iterdir()):
         raise no_checkpoint(folder)
     backend = plain_backend(folder) or sharded_backend(folder)
     if backend not in _BACKENDS:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX
 from mcore_ckpt_ext.storage.publish import flush, flush_all, replace
 from mcore_ckpt_ext.storage.runs import iteration_folders, iteration_number, read_tracker
 
@@ -27,27 +27,39 @@ class Disk:
         the new files until it is done (`save`, megatron/core/dist_checkpointing/serialization.py, 0.7.0 to 0.19.2).
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk refuses; what was there is whole still, but the tracker may no longer name it.
         """
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / _PROBE
+        try:
+            self._probe(folder / _PROBE)
+        except OSError:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # where it is empty: nobody needs it
+            raise
+        if self.is_tracked(folder, tracker):
+            _point_elsewhere(folder, tracker)
+        # The first of them makes it whole; the sidecar tells of buffers that will be overwritten.
+        for name in (CONFIG_FILE, METADATA_FILE, FILE_NAME):
+            (folder / name).unlink(missing_ok=True)
+        flush(folder)
+
+    def _probe(self, probe: Path) -> None:
         try:
             probe.write_bytes(bytes(_PROBE_BYTES))
         finally:
             probe.unlink(missing_ok=True)
-        if (folder / CONFIG_FILE).exists():
-            _point_elsewhere(folder, tracker)
-            for name in (CONFIG_FILE, METADATA_FILE, FILE_NAME):
-                (folder / name).unlink(missing_ok=True)
-            flush(folder)
 
     def settle(self, folder: Path) -> None:
-        """Flush what Megatron wrote last, and the names of all files; its writers flush their own files.
+        """Flush what Megatron's writers do not, and the names of all files.
+
+        They flush the `.distcp` files (`FileSystemWriterAsync`, strategies/filesystem_async.py, core_v0.7.0 to 0.19.2);
+        not `common.pt` (`save_common`, strategies/common.py) and `metadata.json` (`save_config`, core.py).
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk refuses, or what Megatron writes last is not there.
         """
-        flush_all([folder / CONFIG_FILE, folder, folder.parent])
+        plain = {path for path in folder.iterdir() if path.suffix != RECORDS_SUFFIX and path.is_file()}
+        flush_all([*plain | {folder / CONFIG_FILE}, folder, folder.parent])
 
     def publish(self, folder: Path, sidecar: str, tracker: Path | None, text: str) -> None:
         """Once all else of a checkpoint is on the disk: put its sidecar there and point the tracker to it, for good.
@@ -68,12 +80,12 @@ class Disk:
         with contextlib.suppress(OSError):  # the tracker already names it: this is no longer a failure
             flush_all([folder, folder.parent])
 
-    def tracked(self, tracker: Path) -> int | None:
-        """The iteration that a tracker names; None where it names none."""
+    def is_tracked(self, folder: Path, tracker: Path) -> bool:
+        """Whether a tracker names a folder beside it."""
         with contextlib.suppress(OSError):
             found = read_tracker(tracker)
-            return found.iteration if found else None
-        return None
+            return found is not None and found.folder is not None and found.folder.name == folder.name
+        return False
 
     def discard(self, folders: Iterable[Path]) -> None:
         """Remove what is left of saves that failed; of one that resists, the file that makes it whole."""
@@ -98,14 +110,11 @@ def finished_iterations(run: Path) -> list[int]:
 
 
 def _point_elsewhere(folder: Path, tracker: Path) -> None:
-    """Make a tracker that names the folder name the newest other finished iteration instead, or remove it."""
-    own = iteration_number(folder)
-    if own is None or Disk().tracked(tracker) != own:
-        return
-    others = [number for number in finished_iterations(folder.parent) if number != own]
+    """Make a tracker name the newest other finished iteration, or remove it."""
+    others = [number for number in finished_iterations(folder.parent) if number != iteration_number(folder)]
     if others:
         replace({tracker: str(others[0])})
-        with contextlib.suppress(OSError):
-            flush(tracker.parent)
     else:
         tracker.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        flush(tracker.parent)

@@ -53,6 +53,7 @@ class Publisher:
     def prepare(self, save: Save) -> None:
         """Give a save its place. Raises OSError where the disk refuses."""
         self._disk.prepare(save.folder, save.tracker)
+        save.has_place = True
 
     def publish(self, save: Save, tracker: bool = True) -> None:
         """Once all files are written: flush, record, point the tracker to it.
@@ -102,7 +103,8 @@ class Publisher:
             self._warn(f"iteration {save.iteration} is saved, but then: {failure}")
 
     def clear_away(self, saves: Sequence[Save]) -> None:
-        """Remove what failed saves have left."""
-        self._disk.discard([save.folder for save in saves if self._disk.tracked(save.tracker) != save.iteration])
+        """Remove what failed saves have left, never what another one has: a save that got no place has left nothing."""
+        placed = [save for save in saves if save.has_place]
+        self._disk.discard([save.folder for save in placed if not self._disk.is_tracked(save.folder, save.tracker)])
         for save in saves:
             self._disk.remove(save.scratch)

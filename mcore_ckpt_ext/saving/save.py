@@ -86,6 +86,8 @@ class Save:
         asynchronous: whether training goes on while it is written.
         record: the sidecar, begun; what is done for it beside the plan ends before writers are forked.
         began: when it began, in seconds of the coordinator's clock; for `stalled` of them training stood still.
+        has_place: on rank 0, whether its folder is its own: what lay there before no longer passes for whole.
+        index_problem: on the ranks that know of one, what went wrong with the index of an asynchronous save.
         bytes: of all its records, on rank 0.
         report: what its writer says about its own failure.
         problem: on rank 0, why it could not be published, until all ranks know.
@@ -101,6 +103,8 @@ class Save:
     state: State = State.PLANNED
     began: float = 0.0
     stalled: float = 0.0
+    has_place: bool = False
+    index_problem: str | None = None
     bytes: int = 0
     report: Report = field(default_factory=Report)
     problem: str | None = None

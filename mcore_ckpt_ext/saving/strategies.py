@@ -17,14 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt_ext.online.agreement import reasons_of_all
+from mcore_ckpt_ext.online.agreement import device_of_collectives, reasons_of_all
 from mcore_ckpt_ext.online.background import ProcessWatch
 from mcore_ckpt_ext.saving.coordinator import WriterLostError
 from mcore_ckpt_ext.saving.save import Finalise, Save, Step
 
 _POLL_SECONDS = 0.1
-# Added to the sum by which ranks ask whether all writers are done: more than there are ranks.
-_FAILED = 1 << 24
 # Its finalisation functions end with a barrier, after something that rank 0 alone does: `metadata_finalize_fn` and,
 # since 0.18, `integrity_finalize_fn`.
 _WITH_BARRIER = "megatron.core.dist_checkpointing.serialization"
@@ -92,7 +90,7 @@ class MegatronWriters:
             yield
 
     def watch_newest(self, completed: Callable[[str], str]) -> None:
-        """Report dead writers in the very sum by which the ranks ask whether all are done."""
+        """Report dead writers in the very collective by which the ranks ask whether all are done."""
         caller = self._queue().async_calls[-1].async_caller
         if not hasattr(caller, "sync_all_async_calls"):  # up to 0.8
             return
@@ -102,12 +100,13 @@ class MegatronWriters:
         def sync_all_async_calls(is_alive: int) -> bool:
             watch = self._watch_of(caller)
             problem = None if watch is None else watch.problem(bool(is_alive))
-            state = int(is_alive) + (_FAILED if problem else 0)
-            total = torch.tensor([state], dtype=torch.int, device=torch.cuda.current_device())
-            dist.all_reduce(total)
-            if total.item() >= _FAILED:
-                raise WriterLostError(reasons_of_all(completed(problem) if problem else None))
-            return total.item() == 0
+            own = [int(problem is not None), int(is_alive)]
+            highest = torch.tensor(own, dtype=torch.int, device=device_of_collectives())
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+            is_lost, is_any_alive = highest.tolist()
+            if is_lost:
+                raise WriterLostError(reasons_of_all(completed(problem) if problem is not None else None))
+            return not is_any_alive
 
         caller.sync_all_async_calls = sync_all_async_calls
 

@@ -34,6 +34,7 @@ from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 METADATA_FILE = ".metadata"
+RECORDS_SUFFIX = ".distcp"
 # A chunk takes some 300 bytes, and the largest checkpoints have millions of them.
 INDEX_BYTES = 8 << 30
 _PARTS = ("state_dict_metadata", "storage_data", "planner_data", "storage_meta", "mcore_data")

@@ -322,6 +322,8 @@ class Rank:
         def writes(save: Save | None, troubles: list[str]) -> None:
             results = self.meet("results", order.has("result", self.number))
             if any(results):
+                if self.job.is_old and not self.is_first:
+                    return
                 # On ranks other than 0 Megatron's says nothing; the writer itself has.
                 failures: Any = {results.index(True): (OSError("worker failure"), None)}
                 raise CheckpointException("writing", failures if self.is_first else {})
@@ -331,9 +333,15 @@ class Rank:
                 (folder / ".metadata").write_text(self.job.mark(order))
                 files = [folder / f"__{rank}_0.distcp" for rank in range(self.job.ranks)]
                 troubles += [f"{path.name}: it is not there" for path in files if not path.is_file()]
-            self.meet("the index is written")
+            if not self.job.is_old:
+                self.meet("the index is written")
 
-        return lambda: self.coordinator.index(writes)
+        def step() -> None:
+            self.coordinator.index(writes)
+            if self.job.is_old and order.asynchronous:
+                self.meet("Megatron's barrier")
+
+        return step
 
     def other_step(self, order: Order) -> Callable[[], Any]:
         def step() -> None:
@@ -370,10 +378,14 @@ class Job:
         orders: the saves.
         ranks: how many.
         goes_on: whether training goes on when a save fails.
+        is_old: Megatron is of 0.12 or before: rank 0 alone raises what a writer has reported, and where the index is
+            written in the background, all ranks meet right behind.
     """
 
-    def __init__(self, run: Path, orders: Sequence[Order], ranks: int = 3, goes_on: bool = True) -> None:
-        self.run, self.orders, self.ranks, self.goes_on = run, orders, ranks, goes_on
+    def __init__(
+        self, run: Path, orders: Sequence[Order], ranks: int = 3, goes_on: bool = True, is_old: bool = False
+    ) -> None:
+        self.run, self.orders, self.ranks, self.goes_on, self.is_old = run, orders, ranks, goes_on, is_old
         self.meeting = Meeting(ranks)
         self.members = [Rank(self, number) for number in range(ranks)]
         self.broken: list[str] = []

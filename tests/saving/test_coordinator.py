@@ -66,9 +66,7 @@ def assert_sound(job: Job) -> None:
     for rank in job.members:
         assert job.states(rank.number) == job.states()
         assert type(rank.raised) is type(job.members[0].raised)
-        # What Megatron collects in a synchronous save has words on rank 0 only.
-        if not any(order.has("result") and not order.asynchronous for order in job.orders):
-            assert str(rank.raised) == str(job.members[0].raised)
+        assert str(rank.raised) == str(job.members[0].raised)
     for folder in job.folders:
         assert job.is_whole(folder) or not (folder / "metadata.json").exists()
 
@@ -106,8 +104,9 @@ def faults() -> list[tuple[str, int, bool]]:
     return found
 
 
+@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize(("fault", "rank", "asynchronous"), faults())
-def test_one_failure_costs_one_save(fault: str, rank: int, asynchronous: bool, tmp_path: Path) -> None:
+def test_one_failure_costs_one_save(fault: str, rank: int, asynchronous: bool, is_old: bool, tmp_path: Path) -> None:
     """The one before is kept, and the one after the next, too: a failed publication is told where the next begins."""
     orders = [
         Order(2),
@@ -115,7 +114,7 @@ def test_one_failure_costs_one_save(fault: str, rank: int, asynchronous: bool, t
         Order(6),
         Order(8),
     ]
-    job = Job(tmp_path, orders).train()
+    job = Job(tmp_path, orders, is_old=is_old).train()
     assert_sound(job)
     assert_kept(job)
     is_late = asynchronous and fault in ("settle", "publish", "track")
@@ -178,6 +177,28 @@ def test_what_another_job_saved_under_the_same_number_is_withdrawn_first(tmp_pat
     assert_sound(job)
     assert [folder.name for folder in job.folders] == ["iter_0000002"]
     assert (tmp_path / TRACKER).read_text() == "2"
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_save_that_gets_no_place_leaves_what_another_job_saved_under_its_number(
+    asynchronous: bool, goes_on: bool, tmp_path: Path
+) -> None:
+    Job(tmp_path, [Order(2), Order(4)]).train()
+    (tmp_path / TRACKER).write_text("2")  # the job was rolled back
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    job = Job(tmp_path, [Order(4, asynchronous, frozenset({("prepare", 0)}))], goes_on=goes_on).train()
+    assert_sound(job)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_a_save_that_fails_for_the_one_before_leaves_what_lies_in_its_place(tmp_path: Path) -> None:
+    Job(tmp_path, [Order(2), Order(6)]).train()
+    (tmp_path / TRACKER).write_text("2")
+    job = Job(tmp_path, [Order(4, faults=frozenset({("settle", 0)}), publishing=9), Order(6)]).train()
+    assert job.states() == [State.FAILED, State.FAILED]
+    assert [folder.name for folder in job.folders] == ["iter_0000002", "iter_0000006"]
+    assert (job.folder_of(6) / "metadata.json").exists()
 
 
 def test_training_does_not_wait_for_the_disk(tmp_path: Path) -> None:
