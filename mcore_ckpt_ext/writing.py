@@ -94,7 +94,7 @@ class RecordWriter:
 
         Raises:
             DestinationError: the disk refuses.
-            CheckpointError: whatever the source raises; no other record is begun after that.
+            CheckpointError: whatever the source raises; no other block is begun after that, or after an interrupt.
         """
         stop = threading.Event()
 
@@ -115,8 +115,10 @@ class RecordWriter:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             pool = ThreadPoolExecutor(self._workers, "mcore_ckpt_ext", torch.set_num_threads, (1,))
             stack.enter_context(pool)
-            for done in [pool.submit(one, *stretch) for stretch in self._stretches(records)]:
-                done.result()
+            # Before it waits for the threads: an interrupt reaches only the one that waits for them.
+            stack.callback(stop.set)
+            for _ in pool.map(lambda stretch: one(*stretch), self._stretches(records)):
+                pass
 
     def _stretches(self, records: Sequence[tuple[int, Record]]) -> Iterator[tuple[int, _Unfinished, int, int]]:
         """Parts of the records: a large one is shared by all threads, so that none is left alone with the last."""
@@ -131,11 +133,18 @@ class RecordWriter:
         """Whether a record that an earlier run finished holds what it held then, by its CRC-32.
 
         Its checksums in the file are written again: laying out the files anew has cleared them.
+
+        Raises:
+            DestinationError: the disk refuses.
         """
         crc, size = 0, ITEM_SIZE[record.dtype]
         for block in record.blocks(self._block_bytes):
             position = record.offset + block.start * size
-            crc = crc32(os.pread(self._descriptor(record.file), (block.stop - block.start) * size, position), crc)
+            try:
+                data = os.pread(self._descriptor(record.file), (block.stop - block.start) * size, position)
+            except OSError as error:
+                raise cannot_write(self._folder.path / record.file, error) from error
+            crc = crc32(data, crc)
         if crc == expected:
             self._write_checksums(record, crc)
         return crc == expected

@@ -68,20 +68,24 @@ def _number(variable: str) -> int:
     return int(text)
 
 
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
 class _Together:
     def __init__(self) -> None:
         self.rank = torch.distributed.get_rank()
         self.size = torch.distributed.get_world_size()
 
     def all(self, work: Callable[[], None]) -> None:
-        """Do the work here, and then tell each other how it went."""
-        error: CheckpointError | None = None
+        """Do the work here, and then tell each other how it went, whatever went wrong: the others wait for it."""
+        error: Exception | None = None
         try:
             work()
-        except CheckpointError as caught:
+        except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
         reasons: list[str | None] = [None] * self.size
-        torch.distributed.all_gather_object(reasons, None if error is None else str(error))
+        torch.distributed.all_gather_object(reasons, None if error is None else _told(error))
         failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
         if error is not None:
             raise error

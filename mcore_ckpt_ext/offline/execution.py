@@ -113,6 +113,7 @@ class RemoteOutput:
             filler.finish(self._workers)
 
         team.first(lambda: self._upload.open(force=force, resume=resume))
+        team.all(self._upload.join)
         team.all(share)
         team.first(self._upload.check_claim)
         for file in output.files:

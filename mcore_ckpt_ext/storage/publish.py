@@ -24,13 +24,14 @@ _CONTENT, _REPLACED, _LOCK, _WORK, _JOURNAL = "content", "replaced", "lock", "wo
 _WORK_LIMIT = 1 << 12
 _JOURNAL_LIMIT = 1 << 30
 _MINE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+_NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
 
 CheckReplaceable = Callable[[Path], None]
 """Raises DestinationError unless the folder at a path may be replaced."""
 
 
 def _anything(path: Path) -> None:
-    """Of a caller that knows what it replaces."""
+    """Accept any folder: the caller has checked it."""
 
 
 class Publication:
@@ -92,10 +93,18 @@ class Publication:
                 raise cannot_write(self.destination, error) from error
 
     def done(self) -> dict[int, int]:
-        """Records that interrupted runs say to have finished, with their CRC-32, by number; not yet to be believed."""
+        """Records that interrupted runs say to have finished, with their CRC-32, by number; not yet to be believed.
+
+        Raises:
+            DestinationError: the disk refuses.
+        """
         found: dict[int, int] = {}
-        for journal in self._journals():
-            for line in (self._root.read(journal, _JOURNAL_LIMIT) or b"").splitlines():
+        try:
+            texts = [self._root.read(journal, _JOURNAL_LIMIT) or b"" for journal in self._journals()]
+        except OSError as error:
+            raise cannot_write(self.destination, error) from error
+        for text in texts:
+            for line in text.splitlines():
                 # The last line may be half written: the process was killed.
                 with contextlib.suppress(ValueError, TypeError):
                     number, crc = json.loads(line)
@@ -103,12 +112,19 @@ class Publication:
         return found
 
     def note(self, number: int, crc: int) -> None:
-        """Write into the journal that a record is finished."""
-        descriptor = self._root.open(f"{_JOURNAL}{self._rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        """Write into the journal that a record is finished.
+
+        Raises:
+            DestinationError: the disk refuses.
+        """
         try:
-            os.write(descriptor, f"[{number}, {crc}]\n".encode())
-        finally:
-            os.close(descriptor)
+            descriptor = self._root.open(f"{_JOURNAL}{self._rank}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+            try:
+                os.write(descriptor, f"[{number}, {crc}]\n".encode())
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise cannot_write(self.destination, error) from error
 
     def publish(self) -> None:
         """Flush all files and give the folder its name, in one step.
@@ -160,6 +176,15 @@ class Publication:
                 raise DestinationError(
                     "another process is writing the same", where=str(root.path), helps="wait for it, or stop it"
                 ) from error
+            except OSError as error:
+                root.close()
+                if error.errno not in _NO_LOCKS:
+                    raise
+                raise DestinationError(
+                    "this file system has no locks, by which a second process would be kept away",
+                    found=f"flock: {error.strerror}", where=str(root.path),
+                    helps="have it mounted with them (Lustre: -o flock), or write to a local disk and copy the result",
+                ) from error  # fmt: skip
             # Whoever held it may have removed the folder when it was done.
             if _identity(root.status()) == _identity(self._parent.status(self._name)):
                 return root

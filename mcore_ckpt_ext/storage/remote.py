@@ -127,7 +127,7 @@ class Upload:
 
     No store renames a folder in one step. So files are put under their own names, those that say that all are there
     come last, and a journal beside the folder says what an interrupted upload has done. Stores have no locks either:
-    a claim beside the folder says whose it is, and is checked again before the last files are put.
+    a claim beside the folder says whose it is. It is never taken over unasked, and looked at before each file.
     """
 
     def __init__(self, destination: Path, fingerprint: str, rank: int = 0) -> None:
@@ -137,7 +137,8 @@ class Upload:
         name = hashlib.sha256(str(destination).encode()).hexdigest()[:12]
         self._beside = destination.parent / f"{destination.name}.partial-{name}"
         self._journal = self._beside / f"{_JOURNAL}{rank}"
-        self._fingerprint, self._token = fingerprint, secrets.token_hex(8)
+        self._fingerprint, self._rank = fingerprint, rank
+        self._claimed = [fingerprint, secrets.token_hex(8)]
         self._noted: dict[str, list[int]] = {}
         self._guard = threading.Lock()
 
@@ -145,10 +146,18 @@ class Upload:
         """Check the destination, and claim it.
 
         Raises:
-            DestinationError: it exists, and was not made by an interrupted upload of the same; or the store refuses.
+            DestinationError: it exists, or is claimed, and was not made by an interrupted upload of the same; or the
+                store refuses.
         """
         work = self._claim()
-        if self.destination.exists() and not (resume and work):
+        if work and not resume:
+            raise DestinationError(
+                "another conversion to this destination is under way, or was interrupted",
+                where=str(self._beside),
+                helps="wait for it; or, once it is certain that none is running, continue it with --resume, or delete "
+                "what is there and begin anew",
+            )
+        if self.destination.exists() and not work:
             raise DestinationError(
                 "the destination exists already",
                 where=str(self.destination),
@@ -163,17 +172,26 @@ class Upload:
             )
         try:
             self._beside.mkdir(parents=True, exist_ok=True)
-            (self._beside / _CLAIM).write_text(json.dumps([self._fingerprint, self._token]))
+            (self._beside / _CLAIM).write_text(json.dumps(self._claimed))
         except OSError as error:
             raise cannot_write(self.destination, error) from error
+
+    def join(self) -> None:
+        """Take part, in the processes that did not open it: the claim is theirs, too.
+
+        Raises:
+            DestinationError: the store refuses.
+        """
+        if self._rank:
+            self._claimed = self._claim()
 
     def check_claim(self) -> None:
         """Look at the claim again.
 
         Raises:
-            DestinationError: another conversion claimed the destination since.
+            DestinationError: another conversion claimed the destination since, or the store refuses.
         """
-        if self._claim() != [self._fingerprint, self._token]:
+        if self._claim() != self._claimed:
             raise DestinationError(
                 "another conversion claimed the destination meanwhile; nothing says that it is whole",
                 where=str(self._beside),
@@ -181,11 +199,16 @@ class Upload:
             )
 
     def _claim(self) -> list[str]:
+        """The claim that is there; empty where there is none."""
         try:
             found = json.loads((self._beside / _CLAIM).read_text())
-        except (OSError, ValueError):
+        except FileNotFoundError:
             return []
-        return found if isinstance(found, list) else []
+        except ValueError:
+            return [""]  # somebody's, half written
+        except OSError as error:
+            raise cannot_write(self.destination, error) from error
+        return found if isinstance(found, list) and found else [""]
 
     def done(self) -> dict[str, int]:
         """Files that an interrupted upload finished, with their sizes: each read back, and as its journal says."""
@@ -201,8 +224,9 @@ class Upload:
         """Upload a file and write into the journal that it is there.
 
         Raises:
-            DestinationError: the store refuses.
+            DestinationError: the store refuses, or another conversion claimed the destination.
         """
+        self.check_claim()
         try:
             self._files.put_file(str(local), self._place(name))
             with local.open("rb") as stream, self._guard:

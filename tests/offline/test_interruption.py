@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,6 +54,24 @@ def test_resuming_does_not_write_again_what_is_done(tmp_path: Path) -> None:
     assert steps[-1][0] == steps[-1][1]
     for path in (tmp_path / "whole").rglob("*.distcp"):
         assert path.read_bytes() == (tmp_path / "out" / path.relative_to(tmp_path / "whole")).read_bytes()
+
+
+def test_an_interrupt_stops_all_threads(tmp_path: Path) -> None:
+    """Python raises it in the main thread, which waits for the others."""
+    steps: list[int] = []
+
+    def interrupt(done: int, total: int) -> None:
+        if not steps:
+            os.kill(os.getpid(), signal.SIGINT)
+        steps.append(done)
+        time.sleep(0.1)
+
+    with pytest.raises(KeyboardInterrupt):
+        mcore_ckpt_ext.convert(
+            fixture_named("p02").run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), workers=2, progress=interrupt
+        )
+    assert len(steps) <= 6  # of more than a hundred
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_record_that_rotted_since_is_written_again(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import torch
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import DestinationError, UnreadableCheckpointError
+from mcore_ckpt_ext.storage.remote import Upload
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import Fixture, fixture_named
 
@@ -92,6 +93,21 @@ def test_an_interrupted_upload_is_no_checkpoint_and_can_be_continued(store: Any)
     )
     assert steps[0] > 0.2 * steps[-1]
     assert_truth(mcore_ckpt_ext.open_checkpoint(remote), fixture_named("p02"))
+
+
+def test_two_at_once(store: Any, tmp_path: Path) -> None:
+    """Nothing is there yet but the claim of the first, whose first file may take minutes."""
+    (tmp_path / "file").write_text("first")
+    first, second, third = (Upload(store / "run", fingerprint) for fingerprint in ("one", "one", "other"))
+    first.open(force=False, resume=False)
+    with pytest.raises(DestinationError, match="under way, or was interrupted.*--resume"):
+        second.open(force=False, resume=False)
+    with pytest.raises(DestinationError, match="of another source"):
+        third.open(force=False, resume=True)
+    first.put(tmp_path / "file", "file")
+    second.open(force=False, resume=True)
+    with pytest.raises(DestinationError, match="another conversion claimed"):
+        first.put(tmp_path / "file", "file")
 
 
 def test_an_existing_folder_is_not_replaced(store: Any) -> None:
