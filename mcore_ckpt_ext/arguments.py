@@ -293,6 +293,15 @@ class JobArguments:
         return int(value)
 
     @property
+    def tokens(self) -> int | None:
+        """Tokens of the vocabulary without padding; None where a tokenizer said how many."""
+        if not self.vocab_size:
+            return None
+        # Up to 0.17 the end of a document was one more (null_tokenizer.py).
+        null = self.tokenizer_type == "NullTokenizer"
+        return self.vocab_size + (null and not self.is_known("null_tokenizer_pad_id"))
+
+    @property
     def constant_batch_size(self) -> int | None:
         """Samples of an iteration where all had as many; None where it is not known, or grew (`rampup_batch_size`)."""
         return None if self.rampup_batch_size else self.global_batch_size

@@ -30,6 +30,7 @@ from mcore_ckpt_ext.online.admission import (
     check_kinds,
     check_lost,
     check_names,
+    check_tokens,
     spelling_in,
     verify_checksums,
 )
@@ -86,6 +87,7 @@ def prepare(
     verify_all: bool = False,
     accept_lost: bool = False,
     read_once: bool = False,
+    own_bounds: bool = False,
 ) -> Prepared:
     """Open the checkpoint, recover its packing as far as this rank needs it, plan, and check every record; collective.
 
@@ -97,6 +99,7 @@ def prepare(
         verify_all: compare the checksums of all records, shared between the ranks.
         accept_lost: where the checkpoint lost elements, take masters from the weights and zero for moments.
         read_once: what several ranks want is read by one of them.
+        own_bounds: as of `carried_groups`.
 
     Raises:
         ResumeRefusedError: on every rank, when some rank cannot.
@@ -127,6 +130,7 @@ def prepare(
     def plan() -> Prepared:
         check_same_kinds(views)
         check_names(checkpoint, set(map(spell, names)))
+        check_tokens(checkpoint.tokens, arguments, checkpoint.folder)
         check_adapters(checkpoint, ParallelLayout.from_arguments(arguments), arguments)
         if verify_all:
             verify_checksums(checkpoint, *rank_and_size())
@@ -142,7 +146,7 @@ def prepare(
             job,
             checkpoint,
             Reading(checkpoint, job.shards, accept_lost),
-            groups=[carried_groups(home.param_groups, stored) for home in job.homes],
+            groups=[carried_groups(home.param_groups, stored, own_bounds) for home in job.homes],
             scaler=checkpoint.grad_scaler(),
             target=ParallelLayout.from_arguments(arguments),
             parameters=len({name for view in views for name in view.trained}),

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
-from mcore_ckpt_ext.online.param_groups import carried_groups, override_bounds, with_step
+from mcore_ckpt_ext.online.param_groups import carried_groups, with_step
 
 
 def group(wd_mult: float = 1.0, parameters: int = 1, **values: Any) -> dict[str, Any]:
@@ -76,12 +75,35 @@ def test_a_group_without_a_single_counterpart_is_refused(stored: list[dict[str, 
         carried_groups([group(0.0)], stored)
 
 
-def test_overriding_gives_each_group_its_bounds() -> None:
-    """A decoupled learning rate is its own; what the arguments do not say stays."""
-    groups = [group(max_lr=1.0, min_lr=0.1), {**group(max_lr=2.0, min_lr=0.2), "is_decoupled_lr": True}]
-    arguments = JobArguments(lr=5.0, min_lr=0.5, decoupled_lr=6.0, decoupled_min_lr=None)
-    override_bounds(groups, arguments)
-    assert [(one["max_lr"], one["min_lr"]) for one in groups] == [(5.0, 0.5), (6.0, 0.2)]
+def bounds_of(groups: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    return [(one["max_lr"], one["min_lr"]) for one in groups]
+
+
+def test_groups_keep_their_own_bounds_where_these_are_to_count() -> None:
+    """Decoupled rates, and those of --use-mup, tell groups apart by nothing else."""
+    stored = [group(max_lr=1.0, min_lr=0.1, lr=0.9, step=4), group(max_lr=2.0, min_lr=0.2, lr=1.9, step=4)]
+    same = [group(max_lr=2.0, min_lr=0.2), group(max_lr=1.0, min_lr=0.1)]
+    assert bounds_of(carried_groups(same, stored, own_bounds=True)) == [(2.0, 0.2), (1.0, 0.1)]
+    assert [one["lr"] for one in carried_groups(same, stored, own_bounds=True)] == [1.9, 0.9]
+    other = [group(max_lr=2.0, min_lr=0.2), group(max_lr=5.0, min_lr=0.5)]
+    carried = carried_groups(other, stored, own_bounds=True)
+    assert bounds_of(carried) == [(2.0, 0.2), (5.0, 0.5)]
+    assert [one["step"] for one in carried] == [4, 4]
+
+
+def test_a_group_that_differs_in_more_is_not_taken_for_another() -> None:
+    stored = [group(max_lr=1.0, betas=(0.9, 0.9)), group(max_lr=2.0, betas=(0.5, 0.5))]
+    with pytest.raises(ModelMismatchError, match="max_lr 1.0.*max_lr 2.0.*max_lr 5.0.*--override-opt_param-scheduler"):
+        carried_groups([group(max_lr=5.0)], stored, own_bounds=True)
+
+
+def test_bounds_that_a_job_did_not_have_are_not_dropped() -> None:
+    """As with a --decoupled-lr that is new: copying the settings of the only group would make it as it was."""
+    live, stored = [group(max_lr=1.0), group(max_lr=0.5)], [group(max_lr=1.0, lr=0.9, step=4)]
+    with pytest.raises(ModelMismatchError, match=r"no single counterpart.*max_lr 1\.0.*max_lr 0\.5"):
+        carried_groups(live, stored)
+    carried = carried_groups(live, stored, own_bounds=True)
+    assert [(one["max_lr"], one["step"]) for one in carried] == [(1.0, 4), (0.5, 4)]
 
 
 def test_how_a_group_is_stepped_stays_the_live_jobs_own() -> None:

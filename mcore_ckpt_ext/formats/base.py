@@ -175,11 +175,7 @@ class Checkpoint(ABC):
     @property
     def tokens(self) -> int | None:
         """Tokens of the vocabulary without padding, by the format or by the arguments; None where neither says."""
-        if self.vocabulary is not None or not self.arguments.vocab_size:
-            return self.vocabulary
-        # Up to 0.17 the end of a document was one more (null_tokenizer.py).
-        null = self.arguments.tokenizer_type == "NullTokenizer"
-        return self.arguments.vocab_size + (null and not self.arguments.is_known("null_tokenizer_pad_id"))
+        return self.arguments.tokens if self.vocabulary is None else self.vocabulary
 
     @cached_property
     def vocabulary_rows(self) -> int | None:

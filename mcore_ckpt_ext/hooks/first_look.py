@@ -21,7 +21,7 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
 from mcore_ckpt_ext.layout.parallel import placement_changes
-from mcore_ckpt_ext.online.admission import becomes_hybrid
+from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
 from mcore_ckpt_ext.online.homes.recognition import Chain, is_another_kind, kind_named, stock_stumbles, switched
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
@@ -90,6 +90,7 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
     written = open_checkpoint(folder).arguments if is_foreign else JobArguments.of(vars(common[ARGUMENTS]))
     if written.no_save_optim:
         return None
+    check_tokens(written.tokens, running, folder)
     is_switched = bool(_switched(folder, written, call, arguments))
     is_moved = is_foreign or becomes_hybrid(written, running) or bool(placement_changes(written, running))
     if chain.whole:

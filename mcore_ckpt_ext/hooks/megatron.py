@@ -29,7 +29,6 @@ from mcore_ckpt_ext.hooks.torch_fsdp_feed import advise_torch_fsdp, is_of_torch_
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import Chain
-from mcore_ckpt_ext.online.param_groups import override_bounds
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, STOCK, VERIFY_ALL
 
@@ -117,6 +116,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
             verify_all=VERIFY_ALL.value,
             accept_lost=ACCEPT_LOST.value,
             read_once=READ_ONCE.chosen(arguments),
+            own_bounds=_own_bounds(arguments),
         )
         fresh = prepared.random_state_grid != _random_state_grid(arguments)
         feed = fed(scope, look.folder, chunks) if look.is_fed else nullcontext()
@@ -129,7 +129,9 @@ def wrap_load_checkpoint(original: Function) -> Function:
         if opt_param_scheduler is not None:
             common = prepared.checkpoint.common
             opt_param_scheduler.load_state_dict(common.get("lr_scheduler", common.get("opt_param_scheduler")))
-            _override_scheduler(optimizer, opt_param_scheduler, arguments)
+            if _own_bounds(arguments):
+                opt_param_scheduler.num_steps = arguments.consumed_train_samples
+                opt_param_scheduler.step(increment=0)
         announce(f"{summary}{'; random state starts anew, as in stock Megatron on a changed layout' if fresh else ''}")
         return result, prepared.checkpoint.proof
 
@@ -178,15 +180,14 @@ def _resumes_optimizer(scope: Mapping[str, Any], optimizer: Any) -> bool:
     return arguments.ckpt_format in (TORCH_DIST, LEGACY) or detects
 
 
-def _override_scheduler(optimizer: Any, scheduler: Any, arguments: Any) -> None:
-    """Make a new learning rate count under --override-opt_param-scheduler, as since 0.20 (`load_checkpoint` there).
+def _own_bounds(arguments: Any) -> bool:
+    """Whether a new learning rate counts: under --override-opt_param-scheduler, as since 0.20 (`load_checkpoint`).
 
     Before 0.19 the groups keep the stored bounds, in stock Megatron and here; 0.19 itself does not find its own groups.
+    What 0.20 takes from the arguments stands in the live groups, which are made of them, and of --use-mup and overrides
+    besides, which 0.20 forgets there (`get_megatron_optimizer`, megatron/core/optimizer/__init__.py, core_v0.19.2).
     """
-    if getattr(arguments, "override_opt_param_scheduler", False) and megatron_version() >= (0, 19):
-        override_bounds(optimizer.param_groups, JobArguments.of(vars(arguments)))
-        scheduler.num_steps = arguments.consumed_train_samples
-        scheduler.step(increment=0)
+    return bool(getattr(arguments, "override_opt_param_scheduler", False)) and megatron_version() >= (0, 19)
 
 
 def _random_state_grid(arguments: Any) -> tuple[int, ...]:

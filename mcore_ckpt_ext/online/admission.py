@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from operator import eq
+from pathlib import Path
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, ProofError, UnsupportedCheckpointError, some
@@ -58,6 +59,28 @@ def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
             found=f"{len(unused)} of them, {', '.join(unused[:3])}",
             where=str(checkpoint.folder),
             helps="resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
+        )
+
+
+def check_tokens(tokens: int | None, arguments: JobArguments, folder: Path) -> None:
+    """Refuse a vocabulary in which tokens of the checkpoint have no row; rows that are padding may come and go.
+
+    Args:
+        tokens: of the checkpoint, without padding; None where they are not known.
+        arguments: of the running job.
+        folder: of the checkpoint.
+
+    Raises:
+        ModelMismatchError: there are such.
+    """
+    rows = arguments.padded_vocab_size
+    if tokens is not None and rows is not None and rows < tokens:
+        raise ModelMismatchError(
+            "the model's vocabulary is smaller than the checkpoint's: tokens with their optimizer state would be lost",
+            found=f"{tokens} tokens",
+            expected=f"at most {rows}, padding included",
+            where=str(folder),
+            helps="resume with the tokenizer, or the --vocab-size, that the checkpoint was written with",
         )
 
 

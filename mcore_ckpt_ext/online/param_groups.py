@@ -6,12 +6,11 @@ nothing across layouts (megatron/core/optimizer/__init__.py; by position up to c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
-from mcore_ckpt_ext.optimizers.groups import ADAM, IDENTITY, REFINED_IDENTITY, Group, identity, rule_of
+from mcore_ckpt_ext.optimizers.groups import ADAM, BOUNDS, IDENTITY, REFINED_IDENTITY, Group, identity, rule_of
 
 _SETTINGS = tuple(key for key in IDENTITY if key != "is_expert_parallel")
 # What a group belongs to, and how its steps are computed, not what they compute: the live optimizer's own stay
@@ -24,17 +23,20 @@ _OWN = frozenset({
 })  # fmt: skip
 
 
-def carried_groups(live: Sequence[Group], stored: Sequence[Group]) -> list[dict[str, Any]]:
+def carried_groups(live: Sequence[Group], stored: Sequence[Group], own_bounds: bool = False) -> list[dict[str, Any]]:
     """The values of every live group after the resume, without `params`, in the live order.
 
     Args:
         live: the live inner optimizer's groups.
         stored: all groups of the checkpoint, repetitions allowed.
+        own_bounds: the learning rates' bounds are those of the live groups, as --override-opt_param-scheduler asks; the
+            scheduler makes their rates of them.
 
     Raises:
-        ModelMismatchError: a live group with parameters has no counterpart, or several that differ.
+        ModelMismatchError: a live group with parameters has no counterpart, or several that differ, or one that does
+            not have its bounds while a group that is otherwise the same has others.
     """
-    return [_carried(group, stored) for group in live]
+    return [_carried(group, live, stored, own_bounds) for group in live]
 
 
 def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: int | None) -> list[dict[str, Any]]:
@@ -76,19 +78,19 @@ def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
     return iteration
 
 
-def _carried(group: Group, stored: Sequence[Group]) -> dict[str, Any]:
+def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_bounds: bool) -> dict[str, Any]:
     own = {key: value for key, value in group.items() if key != "params"}
     stored = [candidate for candidate in stored if rule_of(candidate) == rule_of(group)] or stored
     matches = [candidate for candidate in stored if identity(candidate) == identity(group)]
     if not matches:
         # Experts are ordinary parameters as long as there is one expert-parallel rank.
         matches = [candidate for candidate in stored if identity(candidate, _SETTINGS) == identity(group, _SETTINGS)]
-    if _distinct(matches) > 1:
-        refined = identity(group, REFINED_IDENTITY)
-        matches = [candidate for candidate in matches if identity(candidate, REFINED_IDENTITY) == refined]
-    if _distinct(matches) == 1:
-        carried = {key: value for key, value in matches[0].items() if key not in _OWN}
-        return {**own, **carried}
+    refined = [one for one in matches if identity(one, REFINED_IDENTITY) == identity(group, REFINED_IDENTITY)]
+    if refined or _distinct(matches) > 1 or _has_sibling(group, live):
+        matches = refined or (matches if own_bounds and _distinct(matches, "lr", *BOUNDS) == 1 else [])
+    if _distinct(matches) == 1 or (matches and not refined):
+        kept = (*_OWN, *BOUNDS) if own_bounds else _OWN
+        return {**own, **{key: value for key, value in matches[0].items() if key not in kept}}
     if not group["params"] and stored:
         # It trains nothing on this rank; its step must still be that of all groups.
         return {**own, **({"step": stored[0]["step"]} if "step" in stored[0] else {})}
@@ -101,27 +103,23 @@ def _carried(group: Group, stored: Sequence[Group]) -> dict[str, Any]:
         )
     raise ModelMismatchError(
         "a parameter group of the optimizer has no single counterpart in the checkpoint",
-        found=f"{[dict(zip(IDENTITY, identity(g), strict=True)) for g in stored]}",
-        expected=f"{dict(zip(IDENTITY, identity(group), strict=True))}",
-        helps="resume with the weight-decay and learning-rate options that the checkpoint was written with",
+        found="; ".join(dict.fromkeys(map(_in_words, stored))) or "none",
+        expected=_in_words(group),
+        helps="resume with the weight-decay and learning-rate options that the checkpoint was written with; since 0.19 "
+        "--override-opt_param-scheduler has other learning rates count",
     )
 
 
-def override_bounds(groups: Sequence[MutableMapping[str, Any]], arguments: JobArguments) -> None:
-    """Give live groups, in place, the bounds in the job's arguments, as --override-opt_param-scheduler asks.
+def _has_sibling(group: Group, live: Sequence[Group]) -> bool:
+    """Whether another group that trains something differs from it in its bounds alone, as with --decoupled-lr."""
+    alike = (one for one in live if one["params"] and rule_of(one) == rule_of(group))
+    alike = (one for one in alike if identity(one) == identity(group))
+    return any(identity(one, BOUNDS) != identity(group, BOUNDS) for one in alike)
 
-    Megatron's development head does so after loading (`load_checkpoint`, megatron/training/checkpointing.py, 0.20.0 of
-    August 2026).
 
-    Args:
-        groups: the live optimizer's.
-        arguments: of the run.
-    """
-    bounds = {"max_lr": arguments.lr, "min_lr": arguments.min_lr}
-    decoupled = {"max_lr": arguments.decoupled_lr, "min_lr": arguments.decoupled_min_lr}
-    for group in groups:
-        given = decoupled if group.get("is_decoupled_lr") else bounds
-        group.update({key: value for key, value in given.items() if value is not None})
+def _in_words(group: Group) -> str:
+    named = zip(REFINED_IDENTITY, identity(group, REFINED_IDENTITY), strict=True)
+    return f"a group of {rule_of(group)} with " + ", ".join(f"{key} {value}" for key, value in named)
 
 
 def _distinct(groups: Sequence[Group], *but: str) -> int:
