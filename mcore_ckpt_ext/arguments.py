@@ -293,6 +293,12 @@ class JobArguments:
         return int(value)
 
     @property
+    def layer_counts(self) -> set[int]:
+        """How many layers the model has, as far as it is known; an encoder and a decoder may have different numbers."""
+        stated = (self.num_layers, *(self.stated.get(name) for name in ("encoder_num_layers", "decoder_num_layers")))
+        return {count for count in stated if isinstance(count, int)}
+
+    @property
     def tokens(self) -> int | None:
         """Tokens of the vocabulary without padding; None where a tokenizer said how many."""
         if not self.vocab_size:

@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown, some
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.portable_state import known_arguments
@@ -143,10 +143,19 @@ class _Arrays(StoredOnce):
 
     def __init__(self, reader: FolderReader, folder: Path) -> None:
         self._tensors: dict[tuple[str, str], tuple[LogicalTensor, RawArray]] = {}
-        for file in sorted(set(map(str, read_json(folder / INDEX_FILE)["weight_map"].values()))):
+        stated = {str(key): str(file) for key, file in read_json(folder / INDEX_FILE)["weight_map"].items()}
+        found: dict[str, str] = {}
+        for file in sorted(set(stated.values())):
             for key, tensor, extent in read_header(reader, file):
                 kind, _, name = key.partition(".")
                 self._tensors[kind, name] = (LogicalTensor(name, tensor, extent.dtype), extent)
+                found[key] = file
+        if found != stated:
+            differing = [key for key in dict.fromkeys([*stated, *found]) if found.get(key) != stated.get(key)]
+            raise UnreadableCheckpointError(
+                "the index and the files disagree about the tensors", found=some(differing), where=str(folder),
+                helps="files were edited, or are of two checkpoints: convert the source again",
+            )  # fmt: skip
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors if kind != WEIGHT))
 
     def names(self) -> list[str]:

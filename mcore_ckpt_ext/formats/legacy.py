@@ -145,10 +145,22 @@ class LegacyCheckpoint(Checkpoint):
 
         Layers are numbered stage by stage, all pipeline ranks in a stage (`get_transformer_layer_offset`,
         megatron/core/transformer/transformer_layer.py), however many each has.
+
+        Raises:
+            UnreadableCheckpointError: there are not as many as the job had, so that others would take their numbers.
         """
         stages = {found.rank.pipeline: [layers_of(chunk) for chunk in found.chunks] for found in self._ranks}
         order = [(rank, stage) for stage in range(self.layout.virtual_pipeline) for rank in sorted(stages)]
         counts = [stages[rank][stage] if stage < len(stages[rank]) else 0 for rank, stage in order]
+        stated = self.arguments.layer_counts
+        if stated and sum(counts) not in stated:
+            raise UnreadableCheckpointError(
+                "the ranks' files do not hold as many layers as the job had, so that their numbers are not known",
+                found=f"{sum(counts)}, by stage {' + '.join(map(str, counts))}",
+                expected=" or ".join(map(str, sorted(stated))),
+                where=str(self.folder),
+                helps="a file was edited, or is of another job: use another iteration",
+            )
         spans = {
             place: range(end - count, end) for place, count, end in zip(order, counts, accumulate(counts), strict=True)
         }

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, printable
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, printable, shown
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import PARTIAL
 from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, of_each_expert
-from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity
+from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity, rule_of
 from mcore_ckpt_ext.storage.engine_state import UnknownStateError
 from mcore_ckpt_ext.storage.writable import first_unwritable
 
@@ -232,8 +232,21 @@ def several_steps(found: Mapping[float, str], where: str) -> UnreadableCheckpoin
 
 
 def once(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Groups without repetitions, by what tells groups apart."""
+    """Groups without repetitions, by what tells groups apart.
+
+    Raises:
+        UnreadableCheckpointError: two that are the same group differ in a setting. (The step is compared elsewhere.)
+    """
     found: dict[tuple[Any, ...], dict[str, Any]] = {}
     for group in groups:
-        found.setdefault(identity(group, REFINED_IDENTITY), group)
+        known = found.setdefault((rule_of(group), *identity(group, REFINED_IDENTITY)), group)
+        differing = [key for key in known.keys() & group.keys() - {"step"} if repr(known[key]) != repr(group[key])]
+        if differing:
+            key = min(differing)
+            raise UnreadableCheckpointError(
+                "ranks stored different settings of the same parameter group",
+                found=f"{printable(key)} {shown(known[key])} and {shown(group[key])}",
+                expected="the same on all ranks",
+                helps="the checkpoint was edited or put together from several: use another iteration",
+            )
     return list(found.values())

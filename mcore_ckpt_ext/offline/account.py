@@ -10,6 +10,7 @@ from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.unread import OTHER, Unread
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.offline.accounting import stored_parts
+from mcore_ckpt_ext.offline.coverage import check_kinds, refuse_contradictions
 from mcore_ckpt_ext.targets import Canonical, FsdpDtensor, HuggingFace, Legacy, Target
 
 OPTIMIZER = "optimizer"
@@ -32,6 +33,7 @@ def settle(checkpoint: Checkpoint, target: Target, drop: Collection[str]) -> lis
 
     Raises:
         UnsupportedCheckpointError: optimizer state would be lost.
+        UnreadableCheckpointError: some of it is missing already, or belongs to no parameter.
         UsageError: there is nothing of a kind that is to be dropped.
     """
     unread = checkpoint.unread()
@@ -60,6 +62,7 @@ def settle(checkpoint: Checkpoint, target: Target, drop: Collection[str]) -> lis
             f"for the weights alone, --drop {OPTIMIZER}",
         )
     if checkpoint.optimizer_format is not None:
+        refuse_contradictions(checkpoint, check_kinds(checkpoint))
         _check_can_be_held(checkpoint, target)
     return unread
 

@@ -27,6 +27,7 @@ from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, 
 from mcore_ckpt_ext.offline.beside import Fact, facts_beside
 from mcore_ckpt_ext.offline.content import index_of
 from mcore_ckpt_ext.offline.copies import differing_copies
+from mcore_ckpt_ext.offline.coverage import check_stored_once, refuse_contradictions
 from mcore_ckpt_ext.offline.difference_map import DifferenceMap, MapBuilder, Tally
 from mcore_ckpt_ext.offline.opening import open_both
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
@@ -169,6 +170,9 @@ def _comparison(
             "neither checkpoint has what is to be compared", found=", ".join(known), expected=", ".join(unknown)
         )
     chosen = [kind for kind in known if (kind in kinds if kinds is not None else _counts(kind, sides))]
+    for side in sides:
+        held = [kind for kind in chosen if kind in side.kinds]
+        refuse_contradictions(side.checkpoint, check_stored_once(side.checkpoint, held))
     of_b = {kind: set(sides[1].names(kind)) for kind in chosen}
     shared = [(kind, name) for kind in chosen for name in sides[0].names(kind) if name in of_b[kind]]
     counter = ByteCounter(sum(sides[0].nbytes(kind, name) for kind, name in shared), progress)

@@ -23,6 +23,7 @@ from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.account import settle
 from mcore_ckpt_ext.offline.copies import differing_copies, in_words
+from mcore_ckpt_ext.offline.coverage import check_stored_once, refuse_contradictions
 from mcore_ckpt_ext.offline.destination import checked_destination
 from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
 from mcore_ckpt_ext.offline.filling import Filler
@@ -148,7 +149,10 @@ def convert(
     place = checked_destination(destination, read_from, laid_out.folder)
     with interpreting(checkpoint.folder):
         lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}
-        if laid_out.reads_optimizer and checkpoint.optimizer_format and not dry_run:
+        reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
+        kinds = checkpoint.carried_kinds() if reads_optimizer else (WEIGHT,)
+        refuse_contradictions(checkpoint, check_stored_once(checkpoint, kinds))
+        if reads_optimizer and not dry_run:
             _check_digests(checkpoint, team)
     largest = BLOCK_BYTES if _turns(checkpoint, output) else _CACHED_BYTES
     block_bytes = max(1 << 16, min(largest, memory_limit // (workers * _BLOCKS_AT_ONCE)))

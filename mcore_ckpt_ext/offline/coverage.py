@@ -1,18 +1,23 @@
-"""Whether every element of every tensor is there exactly once: interval arithmetic over the metadata."""
+"""Whether every element of every tensor is there exactly once: arithmetic over the metadata, without tensor bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from math import prod
 from operator import sub
 
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint, grid_of
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.findings import COVERED, Finding, error, warning
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers, FlatArray
+from mcore_ckpt_ext.optimizers.groups import LION, rule_of
 from mcore_ckpt_ext.planning.overlap import Piece, overlap
 from mcore_ckpt_ext.planning.plan import Copies
+
+_MOMENTS = frozenset({EXP_AVG, EXP_AVG_SQ})
+_OF_ADAM = _MOMENTS | {FP32_PARAM, PARAM_REMAINDER}
 
 
 def copies_of(checkpoint: Checkpoint, kind: str, name: str) -> Copies:
@@ -80,6 +85,11 @@ def check_weights(checkpoint: Checkpoint) -> Iterator[Finding]:
 def check_arrays(buffers: Buffers) -> Iterator[Finding]:
     """Check the flat arrays themselves, whatever lies where in them."""
     for (child, index), arrays in buffers.arrays.items():
+        of_group = {kind for _, kind in arrays}
+        for bucket in dict.fromkeys(bucket for bucket, _ in arrays):
+            if lacking := {kind for kind in of_group if (bucket, kind) not in arrays}:
+                where = f"optimizer {child}, dp_group_idx_{index}.{bucket}"
+                yield error(COVERED, where, f"its {_listed(lacking)} is not there, which other buckets have")
         for (bucket, kind), array in arrays.items():
             yield from check_flat(f"{kind} of optimizer {child}, dp_group_idx_{index}.{bucket}", array)
 
@@ -105,9 +115,71 @@ def check_state(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield from _check_kind(checkpoint, kind)
     for buffers in optimizer.buffers:
         yield from check_groups(buffers)
+    yield from check_kinds(checkpoint)
     without = sorted(set(checkpoint.models.weights) - set(optimizer.names()))
     for name in without:
         yield warning(COVERED, name, "it has a weight and no optimizer state: it was frozen, or its state is missing")
+
+
+def check_kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Check that each parameter with optimizer state is one of the model's, and has all that its rule keeps.
+
+    Which kinds belong together is seen from the other parameters, and from the parameter groups.
+    """
+    optimizer, known = checkpoint.optimizer, set(checkpoint.names(WEIGHT))
+    kinds_of: dict[str, frozenset[str]] = {}
+    for kind in optimizer.kinds:
+        for name in optimizer.names(kind):
+            kinds_of[name] = kinds_of.get(name, frozenset()) | {kind}
+    has_lion = any(rule_of(group) == LION for group in checkpoint.param_groups())
+    all_kept = set(kinds_of.values()) if not has_lion else set()
+    for name, kept in kinds_of.items():
+        if known and name not in known:
+            yield error(COVERED, name, f"it has {_listed(kept)}, but no weight: the model has no such parameter")
+        lacking = sorted((more - kept for more in all_kept if kept < more), key=sorted)
+        is_adams = kept <= _OF_ADAM and (EXP_AVG_SQ in kept or (EXP_AVG in kept and not has_lion))
+        if not lacking and is_adams:
+            lacking = [_MOMENTS - kept]
+        if any(lacking) and not _needs_no_master(checkpoint, name, lacking[0]):
+            what = " or ".join(map(_listed, lacking))
+            yield error(COVERED, name, f"it has {_listed(kept)}, but its {what} is not there")
+
+
+def _needs_no_master(checkpoint: Checkpoint, name: str, lacking: Collection[str]) -> bool:
+    """Whether only the master is lacking of a parameter that is trained in fp32 itself."""
+    weight = checkpoint.logical_tensor(WEIGHT, name)
+    return set(lacking) == {FP32_PARAM} and weight is not None and weight.dtype == "float32"
+
+
+def _listed(kinds: Collection[str]) -> str:
+    return " and ".join(sorted(kinds))
+
+
+def check_stored_once(checkpoint: Checkpoint, kinds: Iterable[str]) -> Iterator[Finding]:
+    """Check that no element is stored more than once: it is not known which of the values counts."""
+    for kind in kinds:
+        for name in checkpoint.names(kind):
+            tensor = checkpoint.logical_tensor(kind, name)
+            first = [stored for copies in copies_of(checkpoint, kind, name) for stored in copies[0]]
+            if tensor is not None and sum(stored.slice.numel for stored in first) > prod(tensor.shape):
+                yield from check_tensor(tensor, kind, copies_of(checkpoint, kind, name))
+
+
+def refuse_contradictions(checkpoint: Checkpoint, findings: Iterable[Finding]) -> None:
+    """Refuse a checkpoint in which something was found.
+
+    Raises:
+        UnreadableCheckpointError: it names the first finding.
+    """
+    found = next(iter(findings), None)
+    if found is not None:
+        raise UnreadableCheckpointError(
+            "the checkpoint contradicts itself, so that it is not known what it holds",
+            found=found.what,
+            where=f"{found.where}, {checkpoint.folder}",
+            helps="it was put together from several, or is damaged; `mcore-ckpt verify` names all of it: use another "
+            "iteration",
+        )
 
 
 def check_groups(buffers: Buffers) -> Iterator[Finding]:

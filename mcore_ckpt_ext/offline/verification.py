@@ -22,6 +22,7 @@ from mcore_ckpt_ext.errors import (
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
+from mcore_ckpt_ext.formats.portable_state import once, portable_group
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING
@@ -217,6 +218,7 @@ class _Run:
             return False
         with _Noting(self, PROOF):
             check_step(checkpoint)
+            once(map(portable_group, checkpoint.param_groups()))
             if not checkpoint.param_groups():
                 what = "the optimizer has no parameter groups: its step, and what else is not a tensor, is not there"
                 self.findings.append(error(COMPLETE, str(self.folder), what))

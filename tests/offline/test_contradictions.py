@@ -1,0 +1,194 @@
+"""Checkpoints that contradict themselves: what is there twice, in part, or under another's number is no checkpoint."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.offline.comparison import compare
+from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.targets import TARGETS
+from tests.harness.checkpoints import Fixture, fixture_named
+
+MATRIX = "decoder.layers.mlp.linear_fc2.weight"
+
+
+class Edited:
+    """A copy of a torch_dist checkpoint, of which the index may be changed and records added."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.run = fixture_named(name).copy_to(folder / "source").run
+        self.iteration = self.run / "iter_0000004"
+        for path in self.iteration.iterdir():
+            path.chmod(0o644)
+        self.index: Any = pickle.loads((self.iteration / ".metadata").read_bytes())
+
+    def save(self) -> Path:
+        (self.iteration / ".metadata").write_bytes(pickle.dumps(self.index))
+        return self.run
+
+    def remove(self, key: str) -> None:
+        del self.index.state_dict_metadata[key]
+        for place in [place for place in self.index.storage_data if place.fqn == key]:
+            del self.index.storage_data[place]
+
+    def add(self, key: str, offsets: tuple[int, ...], values: Any) -> None:
+        """One more record, in a file of its own."""
+        name = f"__9_{len(list(self.iteration.iterdir()))}.distcp"
+        archive = io.BytesIO()
+        torch.save(values, archive)
+        (self.iteration / name).write_bytes(archive.getvalue())
+        self.index.storage_data[MetadataIndex(key, torch.Size(offsets))] = _StorageInfo(name, 0, archive.tell())
+
+
+def errors_of(run: Path, *, quick: bool = False) -> list[str]:
+    return [f"{found.where}: {found.what}" for found in verify(run, quick=quick).findings if found.severity == "error"]
+
+
+@pytest.mark.parametrize("key", [MATRIX, f"optimizer.state.exp_avg.{MATRIX}"])
+def test_values_that_are_there_twice(key: str, tmp_path: Path) -> None:
+    """Torch's own loader takes the last, a plan the first: neither is known to be right."""
+    edited = Edited("p04", tmp_path)
+    stored = edited.index.state_dict_metadata[key]
+    part = torch.Size((1, 16, *stored.size[2:]))
+    stored.chunks.append(ChunkStorageMetadata(torch.Size((0, 16, 0)), part))
+    edited.add(key, (0, 16, 0), torch.ones(part, dtype=stored.properties.dtype))
+    run = edited.save()
+    assert any("stored more than once" in found for found in errors_of(run))
+    for target in ("torch_dist", "legacy", "canonical", *(["hf"] if key == MATRIX else [])):
+        with pytest.raises(UnreadableCheckpointError, match="contradicts itself.*stored more than once"):
+            mcore_ckpt_ext.convert(run, tmp_path / "out", TARGETS[target]())
+    with pytest.raises(UnreadableCheckpointError, match="contradicts itself"):
+        compare(run, fixture_named("p04").run)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [("p41", kind) for kind in ("fp32_param", "exp_avg", "exp_avg_sq")]
+    + [("p43", "fp32_param"), ("p43", "momentum_buffer"), ("p42", "exp_avg"), ("p04", "exp_avg")],
+)
+def test_a_parameter_with_part_of_its_state(name: str, kind: str, tmp_path: Path) -> None:
+    edited = Edited(name, tmp_path)
+    edited.remove(f"optimizer.state.{kind}.{MATRIX}")
+    run = edited.save()
+    said = re.compile(rf"but its ([a-z_ ]+ or )?{kind} is not there")
+    assert len(list(filter(said.search, errors_of(run)))) == 4  # layers
+    assert any(map(said.search, errors_of(run, quick=True)))
+    with pytest.raises(UnreadableCheckpointError, match=said):
+        mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+
+
+@pytest.mark.parametrize("name", ["p01", "p04"])
+def test_second_moments_that_are_gone_do_not_make_it_another_optimizer(name: str, tmp_path: Path) -> None:
+    edited = Edited(name, tmp_path)
+    for key in [key for key in edited.index.state_dict_metadata if "exp_avg_sq" in key]:
+        edited.remove(key)
+    run = edited.save()
+    assert any("its exp_avg_sq is not there" in found for found in errors_of(run))
+    with pytest.raises(UnreadableCheckpointError, match="its exp_avg_sq is not there"):
+        mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+
+
+def test_a_bucket_that_lacks_a_moment_is_seen_by_metadata_alone(tmp_path: Path) -> None:
+    edited = Edited("p01", tmp_path)
+    keys = [key for key in edited.index.state_dict_metadata if key.endswith("exp_avg")]
+    edited.remove(keys[0])
+    assert any("its exp_avg is not there" in found for found in errors_of(edited.save(), quick=True))
+
+
+def test_state_of_a_parameter_that_the_model_lacks(tmp_path: Path) -> None:
+    edited = Edited("p04", tmp_path)
+    for kind in ("exp_avg", "exp_avg_sq", "fp32_param"):
+        whole = [ChunkStorageMetadata(torch.Size((0,)), torch.Size((4,)))]
+        like = edited.index.state_dict_metadata[f"optimizer.state.exp_avg.{MATRIX}"]
+        key = f"optimizer.state.{kind}.decoder.stranger.weight"
+        edited.index.state_dict_metadata[key] = type(like)(like.properties, torch.Size((4,)), whole)
+        edited.add(key, (0,), torch.zeros(4))
+    run = edited.save()
+    assert any("decoder.stranger.weight" in found and "no such parameter" in found for found in errors_of(run))
+    with pytest.raises(UnreadableCheckpointError, match="no such parameter.*decoder.stranger.weight"):
+        mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+
+
+def legacy_of(folder: Path) -> Fixture:
+    return fixture_named("p08b").copy_to(folder / "legacy")
+
+
+def edit_rank(fixture: Fixture, rank: str, change: Any) -> None:
+    file = fixture.iteration / rank / "model_optim_rng.pt"
+    file.chmod(0o644)
+    state = torch.load(file, weights_only=False)
+    change(state)
+    torch.save(state, file)
+
+
+def test_legacy_layers_that_are_gone_are_not_made_up_for_by_those_behind(tmp_path: Path) -> None:
+    fixture = legacy_of(tmp_path)
+
+    def without_layer(state: Any) -> None:
+        for name in [name for name in state["model"] if "layers.0." in name]:
+            del state["model"][name]
+
+    edit_rank(fixture, "mp_rank_00_001", without_layer)
+    with pytest.raises(UnreadableCheckpointError, match=r"as many layers.*3, by stage 1 \+ 0 \+ 1 \+ 1.*expected: 4"):
+        mcore_ckpt_ext.convert(fixture.run, tmp_path / "out", mcore_ckpt_ext.HuggingFace(vocab_size=128))
+    assert any("as many layers" in found for found in errors_of(fixture.run))
+
+
+def test_a_legacy_layer_too_many_does_not_shift_those_behind(tmp_path: Path) -> None:
+    fixture = legacy_of(tmp_path)
+    stray = "decoder.layers.1.mlp.linear_fc1.bias"
+    edit_rank(fixture, "mp_rank_00_001", lambda state: state["model"].update({stray: torch.zeros(128)}))
+    with pytest.raises(UnreadableCheckpointError, match=r"as many layers.*5, by stage 1 \+ 2 \+ 1 \+ 1"):
+        mcore_ckpt_ext.convert(fixture.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+
+
+@pytest.mark.parametrize("setting", ["lr", "betas", "stranger"])
+def test_settings_of_a_parameter_group_that_differ_between_ranks(setting: str, tmp_path: Path) -> None:
+    """The last dp_group_idx of p01; which of both is right is not known."""
+    edited = Edited("p01", tmp_path)
+    places = [place for place in edited.index.storage_data if ".optimizer/shard" in place.fqn]
+    for place in places[:1] if setting != "stranger" else places:
+        stored = edited.index.storage_data[place]
+        data = (edited.iteration / stored.relative_path).read_bytes()[stored.offset :][: stored.length]
+        state = torch.load(io.BytesIO(data), weights_only=False)
+        for group in (group for child in state for group in child["param_groups"]):
+            group[setting] = (0.0, 0.0) if setting == "betas" else float(places.index(place))
+        edited.add(place.fqn, (), state)
+        edited.index.storage_data[place] = edited.index.storage_data.pop(MetadataIndex(place.fqn, torch.Size(())))
+    run = edited.save()
+    expected = f"different settings of the same parameter group.*{setting}"
+    with pytest.raises(UnreadableCheckpointError, match=expected):
+        mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+    assert any("different settings" in found for found in errors_of(run))
+
+
+def test_canonical_files_are_what_their_index_says(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    mcore_ckpt_ext.convert(fixture_named("p04").run, run, mcore_ckpt_ext.Canonical())
+    (file,) = run.glob("*.safetensors")
+    tensors = load_file(file)
+    save_file({key: value for key, value in tensors.items() if "layers.2." not in key}, file)
+    assert any("the index and the files disagree" in found for found in errors_of(run))
+    with pytest.raises(UnreadableCheckpointError, match="the index and the files disagree"):
+        mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.Legacy())
+    save_file({**tensors, "weight.stranger": torch.zeros(2)}, file)
+    with pytest.raises(UnreadableCheckpointError, match=r"disagree about the tensors.*weight\.stranger"):
+        mcore_ckpt_ext.open_checkpoint(run)
+    index = json.loads((run / "model.safetensors.index.json").read_text())
+    index["weight_map"]["weight.stranger"] = file.name
+    (run / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert mcore_ckpt_ext.open_checkpoint(run).tensor("weight", "stranger").read().tolist() == [0, 0]
