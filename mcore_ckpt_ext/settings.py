@@ -43,9 +43,9 @@ class Setting(Generic[Value]):
         return f"--{self.argument.replace('_', '-')}"
 
     def chosen(self, arguments: object) -> Value:
-        """What holds in a job with these parsed arguments."""
+        """The argument's value where the command line has it, else the environment's."""
         given: Value | None = getattr(arguments, self.argument, None)
-        return given or self.value
+        return self.value if given is None else given
 
     @property
     def text(self) -> str | None:
@@ -72,6 +72,19 @@ class Setting(Generic[Value]):
 
 
 _off_or_on = {"0": False, "1": True}.__getitem__
+
+
+def _whole(text: str) -> int:
+    if (number := int(text)) < 0:
+        raise ValueError
+    return number
+
+
+def _seconds(text: str) -> float:
+    if not 0 < (seconds := float(text)) < float("inf"):
+        raise ValueError
+    return seconds
+
 
 SWITCH = Setting("MCORE_CKPT_EXT", "0 switches the package off", True, _off_or_on)
 VERIFY_ALL = Setting(
@@ -129,11 +142,11 @@ EXPORT_HF = Setting(
     "MCORE_CKPT_EXT_EXPORT_HF",
     "a Hugging Face folder of every checkpoint whose iteration is a multiple of this number",
     0,
-    int,
+    _whole,
     argument="ckpt_ext_export_hf",
 )
 WRITER_PATIENCE = Setting(
-    "MCORE_CKPT_EXT_WRITER_PATIENCE", "seconds after which a silent writer is given up", 300.0, float
+    "MCORE_CKPT_EXT_WRITER_PATIENCE", "seconds after which a silent writer is given up", 300.0, _seconds
 )
 SETTINGS = (
     SWITCH,

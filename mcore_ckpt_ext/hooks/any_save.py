@@ -17,6 +17,7 @@ from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.attended import Attended
 from mcore_ckpt_ext.hooks.direct import recorder
 from mcore_ckpt_ext.hooks.process import PROCESS
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.online.agreement import gather, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
@@ -62,6 +63,8 @@ def wrap_save(original: Function) -> Function:
         if is_partial or PROCESS.one(Attended).is_busy or "://" in folder or not _all_save(optimizer, folder):
             return original(*positional, **keywords)
         text = _text(optimizer, tree.get("iteration", 0))
+        if is_first_rank():  # of what lay there before, whose buffers are written over
+            Disk().remove(Path(folder) / FILE_NAME)
         request = original(*positional, **keywords)
         publish = functools.partial(_publish, Path(folder), text)
         if request is None:

@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
@@ -23,14 +24,21 @@ from mcore_ckpt_ext.hooks.fsdp_feed import is_of_fsdp, load_into_fsdp
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
 from mcore_ckpt_ext.hooks.proof import PROVEN, Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.hooks.rebinding import rebound
-from mcore_ckpt_ext.hooks.resuming import Sight, check_all_see, look_around, taking_what_is_whole, trackers_seen
+from mcore_ckpt_ext.hooks.resuming import (
+    Sight,
+    check_all_have_the_same,
+    check_all_see,
+    look_around,
+    taking_what_is_whole,
+    trackers_seen,
+)
 from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.hooks.torch_fsdp_feed import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.optimizer_reshard import prepare
-from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, STOCK, VERIFY_ALL
+from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, SETTINGS, STOCK, VERIFY_ALL
 
 Function = Callable[..., Any]
 
@@ -118,6 +126,16 @@ def wrap_load_checkpoint(original: Function) -> Function:
             read_once=READ_ONCE.chosen(arguments),
             own_bounds=_own_bounds(arguments),
         )
+        common = prepared.checkpoint.common
+        schedule = common.get("lr_scheduler", common.get("opt_param_scheduler"))
+        if opt_param_scheduler is not None and not isinstance(schedule, dict):
+            raise UnsupportedCheckpointError(
+                "the checkpoint holds no state of the learning rate's scheduler; the optimizer is untouched",
+                expected="lr_scheduler or opt_param_scheduler in its common state",
+                where=str(look.folder),
+                helps="another training loop wrote it: resume with --no-load-optim, or in a loop of your own by "
+                "mcore_ckpt_ext.load_optimizer",
+            )
         fresh = prepared.random_state_grid != _random_state_grid(arguments)
         feed = fed(scope, look.folder, chunks) if look.is_fed else nullcontext()
         without_optimizer = rebound(vars(arguments), no_load_optim=True, no_load_rng=fresh or arguments.no_load_rng)
@@ -127,8 +145,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
             result = original(ddp_model, None, None, *positional, **keywords)
         summary = prepared.prove().fill()
         if opt_param_scheduler is not None:
-            common = prepared.checkpoint.common
-            opt_param_scheduler.load_state_dict(common.get("lr_scheduler", common.get("opt_param_scheduler")))
+            opt_param_scheduler.load_state_dict(schedule)
             if _own_bounds(arguments):
                 opt_param_scheduler.num_steps = arguments.consumed_train_samples
                 opt_param_scheduler.step(increment=0)
@@ -142,16 +159,18 @@ def _sight(arguments: Any, load_arg: str) -> Sight:
     """What the first rank sees, on every rank.
 
     Raises:
-        ResumeRefusedError: on every rank, where some see no checkpoint, and others do.
+        ResumeRefusedError: on every rank, where some see no checkpoint, and others do; or where this package's settings
+            are not the same on all, so that some would wait for what others do not do.
     """
     is_fast = LOAD.chosen(arguments) == FAST
 
-    def look() -> tuple[Sight | None, tuple[bool, ...]]:
+    def look() -> tuple[Sight | None, tuple[bool, ...], dict[str, str]]:
         seen = look_around(arguments, load_arg, shares_index=is_fast) if is_first_rank() else None
-        return seen, trackers_seen(arguments, load_arg)
+        return seen, trackers_seen(arguments, load_arg), {one.name: str(one.chosen(arguments)) for one in SETTINGS}
 
     looks = agreed("looking at what is to be loaded", look)
-    check_all_see([found for _, found in looks], arguments, load_arg)
+    check_all_see([found for _, found, _ in looks], arguments, load_arg)
+    check_all_have_the_same([settings for *_, settings in looks])
     return looks[0][0] or Sight()
 
 

@@ -24,6 +24,7 @@ from functools import wraps
 from importlib import import_module
 from typing import ParamSpec, TypeVar
 
+from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.export_huggingface import check_export
 from mcore_ckpt_ext.hooks.from_huggingface import check_arguments
@@ -37,6 +38,7 @@ from mcore_ckpt_ext.settings import (
     LOAD,
     ON_SAVE_FAILURE,
     READ_ONCE,
+    SETTINGS,
     STOCK,
     STOP,
 )
@@ -87,11 +89,27 @@ def wrap_validate_args(original: Callable[..., Arguments]) -> Callable[..., Argu
     @wraps(original)
     def validate_args(args: Arguments, *positional: object, **keywords: object) -> Arguments:
         result = original(args, *positional, **keywords)
+        check_settings()
         check_arguments(args)
         check_export(args)
         return result
 
     return validate_args
+
+
+def check_settings() -> None:
+    """Refuse variables that mean nothing: what was to be safer, or was to go on, would be neither.
+
+    Raises:
+        UsageError: there are such.
+    """
+    if wrong := [setting for setting in SETTINGS if not setting.is_understood]:
+        raise UsageError(
+            "a variable of the environment has a value that it cannot have",
+            found="; ".join(f"{setting.name}={setting.text}" for setting in wrong),
+            expected="; ".join(f"{setting.name}: {setting.meaning}" for setting in wrong),
+            helps="correct it, or unset it; `mcore-ckpt doctor` shows all of them",
+        )
 
 
 def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None) -> Callable[..., ArgumentParser]:
@@ -109,6 +127,7 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
         group.add_argument(
             FALLBACK.flag,
             action="store_true",
+            default=None,
             help="Resume from the newest whole checkpoint where the newest one is incomplete or damaged "
             f"(also {FALLBACK.name}=1).",
         )
@@ -121,12 +140,14 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
         group.add_argument(
             READ_ONCE.flag,
             action="store_true",
+            default=None,
             help="Where this package reads tensors, let what several ranks want be read by one of them and sent to the "
             f"others (also {READ_ONCE.name}=1).",
         )
         group.add_argument(
             FROM_HF.flag,
             action="store_true",
+            default=None,
             help="End where --load (or --pretrained-checkpoint) names no Hugging Face folder to start from; one with a "
             f"config.json and no checkpoint is taken by itself (also {FROM_HF.name}=1).",
         )

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.layout.proof import Proof
-from mcore_ckpt_ext.online.agreement import gather
+from mcore_ckpt_ext.online.agreement import gather, listed
 from mcore_ckpt_ext.online.proving import STRETCH, LiveMismatch, live_mismatches
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
@@ -95,13 +95,17 @@ def _looks(
 ) -> list[list[LiveMismatch] | None]:
     """What each rank found, None where it could not look; a failing check must not end a load that has worked."""
     own: list[LiveMismatch] | None = None
+    problem: str | None = None
     try:
         own = live_mismatches(chunks, optimizer, weaker, every) if loaded else None
     except UnsupportedCheckpointError as error:
-        announce(f"this load is not proven, because this version cannot look into what there is: {error.found}")
+        problem = f"this version cannot look into what there is: {error.found}"
     except Exception as error:  # noqa: BLE001 - see the docstring
-        announce(f"what was loaded could not be proven: {type(error).__name__}: {error}")
-    return gather(own)
+        problem = f"{type(error).__name__}: {error}"
+    of_ranks = gather((own, problem))
+    if problems := listed({rank: text for rank, (_, text) in enumerate(of_ranks) if text is not None}):
+        announce(f"this load is not proven: {problems}")
+    return [found for found, _ in of_ranks]
 
 
 def _parameters(chunks: Sequence[Any]) -> Iterator[Any]:

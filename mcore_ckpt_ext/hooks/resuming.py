@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,6 +92,27 @@ def check_all_see(seen: Sequence[tuple[bool, ...]], arguments: Any, load_arg: st
                 where=str(folder),
                 helps="mount the folder on every machine, and start all ranks with the same --load",
             )
+
+
+def check_all_have_the_same(settings: Sequence[Mapping[str, str]]) -> None:
+    """Refuse a load of which ranks would go different ways.
+
+    Args:
+        settings: this package's settings on every rank, by variable.
+
+    Raises:
+        ResumeRefusedError: some are not the same on all ranks.
+    """
+    differing = [name for name in settings[0] if len({of_rank[name] for of_rank in settings}) > 1]
+    if differing:
+        values = {name: list(dict.fromkeys(of_rank[name] for of_rank in settings)) for name in differing}
+        raise ResumeRefusedError(
+            "mcore_ckpt_ext refused while looking at what is to be loaded; nothing is loaded\n  its settings are not "
+            "the same on all ranks",
+            found="; ".join(f"{name}: {' and '.join(found)}" for name, found in values.items()),
+            expected="the same on all ranks",
+            helps="export the variable on every machine, or give the flag to all ranks",
+        )
 
 
 def _named(arguments: Any, load_arg: str) -> list[Any]:

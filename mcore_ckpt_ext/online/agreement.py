@@ -169,7 +169,7 @@ def text_of(error: BaseException) -> str:
 
 def reasons_of_all(reason: str | None) -> str:
     """The reasons of the ranks that have one, on every rank."""
-    return _listed({rank: text for rank, text in enumerate(gather(reason)) if text is not None})
+    return listed({rank: text for rank, text in enumerate(gather(reason)) if text is not None})
 
 
 def device_of_collectives() -> torch.device:
@@ -179,11 +179,11 @@ def device_of_collectives() -> torch.device:
 
 def _summary(head: str, refused: dict[int, str]) -> str:
     """The distinct reasons, each with the ranks that gave it, under what was being done."""
-    return f"mcore_ckpt_ext refused while {head}\n  {_listed(refused)}"
+    return f"mcore_ckpt_ext refused while {head}\n  {listed(refused)}"
 
 
-def _listed(reasons: dict[int, str]) -> str:
-    """Each reason with its ranks; without those of ranks that only know that another one failed, and say nothing."""
+def listed(reasons: dict[int, str]) -> str:
+    """Each reason with its ranks, empty where there is none; ranks that say nothing only know that another failed."""
     ranks_of: dict[str, list[int]] = {}
     for rank, reason in ({rank: text for rank, text in reasons.items() if text} or reasons).items():
         ranks_of.setdefault(reason, []).append(rank)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mcore_ckpt_ext.layout.digest import added, running_digest, written
 from mcore_ckpt_ext.layout.sidecar import RecordedDigests
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
-from mcore_ckpt_ext.online.agreement import device_of_collectives, gather
+from mcore_ckpt_ext.online.agreement import attempt, device_of_collectives, gather, listed, text_of
 from mcore_ckpt_ext.online.homes.recognition import Chain, keeps_remainders
 from mcore_ckpt_ext.online.live_model import live_parameters
 
@@ -37,18 +37,19 @@ class Digester:
         """
         self._say = say
         self._names: Mapping[int, str] = {}
-        own: list[Place] | None = []
-        try:
+        own: list[Place] = []
+
+        def look() -> None:
             if any(map(keeps_remainders, Chain.of(optimizer).distributed)):
                 live = live_parameters(chunks)
                 self._names = {number: found.regions[0].name for number, found in live.items()}
-                own = [place for place, _, _ in _held(optimizer, self._names)]
-        except Exception as error:  # noqa: BLE001 - every rank must reach the gathering, and the save must not fail
-            self.complain(error)
-            own = None
-        of_ranks = gather(own)
-        places = () if None in of_ranks else {place for found in of_ranks for place in found or ()}
-        self.places = sorted(places)
+                own.extend(place for place, _, _ in _held(optimizer, self._names))
+
+        problem = attempt(look)  # every rank must reach the gathering, and the save must not fail
+        of_ranks = gather((own, problem))
+        if problems := listed({rank: text for rank, (_, text) in enumerate(of_ranks) if text is not None}):
+            self.complain(problems)
+        self.places = [] if problems else sorted({place for found, _ in of_ranks for place in found})
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="digests")
         self._newest: Digests | None = None  # whose exchange must outlive this rank's save
 
@@ -69,16 +70,16 @@ class Digester:
         self._newest = Digests(self, own)
         return self._newest
 
-    def complain(self, error: Exception) -> None:
+    def complain(self, why: str) -> None:
         """Tell the user why there are none."""
-        self._say(f"no digests of the optimizer's state in the sidecar: {type(error).__name__}: {error}")
+        self._say(f"no digests of the optimizer's state in the sidecar: {why}")
 
     def _add_own(self, optimizer: Any, totals: torch.Tensor) -> torch.Tensor:
         """Add this rank's part to each place, and 1 to the last number where it has none."""
         try:
             totals[:-1] += self._own(optimizer, totals.device)
         except Exception as error:  # noqa: BLE001 - every rank must reach the sum, and the save must not fail
-            self.complain(error)
+            self.complain(text_of(error))  # heard of the first rank only; of others, that there are such: `recorded`
             totals[-1] = 1
         return totals
 
@@ -120,9 +121,10 @@ class Digests:
                 self._exchange.wait()
             *sums, failures = self._totals.tolist()
         except Exception as error:  # noqa: BLE001 - a checkpoint without digests is better than none
-            self._digester.complain(error)
+            self._digester.complain(text_of(error))
             return ()
         if failures:
+            self._digester.complain(f"{failures} ranks could not take theirs")
             return ()
         groups: dict[tuple[int, int], dict[str, dict[str, str]]] = {}
         for (child, group, name), total in zip(self._digester.places, sums, strict=True):

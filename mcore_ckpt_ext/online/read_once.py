@@ -18,7 +18,7 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt_ext.online.agreement import device_of_collectives, rank_and_size
+from mcore_ckpt_ext.online.agreement import agreed_here, device_of_collectives, rank_and_size
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.planning.sharing import MESSAGE_BYTES, Message, Spans, messages_of, united
@@ -145,16 +145,15 @@ class ReadOnce:
             except Exception as error:  # noqa: BLE001 - raised below, once nobody waits for this rank
                 problems.append(error)
 
-        device = device_of_collectives()
+        read_into, received = agreed_here("making room for what is read once", self._room, "nothing was sent")
         with ThreadPoolExecutor(1, thread_name_prefix="mcore_ckpt_ext") as pool:
-            ahead = self._read_ahead(pool)
+            ahead = self._read_ahead(pool, read_into)
             for message, parts in zip(self._messages, self._parts, strict=True):
+                there = received[: message.nbytes]
                 if message.reader == self._rank:
                     data, reading = next(ahead)
                     attempt(reading.result)
-                    there = data.to(device)
-                else:
-                    there = torch.empty(message.nbytes, dtype=torch.uint8, device=device)
+                    there = data if data.device == there.device else there.copy_(data)
                 _pass_on(there, message, self._rank)
                 if destinations is not None:
                     for part in parts:
@@ -162,11 +161,26 @@ class ReadOnce:
         if problems:
             raise problems[0]
 
-    def _read_ahead(self, pool: ThreadPoolExecutor) -> Iterator[tuple[torch.Tensor, Future[None]]]:
+    @property
+    def _own_messages(self) -> list[Message]:
+        return [message for message in self._messages if message.reader == self._rank]
+
+    def _room(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Memory to read messages into, and for the one that is at hand: once they are under way none can be asked for.
+
+        A rank that then had none would leave the others waiting.
+        """
+        count, pinned = min(len(self._own_messages), _AHEAD + 1), torch.cuda.is_available()
+        largest = max((message.nbytes for message in self._messages), default=0)
+        return [
+            torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(count)
+        ], torch.empty(largest, dtype=torch.uint8, device=device_of_collectives())
+
+    def _read_ahead(
+        self, pool: ThreadPoolExecutor, room: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, Future[None]]]:
         """The messages that this rank reads, and when they are there; whoever asks for one is done with the last."""
-        own = [message for message in self._messages if message.reader == self._rank]
-        count, pinned = min(len(own), _AHEAD + 1), torch.cuda.is_available()
-        room = [torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(count)]
+        own, count = self._own_messages, len(room)
         begun: deque[tuple[torch.Tensor, Future[None]]] = deque()
         for number, message in enumerate(own):
             data = room[number % count][: message.nbytes]

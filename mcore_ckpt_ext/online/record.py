@@ -17,7 +17,7 @@ from mcore_ckpt_ext.layout.sidecar import (
     SaveRecord,
     Sidecar,
 )
-from mcore_ckpt_ext.online.agreement import gather
+from mcore_ckpt_ext.online.agreement import attempt, gather, listed
 from mcore_ckpt_ext.online.digesting import Digester, first_instances
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters
 
@@ -85,12 +85,14 @@ class PackingRecorder:
         return Begun(digests.share, lambda saved: self._text(groups, arguments, iteration, saved, digests.recorded()))
 
     def _gathered(self, chunks: Sequence[Any], optimizer: Any) -> tuple[RecordedGroup, ...]:
-        try:
-            own = recorded_groups(chunks, optimizer)
-        except Exception as error:  # noqa: BLE001 - every rank must reach the gathering, and the save must not fail
-            self._say(f"no sidecar for this job: {type(error).__name__}: {error}")
-            own = []
-        return merged(group for groups in gather(own) for group in groups)
+        own: list[RecordedGroup] = []
+        # Every rank must reach the gathering, and the save must not fail.
+        problem = attempt(lambda: own.extend(recorded_groups(chunks, optimizer)))
+        of_ranks = gather((own, problem))
+        if problems := listed({rank: text for rank, (_, text) in enumerate(of_ranks) if text is not None}):
+            self._say(f"no sidecar for this job: {problems}; resuming will recover the packing instead")
+            return ()
+        return merged(group for groups, _ in of_ranks for group in groups)
 
     def _text(
         self,

@@ -78,10 +78,14 @@ class Files:
             self._names.append(file.name)
 
     def publish(self) -> None:
-        """Give every file its name; the old version of the last one is removed first, so that old and new never mix."""
+        """Give every file its name; where there are several, the old version of the last one is removed first.
+
+        So old and new never mix; and one file alone is at any time the old one or the new one.
+        """
         if not self.is_writer:
             return
-        (self._folder / self._last).unlink(missing_ok=True)
+        if set(self._names) != {self._last}:
+            (self._folder / self._last).unlink(missing_ok=True)
         for name in sorted(dict.fromkeys(self._names), key=lambda name: name == self._last):
             (self._scratch / name).replace(self._folder / name)
         _flush(self._folder)
