@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import ast
 import re
+from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from mcore_ckpt_ext.settings import CONTINUE, ON_SAVE_FAILURE, SETTINGS, STOP, SWITCH, WRITER_PATIENCE, Setting
+from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.hooks.megatron_arguments import _with_own_flags, check_settings
+from mcore_ckpt_ext.settings import (
+    CONTINUE,
+    EXPORT_HF,
+    FALLBACK,
+    ON_SAVE_FAILURE,
+    SETTINGS,
+    STOP,
+    SWITCH,
+    WRITER_PATIENCE,
+    Setting,
+)
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -25,6 +38,10 @@ REPOSITORY = Path(__file__).parents[1]
         (ON_SAVE_FAILURE, "Continue", STOP, False),
         (WRITER_PATIENCE, "15", 15.0, True),
         (WRITER_PATIENCE, "long", 300.0, False),
+        (WRITER_PATIENCE, "nan", 300.0, False),
+        (WRITER_PATIENCE, "inf", 300.0, False),
+        (WRITER_PATIENCE, "-1", 300.0, False),
+        (EXPORT_HF, "-1", 0, False),
     ],
 )
 def test_what_is_not_understood_is_as_if_not_set(
@@ -32,6 +49,24 @@ def test_what_is_not_understood_is_as_if_not_set(
 ) -> None:
     monkeypatch.setenv(setting.name, text)
     assert (setting.value, setting.is_understood) == (value, is_understood)
+
+
+def test_what_is_not_understood_ends_a_job_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked for checksums, or for training to go on, must not get the opposite."""
+    check_settings()
+    monkeypatch.setenv("MCORE_CKPT_EXT_VERIFY", "1")
+    monkeypatch.setenv("MCORE_CKPT_EXT_ON_SAVE_FAILURE", "Continue")
+    with pytest.raises(UsageError, match="VERIFY=1; MCORE_CKPT_EXT_ON_SAVE_FAILURE=Continue; expected: .*full: "):
+        check_settings()
+
+
+def test_an_argument_outweighs_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(EXPORT_HF.name, "1000")
+    assert EXPORT_HF.chosen(Namespace(ckpt_ext_export_hf=0)) == 0
+    assert EXPORT_HF.chosen(Namespace(ckpt_ext_export_hf=None)) == 1000
+    monkeypatch.setenv(FALLBACK.name, "1")
+    parsed = _with_own_flags(None)(ArgumentParser()).parse_args([])
+    assert FALLBACK.chosen(parsed)
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.name)

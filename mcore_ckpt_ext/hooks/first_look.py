@@ -70,7 +70,8 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
     if folder := folder_to_feed(directory, arguments):
         if folder.name == "release":
             return None
-        is_switched = bool(_switched(folder, open_checkpoint(folder).arguments, call, arguments))
+        written = open_checkpoint(folder).arguments
+        is_switched = bool(_switched(folder, written, call, arguments)) or _loses_its_groups(written, arguments)
         stock_loads = not changes_of(folder, arguments) and not is_switched
         return Look(folder, None, stock_loads and _has_own_files(folder, Chain.of(optimizer), arguments), is_fed=True)
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
@@ -91,7 +92,7 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
     if written.no_save_optim:
         return None
     check_tokens(written.tokens, running, folder)
-    is_switched = bool(_switched(folder, written, call, arguments))
+    is_switched = bool(_switched(folder, written, call, arguments)) or _loses_its_groups(written, arguments)
     is_moved = is_foreign or becomes_hybrid(written, running) or bool(placement_changes(written, running))
     if chain.whole:
         return _look_at_whole_parameters(folder, common, written, chain, is_switched, is_moved)
@@ -189,6 +190,16 @@ def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], argu
         return isinstance(checkpoint, TorchDistCheckpoint) and has_remainders(checkpoint.index)
 
     return switched(call["optimizer"], written, kind_named(vars(arguments)), stored_remainders)
+
+
+def _loses_its_groups(written: JobArguments, arguments: Any) -> bool:
+    """Whether stock fails to find its parameter groups, by KeyError, because their learning rates' bounds are others.
+
+    Source: `param_group_identifier_keys` (megatron/core/optimizer/optimizer.py, core_v0.19.0 to 0.19.2).
+    """
+    running, rates = vars(arguments), ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
+    stated = [rate for rate in rates if rate in written.stated and rate in running]
+    return megatron_version() >= (0, 19) and any(written.stated[rate] != running[rate] for rate in stated)
 
 
 def _names(optimizer_format: str | None) -> list[str]:

@@ -29,28 +29,42 @@ def rate(job: Job) -> float:
     return record[str(SAVED + 1)]["learning_rate"]
 
 
-def rates(folder: Path, **how: Any) -> tuple[float, float, dict[str, float]]:
-    """That of the job that never stopped, with the old and with the new learning rate; and after a resume, by flag."""
+def rates(folder: Path, *changed: str, **how: Any) -> tuple[float, float, dict[str, float]]:
+    """That of the job that never stopped, with the old and with the new learning rate; and after a resume, by flag.
+
+    `changed`: further flags of the resume.
+    """
     options = {"until": SAVED + 1, "environment": OFF, **how}
     saved = train_and_save(folder / "saved", ONE, **options)
     other = train_and_save(folder / "other", ONE, more=NEW, **options)
     resumed = {
-        flag: rate(resume(folder / flag.strip("-"), ONE, saved.run, more=[*NEW, *BUCKETS, flag], **how))
+        flag: rate(resume(folder / flag.strip("-"), ONE, saved.run, more=[*NEW, *changed, flag], **how))
         for flag in (OVERRIDE, KEEP)
     }
     return rate(saved), rate(other), resumed
 
 
-def test_it_counts_where_it_overrides_and_only_there(tmp_path: Path) -> None:
-    old, new, resumed = rates(tmp_path)
+@pytest.mark.parametrize("changed", [BUCKETS, ()], ids=["another layout", "the same layout"])
+def test_it_counts_where_it_overrides_and_only_there(changed: tuple[str, ...], tmp_path: Path) -> None:
+    old, new, resumed = rates(tmp_path, *changed)
     assert old == pytest.approx(2 * new)
     assert resumed == {OVERRIDE: new, KEEP: old}
+
+
+def test_rates_that_belong_to_some_parameters_stay_theirs(tmp_path: Path) -> None:
+    """Since 0.17 the groups of decoupled rates differ from the others in their bounds alone."""
+    decoupled = ("--decoupled-lr", "5e-4", "--decoupled-min-lr", "5e-5")
+    until = SAVED + 2  # the first loss behind a step of the resumed job
+    saved = train_and_save(tmp_path / "saved", ONE, more=decoupled, until=until, environment=OFF)
+    resumed = resume(tmp_path / "resumed", ONE, saved.run, more=[*decoupled, *BUCKETS, OVERRIDE], until=until)
+    assert "optimizer resumed from" in resumed.output
+    assert resumed.losses == {step: saved.losses[step] for step in (SAVED + 1, until)}
 
 
 @with_checkout
 def test_it_counts_as_in_the_checkout(tmp_path: Path) -> None:
     """Before 0.19 the stored bounds of the groups outweigh the flag, in stock Megatron and here."""
-    old, new, resumed = rates(tmp_path, **checkout_job())
+    old, new, resumed = rates(tmp_path, *BUCKETS, **checkout_job())
     counts = tuple(int(part) for part in str(version()).split(".")) >= (0, 19)
     assert resumed == {OVERRIDE: new if counts else old, KEEP: old}
 
