@@ -30,6 +30,7 @@ from mcore_ckpt_ext.online.admission import (
     check_kinds,
     check_lost,
     check_names,
+    check_precision,
     check_tokens,
     spelling_in,
     verify_checksums,
@@ -141,6 +142,7 @@ def prepare(
         offloaded, share = bool(checkpoint.arguments.optimizer_cpu_offload), rank_and_size()
         for shard in job.shards:
             check_kinds(checkpoint, shard)
+            check_precision(checkpoint, shard)
         stored = with_step(checkpoint.param_groups(), checkpoint.common, checkpoint.arguments.constant_batch_size)
         return Prepared(
             job,

@@ -13,10 +13,11 @@ head of 22 August 2026.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import chain
 from typing import Any
 
+from mcore_ckpt_ext.errors import printable, shown, some
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.without_effect import without_effect
 
@@ -164,6 +165,20 @@ def told(arguments: ModelArguments) -> list[str]:
         f"--{name.replace('_', '-')} {value}: {why}"
         for name, why in TOLD.items() if (value := arguments.stated_value(name))
     ]  # fmt: skip
+
+
+def unknown(arguments: ModelArguments) -> list[str]:
+    """What a reader should know where the job has arguments that no release of Megatron has that is known here."""
+    stated = arguments.job.stated
+    known = classified(stated) | {field.name for field in fields(ModelArguments)}
+    named = {name: value for name, value in stated.items() if name not in known}
+    set_ones = [name for name, value in named.items() if isinstance(value, (int, float, str, list, dict)) and value]
+    if not set_ones:
+        return []
+    listed = some([f"{printable(name)} {shown(named[name])}" for name in set_ones])
+    return [
+        f"arguments that nothing here knows; if one changes what the model computes, this folder does not: {listed}"
+    ]
 
 
 def _counting(arguments: ModelArguments) -> Iterator[tuple[str, Any]]:

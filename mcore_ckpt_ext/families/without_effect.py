@@ -23,8 +23,10 @@ _BEGINNINGS = (
     "cpu_offloading_", "cuda_graph_", "ddp_", "distributed_", "flash_", "fp4_", "fp8_", "fsdp_", "kitchen_",
     "megatron_fsdp_", "moe_deepep_", "moe_flex_", "moe_hybridep_", "moe_ncclep_", "moe_paged_stash", "recompute_",
     "tp_comm_",
-    # Inference and generation.
-    "inference_",
+    # Inference and generation; what scripts of ModelOpt add.
+    "export_", "inference_",
+    # What Megatron itself notes.
+    "_",
     # Other models of the repository.
     "biencoder_", "dino_", "retriever_", "retro_encoder_", "retro_num_", "vision_",
 )  # fmt: skip
@@ -129,6 +131,13 @@ _TEXT = """
     use_fused_mhc use_legacy_models retro_attention_gate retro_cyclic_train_iters retro_project_dir
     retro_verify_neighbor_count use_varlen_dataset varlen_mock_dataset_config_json
     varlen_sbhd_validation
+# What Megatron itself notes beside them, what its scripts add, and what is in its configurations alone.
+    batch_p2p_comm batch_p2p_sync consumed_train_samples consumed_valid_samples curr_iteration
+    deallocate_pipeline_outputs delay_grad_reduce do_test do_train do_valid expert_gtp_weight_remat_size
+    finetune_data_split gdp_num_householder gtp_weight_remat_size iteration local_rank model_type parallel_output
+    params_dtype rank scatter_embedding_sequence_parallel skipped_train_samples
+    transformer_pipeline_model_parallel_size use_dist_ckpt use_layer_wise_distributed_optimizer use_mcore_models
+    virtual_pipeline_model_parallel_size world_size
 """
 _NAMES = frozenset(word for line in _TEXT.splitlines() if not line.startswith("#") for word in line.split())
 

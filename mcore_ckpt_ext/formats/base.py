@@ -24,15 +24,15 @@ from mcore_ckpt_ext.layout.proposals import Proposal, by_order, by_sidecar
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import MOST_BYTES as SIDECAR_BYTES
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
-from mcore_ckpt_ext.model_space.names import ShardedKey
+from mcore_ckpt_ext.model_space.anatomy import pipelined_block, word_embeddings_in
+from mcore_ckpt_ext.model_space.names import ShardedKey, split_layer
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
 from mcore_ckpt_ext.storage.budget import OverBudgetError
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.remote import folder_reader
-from mcore_ckpt_ext.storage.runs import RELEASE
+from mcore_ckpt_ext.storage.runs import RELEASE, iteration_number
 from mcore_ckpt_ext.transfer import Transfer
 
 
@@ -198,9 +198,23 @@ class Checkpoint(ABC):
             return None
         return f"the arguments say padded_vocab_size {stated}, but the vocabulary has {rows} rows, which count"
 
+    @cached_property
+    def contradictions(self) -> list[str]:
+        """What the arguments, and the folder's name, say of the content, and is not so."""
+        found = [self.vocabulary_contradiction] if self.vocabulary_contradiction else []
+        names, stated = self.names(WEIGHT), self.arguments.num_layers
+        block = pipelined_block(names)
+        layers = {layer.number for layer, _ in map(split_layer, names) if layer is not None and layer.block == block}
+        if layers and stated and stated != len(layers):
+            found.append(f"the arguments say num_layers {stated}, but {len(layers)} are stored")
+        named = iteration_number(self.folder)
+        if named is not None and named != self.iteration:
+            found.append(f"it says that it is iteration {self.iteration}, but its folder is {self.folder.name}")
+        return found
+
     def notices(self) -> list[str]:
         """What a user who converts it should know."""
-        found = [self.vocabulary_contradiction] if self.vocabulary_contradiction else []
+        found = list(self.contradictions)
         found += [f"{SIDECAR_FILE} is not believed: {self.sidecar_problem}"] if self.sidecar_problem else []
         state = self.optimizer if self.optimizer_format else None
         if state is not None and self.sidecar is not None:

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.families.config_keys import TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
 from mcore_ckpt_ext.families.flags import ignored
-from mcore_ckpt_ext.families.forward_pass import classified, told
+from mcore_ckpt_ext.families.forward_pass import classified, told, unknown
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.base import Checkpoint
@@ -224,9 +224,9 @@ class HuggingFaceTarget:
         yield f"the model is {with_article(family.name)}"
         yield from family.notices(self.fit.arguments)
         yield from told(self.fit.arguments)
+        yield from unknown(self.fit.arguments)
         shapes = parameter_shapes(self._tensors)
-        if self._checkpoint.vocabulary_contradiction:
-            yield self._checkpoint.vocabulary_contradiction
+        yield from self._checkpoint.contradictions
         stored = self._checkpoint.named_tensor(WEIGHT, VOCABULARY[0]).shape[0]
         kept = shapes[VOCABULARY[0]][0]
         if stored > kept:

@@ -142,8 +142,7 @@ class _Run:
         if isinstance(checkpoint, TorchDistCheckpoint):
             problems = checkpoint.description.problems
             self.findings.extend(warning(COMPLETE, str(self.folder), problem) for problem in problems)
-        if checkpoint.vocabulary_contradiction:
-            self.findings.append(warning(COMPLETE, str(self.folder), checkpoint.vocabulary_contradiction))
+        self.findings.extend(warning(COMPLETE, str(self.folder), what) for what in checkpoint.contradictions)
         failed = self.failed = self._check_files(checkpoint)
         self.findings.extend(check_weights(checkpoint))
         self.checks.append(Check(COVERED, f"{len(names):,} weights"))

@@ -14,9 +14,11 @@ from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
 from mcore_ckpt_ext.model_space.names import spelled_as_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.homes.home import LiveShard
-from mcore_ckpt_ext.online.live_model import NEW, Spell
+from mcore_ckpt_ext.online.live_model import NEW, Spell, quantisation
 from mcore_ckpt_ext.settings import ACCEPT_LOST
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+
+_ROUNDED = {"bfloat16": "--bf16", "float16": "--fp16"}
 
 
 def spelling_in(checkpoint: Checkpoint, live: set[str], arguments: JobArguments | None = None) -> Spell:
@@ -119,6 +121,27 @@ def check_kinds(checkpoint: Checkpoint, shard: LiveShard) -> None:
             helps="what one kind keeps, Adam's moments or Muon's momentum, follows from nothing that another keeps: "
             "resume with the optimizer of the checkpoint (--optimizer; `mcore-ckpt inspect` tells which), or with "
             "--no-load-optim",
+        )
+
+
+def check_precision(checkpoint: Checkpoint, shard: LiveShard) -> None:
+    """Refuse weights that were rounded otherwise than the live ones are: masters could not be proven by them.
+
+    Raises:
+        ModelMismatchError: they were.
+    """
+    stored, parameter = checkpoint.logical_tensor(WEIGHT, shard.name), shard.live.parameter
+    if stored is None or quantisation(parameter) is not None or checkpoint.follow_from_weights(shard.name):
+        return
+    live = str(parameter.dtype).removeprefix("torch.")
+    if stored.dtype in _ROUNDED and live != stored.dtype:
+        raise ModelMismatchError(
+            "the running job is of another precision than the checkpoint, whose masters are not those of such weights",
+            found=f"{stored.dtype}",
+            expected=live,
+            where=f"{shard.name}, {checkpoint.folder}",
+            helps=f"resume with {_ROUNDED[stored.dtype]}, as it was written; or, in the other precision, with "
+            "--no-load-optim: the optimizer then begins anew from the weights",
         )
 
 

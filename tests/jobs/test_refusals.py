@@ -132,6 +132,12 @@ REFUSALS = [
     Refusal("a layer too many in the model", r"the checkpoint lacks.*decoder\.layers\.4\.", model={"num_layers": 5}),
     Refusal("a layer too many in the checkpoint", r"does not have.*decoder\.layers\.3\.", model={"num_layers": 3}),
     Refusal("a bias that the checkpoint lacks", r"the checkpoint lacks.*\.bias", model=LLAMA, fixture="p02"),
+    Refusal("a vocabulary too small", r"vocabulary is smaller.*at most 96", model={"padded_vocab_size": 96}),
+    Refusal(
+        "another precision",
+        r"another precision.*found: bfloat16; expected: float16.*--bf16.*--no-load-optim",
+        model={"bf16": False, "fp16": True},
+    ),
     Refusal("biases that the model lacks", r"does not have.*\.bias", model={"add_bias_linear": False}),
 ]
 

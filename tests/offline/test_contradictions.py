@@ -192,3 +192,35 @@ def test_canonical_files_are_what_their_index_says(tmp_path: Path) -> None:
     index["weight_map"]["weight.stranger"] = file.name
     (run / "model.safetensors.index.json").write_text(json.dumps(index))
     assert mcore_ckpt_ext.open_checkpoint(run).tensor("weight", "stranger").read().tolist() == [0, 0]
+
+
+def with_arguments(folder: Path, iteration: int = 4, **changed: object) -> Path:
+    fixture = fixture_named("p04").copy_to(folder / "source")
+    file = fixture.iteration / "common.pt"
+    file.chmod(0o644)
+    common = torch.load(file, weights_only=False)
+    vars(common["args"]).update(changed)
+    torch.save({**common, "iteration": iteration}, file)
+    return fixture.run
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_layers": 3}, "the arguments say num_layers 3, but 4 are stored"),
+        ({"iteration": 77}, "it says that it is iteration 77, but its folder is iter_0000004"),
+    ],
+)
+def test_what_is_said_and_is_not_so_is_told(changed: Any, said: str, tmp_path: Path) -> None:
+    run = with_arguments(tmp_path, **changed)
+    assert said in [found.what for found in verify(run, quick=True).findings]
+
+
+def test_arguments_that_nothing_knows_are_named_beside_a_hugging_face_folder(tmp_path: Path) -> None:
+    """Those of a fork may change what the model computes."""
+    for folder, changed in (("plain", {}), ("fork", {"embedding_multiplier": 2.0, "never_used": None})):
+        run = with_arguments(tmp_path / folder, **changed)
+        report = mcore_ckpt_ext.convert(run, tmp_path / folder / "hf", mcore_ckpt_ext.HuggingFace(vocab_size=128))
+        named = [note for note in report.notes if "nothing here knows" in note]
+        assert len(named) == (folder == "fork")
+        assert not named or named[0].endswith("embedding_multiplier 2.0")
