@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, ClassVar, Literal, TypeAlias
@@ -25,6 +25,10 @@ QUANTIZATIONS = ("fp8-block",)
 LayerSpec: TypeAlias = Literal["transformer_engine", "local"]
 Loop: TypeAlias = Literal["megatron", "bridge"]
 Quantization: TypeAlias = Literal["fp8-block"]
+
+
+# As Python, and Megatron in its list of arguments, spells what JSON spells otherwise.
+_WORDS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +154,7 @@ class HuggingFace:
     arguments: Sequence[str] = ()
 
     def stated_arguments(self) -> dict[str, Any]:
-        """The arguments that the user states, by name; a value that is no JSON is a text.
+        """The arguments that the user states, by name; a value that is neither JSON nor a word of Python's is a text.
 
         Raises:
             UsageError: one of them is not of the form `NAME=VALUE`.
@@ -163,7 +167,7 @@ class HuggingFace:
             if name in found:
                 raise UsageError("an argument is given twice", found=shortened(name), expected="each name once")
             try:
-                found[name] = json.loads(value)
+                found[name] = _WORDS[value] if value in _WORDS else json.loads(value)
             except (ValueError, RecursionError):
                 found[name] = value
         return found
