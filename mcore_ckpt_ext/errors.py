@@ -103,6 +103,11 @@ def printable(text: str, keeps: str = "") -> str:
     )
 
 
+def in_words(error: BaseException) -> str:
+    """An error of this package as it is, any other with its class."""
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
 def with_article(noun: str) -> str:
     """The noun after "a" or "an", as it is spoken: a name that begins with a letter read by itself counts, too."""
     alone = noun.startswith(("lm_", "mtp")) or (noun[:2].isupper() and noun[0] in "AEFHILMNORSX")

@@ -197,6 +197,13 @@ class Prepared:
         return self.checkpoint.random_state_grid()
 
     @property
+    def schedule(self) -> dict[str, Any] | None:
+        """The stored state of the learning rate's scheduler; None where another loop stored none."""
+        common = self.checkpoint.common
+        found = common.get("lr_scheduler", common.get("opt_param_scheduler"))
+        return found if isinstance(found, dict) else None
+
+    @property
     def certainty(self) -> str:
         """How it is known that the masters belong to the weights, in words."""
         checkpoint = self.checkpoint

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch.distributed
 
 from mcore_ckpt_ext.cli.output import message
-from mcore_ckpt_ext.errors import CheckpointError, UsageError
+from mcore_ckpt_ext.errors import CheckpointError, UsageError, in_words
 from mcore_ckpt_ext.offline.team import Alone, Team
 
 # Set by torchrun alone (torch/distributed/elastic/agent/server/local_elastic_agent.py).
@@ -68,10 +68,6 @@ def _number(variable: str) -> int:
     return int(text)
 
 
-def _told(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
 class _Together:
     def __init__(self) -> None:
         self.rank = torch.distributed.get_rank()
@@ -85,7 +81,7 @@ class _Together:
         except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
         reasons: list[str | None] = [None] * self.size
-        torch.distributed.all_gather_object(reasons, None if error is None else _told(error))
+        torch.distributed.all_gather_object(reasons, None if error is None else in_words(error))
         failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
         if error is not None:
             raise error

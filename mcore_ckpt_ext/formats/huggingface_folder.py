@@ -217,17 +217,13 @@ def _joined(below: str, name: str) -> str:
     return f"{below}/{name}" if below else name
 
 
-_NOWHERE = "a link to nowhere"
-
-
 def refused_companions(folder: Path, below: str = "") -> dict[str, str]:
     """Those that are there but are not copied, with the reason."""
     found: dict[str, str] = {}
     for name in _companion_names(folder, below):
         if not is_remote(folder) and not os.path.lexists(folder / below / name):
             continue
-        reason = _why_unreadable(folder, _joined(below, name))
-        if reason is not None and not (is_remote(folder) and reason == _NOWHERE):
+        if reason := _why_unreadable(folder, _joined(below, name)):
             found[name] = reason
     return found
 
@@ -236,7 +232,7 @@ def _why_unreadable(folder: Path, name: str) -> str | None:
     try:
         read_file(folder, name)
     except FileNotFoundError:
-        return _NOWHERE
+        return None if is_remote(folder) else "a link to nowhere"  # what a remote store lacks is not there
     except OSError as error:
         return error.strerror or str(error)
     return None

@@ -52,10 +52,8 @@ def load_optimizer(path: str | os.PathLike[str], model: object, optimizer: objec
         folder, chunks, optimizer, running,
         verify_all=VERIFY_ALL.value, accept_lost=ACCEPT_LOST.value, read_once=READ_ONCE.value,
     )  # fmt: skip
-    common = prepared.checkpoint.common
     announce(str(prepared.prove().fill()))
-    found = common.get("lr_scheduler", common.get("opt_param_scheduler"))
-    return dict(found) if isinstance(found, dict) else None
+    return None if prepared.schedule is None else dict(prepared.schedule)
 
 
 def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object) -> None:

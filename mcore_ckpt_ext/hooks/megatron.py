@@ -126,9 +126,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
             read_once=READ_ONCE.chosen(arguments),
             own_bounds=_own_bounds(arguments),
         )
-        common = prepared.checkpoint.common
-        schedule = common.get("lr_scheduler", common.get("opt_param_scheduler"))
-        if opt_param_scheduler is not None and not isinstance(schedule, dict):
+        if opt_param_scheduler is not None and prepared.schedule is None:
             raise UnsupportedCheckpointError(
                 "the checkpoint holds no state of the learning rate's scheduler; the optimizer is untouched",
                 expected="lr_scheduler or opt_param_scheduler in its common state",
@@ -145,7 +143,7 @@ def wrap_load_checkpoint(original: Function) -> Function:
             result = original(ddp_model, None, None, *positional, **keywords)
         summary = prepared.prove().fill()
         if opt_param_scheduler is not None:
-            opt_param_scheduler.load_state_dict(schedule)
+            opt_param_scheduler.load_state_dict(prepared.schedule)
             if _own_bounds(arguments):
                 opt_param_scheduler.num_steps = arguments.consumed_train_samples
                 opt_param_scheduler.step(increment=0)

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.layout.proof import Proof
-from mcore_ckpt_ext.online.agreement import gather, listed
+from mcore_ckpt_ext.online.agreement import gather, listed_of_all
 from mcore_ckpt_ext.online.proving import STRETCH, LiveMismatch, live_mismatches
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
@@ -103,7 +103,7 @@ def _looks(
     except Exception as error:  # noqa: BLE001 - see the docstring
         problem = f"{type(error).__name__}: {error}"
     of_ranks = gather((own, problem))
-    if problems := listed({rank: text for rank, (_, text) in enumerate(of_ranks) if text is not None}):
+    if problems := listed_of_all([text for _, text in of_ranks]):
         announce(f"this load is not proven: {problems}")
     return [found for found, _ in of_ranks]
 

@@ -160,9 +160,10 @@ def check_stored_once(checkpoint: Checkpoint, kinds: Iterable[str]) -> Iterator[
     for kind in kinds:
         for name in checkpoint.names(kind):
             tensor = checkpoint.logical_tensor(kind, name)
-            first = [stored for copies in copies_of(checkpoint, kind, name) for stored in copies[0]]
-            if tensor is not None and sum(stored.slice.numel for stored in first) > prod(tensor.shape):
-                yield from check_tensor(tensor, kind, copies_of(checkpoint, kind, name))
+            parts = copies_of(checkpoint, kind, name)
+            first = sum(stored.slice.numel for copies in parts for stored in copies[0])
+            if tensor is not None and first > prod(tensor.shape):
+                yield from check_tensor(tensor, kind, parts)
 
 
 def refuse_contradictions(checkpoint: Checkpoint, findings: Iterable[Finding]) -> None:

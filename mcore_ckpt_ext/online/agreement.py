@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
+from mcore_ckpt_ext.errors import ResumeRefusedError, in_words
 from mcore_ckpt_ext.storage.collector import collector_paused
 
 Result = TypeVar("Result")
@@ -164,12 +164,17 @@ def text_of(error: BaseException) -> str:
     """
     if isinstance(error, Failure):
         return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return in_words(error)
 
 
 def reasons_of_all(reason: str | None) -> str:
     """The reasons of the ranks that have one, on every rank."""
-    return listed({rank: text for rank, text in enumerate(gather(reason)) if text is not None})
+    return listed_of_all(gather(reason))
+
+
+def listed_of_all(reasons: Sequence[str | None]) -> str:
+    """The reasons of the ranks that have one, given that of every rank; empty where none has."""
+    return _listed({rank: text for rank, text in enumerate(reasons) if text is not None})
 
 
 def device_of_collectives() -> torch.device:
@@ -179,10 +184,10 @@ def device_of_collectives() -> torch.device:
 
 def _summary(head: str, refused: dict[int, str]) -> str:
     """The distinct reasons, each with the ranks that gave it, under what was being done."""
-    return f"mcore_ckpt_ext refused while {head}\n  {listed(refused)}"
+    return f"mcore_ckpt_ext refused while {head}\n  {_listed(refused)}"
 
 
-def listed(reasons: dict[int, str]) -> str:
+def _listed(reasons: dict[int, str]) -> str:
     """Each reason with its ranks, empty where there is none; ranks that say nothing only know that another failed."""
     ranks_of: dict[str, list[int]] = {}
     for rank, reason in ({rank: text for rank, text in reasons.items() if text} or reasons).items():

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from mcore_ckpt_ext.layout.digest import added, running_digest, written
 from mcore_ckpt_ext.layout.sidecar import RecordedDigests
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
-from mcore_ckpt_ext.online.agreement import attempt, device_of_collectives, gather, listed, text_of
+from mcore_ckpt_ext.online.agreement import attempt, device_of_collectives, gather, listed_of_all, text_of
 from mcore_ckpt_ext.online.homes.recognition import Chain, keeps_remainders
 from mcore_ckpt_ext.online.live_model import live_parameters
 
@@ -47,7 +47,7 @@ class Digester:
 
         problem = attempt(look)  # every rank must reach the gathering, and the save must not fail
         of_ranks = gather((own, problem))
-        if problems := listed({rank: text for rank, (_, text) in enumerate(of_ranks) if text is not None}):
+        if problems := listed_of_all([text for _, text in of_ranks]):
             self.complain(problems)
         self.places = [] if problems else sorted({place for found, _ in of_ranks for place in found})
         self._beside = ThreadPoolExecutor(1, thread_name_prefix="digests")

@@ -17,7 +17,7 @@ from mcore_ckpt_ext.layout.sidecar import (
     SaveRecord,
     Sidecar,
 )
-from mcore_ckpt_ext.online.agreement import attempt, gather, listed
+from mcore_ckpt_ext.online.agreement import attempt, gather, listed_of_all
 from mcore_ckpt_ext.online.digesting import Digester, first_instances
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters
 
@@ -89,7 +89,7 @@ class PackingRecorder:
         # Every rank must reach the gathering, and the save must not fail.
         problem = attempt(lambda: own.extend(recorded_groups(chunks, optimizer)))
         of_ranks = gather((own, problem))
-        if problems := listed({rank: text for rank, (_, text) in enumerate(of_ranks) if text is not None}):
+        if problems := listed_of_all([text for _, text in of_ranks]):
             self._say(f"no sidecar for this job: {problems}; resuming will recover the packing instead")
             return ()
         return merged(group for groups, _ in of_ranks for group in groups)
