@@ -15,7 +15,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown, some
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.portable_state import known_arguments
@@ -32,7 +32,7 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE, StoredOnce, StoredSlice, Wan
 from mcore_ckpt_ext.storage.budget import check_keys
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_tree import decode, encode
-from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file, read_header, read_json
+from mcore_ckpt_ext.storage.safetensors import Declared, check_index, json_file, lay_out_file, read_header, read_json
 
 NAME = "canonical"
 COMMON_FILE = "common.json"
@@ -150,12 +150,8 @@ class _Arrays(StoredOnce):
                 kind, _, name = key.partition(".")
                 self._tensors[kind, name] = (LogicalTensor(name, tensor, extent.dtype), extent)
                 found[key] = file
-        if found != stated:
-            differing = [key for key in dict.fromkeys([*stated, *found]) if found.get(key) != stated.get(key)]
-            raise UnreadableCheckpointError(
-                "the index and the files disagree about the tensors", found=some(differing), where=str(folder),
-                helps="files were edited, or are of two checkpoints: convert the source again",
-            )  # fmt: skip
+        helps = "files were edited, or are of two checkpoints: convert the source again"
+        check_index(stated, found, folder / INDEX_FILE, helps)
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors if kind != WEIGHT))
 
     def names(self) -> list[str]:

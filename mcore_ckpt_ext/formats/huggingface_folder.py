@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, with_article
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.planning.extents import PlainExtent, Scaled
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import extent_of
@@ -18,7 +18,7 @@ from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.paths import is_remote
-from mcore_ckpt_ext.storage.safetensors import WRITER, read_header, read_json, writer_of
+from mcore_ckpt_ext.storage.safetensors import WRITER, check_index, read_header, read_json, writer_of
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
@@ -137,15 +137,7 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
         for name, tensor in tensors_of(reader, _joined(below, file)):
             found[name] = tensor
             origin[name] = file
-    missing = [name for name, file in weight_map.items() if origin.get(name) != file]
-    surplus = [name for name in found if name not in weight_map]
-    if missing or surplus:
-        raise UnreadableCheckpointError(
-            "the index and the files disagree about the tensors",
-            found=", ".join([*(f"no {name}" for name in missing[:4]), *map(with_article, surplus[:4])]),
-            where=str(path),
-            helps="files of different models or uploads are mixed: fetch them anew",
-        )
+    check_index(weight_map, origin, path, "files of different models or uploads are mixed: fetch them anew")
     return found
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown, with_article
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.output import OutputFile
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
@@ -151,6 +151,23 @@ def read_json(path: Path) -> dict[str, Any]:
             "a file of the checkpoint is damaged", found=str(error), where=str(path)
         ) from error
     return content
+
+
+def check_index(stated: Mapping[str, str], found: Mapping[str, str], index: Path, helps: str) -> None:
+    """Compare an index of tensors with what its files hold: of each tensor, by name, its file.
+
+    Raises:
+        UnreadableCheckpointError: they disagree.
+    """
+    missing = [name for name, file in stated.items() if found.get(name) != file]
+    surplus = [name for name in found if name not in stated]
+    if missing or surplus:
+        raise UnreadableCheckpointError(
+            "the index and the files disagree about the tensors",
+            found=", ".join([*(f"no {name}" for name in missing[:4]), *map(with_article, surplus[:4])]),
+            where=str(index),
+            helps=helps,
+        )
 
 
 def json_file(name: str, content: object, *, last: bool = False) -> OutputFile:
