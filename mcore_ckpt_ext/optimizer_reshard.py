@@ -31,6 +31,7 @@ from mcore_ckpt_ext.online.admission import (
     check_lost,
     check_names,
     check_precision,
+    check_stored_once,
     check_tokens,
     spelling_in,
     verify_checksums,
@@ -130,6 +131,7 @@ def prepare(
 
     def plan() -> Prepared:
         check_same_kinds(views)
+        check_stored_once(checkpoint)
         check_names(checkpoint, set(map(spell, names)))
         check_tokens(checkpoint.tokens, arguments, checkpoint.folder)
         check_adapters(checkpoint, ParallelLayout.from_arguments(arguments), arguments)

@@ -72,7 +72,7 @@ class Stored:
         self.path = folder / "file"
         self.path.write_bytes(b"before" + archive.getvalue())
         self.data = tensor.numpy().tobytes()
-        self.extent = ArchivedTensor("file", 6, len(archive.getvalue()), "float32", NUMEL)
+        self.extent = ArchivedTensor("file", 6, len(archive.getvalue()), "float32", (NUMEL,))
 
     def looked_at(self) -> tuple[Checksums, Payload]:
         reader = FolderReader(self.path.parent)

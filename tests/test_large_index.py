@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from io import BytesIO
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -191,7 +190,7 @@ def test_chunks_are_a_sequence_like_any_other(tmp_path: Path) -> None:
     whole = tuple(chunks)
     assert (len(chunks), chunks[3], chunks[-1], chunks[2:5]) == (FEW, whole[3], whole[-1], whole[2:5])
     assert whole[3] == StoredChunk(
-        (3 * PIECE,), (PIECE,), ArchivedTensor("__0_0.distcp", 15 * PIECE, 5 * PIECE, "float32", PIECE)
+        (3 * PIECE,), (PIECE,), ArchivedTensor("__0_0.distcp", 15 * PIECE, 5 * PIECE, "float32", (PIECE,))
     )
     assert (chunks == whole, whole == chunks, chunks == whole[1:], chunks == list(whole)) == (True, True, False, False)
     assert hash(chunks) == hash(whole)
@@ -209,7 +208,7 @@ def test_chunks_of_any_number_of_axes(shape: tuple[int, ...]) -> None:
     for number in range(3):
         offsets = tuple(number * size for size in shape)
         table.append(StoredObject(f"file {number % 2}", 10 * number, 100), offsets, shape)
-        extent = ArchivedTensor(f"file {number % 2}", 10 * number, 100, "bfloat16", prod(shape))
+        extent = ArchivedTensor(f"file {number % 2}", 10 * number, 100, "bfloat16", shape)
         expected.append(StoredChunk(offsets, shape, extent))
     chunks = table.chunks(begin, len(shape), "bfloat16")
     table.append(StoredObject("other", 7, 8), (0,), (1,))

@@ -104,7 +104,7 @@ class OneTensor:
 
     def stored(self, kind: str, name: str) -> list[StoredSlice]:
         whole = Region.whole("x", self.tensor.shape)
-        extent = ArchivedTensor("file", 0, 1, "float32", whole.numel)
+        extent = ArchivedTensor("file", 0, 1, "float32", whole.sizes)
         return [StoredSlice(Slice.whole((whole,)), extent, 0)]
 
 
@@ -138,7 +138,7 @@ def test_a_model_of_another_shape_is_refused(want: WantedSlice, message: str) ->
 def test_a_hole_in_the_checkpoint_is_refused() -> None:
     class Holey(OneTensor):
         def stored(self, kind: str, name: str) -> list[StoredSlice]:
-            extent = ArchivedTensor("file", 0, 1, "float32", 5)
+            extent = ArchivedTensor("file", 0, 1, "float32", (5,))
             return [StoredSlice(Slice((Region.whole("x", (4, 3)),), 0, 5), extent, 0)]
 
     with pytest.raises(ModelMismatchError, match="elements 5 to 12"):

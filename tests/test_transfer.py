@@ -252,3 +252,17 @@ def test_damage_to_an_archive_that_was_like_another_shows_as_if_it_were_alone(pl
     assert outcome(knows_another=True) == outcome(knows_another=False)
     if place == 70:  # within the description
         assert outcome(knows_another=True) != whole
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (12,), (4, 3, 1)], ids=str)
+@pytest.mark.parametrize("seen_before", [False, True], ids=["first", "like one seen before"])
+def test_a_record_of_another_shape_is_refused(shape: tuple[int, ...], seen_before: bool, tmp_path: Path) -> None:
+    """As many elements in another order: they would be read as they lie."""
+    torch.save(torch.zeros(shape), tmp_path / "file")
+    length = (tmp_path / "file").stat().st_size
+    payloads = Payloads(FolderReader(tmp_path))
+    if seen_before:
+        (tmp_path / "other").write_bytes((tmp_path / "file").read_bytes())
+        assert payloads.locate(ArchivedTensor("other", 0, length, "float32", shape)).shape == shape
+    with pytest.raises(UnreadableCheckpointError, match="is not the tensor that its metadata describes"):
+        payloads.locate(ArchivedTensor("file", 0, length, "float32", (4, 3)))

@@ -6,9 +6,16 @@ from operator import eq
 from pathlib import Path
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import ModelMismatchError, ProofError, UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import (
+    ModelMismatchError,
+    ProofError,
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+    some,
+)
 from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
 from mcore_ckpt_ext.model_space.names import spelled_as_in
@@ -142,6 +149,22 @@ def check_precision(checkpoint: Checkpoint, shard: LiveShard) -> None:
             where=f"{shard.name}, {checkpoint.folder}",
             helps=f"resume with {_ROUNDED[stored.dtype]}, as it was written; or, in the other precision, with "
             "--no-load-optim: the optimizer then begins anew from the weights",
+        )
+
+
+def check_stored_once(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint in which elements are stored more than once.
+
+    Raises:
+        UnreadableCheckpointError: there are such.
+    """
+    overlapping = checkpoint.stored_index.overlapping if isinstance(checkpoint, TorchDistCheckpoint) else frozenset()
+    if overlapping:
+        raise UnreadableCheckpointError(
+            "the checkpoint stores elements more than once, and it is not known which of them count",
+            found=f"overlapping chunks of {some(sorted(overlapping), 3)}",
+            where=str(checkpoint.folder),
+            helps="its index was edited, or put together from several: use another iteration",
         )
 
 

@@ -86,7 +86,7 @@ def stumbling_block(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> st
             return f"{key} is not in the checkpoint"
         if key in checkpoint.index.natural_shapes:
             return f"{key} is stored in another shape"
-        if _overlap(arrays[key]):
+        if key in checkpoint.index.overlapping:
             return f"the chunks of {key} overlap"
     found = ((entry.key, what) for entry in asked for what in _peculiarities(entry, arrays[entry.key]))
     return next((f"{key} is {what}" for key, what in found), None)
@@ -109,14 +109,6 @@ def _peculiarities(entry: Any, array: StoredArray) -> Iterator[str]:
         yield f"on the device {data.device}"
     elif data is not None and (data.dtype, tuple(data.shape)) != (entry.dtype, tuple(entry.local_shape)):
         yield f"{data.dtype} of shape {tuple(data.shape)}, and says otherwise"
-
-
-def _overlap(array: StoredArray) -> bool:
-    """Whether more elements are stored than there are: then it matters which of them are taken."""
-    numel = 1
-    for size in array.shape:
-        numel *= size
-    return sum(chunk.extent.numel for chunk in array.chunks) > numel
 
 
 def _fits(wanted: tuple[int, ...], stored: tuple[int, ...], may_pad: bool) -> bool:

@@ -7,17 +7,23 @@ number of elements `numel`. An archive's payload is looked up when it is read, n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 
 class ArchivedTensor(NamedTuple):
-    """The one tensor of the torch archive of `length` bytes at `offset` of `file`."""
+    """The one tensor, of that shape, of the torch archive of `length` bytes at `offset` of `file`."""
 
     file: str
     offset: int
     length: int
     dtype: str
-    numel: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
 
 class ArchivedRecord(NamedTuple):

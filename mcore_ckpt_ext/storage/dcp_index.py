@@ -56,7 +56,9 @@ class DcpIndex:
     `natural_shapes` gives the shape of arrays that Megatron 0.8 to 0.15 stored reshaped (`mcore_data`,
     dist_checkpointing/strategies/torch.py and resharding.py). `has_plans`: the ranks' plans are kept with it, as
     Megatron has done since 0.11 (`all_local_plans`). `chunks_show_parameters`: the chunks of a flat gradient buffer
-    begin and end where its parameters do; so it is in torch's format, with a chunk for each saved piece.
+    begin and end where its parameters do; so it is in torch's format, with a chunk for each saved piece. `overlapping`:
+    the keys of arrays of which more elements are stored than there are, so that it matters which of them are taken;
+    torch refuses to write such (`_validate_global_plan`, torch/distributed/checkpoint/default_planner.py).
     """
 
     arrays: Mapping[str, StoredArray]
@@ -64,6 +66,7 @@ class DcpIndex:
     natural_shapes: Mapping[str, tuple[int, ...]]
     has_plans: bool = False
     chunks_show_parameters: bool = True
+    overlapping: frozenset[str] = frozenset()
 
 
 class Lent:
@@ -221,6 +224,7 @@ def _index(metadata: Any) -> DcpIndex:
     places = dict(zip(keys, metadata.storage_data.values(), strict=True))
     arrays: dict[str, StoredArray] = {}
     objects: dict[str, StoredObject] = {}
+    overlapping: list[str] = []
     table = ChunkTable()
     left = len(places)
     for key, entry in metadata.state_dict_metadata.items():
@@ -229,7 +233,9 @@ def _index(metadata: Any) -> DcpIndex:
             left -= len(entry.chunks)
             if left < 0:
                 raise ValueError(f"more chunks than records: the {len(entry.chunks)} of {key} repeat themselves")
-            arrays[key] = _array(key, entry, places, table)
+            arrays[key], stored = _array(key, entry, places, table)
+            if stored > prod(arrays[key].shape):
+                overlapping.append(key)
         else:
             info = places[key, None]
             if type(info.relative_path) is not str:
@@ -240,7 +246,8 @@ def _index(metadata: Any) -> DcpIndex:
         for key, data in (getattr(metadata, "mcore_data", None) or {}).items()
         if data.get("nd_reformulated_orig_global_shape") is not None
     }
-    return DcpIndex(arrays, objects, natural, bool(getattr(metadata, PLANS, None)))
+    has_plans = bool(getattr(metadata, PLANS, None))
+    return DcpIndex(arrays, objects, natural, has_plans, overlapping=frozenset(overlapping))
 
 
 def _named(key: Any) -> str:
@@ -258,13 +265,14 @@ def _axes(numbers: Any) -> tuple[int, ...]:
 
 def _array(
     key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any], table: ChunkTable
-) -> StoredArray:
+) -> tuple[StoredArray, int]:
+    """Returns: an array, and how many elements its chunks have."""
     shape = tuple(int(size) for size in _axes(entry.size))
     elements_of(shape)
     axes, dtype = len(shape), str(entry.properties.dtype).removeprefix("torch.")
     if dtype not in ITEM_SIZE:
         raise ValueError(f"{key} has the unknown dtype {dtype}")
-    begin, item_size = table.end, ITEM_SIZE[dtype]
+    begin, item_size, stored = table.end, ITEM_SIZE[dtype], 0
     for chunk in entry.chunks:
         offsets, sizes = chunk.offsets, chunk.sizes
         if not type(offsets) is type(sizes) is tuple:
@@ -280,11 +288,12 @@ def _array(
             raise TypeError(f"the name of a file is {shown(file)}")
         if numel * item_size > length:
             raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
+        stored += numel
         try:
             table.append(StoredObject(file, int(info.offset), length), offsets, sizes)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"a chunk of {key} at {shown(offsets)} with sizes {shown(sizes)}: {error}") from error
-    return StoredArray(key, shape, dtype, table.chunks(begin, axes, dtype))
+    return StoredArray(key, shape, dtype, table.chunks(begin, axes, dtype)), stored
 
 
 def _fits(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:

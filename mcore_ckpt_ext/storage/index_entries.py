@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from math import prod
 from typing import NamedTuple, overload
 
 from typing_extensions import override
@@ -86,7 +85,7 @@ class ChunkTable:
             for of_axes in (columns[3 : 3 + axes], columns[3 + axes :])
         )
         files = map(self._files.__getitem__, numbers)
-        extents = map(ArchivedTensor, files, begins, lengths, repeat(dtype), map(prod, sizes))
+        extents = map(ArchivedTensor, files, begins, lengths, repeat(dtype), sizes)
         return map(StoredChunk, offsets, sizes, extents)
 
 

@@ -89,7 +89,7 @@ class Payloads:
         archive = self.archive(extent.file, extent.offset, extent.length)
         storage = StorageReference(getattr(torch, extent.dtype), extent.record, extent.numel)
         tensor = TensorReference(storage, 0, (extent.numel,), (1,))
-        return _checked(archive.payload(tensor), extent, archive)
+        return _of_its_size(archive.payload(tensor), extent, archive)
 
     def _raw(self, extent: RawArray) -> Payload:
         size = self._reader.size(extent.file)
@@ -101,10 +101,10 @@ class Payloads:
         archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
         tensor = archive.load()
         if isinstance(tensor, Float8Reference):
-            return _checked(archive.scaled_payload(tensor), extent, archive)
+            return _of_its_shape(archive.scaled_payload(tensor), extent, archive)
         if not isinstance(tensor, TensorReference):
             raise _no_tensor(tensor, archive.where)
-        payload = _checked(archive.payload(tensor), extent, archive)
+        payload = _of_its_shape(archive.payload(tensor), extent, archive)
         stencil = archive.stencil(tensor, payload)
         if stencil is not None and len(self._stencils) < _SIZES:
             alike = self._stencils.setdefault((extent.length, extent.dtype), [])
@@ -116,22 +116,36 @@ class Payloads:
         """The payload of an archive that is like one that has been looked into."""
         for stencil in self._stencils.get((extent.length, extent.dtype), ()):
             found = stencil.payload(self._reader, extent.file, extent.offset)
-            if found is not None and found.numel == extent.numel:
+            if found is not None and found.shape == extent.shape:
                 return found
         return None
 
 
-def _checked(payload: Payload, extent: PlainExtent, archive: TorchArchive) -> Payload:
-    dtype = getattr(torch, extent.dtype)
-    if payload.numel != extent.numel or payload.gives != dtype:
-        raise UnreadableCheckpointError(
-            "a record of the checkpoint is not the tensor that its metadata describes",
-            found=f"{payload.numel} elements of {payload.gives}",
-            expected=f"{extent.numel} elements of {extent.dtype}",
-            where=archive.where,
-            helps="the metadata belongs to another checkpoint: restore the folder as it was written",
+def _of_its_shape(payload: Payload, extent: ArchivedTensor, archive: TorchArchive) -> Payload:
+    """A tensor is read as it lies: a transposed one has as many elements, in another order."""
+    if payload.shape != extent.shape or payload.gives != getattr(torch, extent.dtype):
+        raise _another_tensor(
+            f"shape {payload.shape} of {payload.gives}", f"shape {extent.shape} of {extent.dtype}", archive
         )
     return payload
+
+
+def _of_its_size(payload: Payload, extent: ArchivedRecord, archive: TorchArchive) -> Payload:
+    if payload.numel != extent.numel or payload.gives != getattr(torch, extent.dtype):
+        raise _another_tensor(
+            f"{payload.numel} elements of {payload.gives}", f"{extent.numel} elements of {extent.dtype}", archive
+        )
+    return payload
+
+
+def _another_tensor(found: str, expected: str, archive: TorchArchive) -> UnreadableCheckpointError:
+    return UnreadableCheckpointError(
+        "a record of the checkpoint is not the tensor that its metadata describes",
+        found=found,
+        expected=expected,
+        where=archive.where,
+        helps="the metadata belongs to another checkpoint: restore the folder as it was written",
+    )
 
 
 def _no_tensor(found: object, where: str) -> CheckpointError:

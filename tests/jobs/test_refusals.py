@@ -7,6 +7,7 @@ optimizer is as it was. One launch loads them all, one after the other; a rank t
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
@@ -82,6 +85,21 @@ def garbage_metadata(run: Path) -> None:
     (iteration(run) / ".metadata").write_bytes(b"\x80\x04garbage" * 50)
 
 
+def with_overlapping_chunks(run: Path) -> None:
+    """Of masters: elements that two records hold."""
+    path = iteration(run) / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    key = next(key for key in index.state_dict_metadata if key.endswith((".param", "fp32_param." + MATRIX)))
+    first, place = next((place, info) for place, info in index.storage_data.items() if place.fqn == key)
+    chunks = index.state_dict_metadata[key].chunks
+    whole = next(chunk for chunk in chunks if chunk.offsets == first.offset)
+    *leading, last = whole.sizes
+    offset = torch.Size((*first.offset[:-1], first.offset[-1] + 1))
+    chunks.append(ChunkStorageMetadata(offset, torch.Size((*leading, last - 1))))
+    index.storage_data[MetadataIndex(key, offset)] = place
+    path.write_bytes(pickle.dumps(index))
+
+
 def pruned(run: Path) -> None:
     """Weights edited after the save: a matrix set to zero."""
     checkpoint = open_checkpoint(run)
@@ -124,6 +142,7 @@ REFUSALS = [
     Refusal("the metadata of another version", "lacks its common state", metadata_of("p02")),
     Refusal("the metadata of another model", r"metadata belongs to other files.*\.distcp", metadata_of("p21")),
     Refusal("garbage as metadata", r"a pickle is damaged.*\.metadata", garbage_metadata),
+    Refusal("masters that are there twice", r"more than once.*overlapping chunks", with_overlapping_chunks),
     Refusal("edited weights", f"could be proven.*{MATRIX}.*weight 0.0", pruned),
     Refusal("no metadata.json", r"not a finished torch_dist checkpoint.*metadata\.json", without("metadata.json")),
     Refusal("no .metadata", r"index cannot be read.*\.metadata.*use another iteration", without(".metadata")),

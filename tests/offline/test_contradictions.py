@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.online.admission import check_stored_once
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import Fixture, fixture_named
 
@@ -73,6 +75,9 @@ def test_values_that_are_there_twice(key: str, tmp_path: Path) -> None:
     with pytest.raises(UnreadableCheckpointError, match="contradicts itself"):
         compare(run, fixture_named("p04").run)
     assert not (tmp_path / "out").exists()
+    check_stored_once(open_checkpoint(fixture_named("p04").run))
+    with pytest.raises(UnreadableCheckpointError, match=f"more than once.*overlapping chunks of {re.escape(key)}"):
+        check_stored_once(open_checkpoint(run))
 
 
 @pytest.mark.parametrize(

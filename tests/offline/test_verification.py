@@ -395,12 +395,12 @@ def test_a_manifest_that_makes_no_sense(damaged: Fixture, manifest: str, expecte
 
 def stored(name: str, offsets: tuple[int, ...], sizes: tuple[int, ...], file: str = "f") -> StoredSlice:
     region = Region(name, offsets, sizes)
-    return StoredSlice(Slice.whole((region,)), ArchivedTensor(file, 0, 0, "float32", region.numel), 0)
+    return StoredSlice(Slice.whole((region,)), ArchivedTensor(file, 0, 0, "float32", region.sizes), 0)
 
 
 def two_regions(name: str, first: tuple[int, ...], second: tuple[int, ...], sizes: tuple[int, ...]) -> StoredSlice:
     whole = Slice.whole((Region(name, first, sizes), Region(name, second, sizes)))
-    return StoredSlice(whole, ArchivedTensor("f", 0, 0, "float32", whole.numel), 0)
+    return StoredSlice(whole, ArchivedTensor("f", 0, 0, "float32", (whole.numel,)), 0)
 
 
 TENSOR = LogicalTensor("x", (4, 6), "float32")
@@ -482,7 +482,7 @@ def test_what_holds_every_element_once_and_nothing_else_passes(
      ([(0, 9), (2, 4)], ["2 elements are stored more than once"])],
 )  # fmt: skip
 def test_flat_arrays_hold_every_element_once(intervals: list[tuple[int, int]], expected: list[str]) -> None:
-    extent = ArchivedTensor("f", 0, 0, "float32", 9)
+    extent = ArchivedTensor("f", 0, 0, "float32", (9,))
     array = FlatArray(9, "float32", tuple(FlatPiece(low, high, extent, 0) for low, high in intervals))
     assert [finding.what for finding in coverage.check_flat("a", array)] == expected
 
