@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, printable, shown
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.index_entries import StoredObject
@@ -23,6 +23,7 @@ MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 LAYER_WISE_FILES = "layer_wise_optimizer_*.pt"
 """Of `LayerWiseDistributedOptimizer`: each data-parallel rank writes what it steps (`save_checkpoint`, since 0.16)."""
+_ITERATIONS, _SCHEDULERS = ("iteration", "total_iters"), ("opt_param_scheduler", "lr_scheduler")
 _RANK_FOLDER = re.compile(r"^mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 _MODEL_CHUNK = re.compile(r"^model\d*$")
 
@@ -119,7 +120,7 @@ class RankFolders:
         """The states of all ranks, the first pipeline rank's first.
 
         Raises:
-            UnreadableCheckpointError: the folders are not those that a job of that layout writes.
+            UnreadableCheckpointError: the folders are not those that a job of that layout writes at one time.
         """
         names = folder_names(self._folder)
         states = [RankState(LegacyRank.of_folder(name, layout), name, self._load(name)) for name in names]
@@ -134,7 +135,26 @@ class RankFolders:
                 where=str(self._folder),
                 helps=INTERRUPTED,
             )
+        for own in states[1:]:
+            self._check_time(states[0], own)
         return states
+
+    def _check_time(self, first: RankState, own: RankState) -> None:
+        """Compare what all ranks store alike, and what changes with every iteration.
+
+        Raises:
+            UnreadableCheckpointError: it differs.
+        """
+        expected, found = _time_of(first.state), _time_of(own.state)
+        for key in expected.keys() | found.keys():
+            if repr(found.get(key)) != repr(expected.get(key)):  # so that a value that is no number equals itself
+                raise UnreadableCheckpointError(
+                    "the ranks' files were not written at the same time of a run",
+                    found=f"{key} {shown(found.get(key))}",
+                    expected=f"{shown(expected.get(key))}, as in {first.folder}",
+                    where=str(self._folder / own.file),
+                    helps="a file was edited, or is of another iteration: use another iteration",
+                )
 
     def buffer_files(self, states: Sequence[RankState]) -> list[tuple[LegacyRank, str]]:
         """The files of distributed optimizers, and the ranks that they belong to; nothing is read."""
@@ -176,6 +196,17 @@ class RankFolders:
 def folder_names(folder: Path) -> list[str]:
     """Names of the rank folders below an iteration folder, sorted."""
     return sorted(path.name for path in folder.glob("mp_rank_*") if _RANK_FOLDER.match(path.name))
+
+
+def _time_of(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What changes with every iteration, and every rank stores (`generate_state_dict`), as far as its version does."""
+    schedulers = [(key, state.get(key)) for key in _SCHEDULERS]
+    return {key: state.get(key) for key in _ITERATIONS} | {
+        f"{key}.{printable(str(name))}": value
+        for key, scheduler in schedulers
+        if isinstance(scheduler, dict)
+        for name, value in scheduler.items()
+    }
 
 
 def is_model_chunk(key: object) -> bool:

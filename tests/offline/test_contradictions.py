@@ -161,6 +161,25 @@ def test_a_legacy_layer_too_many_does_not_shift_those_behind(tmp_path: Path) -> 
         mcore_ckpt_ext.convert(fixture.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda state: state.update(iteration=3), "found: iteration 3; expected: 4, as in mp_rank_00_000"),
+        (
+            lambda state: state["opt_param_scheduler"].update(num_steps=48),
+            "found: opt_param_scheduler.num_steps 48; expected: 32",
+        ),
+    ],
+    ids=["iteration", "scheduler"],
+)
+def test_a_legacy_file_of_another_iteration(change: Any, said: str, tmp_path: Path) -> None:
+    fixture = legacy_of(tmp_path)
+    edit_rank(fixture, "mp_rank_00_001", change)
+    with pytest.raises(UnreadableCheckpointError, match=f"not written at the same time.*{said}.*mp_rank_00_001"):
+        mcore_ckpt_ext.convert(fixture.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+    assert any("not written at the same time" in found for found in errors_of(fixture.run))
+
+
 @pytest.mark.parametrize("setting", ["lr", "betas", "stranger"])
 def test_settings_of_a_parameter_group_that_differ_between_ranks(setting: str, tmp_path: Path) -> None:
     """The last dp_group_idx of p01; which of both is right is not known."""
