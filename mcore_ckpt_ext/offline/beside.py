@@ -60,7 +60,8 @@ def _group_values(checkpoint: Checkpoint, key: str) -> str:
     """The distinct values of a key of the parameter groups."""
     groups: list[dict[str, Any]] = checkpoint.param_groups()
     values = {float(group[key]) for group in groups if isinstance(group.get(key), (int, float))}
-    return ", ".join(f"{value:g}" if value == int(value) else repr(value) for value in sorted(values)) or "none"
+    texts = (f"{value:g}" if value.is_integer() else repr(value) for value in sorted(values))
+    return ", ".join(dict.fromkeys(texts)) or "none"  # one NaN is not another
 
 
 def _multiplied(checkpoint: Checkpoint) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from math import isfinite, prod
 
 import torch
 
@@ -174,6 +174,13 @@ def _judge(kind: str, name: str, shape: tuple[int, ...], tally: _Tally) -> Itera
     odd = [(tally.nan, "NaN"), (tally.infinite, "infinite"), (tally.negative, "negative")]
     if any(count for count, _ in odd):
         yield warning(VALUES, where, some([f"{count:,} elements are {what}" for count, what in odd if count]))
+
+
+def check_settings(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Settings of parameter groups that are no finite numbers: the next step would make the weights so."""
+    settings = (item for group in checkpoint.param_groups() for item in group.items())
+    odd = {f"{key} is {value}" for key, value in settings if isinstance(value, float) and not isfinite(value)}
+    yield from (warning(VALUES, "parameter groups", what) for what in sorted(odd))
 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:

@@ -30,7 +30,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.completeness import check_folder, check_index, check_index_file, locate
-from mcore_ckpt_ext.offline.content import ContentCheck, ParameterReport
+from mcore_ckpt_ext.offline.content import ContentCheck, ParameterReport, check_settings
 from mcore_ckpt_ext.offline.coverage import check_arrays, check_groups, check_state, check_weights
 from mcore_ckpt_ext.offline.findings import (
     CHECKSUMS,
@@ -221,6 +221,7 @@ class _Run:
             if not checkpoint.param_groups():
                 what = "the optimizer has no parameter groups: its step, and what else is not a tensor, is not there"
                 self.findings.append(error(COMPLETE, str(self.folder), what))
+            self.findings.extend(check_settings(checkpoint))
             optimizer = checkpoint.optimizer
             for buffers in optimizer.buffers:
                 self.findings.extend([*check_arrays(buffers), *check_groups(buffers)])

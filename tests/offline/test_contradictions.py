@@ -248,3 +248,17 @@ def test_arguments_that_nothing_knows_are_named_beside_a_hugging_face_folder(tmp
         named = [note for note in report.notes if "nothing here knows" in note]
         assert len(named) == (folder == "fork")
         assert not named or named[0].endswith("embedding_multiplier 2.0")
+
+
+def test_a_learning_rate_that_is_no_number_is_told_and_compared(tmp_path: Path) -> None:
+    fixture = legacy_of(tmp_path)
+
+    def diverged(state: Any) -> None:
+        for group in state["optimizer"]["optimizer"]["param_groups"]:
+            group["lr"] = float("nan")
+
+    for folder in sorted(path.name for path in fixture.iteration.glob("mp_rank_*")):
+        edit_rank(fixture, folder, diverged)
+    assert [(found.where, found.what) for found in verify(fixture.run).findings] == [("parameter groups", "lr is nan")]
+    facts = {fact.what: (fact.a, fact.b) for fact in compare(fixture.run, fixture_named("p08b").run).facts}
+    assert facts["lr"][0] == "nan"
