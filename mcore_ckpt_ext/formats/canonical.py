@@ -19,7 +19,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.portable_state import known_arguments
-from mcore_ckpt_ext.formats.unread import COMMON_KEYS, Unread, in_common_state, joined
+from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, Unread, in_common_state, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import ShardedKey, name_at
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -130,8 +130,10 @@ class CanonicalCheckpoint(Checkpoint):
         return dict(zip(places, (decode(state) for _, state in self._about["random_states"]), strict=True))
 
     def unread(self, *, objects: bool = True) -> list[Unread]:
-        """Nothing of the arrays: each has its kind and name."""
-        return joined(in_common_state(self.common, COMMON_KEYS))
+        """Nothing of the arrays, each of which has its kind and name; but files that the index does not know."""
+        paths = (path for path in sorted(self.folder.glob("*.safetensors")) if path.name not in self._arrays.files)
+        strays = [Unread(path.name, OTHER, path.stat().st_size) for path in paths]
+        return joined([*in_common_state(self.common, COMMON_KEYS), *strays])
 
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """None."""
@@ -145,7 +147,8 @@ class _Arrays(StoredOnce):
         self._tensors: dict[tuple[str, str], tuple[LogicalTensor, RawArray]] = {}
         stated = {str(key): str(file) for key, file in read_json(folder / INDEX_FILE)["weight_map"].items()}
         found: dict[str, str] = {}
-        for file in sorted(set(stated.values())):
+        self.files = frozenset(stated.values())
+        for file in sorted(self.files):
             for key, tensor, extent in read_header(reader, file):
                 kind, _, name = key.partition(".")
                 self._tensors[kind, name] = (LogicalTensor(name, tensor, extent.dtype), extent)

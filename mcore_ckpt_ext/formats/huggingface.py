@@ -81,7 +81,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
         self.model = described.arguments
         self._images: dict[str, StoredTensor] = {}
         stored, unread = read_tensors(self.reader, below)
-        self._stale = [f"not read, because the folder also holds safetensors: {', '.join(unread)}"] if unread else []
+        told = f"the folder holds weights that are not read, because others come first: {some(unread)}"
+        self._stale = [told] if unread else []
         if self.whole:
             names = text_names(stored)
             self._images = {name: stored[name] for name, ours in names.items() if ours is None}

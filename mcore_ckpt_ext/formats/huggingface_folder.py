@@ -32,6 +32,7 @@ TOKENIZER_FOLDER = "tokenizer"
 _SINGLE = ("model.safetensors", "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _IN_ORDER = (_SINGLE[0], INDICES[0], _SINGLE[1], INDICES[1])
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 # How `torch.save` began its files before 1.6 (`MAGIC_NUMBER`, torch/serialization.py).
 _BEFORE_ZIP = bytes.fromhex("80028a0a6cfc9c46f9206aa85019")
 ADAPTER = "adapter_config.json"
@@ -94,11 +95,16 @@ def read_config(folder: Path) -> dict[str, Any]:
             "this folder holds an adapter (LoRA), not a model", found=ADAPTER, where=str(folder),
             helps="name the model that it is for: --weights FOLDER; or merge the two: convert --merge FOLDER",
         )  # fmt: skip
+    if not (folder / CONFIG).exists():
+        raise UnreadableCheckpointError(
+            "the folder has weights of a Hugging Face model, but nothing that says of which",
+            expected=CONFIG, where=str(folder), helps=f"put the model's {CONFIG} beside them",
+        )  # fmt: skip
     return read_json(folder / CONFIG)
 
 
 def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, StoredTensor], list[str]]:
-    """All tensors of the folder, and the files that would also describe weights, but are not looked at.
+    """All tensors of the folder, and its other files of weights, which are not looked at.
 
     Args:
         reader: of the checkpoint's folder.
@@ -115,8 +121,12 @@ def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, Store
         )
     first, *others = found
     if first in INDICES:
-        return _tensors_of_index(reader, below, folder / first), others
-    return dict(tensors_of(reader, _joined(below, first))), others
+        tensors = _tensors_of_index(reader, below, folder / first)
+    else:
+        tensors = dict(tensors_of(reader, _joined(below, first)))
+    read = {Path(tensor.extent.file).name for tensor in tensors.values()} | {first}
+    strays = {path.name for pattern in _WEIGHTS for path in folder.glob(pattern)} - read
+    return tensors, sorted(strays | set(others))
 
 
 def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str, StoredTensor]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, some
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.canonical import is_canonical
 from mcore_ckpt_ext.formats.colossalai import is_colossalai
@@ -25,6 +25,7 @@ from mcore_ckpt_ext.formats.verl_folder import is_verl
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, warning
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, check_plans
+from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.runs import (
     TRACKER_FILE,
     Tracker,
@@ -135,7 +136,7 @@ class _Record(NamedTuple):
     key: str
 
 
-def check_index(folder: Path, index: DcpIndex) -> tuple[list[Finding], set[str], int]:
+def check_index(reader: FolderReader, index: DcpIndex) -> tuple[list[Finding], set[str], int]:
     """Check that every record of the index has room of its own in its file.
 
     Returns:
@@ -149,21 +150,27 @@ def check_index(folder: Path, index: DcpIndex) -> tuple[list[Finding], set[str],
         by_file[stored.file].append(_Record(stored.offset, stored.length, key))
     findings, failed = [], set()
     for file, records in sorted(by_file.items()):
-        found = list(_check_file(folder / file, records))
+        found = list(_check_file(reader, file, records))
         findings += found
         failed |= {file} if found else set()
+    folder = reader.folder
     unknown = sorted(path.name for path in folder.glob("*.distcp") if path.name not in by_file)
     if unknown:
         findings.append(warning(COMPLETE, str(folder), f"files that the index does not know: {some(unknown)}"))
     return findings, failed, len(by_file)
 
 
-def _check_file(path: Path, records: list[_Record]) -> Iterator[Finding]:
+def _check_file(reader: FolderReader, file: str, records: list[_Record]) -> Iterator[Finding]:
+    path = reader.folder / file
     if not path.is_file():
         keys = list(dict.fromkeys(record.key for record in records))
         yield error(COMPLETE, str(path), f"missing; it held {len(records)} records, of {some(keys)}")
         return
-    size = path.stat().st_size
+    try:
+        size = reader.size(file)
+    except UnreadableCheckpointError as problem:
+        yield error(COMPLETE, str(path), str(problem))
+        return
     cut = [r for r in records if r.offset < 0 or r.length < 0 or r.offset + r.length > size]
     if cut:
         keys = list(dict.fromkeys(record.key for record in cut))

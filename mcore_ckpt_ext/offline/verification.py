@@ -180,7 +180,7 @@ class _Run:
         if not isinstance(checkpoint, TorchDistCheckpoint):
             self.checks.append(Check(COMPLETE, "the files of all ranks"))
             return set()
-        findings, failed, files = check_index(self.folder, checkpoint.stored_index)
+        findings, failed, files = check_index(checkpoint.reader, checkpoint.stored_index)
         self.findings.extend(findings)
         if not self._quick and checkpoint.stored_index.has_plans:
             self.findings.extend(check_index_file(self.folder))

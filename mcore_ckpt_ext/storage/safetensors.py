@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown, with_article
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy, shortened, shown, with_article
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.output import OutputFile
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
@@ -146,7 +146,11 @@ def read_json(path: Path) -> dict[str, Any]:
         content = parsed(read_file(path.parent, path.name))
         if not isinstance(content, dict):
             raise ValueError("no object")
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UnreadableCheckpointError(
+            "a file of the checkpoint cannot be read", found=error.strerror, where=str(path), helps=remedy(error)
+        ) from error
+    except ValueError as error:
         raise UnreadableCheckpointError(
             "a file of the checkpoint is damaged", found=str(error), where=str(path)
         ) from error

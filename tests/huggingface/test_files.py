@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from tests.harness.huggingface import VOCABULARY
 
@@ -39,10 +39,19 @@ def test_safetensors_are_read_and_not_a_pickle_beside_them(models: dict[str, Pat
     model = AutoModelForCausalLM.from_pretrained(models["llama"])
     model.save_pretrained(tmp_path / "model", max_shard_size="30KB")
     torch.save({"model.norm.weight": torch.zeros(32)}, tmp_path / "model" / "pytorch_model.bin")
+    save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "model" / "consolidated.safetensors")
     report = mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
-    assert "not read, because the folder also holds safetensors: pytorch_model.bin" in report.notes
+    strays = "consolidated.safetensors, pytorch_model.bin"
+    assert f"the folder holds weights that are not read, because others come first: {strays}" in report.notes
     found = open_checkpoint(tmp_path / "run").tensor("weight", "decoder.final_layernorm.weight")
     assert torch.equal(found.read(), model.model.norm.weight)
+
+
+def test_weights_without_a_configuration(models: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(models["llama"], tmp_path / "model")
+    (tmp_path / "model" / "config.json").unlink()
+    with pytest.raises(UnreadableCheckpointError, match=r"nothing that says of which; expected: config\.json"):
+        open_checkpoint(tmp_path / "model")
 
 
 def test_a_pickle_of_before_torch_1_6(models: dict[str, Path], tmp_path: Path) -> None:

@@ -216,6 +216,8 @@ def test_canonical_files_are_what_their_index_says(tmp_path: Path) -> None:
     index["weight_map"]["weight.stranger"] = file.name
     (run / "model.safetensors.index.json").write_text(json.dumps(index))
     assert mcore_ckpt_ext.open_checkpoint(run).tensor("weight", "stranger").read().tolist() == [0, 0]
+    save_file({"weight.other": torch.zeros(2)}, run / "stray.safetensors")
+    assert ("stray.safetensors", "every key known") in [(found.where, found.check) for found in verify(run).findings]
 
 
 def with_arguments(folder: Path, iteration: int = 4, **changed: object) -> Path:

@@ -214,6 +214,15 @@ def test_a_missing_file_is_one_finding_and_not_one_a_tensor(damaged: Fixture) ->
     assert len(findings(verify(damaged.run))) == 1
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_link_that_leads_elsewhere_is_a_finding(damaged: Fixture, tmp_path: Path, quick: bool) -> None:
+    file = damaged.iteration / "__2_0.distcp"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    (finding,) = findings(verify(damaged.run, quick=quick))
+    assert "a link leads out of the folder" in finding
+
+
 def test_exchanged_files_are_seen(damaged: Fixture) -> None:
     exchanged(damaged)
     assert not verify(damaged.run).sound
@@ -502,11 +511,12 @@ def test_chunks_taken_out_of_the_index_are_missed(damaged: Fixture) -> None:
 
 
 def test_records_that_overlap_are_seen(damaged: Fixture) -> None:
-    index = open_checkpoint(damaged.run).index
-    assert check_index(damaged.iteration, index)[:2] == ([], set())
+    checkpoint = open_checkpoint(damaged.run)
+    index, reader = checkpoint.index, checkpoint.reader
+    assert check_index(reader, index)[:2] == ([], set())
     key, place = next((k, place) for k, place in index.objects.items() if place.offset > 0)
     objects = {**index.objects, key: place._replace(offset=place.offset - 1)}
-    findings_, failed, _ = check_index(damaged.iteration, replace(index, objects=objects))
+    findings_, failed, _ = check_index(reader, replace(index, objects=objects))
     assert failed == {place.file}
     assert "overlap at byte" in findings_[0].what
 
