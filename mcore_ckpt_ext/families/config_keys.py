@@ -10,8 +10,8 @@ OF_THE_FILE = frozenset(
     {"torch_dtype", "dtype", "transformers_version", "_name_or_path", "auto_map", "quantization_config"}
 )
 """They describe the file that they stand in: a folder made of it says them anew, or not at all."""
-FURTHER_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
-"""How many layers that predict further tokens a folder may have; those that transformers writes have none of them."""
+MTP_LAYERS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+"""How many multi-token prediction (MTP) layers a folder may have; those that transformers writes have none of them."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 _TEXT = """

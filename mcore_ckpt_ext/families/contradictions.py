@@ -14,7 +14,7 @@ from mcore_ckpt_ext.families.flags import unsaid
 from mcore_ckpt_ext.families.forward_pass import SIZES
 from mcore_ckpt_ext.families.without_effect import without_effect
 
-# The vocabulary may be padded, and layers that predict further tokens left out: the load itself looks at both.
+# The vocabulary may be padded, and MTP layers left out: the load itself looks at both.
 _OF_THE_LOAD = ("vocab_size", "padded_vocab_size", "mtp_num_layers")
 
 # An argument that appeared in that release.

@@ -24,8 +24,8 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _RULES = (*RULES, parts.EXPERT_BIAS)
 
 
-def further_layers() -> Setting:
-    """Layers that predict further tokens. A folder may say more than it has: what it holds counts."""
+def mtp_layers() -> Setting:
+    """Multi-token prediction (MTP) layers. A folder may say more than it has: what it holds counts."""
     key = "num_nextn_predict_layers"
     return Both(
         (key, "num_mtp_layers"),
@@ -34,10 +34,10 @@ def further_layers() -> Setting:
     )
 
 
-class WithFurtherTokens(Family):
-    """A family whose folders number the layers that predict further tokens after those of the decoder."""
+class WithMtp(Family):
+    """A family whose folders number the MTP layers after those of the decoder."""
 
-    repeated = parts.REPEATED_FOR_FURTHER_TOKENS
+    repeated = parts.REPEATED_FOR_MTP
     megatron_left_out = (r"\.local_tokens_per_expert$",)
 
     @override
@@ -45,7 +45,7 @@ class WithFurtherTokens(Family):
         return told_of_inner_norms(arguments)
 
     @override
-    def further_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
+    def mtp_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
         following = range(arguments.num_layers, arguments.num_layers + (arguments.mtp_num_layers or 0))
         numbers = {int(match[1]) for name in names if (match := _LAYER.match(name))}
         return len(numbers & {*following})
@@ -60,15 +60,15 @@ class WithFurtherTokens(Family):
         }
 
 
-class DeepSeekV3(WithFurtherTokens):
+class DeepSeekV3(WithMtp):
     """Experts are chosen by a sigmoid and a bias that training moves; their weights are normalised among themselves."""
 
     model_type = "deepseek_v3"
     architecture = "DeepseekV3ForCausalLM"
-    rules = (*_RULES, *parts.further_tokens(_RULES))
+    rules = (*_RULES, *parts.mtp_layers(_RULES))
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *latent_settings(), *expert_sizes(256, 8, 2048), dense_first(3), *sigmoid_routing(8, 4, 2.5), further_layers(),
+        *latent_settings(), *expert_sizes(256, 8, 2048), dense_first(3), *sigmoid_routing(8, 4, 2.5), mtp_layers(),
         Fixed("rope_interleave", True, {}),
     )  # fmt: skip
 

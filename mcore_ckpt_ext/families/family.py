@@ -70,8 +70,8 @@ class Rule:
     """Where a Hugging Face tensor comes from.
 
     Attributes:
-        hugging_face: its name; `{layer}` and `{expert}` stand for every layer and expert. Of a layer that predicts a
-            further token, `{next}` is its number after the decoder's layers, and Megatron's `{step}` counts them.
+        hugging_face: its name; `{layer}` and `{expert}` stand for every layer and expert. Of an MTP layer,
+            `{next}` is its number after the decoder's layers, and Megatron's `{step}` counts them.
         megatron: the parameter's name in model space, as the Transformer Engine spec stores it. With `{expert}` only
             here, the tensor is a stack of all experts.
         rows: which of the parameter's rows; by default all.
@@ -251,8 +251,8 @@ class Family:
             if rule.where(arguments, layer)
         ]
 
-    def further_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
-        """How many layers that predict further tokens a folder holds, beside those of the decoder."""
+    def mtp_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
+        """How many multi-token prediction (MTP) layers a folder holds, beside those of the decoder."""
         return 0
 
     def _rules_for(self, present: Collection[str]) -> list[Rule]:

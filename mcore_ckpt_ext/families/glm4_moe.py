@@ -5,7 +5,7 @@ from __future__ import annotations
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, head_size, query_groups, tied
 from mcore_ckpt_ext.families.deepseek import dense_first, expert_sizes, sigmoid_routing
-from mcore_ckpt_ext.families.deepseek_v3 import WithFurtherTokens, further_layers
+from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import set_in
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Needs, Same
@@ -16,16 +16,16 @@ _RULES = (
 )  # fmt: skip
 
 
-class Glm4MoE(WithFurtherTokens):
+class Glm4MoE(WithMtp):
     """DeepSeek-V3's experts with grouped queries, half of whose heads is rotated; biases and norms of them if any."""
 
     model_type = "glm4_moe"
     architecture = "Glm4MoeForCausalLM"
-    rules = (*_RULES, *parts.further_tokens(_RULES))
+    rules = (*_RULES, *parts.mtp_layers(_RULES))
     also_read = parts.STACKED_EXPERTS
     settings = (
         *SIZES, query_groups(8), head_size(always=True), rope(partial=0.5), tied(by_default=False), *TRAINING, SILU,
         RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1e-5), *expert_sizes(128, 8, 1408), dense_first(1),
-        *sigmoid_routing(1, 1, 1.0), Same("attention_bias", "add_qkv_bias", False), further_layers(),
+        *sigmoid_routing(1, 1, 1.0), Same("attention_bias", "add_qkv_bias", False), mtp_layers(),
         Same("use_qk_norm", "qk_layernorm", False), Needs({"add_bias_linear": False}),
     )  # fmt: skip

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.families.deepseek import (
     latent_settings,
     sigmoid_routing,
 )
-from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, further_layers
+from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, mtp_layers
 from mcore_ckpt_ext.families.settings import Config, Fixed, unrepresentable
 
 
@@ -40,7 +40,7 @@ class Glm4MoELite(DeepSeekV3):
     architecture = "Glm4MoeLiteForCausalLM"
     settings = (
         *latent_settings(queries=768, keys=192, values=256, epsilon=1e-5), *expert_sizes(64, 4, 1536), _LAYERS,
-        *sigmoid_routing(1, 1, 1.8), further_layers(), Fixed("rope_interleave", True, {}),
+        *sigmoid_routing(1, 1, 1.8), mtp_layers(), Fixed("rope_interleave", True, {}),
         Fixed("partial_rotary_factor", 1.0, {}),
     )  # fmt: skip
 

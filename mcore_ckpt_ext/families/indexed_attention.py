@@ -19,7 +19,7 @@ from mcore_ckpt_ext.families.deepseek import (
     latent_settings,
     sigmoid_routing,
 )
-from mcore_ckpt_ext.families.deepseek_v3 import WithFurtherTokens, further_layers
+from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
 from mcore_ckpt_ext.families.family import Rule
 from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Sets, Setting, Size, Without, unrepresentable
 
@@ -86,7 +86,7 @@ def _indexer(heads: int, interleaved: bool) -> tuple[Setting, ...]:
     )  # fmt: skip
 
 
-class DeepSeekV32(WithFurtherTokens):
+class DeepSeekV32(WithMtp):
     """DeepSeek-V3 with an indexer.
 
     Sources: transformers/models/deepseek_v32 and glm_moe_dsa (5.23); megatron/core/transformer/
@@ -96,10 +96,10 @@ class DeepSeekV32(WithFurtherTokens):
     needs_engine: ClassVar[bool] = True
     model_type = "deepseek_v32"
     architecture = "DeepseekV32ForCausalLM"
-    rules = (parts.EMBEDDING, *_RULES, *parts.OUTPUT, *parts.further_tokens(_RULES))
+    rules = (parts.EMBEDDING, *_RULES, *parts.OUTPUT, *parts.mtp_layers(_RULES))
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *latent_settings(), *expert_sizes(256, 8, 2048), _LAYERS, *sigmoid_routing(8, 4, 2.5), further_layers(),
+        *latent_settings(), *expert_sizes(256, 8, 2048), _LAYERS, *sigmoid_routing(8, 4, 2.5), mtp_layers(),
         *_indexer(64, interleaved=False),
     )  # fmt: skip
 
@@ -122,7 +122,7 @@ class GlmMoEDsa(DeepSeekV32):
     architecture = "GlmMoeDsaForCausalLM"
     settings = (
         *latent_settings(queries=2048, keys=192, values=256, epsilon=1e-5), *expert_sizes(256, 8, 2048), _LAYERS,
-        *sigmoid_routing(1, 1, 2.5), further_layers(), *_indexer(32, interleaved=True),
+        *sigmoid_routing(1, 1, 2.5), mtp_layers(), *_indexer(32, interleaved=True),
         _every_layer("indexer_types", "full"), Fixed("indexer_rope_interleave", True, {}),
         Fixed("index_topk_freq", 1, {}), Fixed("partial_rotary_factor", 1.0, {}),
     )  # fmt: skip

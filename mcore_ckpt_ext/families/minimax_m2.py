@@ -62,7 +62,7 @@ class MiniMaxM2(WithWideNorms):
         Rule("model.layers.{layer}.block_sparse_moe.e_score_correction_bias",
              "decoder.layers.{layer}.mlp.router.expert_bias", where=with_experts, keeps_dtype=True),
     )  # fmt: skip
-    # Of the layers of its predecessor, and of further tokens, whose weights no folder holds.
+    # Of the layers of its predecessor, and of MTP layers, whose weights no folder holds.
     without_effect = (
         "attn_type_list", "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta",
         "max_model_len", "mlp_intermediate_size", "mtp_transformer_layers", "num_mtp_modules", "use_mtp",

@@ -44,7 +44,7 @@ _EPSILON = 1e-5  # of the norms in Megatron's mixers, whatever the model's is
 
 
 def pattern_of(arguments: ModelArguments) -> str:
-    """A letter for each layer; Megatron also marks pipeline stages in it, and what predicts further tokens behind."""
+    """A letter for each layer; Megatron also marks pipeline stages in it, and MTP layers behind."""
     found = arguments.stated_value("hybrid_layer_pattern") or arguments.stated_value("hybrid_override_pattern") or ""
     return str(found).partition("/")[0].replace("|", "")
 

@@ -57,8 +57,8 @@ DECODER = (
 """A decoder as Llama's; where a layer has experts, their rules are still to be added."""
 
 
-def further_tokens(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """A layer that predicts a further token: norms and a projection before it, a norm after it, and a decoder's layer.
+def mtp_layers(rules: Sequence[Rule]) -> tuple[Rule, ...]:
+    """An MTP layer: norms and a projection before it, a norm after it, and a decoder's layer.
 
     Megatron stores it as `transformer_layer`, whatever the module is called (`sharded_state_dict`,
     megatron/core/transformer/multi_token_prediction.py, core_v0.12 to 0.19.2).
@@ -83,7 +83,7 @@ def further_tokens(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     )  # fmt: skip
 
 
-REPEATED_FOR_FURTHER_TOKENS = (
+REPEATED_FOR_MTP = (
     Rule("model.layers.{next}.embed_tokens.weight", "embedding.word_embeddings.weight"),
     Rule("model.layers.{next}.shared_head.head.weight", "output_layer.weight", where=untied),
 )
@@ -122,7 +122,7 @@ def of_further_token(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     )
 
 
-def several_further_tokens(arguments: ModelArguments) -> list[str]:
+def several_mtp_layers(arguments: ModelArguments) -> list[str]:
     """Why such a folder cannot hold a model; empty where it can."""
     return ["mtp_num_layers is more than 1"] if (arguments.mtp_num_layers or 0) > 1 else []
 

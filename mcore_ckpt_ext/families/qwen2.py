@@ -32,22 +32,22 @@ class Qwen2(Family):
     )
 
 
-_FURTHER = {
+_MTP_LAYER = {
     "token_layernorm": "enorm", "hidden_layernorm": "hnorm", "input_proj": "eh_proj",
     "final_layernorm": "final_layernorm",
 }  # fmt: skip
-_OF_FURTHER = re.compile(r"model\.mtp_layers\.(\d+)\.")
+_OF_MTP = re.compile(r"model\.mtp_layers\.(\d+)\.")
 
 
-def _further_tokens() -> tuple[Rule, ...]:
-    """Its layers that predict further tokens, which project the hidden state before the embedding, Megatron after it.
+def _mtp_layers() -> tuple[Rule, ...]:
+    """Its multi-token prediction (MTP) layers, which project the hidden state before the embedding, Megatron after it.
 
     Source: models/mimo/mimo_bridge.py of Megatron-Bridge (commit 067f987d).
     """
     ours, theirs = "mtp.layers.{step}", "model.mtp_layers.{step}"
     return (
         *(Rule(f"{theirs}.{one}.weight", f"{ours}.{other}.weight", swapped=one == "input_proj")
-          for one, other in _FURTHER.items()),
+          for one, other in _MTP_LAYER.items()),
         *(replace(
             rule, hugging_face=rule.hugging_face.replace("model.layers.{layer}", theirs),
             megatron=rule.megatron.replace("decoder.layers.{layer}", f"{ours}.transformer_layer"),
@@ -62,7 +62,7 @@ class MiMo(Qwen2):
     architecture, also_of = "MiMoForCausalLM", "Qwen2ForCausalLM"
     without_effect = (*Qwen2.without_effect, "attention_bias")
     megatron_left_out: ClassVar[Sequence[str]] = (r"\.local_tokens_per_expert$",)
-    rules = (*Qwen2.rules, *_further_tokens())
+    rules = (*Qwen2.rules, *_mtp_layers())
     settings = (
         *Qwen2.settings,
         Both(
@@ -73,12 +73,12 @@ class MiMo(Qwen2):
     )
 
     @override
-    def further_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
-        return len({match[1] for name in names if (match := _OF_FURTHER.match(name))})
+    def mtp_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
+        return len({match[1] for name in names if (match := _OF_MTP.match(name))})
 
     @override
     def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
-        left = set() if arguments.mtp_num_layers else {name for name in names if _OF_FURTHER.match(name)}
+        left = set() if arguments.mtp_num_layers else {name for name in names if _OF_MTP.match(name)}
         return super().without_place(names, arguments, config) | left
 
     @override

@@ -20,7 +20,7 @@ def _further() -> Setting:
         (key,),
         lambda arguments: {key: arguments.mtp_num_layers or 0},
         lambda config: {"mtp_num_layers": 1},  # what the folder holds counts
-        parts.several_further_tokens,
+        parts.several_mtp_layers,
     )
 
 

@@ -18,12 +18,12 @@ EXPERTS = (*parts.experts(), *parts.shared_experts("shared_expert"), SHARED_EXPE
 
 
 class WithOneFurtherToken(WithGatedDeltaNets):
-    """A family whose folders have one layer that predicts a further token at most, beside the model."""
+    """A family whose folders have one MTP layer at most, beside the model."""
 
     megatron_left_out = (r"\.local_tokens_per_expert$",)
 
     @override
-    def further_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
+    def mtp_layers(self, names: Collection[str], arguments: ModelArguments) -> int:
         return int("mtp.fc.weight" in names)
 
     @override
@@ -50,5 +50,5 @@ class Qwen3Next(WithOneFurtherToken):
         Size("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", 512),
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         Needs({"moe_shared_expert_gate": True, "moe_router_score_function": "softmax"}),
-        Both((), lambda arguments: {}, lambda config: {"mtp_num_layers": 1}, parts.several_further_tokens),
+        Both((), lambda arguments: {}, lambda config: {"mtp_num_layers": 1}, parts.several_mtp_layers),
     )  # fmt: skip

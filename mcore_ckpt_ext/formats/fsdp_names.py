@@ -24,9 +24,9 @@ HALVES = ("w", "v")
 """The gate, then the up projection: as they follow each other in the whole."""
 
 _HALF = re.compile(r"^(?P<whole>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])$")
-# A layer that predicts a further token is a layer like others, in a module that was renamed
+# An MTP layer is a layer like others, in a module that was renamed
 # (`MultiTokenPredictionLayer`, megatron/core/transformer/multi_token_prediction.py); its keys never were.
-_FURTHER = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)$")
+_MTP = re.compile(r"^mtp\.layers\.(\d+)\.(?:transformer_layer|mtp_model_layer)\.(.+)$")
 _AS_LAYER = "decoder.layers.0."
 _TODAY = (0, 19)  # of Megatron; what names depend on the version for is not written here
 
@@ -47,9 +47,9 @@ def parameter_of(module_name: str, arguments: JobArguments) -> Stored:
     match = _HALF.match(module_name)
     name = unwrapped(match["whole"] if match else module_name).lstrip(".")
     half = HALVES.index(match["half"]) if match else None
-    if further := _FURTHER.match(name):
-        inner = model_space_name(_AS_LAYER + further[2], 0, 0, arguments).removeprefix(_AS_LAYER)
-        return Stored(f"mtp.layers.{further[1]}.transformer_layer.{inner}", half)
+    if mtp := _MTP.match(name):
+        inner = model_space_name(_AS_LAYER + mtp[2], 0, 0, arguments).removeprefix(_AS_LAYER)
+        return Stored(f"mtp.layers.{mtp[1]}.transformer_layer.{inner}", half)
     return Stored(check_whole(model_space_name(name, 0, 0, arguments), "Megatron-FSDP"), half)
 
 
@@ -65,12 +65,12 @@ class ModuleNames:
         """The module's name of a parameter.
 
         Raises:
-            UnsupportedCheckpointError: it predicts further tokens, in a module whose name depends on the version, or
+            UnsupportedCheckpointError: it is of an MTP layer, in a module whose name depends on the version, or
                 where its parts lie is not known.
         """
         if name.startswith("mtp."):
             raise UnsupportedCheckpointError(
-                "layers that predict further tokens are not written for Megatron-FSDP", where=name,
+                "multi-token prediction (MTP) layers are not written for Megatron-FSDP", where=name,
                 helps="convert --to torch_dist",
             )  # fmt: skip
         return self._names.local(check_whole(name, "Megatron-FSDP"), 0, 0, tied_copy=False)

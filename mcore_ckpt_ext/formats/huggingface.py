@@ -17,7 +17,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, some, with_article
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
-from mcore_ckpt_ext.families.config_keys import FURTHER_LAYERS
+from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.images_known import IMAGES
@@ -57,7 +57,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         family: Family | None = None,
         transformer_impl: str = TRANSFORMER_ENGINE,
         below: str = "",
-        further_tokens: bool = True,
+        mtp: bool = True,
     ) -> None:
         """Read the configuration and the files' headers.
 
@@ -67,7 +67,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             family: of the model; by default as `config.json` says.
             transformer_impl: the layer spec of the job that will read it, because its names differ.
             below: the folder in it that the model lies in.
-            further_tokens: whether layers that predict further tokens are read, where the folder has any.
+            mtp: whether multi-token prediction (MTP) layers are read, where the folder has any.
 
         Raises:
             UnreadableCheckpointError: a file is missing or damaged, or tensors are not as `config.json` says.
@@ -88,9 +88,9 @@ class HuggingFaceCheckpoint(WeightsAlone):
             self._images = {name: stored[name] for name, ours in names.items() if ours is None}
             stored = {ours: self._turned(ours, stored[name]) for name, ours in names.items() if ours is not None}
         stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
-        held = self.family.further_layers(stored, self.model)
-        self._holds_no_further, further = not held, held if further_tokens else 0
-        self.model = replace(self.model, mtp_num_layers=further or None)
+        held = self.family.mtp_layers(stored, self.model)
+        self._holds_no_mtp, layers = not held, held if mtp else 0
+        self.model = replace(self.model, mtp_num_layers=layers or None)
         self.left_out: list[str] = []
         self._weights = ModelSpaceWeights(self._matched(stored))
 
@@ -98,20 +98,20 @@ class HuggingFaceCheckpoint(WeightsAlone):
         shape = turned_experts(name, tensor.shape, self.config)
         return tensor if shape is None else replace(tensor, shape=shape, turned=True)
 
-    def without_further_tokens(self) -> HuggingFaceCheckpoint:
-        """The same, without the layers that predict further tokens."""
-        return self.read_again(HuggingFaceCheckpoint, further_tokens=False)
+    def without_mtp(self) -> HuggingFaceCheckpoint:
+        """The same, without the MTP layers."""
+        return self.read_again(HuggingFaceCheckpoint, mtp=False)
 
-    def read_again(self, kind: type[HuggingFaceCheckpoint], further_tokens: bool = True) -> HuggingFaceCheckpoint:
-        """The same folder, read by another class, or without layers that predict further tokens."""
+    def read_again(self, kind: type[HuggingFaceCheckpoint], mtp: bool = True) -> HuggingFaceCheckpoint:
+        """The same folder, read by another class, or without MTP layers."""
         return kind(
             self.folder, self._witnesses, family=self.family, transformer_impl=self.model.transformer_impl,
-            below=self._below, further_tokens=further_tokens,
+            below=self._below, mtp=mtp,
         )  # fmt: skip
 
     @property
-    def predicts_further_tokens(self) -> bool:
-        """Whether it has layers that do."""
+    def has_mtp(self) -> bool:
+        """Whether it has MTP layers."""
         return bool(self.model.mtp_num_layers)
 
     def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
@@ -170,7 +170,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
             repeated = found.pop(copy.name, None)
             if repeated is not None and original is not None and not self._same_bytes(repeated, original):
                 raise UnreadableCheckpointError(
-                    "a layer that predicts further tokens has weights of its own where Megatron has those of the model",
+                    "a multi-token prediction (MTP) layer has weights of its own where Megatron has those of the model",
                     where=copy.name,
                 )
         return found
@@ -264,10 +264,10 @@ class HuggingFaceCheckpoint(WeightsAlone):
             found.append(f"of {self.whole} only the text is read, as {with_article(self.family.name)}{whole}")
         if self.left_out:
             found.append(f"left out, because Megatron has no place for it: {some(self.left_out, _SHOWN)}")
-        spoken = [f"{key}: {self.config[key]}" for key in FURTHER_LAYERS if self.config.get(key)]
-        if spoken and self._holds_no_further:
+        spoken = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
+        if spoken and self._holds_no_mtp:
             found.append(
-                f"config.json speaks of layers that predict further tokens ({spoken[0]}); the folder holds none"
+                f"config.json speaks of multi-token prediction (MTP) layers ({spoken[0]}); the folder holds none"
             )
         flags = shlex.join(self.training_flags())
         if self.family.only_bridge:

@@ -103,7 +103,7 @@ class PeftCheckpoint(WeightsAlone):
             )  # fmt: skip
 
     def _check_tensors(self, stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        # Layers that predict further tokens are not in transformers' models.
+        # MTP layers are not in transformers' models.
         linears = [
             one.name.removesuffix(".weight") for name, ours in linears_of(self._of_model).items() for one in ours
             if not name.startswith("mtp.")

@@ -124,9 +124,9 @@ def start_from(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[A
 
     def opened(live: set[str]) -> HuggingFaceCheckpoint:
         checkpoint = HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments))
-        if checkpoint.predicts_further_tokens and not any(name.startswith("mtp.") for name in live):
-            checkpoint = checkpoint.without_further_tokens()
-            left_out.append("layers that predict further tokens, which this job does not have (--mtp-num-layers)")
+        if checkpoint.has_mtp and not any(name.startswith("mtp.") for name in live):
+            checkpoint = checkpoint.without_mtp()
+            left_out.append("MTP layers, which this job does not have (--mtp-num-layers)")
         _check_vocabulary(checkpoint, chunks)
         if checkpoint.left_out:
             left_out.append(f"{len(checkpoint.left_out)} tensors that Megatron has no place for")

@@ -57,8 +57,8 @@ def open_source(
         return _merged(checkpoint, target, family, merge)
     from_hugging_face = isinstance(checkpoint, HuggingFaceCheckpoint)
     if isinstance(target, Legacy) and isinstance(checkpoint, HuggingFaceCheckpoint):
-        # Which rank of a pipeline holds the layers that predict further tokens, no legacy file says.
-        checkpoint = checkpoint.without_further_tokens() if checkpoint.predicts_further_tokens else checkpoint
+        # Which rank of a pipeline holds the MTP layers, no legacy file says.
+        checkpoint = checkpoint.without_mtp() if checkpoint.has_mtp else checkpoint
     if isinstance(target, TorchDist) and target.loop == "bridge":
         checkpoint = with_images(checkpoint)
     elif isinstance(target, HuggingFace):

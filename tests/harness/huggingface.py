@@ -158,7 +158,7 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def add_further_layer(folder: Path) -> None:
-    """Add a layer that predicts a further token, as released folders have it: numbered after those of the decoder."""
+    """Add an MTP layer, as released folders have it: numbered after those of the decoder."""
     stored = tensors(folder)
     last = max(int(name.split(".")[2]) for name in stored if name.startswith("model.layers."))
     theirs = f"model.layers.{last + 1}"

@@ -30,7 +30,7 @@ from tests.harness.witnesses import BUILT_BY_MEGATRON, SHOWN
 
 # What Megatron has no place for, or what belongs to the file and not to the model.
 NOT_THE_MODEL = {"transformers_version", "_name_or_path"}
-# DeepSeek-V3: layers that predict further tokens, of which transformers has none.
+# DeepSeek-V3: MTP layers, of which transformers has none.
 LOST = dict.fromkeys(
     ("deepseek_v3", "glm4_moe", "glm4_moe_air", "glm4_moe_lite", "deepseek_v32", "glm_moe_dsa"),
     {"num_nextn_predict_layers", "num_mtp_layers"},
@@ -264,9 +264,7 @@ def test_what_no_hybrid_model_of_megatron_has_is_refused(stated: dict[str, Any],
     ("name", "spec"),
     [(name, spec) for name in ("deepseek_v3", "glm4_moe", "glm4_moe_air", "deepseek_v32") for spec in specs_of(name)],
 )
-def test_layers_that_predict_further_tokens(
-    name: str, spec: LayerSpec, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_mtp_layers(name: str, spec: LayerSpec, models: dict[str, Path], tmp_path: Path) -> None:
     """There and back with every tensor of theirs; Megatron's names are those that Megatron-Bridge maps them to."""
     shutil.copytree(models[name], tmp_path / "model")
     add_further_layer(tmp_path / "model")
@@ -320,9 +318,7 @@ MIMO_BY_BRIDGE = {
 
 
 @pytest.mark.parametrize("spec", LAYER_SPECS)
-def test_the_layers_of_mimo_that_predict_further_tokens(
-    spec: LayerSpec, models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_the_mtp_layers_of_mimo(spec: LayerSpec, models: dict[str, Path], tmp_path: Path) -> None:
     shutil.copytree(models["qwen2"], tmp_path / "model")
     config, stored = json.loads((tmp_path / "model" / "config.json").read_text()), tensors(tmp_path / "model")
     said = {**config, "model_type": "mimo", "num_nextn_predict_layers": 1}
@@ -390,7 +386,7 @@ def test_more_experts_for_a_token_than_there_are(models: dict[str, Path], tmp_pa
         mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
 
 
-def test_further_tokens_and_what_cannot_hold_them(models: dict[str, Path], tmp_path: Path) -> None:
+def test_mtp_layers_and_what_cannot_hold_them(models: dict[str, Path], tmp_path: Path) -> None:
     """Legacy files leave the layer out with a note; an embedding of its own is refused; the copies may be missing."""
     shutil.copytree(models["deepseek_v3"], tmp_path / "model")
     add_further_layer(tmp_path / "model")

@@ -57,11 +57,11 @@ def test_layers_that_a_folder_speaks_of_and_does_not_hold_are_told(models: dict[
     folder = tmp_path / "model"
     shutil.copytree(models["qwen3_5"], folder)
     config = json.loads((folder / "config.json").read_text())
-    told = "config.json speaks of layers that predict further tokens (mtp_num_hidden_layers: 1); the folder holds none"
+    told = "config.json speaks of multi-token prediction (MTP) layers (mtp_num_hidden_layers: 1); the folder holds none"
     for number, expected in ((1, [told]), (0, [])):
         (folder / "config.json").write_text(json.dumps({**config, "mtp_num_hidden_layers": number}))
         notes = open_checkpoint(folder).notices()
-        assert [note for note in notes if "further tokens" in note] == expected
+        assert [note for note in notes if "(MTP)" in note] == expected
 
 
 def test_the_last_norm_has_a_state_where_a_job_may_ask_for_one(models: dict[str, Path], tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ PROMPT, NEW_TOKENS = 16, 64
 TOLERANCE, OWN_ROUNDINGS = 1e-5, 3
 # Their epsilon is transformers' own, whatever `rms_norm_eps` is: a conversion says so (families/deepseek.py).
 INNER_NORMS = ("q_a_layernorm", "kv_a_layernorm")
-# Models to which a layer is added that predicts a further token.
-FURTHER = ["deepseek_v3", "glm4_moe"]
+# Models to which an MTP layer is added.
+WITH_MTP = ["deepseek_v3", "glm4_moe"]
 # With its cache, transformers' indexer chooses other tokens than without.
 OTHER_WAYS = ("deepseek_v32", "glm_moe_dsa")
 # Models and layouts for which legacy files are loaded.
@@ -105,7 +105,7 @@ def answers(models: dict[str, Path], truths: dict[str, Truth], root: Path) -> di
     for name, truth in truths.items():
         torch.save(truth.tokens, root / f"{name}.tokens")
     local = [_case(models[name], root, LOCAL, name, layout) for spec, name, layout in CASES if spec == LOCAL]
-    for name in FURTHER:
+    for name in WITH_MTP:
         longer = root / f"{name}_further-model"
         shutil.copytree(models[name], longer)
         add_further_layer(longer)
@@ -185,7 +185,7 @@ def test_megatron_answers_as_transformers_does(
     assert decodes_alike(answer, truths[name])
 
 
-@pytest.mark.parametrize("name", FURTHER)
+@pytest.mark.parametrize("name", WITH_MTP)
 def test_megatron_takes_up_the_layer_that_predicts_a_further_token(
     name: str, answers: dict[Case, torch.Tensor], truths: dict[str, Truth]
 ) -> None:

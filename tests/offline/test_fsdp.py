@@ -214,5 +214,5 @@ def test_names() -> None:
     further = "mtp.layers.0.mtp_model_layer.self_attention.linear_proj.weight"
     expected = "mtp.layers.0.transformer_layer.self_attention.linear_proj.weight"
     assert parameter_of(f"module.{further}", job) == Stored(expected, None)
-    with pytest.raises(UnsupportedCheckpointError, match="further tokens"):
+    with pytest.raises(UnsupportedCheckpointError, match="MTP"):
         names.of(expected)
