@@ -22,6 +22,7 @@ ITEMS: dict[str, list[Any]] = {
     "short, and few others": [rank if rank % 4 else "long" * (100 + rank) for rank in range(RANKS)],
     "short, and many others": [rank if rank % 2 else "long" * (100 + rank) for rank in range(RANKS)],
     "as long as is short, and longer": ["x" * (length + 30) for length in range(RANKS)],
+    "all different and much": [bytes([rank]) * (200_000 + rank) for rank in range(RANKS)],
     "all different": [{"rank": rank, "names": ["x"] * rank} for rank in range(RANKS)],
 }
 

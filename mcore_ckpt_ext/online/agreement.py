@@ -19,6 +19,8 @@ from mcore_ckpt_ext.storage.collector import collector_paused
 Result = TypeVar("Result")
 _SHOWN = 4
 _SIZE_BYTES, _SHORT_BYTES = 8, 56
+# Of all ranks together.
+_LITTLE_BYTES = 1 << 20
 # Items are few where at most one rank in so many has one of its own.
 _FEW = 4
 Failure = CheckpointException
@@ -86,10 +88,19 @@ def _told_by(mark: bytes) -> bytes | None:
 
 
 def _all_gathered(data: bytes, ranks: int) -> NDArray[numpy.uint8]:
-    """The bytes of every rank, of which all have as many: `[ranks, bytes]`."""
+    """The bytes of every rank, of which all have as many: `[ranks, bytes]`.
+
+    Gloo's `all_gather` hands them on from rank to rank. Where they are little, the first rank hears of all and tells
+    all, which takes a fifth of the time (of 64 bytes of each of 8 ranks on 2 cores).
+    """
     device = device_of_collectives()
     found = torch.empty((ranks, len(data)), dtype=torch.uint8, device=device)
-    dist.all_gather(list(found.unbind()), torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device))
+    own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
+    if dist.get_backend() == dist.Backend.GLOO and found.numel() <= _LITTLE_BYTES:
+        dist.gather(own, list(found.unbind()) if is_first_rank() else None)
+        dist.broadcast(found, 0)
+    else:
+        dist.all_gather(list(found.unbind()), own)
     gathered: NDArray[numpy.uint8] = found.cpu().numpy()
     return gathered
 
