@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -18,7 +18,7 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.attended import attended
 from mcore_ckpt_ext.hooks.fast_load import reading_fast
-from mcore_ckpt_ext.hooks.first_look import first_look, megatron_version, refuse_another_kind
+from mcore_ckpt_ext.hooks.first_look import Look, first_look, megatron_version, refuse_another_kind
 from mcore_ckpt_ext.hooks.from_huggingface import start_from
 from mcore_ckpt_ext.hooks.fsdp_feed import is_of_fsdp, load_into_fsdp
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
@@ -50,83 +50,108 @@ def wrap_load_checkpoint(original: Function) -> Function:
     def load_checkpoint(
         ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *positional: Any, **keywords: Any
     ) -> Any:
-        call = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
-        call.apply_defaults()
-        scope = _scope(original)
-        chunks = scope["unwrap_model"](ddp_model)
-        witness = Witness(chunks)
-        arguments = scope["get_args"]()
-        load_arg = call.arguments["load_arg"]
-        directory = getattr(arguments, load_arg)
-        told: list[str] = []
-        sight = _sight(arguments, load_arg)
-        if sight.model is not None:
-            stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
-            result, weaker = start_from(scope, sight.model, chunks, stock), None
-        else:
-            whole = taking_what_is_whole(scope, directory, sight.standing)
-            with attended(), whole, index_shared(sight.index):
-                result, weaker = load(
-                    call.arguments, told, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords
-                )
-        # Megatron-FSDP makes its weights of its masters: there is nothing else that they could be.
-        proven = False
-        if optimizer is not None and not is_of_fsdp(arguments):
-            proven = prove_loaded(chunks, optimizer, witness.has_seen_a_load(chunks), weaker)
-        if told:
-            announce(f"{LOAD.flag}: {told[-1]}{f'; {PROVEN}' if proven else ''}")
-        return result
+        return _Load(original, ddp_model, optimizer, opt_param_scheduler, positional, keywords).done()
 
-    def load(
-        given: Mapping[str, Any],
-        told: list[str],
+    return load_checkpoint
+
+
+class _Load:
+    """One call of `load_checkpoint`, and the route that it takes."""
+
+    def __init__(
+        self,
+        original: Function,
         ddp_model: Any,
         optimizer: Any,
         opt_param_scheduler: Any,
-        *positional: Any,
-        **keywords: Any,
-    ) -> tuple[Any, Proof | None]:
-        """What the original returns, and the proof of the checkpoint where this package filled the optimizer.
+        positional: Sequence[Any],
+        keywords: Mapping[str, Any],
+    ) -> None:
+        call = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+        call.apply_defaults()
+        self._given = call.arguments
+        self._original = functools.partial(original, ddp_model)
+        self._optimizer, self._scheduler, self._positional, self._keywords = (
+            optimizer, opt_param_scheduler, positional, keywords
+        )  # fmt: skip
+        self._scope = _scope(original)
+        self._chunks = self._scope["unwrap_model"](ddp_model)
+        self._arguments = self._scope["get_args"]()
+        self._load_arg = call.arguments["load_arg"]
+        self._directory = getattr(self._arguments, self._load_arg)
+        self._told: list[str] = []
 
-        `told` learns what this package has read for Megatron.
-        """
-        stock = functools.partial(original, ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
-        scope = _scope(original)
-        arguments = scope["get_args"]()
-        if LOAD.chosen(arguments) == FAST:
-            stock = functools.partial(_reading_fast, stock, arguments, told)
-        chunks, directory = scope["unwrap_model"](ddp_model), getattr(arguments, given["load_arg"])
+    def done(self) -> Any:
+        """Load; what the original returns."""
+        witness, sight = Witness(self._chunks), _sight(self._arguments, self._load_arg)
+        if sight.model is not None:
+            result, weaker = start_from(self._scope, sight.model, self._chunks, self._by_megatron), None
+        else:
+            whole = taking_what_is_whole(self._scope, self._directory, sight.standing)
+            with attended(), whole, index_shared(sight.index):
+                result, weaker = self._by_its_route()
+        # Megatron-FSDP makes its weights of its masters: there is nothing else that they could be.
+        proven = False
+        if self._optimizer is not None and not is_of_fsdp(self._arguments):
+            proven = prove_loaded(self._chunks, self._optimizer, witness.has_seen_a_load(self._chunks), weaker)
+        if self._told:
+            announce(f"{LOAD.flag}: {self._told[-1]}{f'; {PROVEN}' if proven else ''}")
+        return result
+
+    def _by_its_route(self) -> tuple[Any, Proof | None]:
+        """What the original returns, and the proof of the checkpoint where this package filled the optimizer."""
+        scope, arguments, chunks, directory = self._scope, self._arguments, self._chunks, self._directory
         if is_of_fsdp(arguments):
-            return load_into_fsdp(scope, directory, stock), None
+            return load_into_fsdp(scope, directory, self._by_stock), None
         if is_of_torch_fsdp(arguments):
-            return load_into_torch_fsdp(scope, directory, chunks, optimizer, stock), None
+            return load_into_torch_fsdp(scope, directory, chunks, self._optimizer, self._by_stock), None
         advise_torch_fsdp(arguments, directory)
-        if not _resumes_optimizer(scope, optimizer):
-            if optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
-                agreed("looking at the checkpoint", lambda: refuse_another_kind(scope, given))
-                return stock(), None
-            return load_weights_alone(scope, directory, chunks, stock), None
-        looks = agreed("looking at the checkpoint", lambda: first_look(scope, given))
-        look = next((found for found in looks if found is not None), None)
-        if look is None:
-            return load_weights_alone(scope, directory, chunks, stock), None
-        if look.stock_loads:
-            by_us = LOAD.chosen(arguments) == AUTO and look.is_moved
-            result = _reading_fast(stock, arguments, []) if by_us else stock()
-            if look.may_be_shifted:
-                repair_shifted(look.folder, chunks, optimizer, arguments)
-            return result, None
+        if _resumes_optimizer(scope, self._optimizer):
+            looks = agreed("looking at the checkpoint", lambda: first_look(scope, self._given))
+            look = next((found for found in looks if found is not None), None)
+            if look is not None:
+                return (self._left_to_stock(look), None) if look.stock_loads else self._resumed(look)
+        elif self._optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
+            agreed("looking at the checkpoint", lambda: refuse_another_kind(scope, self._given))
+            return self._by_stock(), None
+        return load_weights_alone(scope, directory, chunks, self._by_stock), None
+
+    def _by_megatron(self) -> Any:
+        return self._original(self._optimizer, self._scheduler, *self._positional, **self._keywords)
+
+    def _by_stock(self) -> Any:
+        """Stock's load, in which this package reads where it was told to, and tells so."""
+        if LOAD.chosen(self._arguments) != FAST:
+            return self._by_megatron()
+        with reading_fast(read_once=READ_ONCE.chosen(self._arguments)) as read:
+            result = self._by_megatron()
+        self._told.extend(read)
+        return result
+
+    def _left_to_stock(self, look: Look) -> Any:
+        """The load of an optimizer that stock finds its way with; read by this package where the layout changed."""
+        by_us = LOAD.chosen(self._arguments) == AUTO and look.is_moved
+        with reading_fast(read_once=READ_ONCE.chosen(self._arguments)) if by_us else nullcontext():
+            result = self._by_stock()
+        if look.may_be_shifted:
+            repair_shifted(look.folder, self._chunks, self._optimizer, self._arguments)
+        return result
+
+    def _resumed(self, look: Look) -> tuple[Any, Proof]:
+        """Weights by Megatron, whoever reads them; the optimizer by this package, planned before and filled after."""
+        arguments, once = self._arguments, READ_ONCE.chosen(self._arguments)
+        own_bounds = _own_bounds(arguments)
         prepared = prepare(
             look.folder,
-            chunks,
-            optimizer,
+            self._chunks,
+            self._optimizer,
             JobArguments.of(vars(arguments)),
             verify_all=VERIFY_ALL.value,
             accept_lost=ACCEPT_LOST.value,
-            read_once=READ_ONCE.chosen(arguments),
-            own_bounds=_own_bounds(arguments),
+            read_once=once,
+            own_bounds=own_bounds,
         )
-        if opt_param_scheduler is not None and prepared.schedule is None:
+        if self._scheduler is not None and prepared.schedule is None:
             raise UnsupportedCheckpointError(
                 "the checkpoint holds no state of the learning rate's scheduler; the optimizer is untouched",
                 expected="lr_scheduler or opt_param_scheduler in its common state",
@@ -135,22 +160,19 @@ def wrap_load_checkpoint(original: Function) -> Function:
                 "mcore_ckpt_ext.load_optimizer",
             )
         fresh = prepared.random_state_grid != _random_state_grid(arguments)
-        feed = fed(scope, look.folder, chunks) if look.is_fed else nullcontext()
+        feed = fed(self._scope, look.folder, self._chunks) if look.is_fed else nullcontext()
         without_optimizer = rebound(vars(arguments), no_load_optim=True, no_load_rng=fresh or arguments.no_load_rng)
         fed_or_stock = look.is_fed or LOAD.chosen(arguments) == STOCK
-        once = READ_ONCE.chosen(arguments)
         with without_optimizer, feed, nullcontext() if fed_or_stock else reading_fast(prepared.checkpoint, once):
-            result = original(ddp_model, None, None, *positional, **keywords)
+            result = self._original(None, None, *self._positional, **self._keywords)
         summary = prepared.prove().fill()
-        if opt_param_scheduler is not None:
-            opt_param_scheduler.load_state_dict(prepared.schedule)
-            if _own_bounds(arguments):
-                opt_param_scheduler.num_steps = arguments.consumed_train_samples
-                opt_param_scheduler.step(increment=0)
+        if self._scheduler is not None:
+            self._scheduler.load_state_dict(prepared.schedule)
+            if own_bounds:
+                self._scheduler.num_steps = arguments.consumed_train_samples
+                self._scheduler.step(increment=0)
         announce(f"{summary}{'; random state starts anew, as in stock Megatron on a changed layout' if fresh else ''}")
         return result, prepared.checkpoint.proof
-
-    return load_checkpoint
 
 
 def _sight(arguments: Any, load_arg: str) -> Sight:
@@ -170,13 +192,6 @@ def _sight(arguments: Any, load_arg: str) -> Sight:
     check_all_see([found for _, found, _ in looks], arguments, load_arg)
     check_all_have_the_same([settings for *_, settings in looks])
     return looks[0][0] or Sight()
-
-
-def _reading_fast(stock: Callable[[], Any], arguments: Any, told: list[str]) -> Any:
-    with reading_fast(read_once=READ_ONCE.chosen(arguments)) as read:
-        result = stock()
-    told.extend(read)
-    return result
 
 
 def _scope(original: Function) -> MutableMapping[str, Any]:
