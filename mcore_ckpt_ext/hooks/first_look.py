@@ -22,6 +22,7 @@ from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
+from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.online.homes.recognition import Chain, is_another_kind, kind_named, stock_stumbles, switched
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
@@ -29,6 +30,8 @@ from mcore_ckpt_ext.optimizers.refusals import has_remainders
 from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, stock_can_load
 from mcore_ckpt_ext.storage.runs import iteration_name
 from mcore_ckpt_ext.versions import Version, parse_version
+
+_PHASE = "looking at the checkpoint"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Look:
 
 
 def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None:
-    """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves.
+    """Look at what a load would take; collective.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
@@ -64,18 +67,34 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
 
     Returns:
         None where there is no optimizer state for this package to consider.
+
+    Raises:
+        ResumeRefusedError: on every rank, where some rank cannot.
     """
-    arguments, optimizer = scope["get_args"](), call["optimizer"]
+    arguments = scope["get_args"]()
     directory = getattr(arguments, call["load_arg"])
-    if folder := folder_to_feed(directory, arguments):
-        if folder.name == "release":
-            return None
-        written = open_checkpoint(folder).arguments
-        is_switched = bool(_switched(folder, written, call, arguments)) or _loses_its_groups(written, arguments)
-        stock_loads = not changes_of(folder, arguments) and not is_switched
-        return Look(folder, None, stock_loads and _has_own_files(folder, Chain.of(optimizer), arguments), is_fed=True)
+    folder = agreed(_PHASE, lambda: folder_to_feed(directory, arguments))[0]
+    if folder is not None:
+        return agreed(_PHASE, lambda: _look_at_what_is_fed(folder, call, arguments))[0]
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
         return None
+    looks = agreed(_PHASE, lambda: _look_with_megatron(scope, call, arguments))
+    return next((look for look in looks if look is not None), None)
+
+
+def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) -> Look | None:
+    if folder.name == "release":
+        return None
+    written = open_checkpoint(folder).arguments
+    is_switched = bool(_switched(folder, written, call, arguments)) or _loses_its_groups(written, arguments)
+    stock_loads = not changes_of(folder, arguments) and not is_switched
+    has_own_files = _has_own_files(folder, Chain.of(call["optimizer"]), arguments)
+    return Look(folder, None, stock_loads and has_own_files, is_fed=True)
+
+
+def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], arguments: Any) -> Look | None:
+    """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves."""
+    directory, optimizer = getattr(arguments, call["load_arg"]), call["optimizer"]
     try:
         common, name, release, kind = _by_megatron(scope, call)
     except (Exception, CheckpointException):
@@ -111,12 +130,17 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
 def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any]) -> None:
     """Refuse what a live optimizer that is not filled here cannot use; all else that is wrong is Megatron's to tell.
 
+    Collective.
+
     Raises:
-        ModelMismatchError: the checkpoint names another kind of optimizer than the running job.
+        ResumeRefusedError: on every rank, where the checkpoint names another kind of optimizer than the running job.
     """
     arguments = scope["get_args"]()
-    if arguments.ckpt_format != TORCH_DIST:
-        return
+    if arguments.ckpt_format == TORCH_DIST:
+        agreed(_PHASE, lambda: _refuse_another_kind(scope, call, arguments))
+
+
+def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], arguments: Any) -> None:
     try:
         common, name, release, _ = _by_megatron(scope, call)
     except (Exception, CheckpointException):  # noqa: BLE001 - stock meets it, too, and tells it
@@ -135,7 +159,11 @@ def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any]) -> No
 
 
 def _by_megatron(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Any:
-    """The common state, the folder's name, whether it is a release, and its kind."""
+    """The common state, the folder's name, whether it is a release, and its kind.
+
+    The ranks meet in it, once (`read_metadata`): before anything that can fail on some of them alone, if all see a
+    tracker (`check_all_see`).
+    """
     arguments = scope["get_args"]()
     context = {key: call[key] for key in ("checkpointing_context",) if key in call}
     return scope["_load_base_checkpoint"](getattr(arguments, call["load_arg"]), arguments, rank0=True, **context)

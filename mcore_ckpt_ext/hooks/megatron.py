@@ -107,12 +107,10 @@ class _Load:
             return load_into_torch_fsdp(scope, directory, chunks, self._optimizer, self._by_stock), None
         advise_torch_fsdp(arguments, directory)
         if _resumes_optimizer(scope, self._optimizer):
-            looks = agreed("looking at the checkpoint", lambda: first_look(scope, self._given))
-            look = next((found for found in looks if found is not None), None)
-            if look is not None:
+            if (look := first_look(scope, self._given)) is not None:
                 return (self._left_to_stock(look), None) if look.stock_loads else self._resumed(look)
         elif self._optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
-            agreed("looking at the checkpoint", lambda: refuse_another_kind(scope, self._given))
+            refuse_another_kind(scope, self._given)
             return self._by_stock(), None
         return load_weights_alone(scope, directory, chunks, self._by_stock), None
 
