@@ -46,7 +46,7 @@ def own_logger() -> logging.Logger:
     return logger
 
 
-def is_first_rank() -> bool:
+def speaks_for_the_job() -> bool:
     """Tell whether this process speaks for the job: rank 0, or no rank at all.
 
     Read from the variable that torchrun sets, since the hooks speak before torch.distributed starts.
@@ -59,7 +59,7 @@ def announce(line: str, *, every_rank: bool = False) -> None:
     from mcore_ckpt_ext.errors import printable
 
     text, said = printable(" ".join(line.split())), PROCESS.one(Said)
-    if (every_rank or is_first_rank()) and text not in said:
+    if (every_rank or speaks_for_the_job()) and text not in said:
         said.add(text)
         own_logger().info("%s", text)
 

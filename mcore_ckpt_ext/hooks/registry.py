@@ -15,7 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
-from mcore_ckpt_ext.hooks.announce import is_first_rank, own_logger
+from mcore_ckpt_ext.hooks.announce import own_logger, speaks_for_the_job
 from mcore_ckpt_ext.hooks.post_import import PostImportFinder
 
 Function = Callable[..., Any]
@@ -166,7 +166,7 @@ class HookRegistry:
         with self._lock:
             told = self._reasons.get(seam) == reason
             self._reasons[seam] = reason
-        if is_first_rank() and not told:
+        if speaks_for_the_job() and not told:
             own_logger().warning("%s is left as it is: %s", seam, reason)
 
     def _is_ours(self, seam: Seam, function: Function) -> bool:

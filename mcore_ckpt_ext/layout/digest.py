@@ -16,12 +16,13 @@ from functools import lru_cache, reduce
 
 import torch
 
+from mcore_ckpt_ext.layout.proof import BITS
+
 _WORD = 8
 _BLOCK = 1 << 20
 _MODULUS = 1 << 64
 # Every element counts, be it zero.
 _COUNTED = -7046029254386353131
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def digest_of(values: torch.Tensor, start: int = 0) -> int:
@@ -31,7 +32,7 @@ def digest_of(values: torch.Tensor, start: int = 0) -> int:
 
 def running_digest(values: torch.Tensor, start: int = 0) -> torch.Tensor:
     """The same as a 0-dimensional int64 on the device of the values, which nobody has waited for."""
-    bits = values.detach().reshape(-1).contiguous().view(_BITS[values.dtype.itemsize])
+    bits = values.detach().reshape(-1).contiguous().view(BITS[values.dtype.itemsize])
     each = _WORD // values.dtype.itemsize
     numel, missing = bits.numel(), -start % each
     head, tail = min(missing, numel), (numel - min(missing, numel)) % each

@@ -86,9 +86,11 @@ def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_b
         # Experts are ordinary parameters as long as there is one expert-parallel rank.
         matches = [candidate for candidate in stored if identity(candidate, _SETTINGS) == identity(group, _SETTINGS)]
     refined = [one for one in matches if identity(one, REFINED_IDENTITY) == identity(group, REFINED_IDENTITY)]
-    if refined or _distinct(matches) > 1 or _has_sibling(group, live):
-        matches = refined or (matches if own_bounds and _distinct(matches, "lr", *BOUNDS) == 1 else [])
-    if _distinct(matches) == 1 or (matches and not refined):
+    if refined:
+        matches = refined
+    elif _distinct(matches) > 1 or _has_sibling(group, live):  # nothing but bounds tells which of them it is
+        matches = matches[:1] if own_bounds and _distinct(matches, "lr", *BOUNDS) == 1 else []
+    if _distinct(matches) == 1:
         kept = (*_OWN, *BOUNDS) if own_bounds else _OWN
         return {**own, **{key: value for key, value in matches[0].items() if key not in kept}}
     if not group["params"] and stored:

@@ -8,7 +8,6 @@ there before, or a folder without an index, which is no checkpoint for any reade
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import zipfile
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -21,6 +20,7 @@ import numpy as np
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.storage.publish import flush
 from mcore_ckpt_ext.zero_strict_state_dict.ranks import Ranks
 
 _SCALAR: Any = np.float64(0).__reduce__()[0]
@@ -62,7 +62,7 @@ class Files:
             return
         self._scratch.mkdir(parents=True, exist_ok=True)
         write(self._scratch / name)
-        _flush(self._scratch / name)
+        flush(self._scratch / name)
         self._names.append(name)
 
     def add_folder(self, write: Callable[[Path], object]) -> None:
@@ -74,7 +74,7 @@ class Files:
         write(folder)
         for file in sorted(folder.iterdir()):
             file.replace(self._scratch / file.name)
-            _flush(self._scratch / file.name)
+            flush(self._scratch / file.name)
             self._names.append(file.name)
 
     def publish(self) -> None:
@@ -88,7 +88,7 @@ class Files:
             (self._folder / self._last).unlink(missing_ok=True)
         for name in sorted(dict.fromkeys(self._names), key=lambda name: name == self._last):
             (self._scratch / name).replace(self._folder / name)
-        _flush(self._folder)
+        flush(self._folder)
 
 
 def write_shards(
@@ -223,11 +223,3 @@ def _failure_of(work: Callable[[], object]) -> Exception | None:
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks have to hear of it
         return error
     return None
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
