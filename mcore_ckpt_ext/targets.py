@@ -13,7 +13,7 @@ from importlib import metadata
 from typing import Any, ClassVar, Literal, TypeAlias
 
 from mcore_ckpt_ext.errors import UsageError, shortened
-from mcore_ckpt_ext.versions import NEWEST, Version, parse_version
+from mcore_ckpt_ext.versions import NEWEST, OLDEST, Version, parse_version
 
 SHARD_BYTES = 5 * 10**9
 DTYPES = ("float32", "bfloat16", "float16")
@@ -262,13 +262,16 @@ def version_number(version: str | None) -> Version:
     """Major and minor number of a version of Megatron; None is the installed one, else the newest known.
 
     Raises:
-        UsageError: it is no version.
+        UsageError: it is no version, or none that is known or follows those.
     """
     text = installed_version() if version is None else version
     found = parse_version(text)
     if found is None:
         shown = shortened(repr(text), 40)
         raise UsageError("that is not a version of Megatron", found=shown, expected="for example 0.16.1")
+    if found < OLDEST or found.major != NEWEST.major:
+        expected = f"{OLDEST} to {NEWEST}, or what follows it"
+        raise UsageError("nothing is known of that version of Megatron", found=str(found), expected=expected)
     return found
 
 

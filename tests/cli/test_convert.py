@@ -98,6 +98,8 @@ def test_a_dry_run_estimates(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--to", "torch_dist", "--tensor-model-parallel-size", "2"], "it belongs to --to legacy"),
         (["--to", "torch_dist", "--for", "bridge", "--transformer-impl", "local"], "for jobs of Megatron-LM"),
         (["--to", "legacy", "--megatron-version", "new"], "not a version of Megatron"),
+        (["--to", "legacy", "--megatron-version", "7.0"], "nothing is known of that version of Megatron; found: 7.0"),
+        (["--to", "legacy", "--megatron-version", "0.6"], "found: 0.6; expected: 0.7 to 0.19, or what follows it"),
         (["--to", "hdf5"], "invalid choice"),
         ([], "--to"),
     ],
