@@ -51,12 +51,15 @@ class DescribedCheckpoint(Checkpoint):
             UsageError: the checkpoint has them, or shows something else.
         """
         super().__init__(folder, witnesses)
-        self.index = self._read_index()
         self._facts = facts
         self._lent: Mapping[str, LentWeight] = {}
         self._tried: Mapping[str, int] = {}
         self._lender: Checkpoint | None = None
         self._elsewhere: Elsewhere | None = None
+        # What the index is read as may depend on the job, of which only the rest tells by then.
+        self.index = DcpIndex({}, {}, {})
+        self.index = self._read_index()
+        self._forget_the_job()
         if facts != NOTHING and ARGUMENTS in self.common and self.arguments.tells_all:
             refuse_facts(facts, folder)
 
@@ -157,7 +160,8 @@ class DescribedCheckpoint(Checkpoint):
         return False
 
     def _forget_the_job(self) -> None:
-        for name in ("description", "arguments", "layout", "models", "experts_apart", "optimizer", "proof"):
+        known = "description", "arguments", "layout", "models", "experts_apart", "optimizer", "proof", "_own_weights"
+        for name in known:
             vars(self).pop(name, None)
 
     @cached_property

@@ -7,16 +7,20 @@ Only pickles are read; tensors stay on disk.
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt_ext.arguments import FIELDS
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, printable, shown
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.index_entries import StoredObject
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 MODEL_FILE = "model_optim_rng.pt"
@@ -64,6 +68,11 @@ class RankState:
     def file(self) -> str:
         """The file, relative to the iteration folder."""
         return f"{self.folder}/{MODEL_FILE}"
+
+    @property
+    def arguments(self) -> Any:
+        """Megatron's arguments, as this rank stored them."""
+        return self.state.get("args")
 
     @property
     def chunks(self) -> list[Mapping[str, Any]]:
@@ -137,7 +146,52 @@ class RankFolders:
             )
         for own in states[1:]:
             self._check_time(states[0], own)
+        self._check_writers(states, RankGrid(layout, bool(getattr(states[0].arguments, "use_tp_pp_dp_mapping", False))))
+        self._check_different(states)
         return states
+
+    def _check_writers(self, states: Sequence[RankState], grid: RankGrid) -> None:
+        """Compare the global rank that each file says has written it with the folder that it lies in.
+
+        Programs that write the files of all ranks from one process (tools/checkpoint of Megatron-LM) leave one and the
+        same rank in all of them, which says nothing.
+
+        Raises:
+            UnreadableCheckpointError: a file lies in the folder of another rank.
+        """
+        layout, writers = grid.layout, {own.folder: getattr(own.arguments, "rank", None) for own in states}
+        world = layout.tensor * layout.pipeline * layout.context * layout.data
+        if len(set(writers.values())) < len(states) or layout.world != world:
+            return
+        for own in states:
+            writer = writers[own.folder]
+            if type(writer) is not int or not 0 <= writer < world:
+                return
+            tensor, _, _, pipeline = grid.coordinates(writer)
+            is_its = (tensor, pipeline) == (own.rank.tensor, own.rank.pipeline)
+            if not is_its or own.rank.expert not in grid.experts(writer):
+                raise self._mixed_up(own, f"a file that rank {writer} wrote, {grid.place(writer)}", "that of its rank")
+
+    def _check_different(self, states: Sequence[RankState]) -> None:
+        """Compare what the files of model-parallel ranks hold, by its checksums: no two hold the same part of a model.
+
+        Raises:
+            UnreadableCheckpointError: two do.
+        """
+        known: dict[tuple[tuple[int, int], ...], str] = {}
+        for own in states:
+            if any(isinstance(value, TensorReference) for chunk in own.chunks for value in chunk.values()):
+                first = known.setdefault(TorchArchive(self._reader, own.file).content, own.folder)
+                if first != own.folder:
+                    raise self._mixed_up(
+                        own, f"the same content as in {first}", "a part of the model that no other has"
+                    )
+
+    def _mixed_up(self, own: RankState, found: str, expected: str) -> UnreadableCheckpointError:
+        return UnreadableCheckpointError(
+            "the ranks' files are mixed up", found=found, expected=expected, where=str(self._folder / own.file),
+            helps="they were moved or copied: restore the folders as they were written, or use another iteration",
+        )  # fmt: skip
 
     def _check_time(self, first: RankState, own: RankState) -> None:
         """Compare what all ranks store alike, and what changes with every iteration.
@@ -149,7 +203,7 @@ class RankFolders:
         for key in expected.keys() | found.keys():
             if repr(found.get(key)) != repr(expected.get(key)):  # so that a value that is no number equals itself
                 raise UnreadableCheckpointError(
-                    "the ranks' files were not written at the same time of a run",
+                    "the ranks' files were not written at the same time of one run",
                     found=f"{key} {shown(found.get(key))}",
                     expected=f"{shown(expected.get(key))}, as in {first.folder}",
                     where=str(self._folder / own.file),
@@ -199,14 +253,22 @@ def folder_names(folder: Path) -> list[str]:
 
 
 def _time_of(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What changes with every iteration, and every rank stores (`generate_state_dict`), as far as its version does."""
+    """What every rank stores alike (`generate_state_dict`), as far as its version does: the time, and the job.
+
+    Other arguments (`rank`, `local_rank`) are a rank's own.
+    """
     schedulers = [(key, state.get(key)) for key in _SCHEDULERS]
-    return {key: state.get(key) for key in _ITERATIONS} | {
-        f"{key}.{printable(str(name))}": value
-        for key, scheduler in schedulers
-        if isinstance(scheduler, dict)
-        for name, value in scheduler.items()
-    }
+    stated = vars(state["args"]) if isinstance(state.get("args"), Namespace) else {}
+    return (
+        {key: state.get(key) for key in _ITERATIONS}
+        | {
+            f"{key}.{printable(str(name))}": value
+            for key, scheduler in schedulers
+            if isinstance(scheduler, dict)
+            for name, value in scheduler.items()
+        }
+        | {f"args.{name}": stated.get(name) for name in FIELDS}
+    )
 
 
 def is_model_chunk(key: object) -> bool:

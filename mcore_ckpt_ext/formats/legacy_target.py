@@ -23,6 +23,7 @@ from mcore_ckpt_ext.formats.legacy_ranks import MODEL_FILE, OPTIMIZER_FILE, Lega
 from mcore_ckpt_ext.formats.legacy_whole_state import WholeStates
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK, PortableState, portable_chain, undistributed
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.model_space.anatomy import language_prefix
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
 from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
@@ -116,6 +117,9 @@ class LegacyTarget:
     def _rank_state(self, rank: LegacyRank) -> dict[str, Any]:
         """What `generate_state_dict` puts together."""
         state = dict(self._state.common)
+        grid = RankGrid(self.layout, bool(self._arguments.use_tp_pp_dp_mapping))
+        if (writer := grid.first_at(rank.tensor, rank.pipeline, rank.expert)) is not None:
+            state["args"] = argparse.Namespace(**{**vars(state["args"]), "rank": writer})
         chunks = [self._chunk(rank, stage) for stage in self._models.stages]
         if len(chunks) == 1:
             state["model"] = chunks[0]

@@ -16,11 +16,12 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.slices import numel_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.accounting import stored_parts
-from mcore_ckpt_ext.offline.ranks import RankGrid, why_silent
+from mcore_ckpt_ext.offline.ranks import why_silent
 from mcore_ckpt_ext.offline.stages import Stage, stages_of
 from mcore_ckpt_ext.offline.versions import Resumption, Writer, resumptions, writer_of
 from mcore_ckpt_ext.optimizers.description import described

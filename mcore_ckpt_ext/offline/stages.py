@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.parallel import layers_by_chunk
-from mcore_ckpt_ext.offline.ranks import RankGrid
+from mcore_ckpt_ext.layout.rank_grid import RankGrid
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,6 +100,12 @@ class TorchArchive:
         return list(self._members)
 
     @property
+    def content(self) -> tuple[tuple[int, int], ...]:
+        """Size and checksum of each of its storages: archives that differ in one hold other numbers."""
+        storages = (member for name, member in self._members.items() if name.startswith("data/"))
+        return tuple((member.file_size, member.CRC) for member in storages)
+
+    @property
     def where(self) -> str:
         """The file and the place in it, for error messages."""
         return f"{self._reader.folder}/{self._file} at byte {self._offset}"

@@ -6,6 +6,7 @@ import io
 import json
 import pickle
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -169,8 +170,9 @@ def test_a_legacy_layer_too_many_does_not_shift_those_behind(tmp_path: Path) -> 
             lambda state: state["opt_param_scheduler"].update(num_steps=48),
             "found: opt_param_scheduler.num_steps 48; expected: 32",
         ),
+        (lambda state: vars(state["args"]).update(swiglu=True), "found: args.swiglu True; expected: False"),
     ],
-    ids=["iteration", "scheduler"],
+    ids=["iteration", "scheduler", "job"],
 )
 def test_a_legacy_file_of_another_iteration(change: Any, said: str, tmp_path: Path) -> None:
     fixture = legacy_of(tmp_path)
@@ -178,6 +180,49 @@ def test_a_legacy_file_of_another_iteration(change: Any, said: str, tmp_path: Pa
     with pytest.raises(UnreadableCheckpointError, match=f"not written at the same time.*{said}.*mp_rank_00_001"):
         mcore_ckpt_ext.convert(fixture.run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
     assert any("not written at the same time" in found for found in errors_of(fixture.run))
+
+
+def exchange(iteration: Path, one: str, other: str) -> None:
+    (iteration / one).rename(iteration / "apart")
+    (iteration / other).rename(iteration / one)
+    (iteration / "apart").rename(iteration / other)
+
+
+@pytest.mark.parametrize(
+    ("name", "one", "other"),
+    [
+        ("p08b", "mp_rank_00_001", "mp_rank_00_002"),
+        ("p08c", "mp_rank_00", "mp_rank_01"),
+        ("p09", "mp_rank_00_000_000", "mp_rank_00_000_001"),
+    ],
+)
+def test_legacy_files_of_another_rank(name: str, one: str, other: str, tmp_path: Path) -> None:
+    """Their masters round to their weights; but layers, rows or experts would take each other's places."""
+    if name == "p09":
+        run = tmp_path / "run"
+        mcore_ckpt_ext.convert(fixture_named(name).run, run, mcore_ckpt_ext.Legacy())
+        iteration = run / "iter_0000004"
+    else:
+        fixture = fixture_named(name).copy_to(tmp_path / "legacy")
+        run, iteration = fixture.run, fixture.iteration
+    assert not errors_of(run)
+    exchange(iteration, one, other)
+    with pytest.raises(UnreadableCheckpointError, match=f"mixed up; found: a file that rank .*{one}"):
+        mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+    assert any("mixed up" in found for found in errors_of(run))
+    exchange(iteration, one, other)
+    shutil.rmtree(iteration / other)
+    shutil.copytree(iteration / one, iteration / other)
+    with pytest.raises(UnreadableCheckpointError, match=f"mixed up; found: the same content as in {one}.*{other}"):
+        mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+
+
+def test_legacy_files_that_one_process_wrote_for_all_ranks(tmp_path: Path) -> None:
+    """As those of Megatron's own converters, which leave one rank in all of them."""
+    fixture = legacy_of(tmp_path)
+    for folder in sorted(path.name for path in fixture.iteration.glob("mp_rank_*")):
+        edit_rank(fixture, folder, lambda state: vars(state["args"]).update(rank=0))
+    assert not errors_of(fixture.run)
 
 
 @pytest.mark.parametrize("setting", ["lr", "betas", "stranger"])

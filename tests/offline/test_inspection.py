@@ -13,11 +13,11 @@ import pytest
 import mcore_ckpt_ext
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline import versions
 from mcore_ckpt_ext.offline.inspection import Inspection, inspect
-from mcore_ckpt_ext.offline.ranks import RankGrid
 from tests.harness.checkpoints import CORRUPTED, INTACT, Fixture, fixture_named
 
 # A page, a script or a colleague's program may rely on these: a change is a new number in `inspection.SCHEMA`.

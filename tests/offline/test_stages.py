@@ -8,7 +8,7 @@ import pytest
 
 from mcore_ckpt_ext import inspect
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.offline.ranks import RankGrid
+from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.offline.stages import _ranks
 from tests.harness.checkpoints import fixture_named
 

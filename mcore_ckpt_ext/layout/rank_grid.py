@@ -1,0 +1,73 @@
+"""Global ranks and their places in a layout."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+
+
+@dataclass(frozen=True)
+class RankGrid:
+    """The order of ranks: tensor ranks run fastest, then context, data, pipeline.
+
+    With `--use-tp-pp-dp-mapping` (`pipeline_first`) pipeline ranks run before data ranks. Expert ranks divide the ranks
+    of a pipeline stage in their own way. Source: `RankGenerator` and its orders, megatron/core/parallel_state.py
+    and megatron/training/initialize.py, core_v0.7.0 to 0.19.2.
+    """
+
+    layout: ParallelLayout
+    pipeline_first: bool = False
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the sizes are known that say where a rank stands."""
+        return self.layout.unknown.isdisjoint(("tensor", "pipeline", "context", "data", "world"))
+
+    def coordinates(self, rank: int) -> tuple[int, int, int, int]:
+        """(tensor, context, data, pipeline) of a global rank."""
+        layout = self.layout
+        rest, tensor = divmod(rank, layout.tensor)
+        rest, context = divmod(rest, layout.context)
+        if self.pipeline_first:
+            data, pipeline = divmod(rest, layout.pipeline)
+        else:
+            pipeline, data = divmod(rest, layout.data)
+        return tensor, context, data, pipeline
+
+    def experts(self, rank: int) -> frozenset[int]:
+        """The numbers that a global rank can have among the expert-parallel ones.
+
+        Since core_v0.9 experts divide a stage's ranks without regard to context parallelism; before, data ranks only.
+        """
+        layout = self.layout
+        return frozenset(
+            rank // step % layout.expert for step in (layout.expert_tensor, layout.tensor * layout.context)
+        )
+
+    def first_at(self, tensor: int, pipeline: int, expert: int) -> int | None:
+        """The first global rank at such a place; None where the sizes leave none."""
+        layout = self.layout
+        for rank in range(tensor, layout.world, layout.tensor):
+            place = self.coordinates(rank)
+            its_expert = rank // layout.expert_tensor % layout.expert
+            if (place[0], place[3], its_expert) == (tensor, pipeline, expert):
+                return rank
+        return None
+
+    def place(self, rank: int) -> str:
+        """A global rank's place, in words."""
+        if not self.is_known:
+            return "not known"
+        layout = self.layout
+        tensor, context, data, pipeline = self.coordinates(rank)
+        sizes = ((layout.tensor, "tensor", tensor), (layout.pipeline, "pipeline", pipeline))
+        more = ((layout.context, "context", context), (layout.data, "data", data))
+        return ", ".join(f"{name} {number}" for size, name, number in (*sizes, *more) if size > 1) or "the only rank"
+
+    def model_place(self, tensor: int, pipeline: int, expert: int) -> str:
+        """The place of a model-parallel rank, in words."""
+        layout = self.layout
+        dense = ((layout.tensor, "tensor", tensor), (layout.pipeline, "pipeline", pipeline))
+        sizes = (*dense, (layout.expert, "expert", expert))
+        return ", ".join(f"{name} {number}" for size, name, number in sizes if size > 1) or "the only one"
