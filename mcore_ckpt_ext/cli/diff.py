@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, heading, line, message, table
-from mcore_ckpt_ext.cli.page import comparison_page
+from mcore_ckpt_ext.cli.page import check_place, comparison_page, write_page
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.errors import readable
@@ -35,6 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and report what differs."""
+    if arguments.html is not None:
+        check_place(arguments.html)
     found = compare(
         arguments.a,
         arguments.b,
@@ -47,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         pictures=arguments.html is not None,
     )
     if arguments.html is not None:
-        arguments.html.write_text(comparison_page(found), encoding="utf-8")
+        write_page(arguments.html, comparison_page(found))
         message(f"wrote {arguments.html}")
     if arguments.json:
         as_json(found)

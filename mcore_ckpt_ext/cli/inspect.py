@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, as_json, heading, line, message, table
-from mcore_ckpt_ext.cli.page import inspection_page
+from mcore_ckpt_ext.cli.page import check_place, inspection_page, write_page
 from mcore_ckpt_ext.errors import readable
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 from mcore_ckpt_ext.offline.inspection import Inspection, StoredFile, inspect
@@ -30,6 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Inspect, and report it."""
+    if arguments.html is not None:
+        check_place(arguments.html)
     found = inspect(
         arguments.path,
         buffers=arguments.html is not None or arguments.json,
@@ -37,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
         weights=arguments.weights,
     )
     if arguments.html is not None:
-        arguments.html.write_text(inspection_page(found), encoding="utf-8")
+        write_page(arguments.html, inspection_page(found))
         message(f"wrote {arguments.html}")
     if arguments.json:
         as_json(found)

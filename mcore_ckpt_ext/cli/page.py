@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.cli.output import json_text
+from mcore_ckpt_ext.errors import DestinationError, UsageError
 from mcore_ckpt_ext.offline.comparison import Comparison
 from mcore_ckpt_ext.offline.inspection import Inspection
 
+_BEGINNING = b"<!doctype html>"
 _DATA, _STYLE, _SCRIPT = "/*DATA*/", "/*STYLE*/", "/*SCRIPT*/"
 
 
@@ -26,6 +30,43 @@ def inspection_page(found: Inspection) -> str:
 def comparison_page(found: Comparison) -> str:
     """A page of what differs between two checkpoints, with a picture for each tensor."""
     return _page("comparison.js", asdict(found))
+
+
+def check_place(path: Path) -> None:
+    """Refuse a place for a page where something else lies, before anything is looked at: it may be a checkpoint's.
+
+    Raises:
+        UsageError: there is such a thing.
+    """
+    if not os.path.lexists(path):
+        return
+    is_page = False
+    if path.is_file():
+        with path.open("rb") as stream:
+            is_page = stream.read(len(_BEGINNING)).lower() == _BEGINNING
+    if not is_page:
+        raise UsageError(
+            "--html would overwrite something that is no page",
+            where=str(path),
+            helps="name a new file, or an older page",
+        )
+
+
+def write_page(path: Path, text: str) -> None:
+    """Write a page to a place that `check_place` has let pass.
+
+    Raises:
+        DestinationError: it cannot be written.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise DestinationError(
+            "the page cannot be written",
+            found=error.strerror,
+            where=str(path),
+            helps="name a file in a folder that is there",
+        ) from error
 
 
 def _page(script: str, data: dict[str, Any]) -> str:

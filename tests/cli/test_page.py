@@ -175,3 +175,17 @@ def test_names_of_strangers_stay_names_in_a_comparison(browser: str, tmp_path: P
     unread = Unread(HOSTILE, HOSTILE, 1)
     found = Comparison(2, HOSTILE, HOSTILE, False, (kind,), (Fact(HOSTILE, HOSTILE, "b"),), (unread,), (unread,))
     assert_it_stays_text(browser, tmp_path / "page.html", comparison_page(found), times=8)
+
+
+def test_a_page_takes_no_others_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = fixture_named("p01").copy_to(tmp_path / "source").run
+    file = run / "iter_0000004" / "common.pt"
+    before = file.read_bytes()
+    for words in (["inspect", str(run)], ["diff", str(run), str(run)]):
+        assert main([*words, "--html", str(file)]) == 2
+        assert "would overwrite something that is no page" in capsys.readouterr().err
+        assert main([*words, "--html", str(tmp_path / "nowhere" / "page.html")]) == 2
+        assert "the page cannot be written; found: No such file or directory" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    page = tmp_path / "page.html"
+    assert [main(["inspect", str(run), "--html", str(page)]) for _ in range(2)] == [0, 0]
