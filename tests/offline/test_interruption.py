@@ -57,7 +57,8 @@ def test_resuming_does_not_write_again_what_is_done(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_stops_all_threads(tmp_path: Path) -> None:
-    """Python raises it in the main thread, which waits for the others."""
+    """Python raises it in the main thread, which waits for the others; unless a shell started this in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     steps: list[int] = []
 
     def interrupt(done: int, total: int) -> None:
@@ -66,10 +67,13 @@ def test_an_interrupt_stops_all_threads(tmp_path: Path) -> None:
         steps.append(done)
         time.sleep(0.1)
 
-    with pytest.raises(KeyboardInterrupt):
-        mcore_ckpt_ext.convert(
-            fixture_named("p02").run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), workers=2, progress=interrupt
-        )
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            mcore_ckpt_ext.convert(
+                fixture_named("p02").run, tmp_path / "out", mcore_ckpt_ext.TorchDist(), workers=2, progress=interrupt
+            )
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert len(steps) <= 6  # of more than a hundred
     assert not (tmp_path / "out").exists()
 
