@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shortened, some
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown, some
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
@@ -34,6 +34,8 @@ from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.storage.runs import RELEASE, iteration_number
 from mcore_ckpt_ext.transfer import Transfer
+
+_MOST_ITERATIONS = 1 << 40
 
 
 class Weights(Source, Protocol):
@@ -159,8 +161,18 @@ class Checkpoint(ABC):
 
     @property
     def iteration(self) -> int:
-        """The training iteration."""
-        return int(self.common.get("iteration", 0))
+        """The training iteration; that of its folder, where the checkpoint itself does not say it.
+
+        Raises:
+            UnreadableCheckpointError: it says something else.
+        """
+        stated = self.common.get("iteration", iteration_number(self.folder) or 0)
+        if type(stated) is not int or not 0 <= stated < _MOST_ITERATIONS:
+            raise UnreadableCheckpointError(
+                "the checkpoint says of its iteration what no iteration is", found=shown(stated),
+                expected="a whole number", where=str(self.folder), helps="its common state was edited: use another one",
+            )  # fmt: skip
+        return stated
 
     @property
     def released(self) -> bool:
@@ -208,7 +220,9 @@ class Checkpoint(ABC):
         if layers and stated and stated != len(layers):
             found.append(f"the arguments say num_layers {stated}, but {len(layers)} are stored")
         named = iteration_number(self.folder)
-        if named is not None and named != self.iteration:
+        if named is not None and "iteration" not in self.common:
+            found.append(f"it does not say its iteration: that of its folder, {self.folder.name}, counts")
+        elif named is not None and named != self.iteration:
             found.append(f"it says that it is iteration {self.iteration}, but its folder is {self.folder.name}")
         return found
 

@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mcore_ckpt_ext.optimizers.groups import checked_optimizer
+
 
 def common_optimizers(common: Mapping[str, Any]) -> list[dict[Any, Any]]:
-    """The optimizer's entries in the common state: one, or one for each chained optimizer."""
+    """The optimizer's entries in the common state: one, or one for each chained optimizer.
+
+    Raises:
+        UnreadableCheckpointError: see `checked_optimizer`.
+    """
     state = common.get("optimizer")
     if not isinstance(state, dict):
         return []
     children = [child for key, child in state.items() if isinstance(key, int) and isinstance(child, dict)]
-    return children or [state]
+    return [checked_optimizer(child) for child in children or [state]]
 
 
 def sharding_type(common: Mapping[str, Any]) -> str | None:
@@ -25,5 +31,6 @@ def sharding_type(common: Mapping[str, Any]) -> str | None:
     for child in children:
         if isinstance(child, dict) and "param_state_sharding_type" in child:
             return str(child["param_state_sharding_type"])
-    found = (common.get("content_metadata") or {}).get("distrib_optim_sharding_type")
+    metadata = common.get("content_metadata")
+    found = metadata.get("distrib_optim_sharding_type") if isinstance(metadata, dict) else None
     return str(found) if found else None

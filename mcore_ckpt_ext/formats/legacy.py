@@ -93,7 +93,8 @@ class LegacyCheckpoint(Checkpoint):
         first = self._folders.first
         shared = {key: value for key, value in first.state.items() if not str(key).startswith(_PRIVATE)}
         common: dict[str, Any] = self._archive(first).with_values(shared)
-        common.setdefault("iteration", first.state.get("total_iters", 0))
+        if "total_iters" in first.state:
+            common.setdefault("iteration", first.state["total_iters"])
         return common
 
     @cached_property

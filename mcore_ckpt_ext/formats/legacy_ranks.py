@@ -18,6 +18,7 @@ from mcore_ckpt_ext.arguments import FIELDS
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, printable, shown
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
+from mcore_ckpt_ext.optimizers.groups import checked_optimizer
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
@@ -83,9 +84,13 @@ class RankState:
 
     @property
     def optimizers(self) -> list[Mapping[str, Any]]:
-        """The state of each chained optimizer: a list of several, or the only one itself."""
+        """The state of each chained optimizer: a list of several, or the only one itself.
+
+        Raises:
+            UnreadableCheckpointError: see `checked_optimizer`.
+        """
         found = self.state.get("optimizer") or []
-        return list(found) if isinstance(found, list) else [found]
+        return [checked_optimizer(one) for one in (found if isinstance(found, list) else [found])]
 
 
 @dataclass(frozen=True)

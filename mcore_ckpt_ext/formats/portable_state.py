@@ -62,7 +62,8 @@ class PortableState:
             version: the version of Megatron that will read it.
         """
         stored = {key: value for key, value in checkpoint.common.items() if key not in _NOT_CARRIED}
-        common, notes = _writable({"checkpoint_version": _VERSION, **stored}, "the common state")
+        known = {"checkpoint_version": _VERSION, "iteration": checkpoint.iteration}
+        common, notes = _writable({**known, **stored}, "the common state")
         common["args"], about_arguments = portable_arguments(arguments, version)
         states, about_experts = of_each_expert(checkpoint.extra_states(), checkpoint.arguments.num_experts or 0)
         extra_states, about_extra_states = writable_extra_states(states)

@@ -32,7 +32,7 @@ from mcore_ckpt_ext.formats.unread import (
 from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
 from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
 from mcore_ckpt_ext.optimizers.encoding import StoredKeys
-from mcore_ckpt_ext.optimizers.groups import keeps_nothing
+from mcore_ckpt_ext.optimizers.groups import checked_groups, keeps_nothing
 from mcore_ckpt_ext.optimizers.masters import with_masters
 from mcore_ckpt_ext.optimizers.model_space_formats import NOT_DISTRIBUTED
 from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
@@ -185,7 +185,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         """
         found: list[dict[str, Any]] = []
         for key in self._keys(_STATE_OBJECTS):
-            found.extend(self._values(key)["param_groups"])
+            found.extend(checked_groups(self._values(key)["param_groups"]))
         for child in self._common_optimizers():
             # Of a job in fp32 the entry is torch's own dict (`FP32Optimizer`, megatron/core/optimizer/optimizer.py).
             inner = child.get("optimizer") or child
@@ -203,7 +203,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         for number, child in enumerate(self._common_optimizers()):
             mark = f"chained_{number}."
             stored = [self._values(key)["param_groups"] for key in self._keys(_STATE_OBJECTS) if key.startswith(mark)]
-            groups = [group for of_rank in stored for group in of_rank]
+            groups = [group for of_rank in stored for group in checked_groups(of_rank)]
             found.append({**child, "optimizer": {"param_groups": once(groups)}} if groups else child)
         return found
 

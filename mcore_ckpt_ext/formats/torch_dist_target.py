@@ -245,8 +245,9 @@ class TorchDistTarget:
             arguments.use_distributed_optimizer = all(SHARDING_MARK in child for child in children)
             arguments.ckpt_fully_parallel_save = True  # up to 0.12 this chooses `fully_sharded_model_space`
         if self._version >= (0, 13):
-            written = source.common.get("content_metadata") or {}
-            content["singleton_local_shards"] = bool(written.get("singleton_local_shards", False))
+            written = source.common.get("content_metadata")
+            singletons = written.get("singleton_local_shards") if isinstance(written, dict) else None
+            content["singleton_local_shards"] = singletons is True
             content["chained_optim_avoid_prefix"] = self._version >= (0, 14)
             if self._version >= (0, 15):
                 content["distrib_optim_fully_reshardable_mem_efficient"] = False

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite, prod
+from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import some
+from mcore_ckpt_ext.errors import shown, some
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.proof import Mismatch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.copies import compared_copies, is_left_by_offload
-from mcore_ckpt_ext.offline.findings import COPIES, PROOF, VALUES, Finding, error, warning
+from mcore_ckpt_ext.offline.findings import COMPLETE, COPIES, PROOF, VALUES, Finding, error, warning
 from mcore_ckpt_ext.offline.reading import Remembering, blocks
 from mcore_ckpt_ext.optimizers.copies import bits_of
+from mcore_ckpt_ext.optimizers.groups import ADAM, rule_of
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.transfer import Transfer, read_slice
+
+# Of every parameter group, and of Adam's (torch.optim, Transformer Engine's FusedAdam).
+_NEEDED, _OF_ADAM = ("lr", "weight_decay"), ("eps",)
+_NUMBERS = (int, float)
 
 
 @dataclass
@@ -177,10 +183,37 @@ def _judge(kind: str, name: str, shape: tuple[int, ...], tally: _Tally) -> Itera
 
 
 def check_settings(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """Settings of parameter groups that are no finite numbers: the next step would make the weights so."""
-    settings = (item for group in checkpoint.param_groups() for item in group.items())
-    odd = {f"{key} is {value}" for key, value in settings if isinstance(value, float) and not isfinite(value)}
-    yield from (warning(VALUES, "parameter groups", what) for what in sorted(odd))
+    """What cannot be, of the parameter groups and the scheduler.
+
+    An error where a setting is not there or is no number; a warning where it is no finite one: the next step would make
+    the weights so.
+    """
+    found: dict[str, bool] = {}
+    for group in checkpoint.param_groups():
+        for key in _NEEDED + (_OF_ADAM if rule_of(group) == ADAM else ()):
+            if not isinstance(group.get(key), _NUMBERS):
+                found[f"{key} is {shown(group[key])}" if key in group else f"a group has no {key}"] = True
+        found |= _odd(group)
+    yield from _told("parameter groups", found)
+    scheduler = checkpoint.common.get("opt_param_scheduler", checkpoint.common.get("lr_scheduler"))
+    if scheduler is not None:
+        wrong = {f"it is a {type(scheduler).__name__}": True} if not isinstance(scheduler, Mapping) else _odd(scheduler)
+        steps = scheduler.get("num_steps", 0) if isinstance(scheduler, Mapping) else 0
+        yield from _told("scheduler", wrong if isinstance(steps, _NUMBERS) else {f"num_steps is {shown(steps)}": True})
+    elif checkpoint.arguments.tells_all:
+        what = "there is none: a resume with the optimizer needs one, and is refused"
+        yield warning(COMPLETE, "scheduler", what)
+
+
+def _odd(settings: Mapping[str, Any]) -> dict[str, bool]:
+    """Those that are no finite numbers, in words."""
+    odd = ((key, value) for key, value in settings.items() if isinstance(value, float) and not isfinite(value))
+    return {f"{key} is {value}": False for key, value in odd}
+
+
+def _told(where: str, found: Mapping[str, bool]) -> Iterator[Finding]:
+    for what, is_error in sorted(found.items()):
+        yield (error if is_error else warning)(VALUES, where, what)
 
 
 def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:

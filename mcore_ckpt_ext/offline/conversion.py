@@ -22,6 +22,7 @@ from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.account import settle
+from mcore_ckpt_ext.offline.content import check_settings
 from mcore_ckpt_ext.offline.copies import differing_copies, in_words
 from mcore_ckpt_ext.offline.coverage import check_stored_once, refuse_contradictions
 from mcore_ckpt_ext.offline.destination import checked_destination
@@ -152,6 +153,8 @@ def convert(
         reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
         kinds = checkpoint.carried_kinds() if reads_optimizer else (WEIGHT,)
         refuse_contradictions(checkpoint, check_stored_once(checkpoint, kinds))
+        told = list(check_settings(checkpoint)) if reads_optimizer else []
+        refuse_contradictions(checkpoint, (found for found in told if found.severity == "error"))
         if reads_optimizer and not dry_run:
             _check_digests(checkpoint, team)
     largest = BLOCK_BYTES if _turns(checkpoint, output) else _CACHED_BYTES
@@ -181,7 +184,7 @@ def convert(
         peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
         proven_elements=team.total(filler.proven),
         seconds=time.monotonic() - begun,
-        notes=[*output.notes, *_left_by_offload(checkpoint), *differing],
+        notes=[*output.notes, *_left_by_offload(checkpoint), *differing, *(f"{one.where}: {one.what}" for one in told)],
         lost=lost,
         unread=unread,
         how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, shown
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
 
 Group = Mapping[str, Any]
+_PLAIN = (bool, int, float, str, NoneType)
 ADAM, LION, MOMENTUM = "Adam", "Lion", "momentum"
 
 IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
@@ -16,6 +19,47 @@ BOUNDS = ("max_lr", "min_lr")
 """The learning rate's bounds, which the scheduler takes from each group (core_v0.13 and later)."""
 REFINED_IDENTITY = (*IDENTITY, *BOUNDS)
 """With the learning rates' bounds, which 0.19 adds (`param_group_identifier_keys`, megatron/core/optimizer)."""
+_PLAIN_ONES = (*REFINED_IDENTITY, *(f"pre_{key}" for key in IDENTITY))
+
+
+def checked_groups(stored: Any) -> list[dict[str, Any]]:
+    """An optimizer's parameter groups, as Megatron writes them.
+
+    Raises:
+        UnreadableCheckpointError: they are something else.
+    """
+    groups = list(stored) if isinstance(stored, (list, tuple)) else [stored]
+    for group in groups:
+        is_group = isinstance(group, dict) and all(isinstance(key, str) for key in group)
+        odd = [key for key in _PLAIN_ONES if is_group and not isinstance(group.get(key), _PLAIN)]
+        if not is_group or odd:
+            raise UnreadableCheckpointError(
+                "parameter groups of the optimizer are not as Megatron writes them",
+                found=f"{odd[0]} {shown(group[odd[0]])}" if odd else f"a group that is a {type(group).__name__}",
+                expected="settings by name, of which these are plain values" if odd else "settings by name",
+                helps="the checkpoint was edited: use another iteration",
+            )
+    return groups
+
+
+def checked_optimizer(stored: Any) -> dict[Any, Any]:
+    """An optimizer's entry in a state, whose groups are `checked_groups`.
+
+    Raises:
+        UnreadableCheckpointError: it is something else.
+    """
+    inner = stored.get("optimizer", stored) if isinstance(stored, dict) else None
+    if not isinstance(stored, dict) or not isinstance(inner, (dict, NoneType)):
+        raise UnreadableCheckpointError(
+            "the state of an optimizer is not as Megatron writes it",
+            found=type(stored if inner is None else inner).__name__,
+            expected="a dict",
+            helps="the checkpoint was edited: use another iteration",
+        )
+    for state in (stored, inner):
+        if state is not None and "param_groups" in state:
+            checked_groups(state["param_groups"])
+    return stored
 
 
 def rule_of(group: Group) -> str:

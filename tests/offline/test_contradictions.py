@@ -309,3 +309,63 @@ def test_a_learning_rate_that_is_no_number_is_told_and_compared(tmp_path: Path) 
     assert [(found.where, found.what) for found in verify(fixture.run).findings] == [("parameter groups", "lr is nan")]
     facts = {fact.what: (fact.a, fact.b) for fact in compare(fixture.run, fixture_named("p08b").run).facts}
     assert facts["lr"][0] == "nan"
+
+
+def with_common(folder: Path, change: Any) -> Path:
+    fixture = fixture_named("p04").copy_to(folder / "source")
+    file = fixture.iteration / "common.pt"
+    file.chmod(0o644)
+    common = torch.load(file, weights_only=False)
+    change(common)
+    torch.save(common, file)
+    return fixture.run
+
+
+def groups_in(common: Any) -> Any:
+    return common["optimizer"]["optimizer"]["param_groups"]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda common: common.update(iteration=2.5), "says of its iteration what no iteration is; found: 2.5"),
+        (lambda common: common.update(iteration=-5), "what no iteration is; found: -5"),
+        (lambda common: common.update(iteration=True), "what no iteration is; found: True"),
+        (lambda common: common["optimizer"].update(optimizer=torch.ones(2)), "the state of an optimizer is not as"),
+        (lambda common: common["optimizer"]["optimizer"].update(param_groups=None), "a group that is a NoneType"),
+        (lambda common: groups_in(common).append(torch.ones(2)), "parameter groups of the optimizer are not as"),
+        (lambda common: groups_in(common)[0].update(wd_mult=torch.ones(2)), "are not as Megatron.*found: wd_mult"),
+        (lambda common: groups_in(common)[0].pop("lr"), "a group has no lr"),
+        (lambda common: groups_in(common)[1].update(eps=None), "eps is None"),
+        (lambda common: common.update(opt_param_scheduler="x"), "it is a str"),
+        (lambda common: common["opt_param_scheduler"].update(num_steps="32"), "num_steps is 32"),
+    ],
+)
+def test_settings_that_cannot_be(change: Any, said: str, tmp_path: Path) -> None:
+    run = with_common(tmp_path, change)
+    assert any(re.search(said, found) for found in errors_of(run))
+    with pytest.raises(UnreadableCheckpointError, match=said):
+        mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda common: common.pop("opt_param_scheduler"), "scheduler: there is none"),
+        (lambda common: common["opt_param_scheduler"].update(max_lr=float("inf")), "scheduler: max_lr is inf"),
+        (
+            lambda common: common.pop("iteration"),
+            "it does not say its iteration: that of its folder",
+        ),
+        (lambda common: common.update(content_metadata=torch.ones(2)), ""),
+    ],
+)
+def test_settings_that_are_told(change: Any, said: str, tmp_path: Path) -> None:
+    run = with_common(tmp_path, change)
+    result = verify(run)
+    assert result.sound
+    assert any(said in f"{found.where}: {found.what}" for found in result.findings) or not said
+    report = mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+    assert any(said in note for note in report.notes)
+    assert mcore_ckpt_ext.open_checkpoint(tmp_path / "out").iteration == 4

@@ -57,7 +57,8 @@ def test_resuming_does_not_write_again_what_is_done(tmp_path: Path) -> None:
 
 
 def test_an_interrupt_stops_all_threads(tmp_path: Path) -> None:
-    """Python raises it in the main thread, which waits for the others; unless a shell started this in the background."""
+    """Python raises it in the main thread, which waits for the others."""
+    # A shell has those ignore it that it starts in the background.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     steps: list[int] = []
 
