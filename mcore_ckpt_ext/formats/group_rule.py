@@ -16,7 +16,8 @@ def group_that_holds(
 ) -> int:
     """The number of the group that a parameter is in (`_get_param_groups`, megatron/core/optimizer/__init__.py).
 
-    Biases and arrays of one axis have no weight decay; experts on ranks of their own, and embeddings with a learning
+    Biases and arrays of one axis have no weight decay, but for norms of queries and keys where the job says so
+    (`get_standard_config_overrides`, since core_v0.16.0); experts on ranks of their own, and embeddings with a learning
     rate of their own, have groups of their own.
 
     Args:
@@ -26,14 +27,14 @@ def group_that_holds(
         arguments: of the job that wrote them.
 
     Raises:
-        UnsupportedCheckpointError: the groups differ otherwise.
+        UnsupportedCheckpointError: the groups differ otherwise, or none of them is the parameter's.
     """
-    decays = float(not name.endswith(".bias") and len(shape) != 1)
+    decays = float(decays_by_rule(name, shape, arguments))
     wanted = {"wd_mult": decays, "is_expert_parallel": of_experts(name), "is_decoupled_lr": name in VOCABULARY}
     fit = list(range(len(groups)))
     for setting, value in wanted.items():
         values = {bool(_setting(group, setting)) for group in groups}
-        if len(values) > 1:
+        if len(values) > 1 or (setting == "wd_mult" and any(map(states_decay, groups))):
             fit = [number for number in fit if _setting(groups[number], setting) == value]
     if len(fit) != 1 or arguments.stated.get("no_weight_decay_cond_type"):
         raise UnsupportedCheckpointError(
@@ -42,6 +43,19 @@ def group_that_holds(
             helps="convert --to torch_dist; or --drop optimizer",
         )  # fmt: skip
     return fit[0]
+
+
+def decays_by_rule(name: str, shape: tuple[int, ...], arguments: JobArguments) -> bool:
+    """Whether a parameter has weight decay."""
+    of_queries_or_keys = "q_layernorm." in name or "k_layernorm." in name
+    if arguments.stated.get("apply_wd_to_qk_layernorm") and of_queries_or_keys:
+        return True
+    return not name.endswith(".bias") and len(shape) != 1
+
+
+def states_decay(group: Mapping[str, Any]) -> bool:
+    """Whether a group says with what its weight decay is multiplied."""
+    return "wd_mult" in group or "pre_wd_mult" in group
 
 
 def _setting(group: Mapping[str, Any], name: str) -> Any:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.description import ARGUMENTS
@@ -22,11 +23,19 @@ from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
-from mcore_ckpt_ext.online.agreement import agreed
-from mcore_ckpt_ext.online.homes.recognition import Chain, is_another_kind, kind_named, stock_stumbles, switched
+from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
+from mcore_ckpt_ext.online.homes.recognition import (
+    Chain,
+    has_remainders,
+    is_another_kind,
+    kind_named,
+    stock_stumbles,
+    switched,
+)
+from mcore_ckpt_ext.online.live_job import LiveJob
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
-from mcore_ckpt_ext.optimizers.refusals import has_remainders
+from mcore_ckpt_ext.optimizers.refusals import has_remainders as stores_remainders
 from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, stock_can_load
 from mcore_ckpt_ext.storage.runs import iteration_name
 from mcore_ckpt_ext.versions import Version, parse_version
@@ -79,7 +88,31 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
         return None
     looks = agreed(_PHASE, lambda: _look_with_megatron(scope, call, arguments))
-    return next((look for look in looks if look is not None), None)
+    look = next((look for look in looks if look is not None), None)
+    if look is not None and look.stock_loads:
+        chunks = scope["unwrap_model"](call["ddp_model"])
+        return replace(look, stock_loads=not _trains_others(look.folder, chunks, call))
+    return look
+
+
+def _trains_others(folder: Path, chunks: Sequence[Any], call: Mapping[str, Any]) -> bool:
+    """Whether the job trains other parameters than the sidecar says were trained, where no proof would show it.
+
+    Stock takes each other's state for that of parameters of one size, under an unchanged layout; beside remainders
+    every pair of a weight and a remainder is some master's. Collective.
+    """
+
+    def own() -> tuple[list[str], list[str]]:
+        if not has_remainders(call["optimizer"]):
+            return [], []
+        sidecar = open_checkpoint(folder).sidecar if is_first_rank() else None
+        with suppress(CheckpointError):  # what stock loads need not be of a kind that is known here
+            return LiveJob(chunks, call["optimizer"]).view.trained, sidecar.names() if sidecar else []
+        return [], []
+
+    told = agreed(_PHASE, own)
+    trained, recorded = ({name for names in lists for name in names} for lists in zip(*told, strict=True))
+    return bool(trained and recorded) and trained != recorded
 
 
 def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) -> Look | None:
@@ -215,7 +248,7 @@ def _same_groups(common: Mapping[str, Any], chain: Chain) -> bool:
 def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], arguments: Any) -> Sequence[str]:
     def stored_remainders() -> bool:
         checkpoint = open_checkpoint(folder)
-        return isinstance(checkpoint, TorchDistCheckpoint) and has_remainders(checkpoint.index)
+        return isinstance(checkpoint, TorchDistCheckpoint) and stores_remainders(checkpoint.index)
 
     return switched(call["optimizer"], written, kind_named(vars(arguments)), stored_remainders)
 

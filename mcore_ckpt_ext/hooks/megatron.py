@@ -167,10 +167,21 @@ class _Load:
         if self._scheduler is not None:
             self._scheduler.load_state_dict(prepared.schedule)
             if own_bounds:
-                self._scheduler.num_steps = arguments.consumed_train_samples
-                self._scheduler.step(increment=0)
+                self._follow_new_rates()
         announce(f"{summary}{'; random state starts anew, as in stock Megatron on a changed layout' if fresh else ''}")
         return result, prepared.checkpoint.proof
+
+    def _follow_new_rates(self) -> None:
+        """Have the scheduler set the rates anew where it stands; since 0.20, where the samples do (`load_checkpoint`).
+
+        It has counted fewer where steps were skipped, as in fp16, or where it once began anew.
+        """
+        samples = self._arguments.consumed_train_samples
+        if megatron_version() >= (0, 20) and self._scheduler.num_steps != samples:
+            announce(f"the scheduler goes on at {samples} consumed samples, as Megatron has it under "
+                     f"--override-opt_param-scheduler; it had counted {self._scheduler.num_steps}")  # fmt: skip
+            self._scheduler.num_steps = samples
+        self._scheduler.step(increment=0)
 
 
 def _sight(arguments: Any, load_arg: str) -> Sight:

@@ -16,6 +16,7 @@ from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.online.agreement import gather, listed_of_all
+from mcore_ckpt_ext.online.homes.recognition import has_remainders
 from mcore_ckpt_ext.online.proving import STRETCH, LiveMismatch, live_mismatches
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
@@ -50,7 +51,7 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
         weaker: see `live_mismatches`; None where it was not this package that filled the optimizer.
 
     Returns:
-        Whether every rank could look, and found nothing.
+        Whether every rank could look, at all masters, and found nothing. Beside remainders there is nothing to see.
 
     Raises:
         ProofError: on every rank, naming the parameters.
@@ -59,7 +60,7 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
     looks = _looks(chunks, optimizer, loaded, weaker, every)
     found = [item for items in looks for item in items or ()]
     if not found:
-        return None not in looks
+        return None not in looks and not any(gather(has_remainders(optimizer)))
     names = list(dict.fromkeys(item.name for item in found))
     more = f"; and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else ""
     error = ProofError(

@@ -16,6 +16,7 @@ from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
 from mcore_ckpt_ext.layout.proposals import Proposal, buffer_ranks
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.slices import numel_of
 
 # Elements of a parameter; and parameters that are compared together.
@@ -152,7 +153,8 @@ def recover_unproven(
         found="; ".join(tried),
         expected="a sidecar, or chunk borders that leave one known order of parameters",
         where=str(group),
-        helps="the checkpoint is damaged, or its sidecar is that of another one: use another iteration"
+        helps=f"the checkpoint is damaged: use another iteration; or {SIDECAR_FILE} beside it is of an earlier "
+        "save, and a job without this package has written the iteration again: then delete that file"
         if is_recorded
         else "resume under the layout that wrote it, with this package installed, and save: the sidecar records it",
     )

@@ -98,6 +98,11 @@ class Sidecar:
     saved: SaveRecord | None = None
     digests: tuple[RecordedDigests, ...] = ()
 
+    def names(self) -> list[str]:
+        """Of all parameters that it records, each once."""
+        buckets = (bucket for group in self.groups for bucket in group.buckets)
+        return list(dict.fromkeys(parameter.name for bucket in buckets for parameter in bucket.parameters))
+
     def to_json(self) -> str:
         """The file's text."""
         return json.dumps({"version": VERSION, **asdict(self)}, separators=(",", ":")) + "\n"

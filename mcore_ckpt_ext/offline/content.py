@@ -11,6 +11,7 @@ import torch
 
 from mcore_ckpt_ext.errors import shown, some
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.group_rule import decays_by_rule, states_decay
 from mcore_ckpt_ext.layout.proof import Mismatch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
@@ -203,6 +204,22 @@ def check_settings(checkpoint: Checkpoint) -> Iterator[Finding]:
     elif checkpoint.arguments.tells_all:
         what = "there is none: a resume with the optimizer needs one, and is refused"
         yield warning(COMPLETE, "scheduler", what)
+
+
+def check_group_of_each(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Parameters that no group is for, by Megatron's own rule; a loop may have another. Their packing is known."""
+    groups = checkpoint.param_groups()
+    if not all(map(states_decay, groups)):
+        return
+    there = {bool(group.get("wd_mult", group.get("pre_wd_mult"))) for group in groups}
+    without: dict[bool, list[str]] = {}
+    for name in checkpoint.names(FP32_PARAM):
+        decays = decays_by_rule(name, checkpoint.named_tensor(FP32_PARAM, name).shape, checkpoint.arguments)
+        if there and decays not in there:
+            without.setdefault(decays, []).append(name)
+    for decays, names in without.items():
+        what = f"there is none with{'' if decays else 'out'} weight decay, as Megatron has for {some(names, 2)}"
+        yield warning(VALUES, "parameter groups", what)
 
 
 def _odd(settings: Mapping[str, Any]) -> dict[str, bool]:

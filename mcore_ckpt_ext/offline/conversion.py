@@ -22,7 +22,7 @@ from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.account import settle
-from mcore_ckpt_ext.offline.content import check_settings
+from mcore_ckpt_ext.offline.content import check_group_of_each, check_settings
 from mcore_ckpt_ext.offline.copies import differing_copies, in_words
 from mcore_ckpt_ext.offline.coverage import check_stored_once, refuse_contradictions
 from mcore_ckpt_ext.offline.destination import checked_destination
@@ -153,7 +153,7 @@ def convert(
         reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
         kinds = checkpoint.carried_kinds() if reads_optimizer else (WEIGHT,)
         refuse_contradictions(checkpoint, check_stored_once(checkpoint, kinds))
-        told = list(check_settings(checkpoint)) if reads_optimizer else []
+        told = [*check_settings(checkpoint), *check_group_of_each(checkpoint)] if reads_optimizer else []
         refuse_contradictions(checkpoint, (found for found in told if found.severity == "error"))
         if reads_optimizer and not dry_run:
             _check_digests(checkpoint, team)

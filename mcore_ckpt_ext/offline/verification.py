@@ -30,7 +30,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.completeness import check_folder, check_index, check_index_file, locate
-from mcore_ckpt_ext.offline.content import ContentCheck, ParameterReport, check_settings
+from mcore_ckpt_ext.offline.content import ContentCheck, ParameterReport, check_group_of_each, check_settings
 from mcore_ckpt_ext.offline.coverage import check_arrays, check_groups, check_state, check_weights
 from mcore_ckpt_ext.offline.findings import (
     CHECKSUMS,
@@ -227,7 +227,7 @@ class _Run:
                 self.findings.extend([*check_arrays(buffers), *check_groups(buffers)])
                 if not self._recover(buffers, failed):
                     return False
-            self.findings.extend(check_state(checkpoint))
+            self.findings.extend([*check_state(checkpoint), *check_group_of_each(checkpoint)])
             self.checks.append(Check(COVERED, f"optimizer state of {len(optimizer.names()):,} parameters"))
             return True
         return False

@@ -72,8 +72,8 @@ def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
             "the checkpoint does not say how many steps Adam has made",
             found=f"no step in any parameter group; {samples} samples scheduled by iteration {iteration}",
             expected=f"a step, or {batch_size or 'a constant number of'} samples an iteration",
-            helps="Megatron does not save it with --optimizer-cpu-offload where nothing is offloaded: resume from a "
-            "checkpoint with some of it offloaded, or with --no-load-optim",
+            helps="before its first step an optimizer has none (fp16 skips some): resume with --no-load-optim; nor "
+            "does Megatron save one with --optimizer-cpu-offload where nothing is offloaded: save with some of it so",
         )
     return iteration
 

@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.group_rule import group_that_holds
 from mcore_ckpt_ext.offline.comparison import compare
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.online.admission import check_stored_once
@@ -354,6 +356,7 @@ def test_settings_that_cannot_be(change: Any, said: str, tmp_path: Path) -> None
     [
         (lambda common: common.pop("opt_param_scheduler"), "scheduler: there is none"),
         (lambda common: common["opt_param_scheduler"].update(max_lr=float("inf")), "scheduler: max_lr is inf"),
+        (lambda common: groups_in(common).pop(0), "parameter groups: there is none with"),
         (
             lambda common: common.pop("iteration"),
             "it does not say its iteration: that of its folder",
@@ -369,3 +372,19 @@ def test_settings_that_are_told(change: Any, said: str, tmp_path: Path) -> None:
     report = mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
     assert any(said in note for note in report.notes)
     assert mcore_ckpt_ext.open_checkpoint(tmp_path / "out").iteration == 4
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_parameter_group_that_is_gone_is_no_other_groups(number: int, tmp_path: Path) -> None:
+    """Megatron-FSDP's format has the settings beside each parameter: all would have those of the group that is left."""
+    run = with_common(tmp_path, lambda common: groups_in(common).pop(number))
+    with pytest.raises(UnsupportedCheckpointError, match="parameter group is not known; found: 0 groups"):
+        mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.FsdpDtensor())
+
+
+def test_norms_of_queries_and_keys_may_have_weight_decay() -> None:
+    groups = [{"wd_mult": 1.0}, {"wd_mult": 0.0}]
+    names = {"decoder.layers.0.self_attention.q_layernorm.weight": 0, "decoder.final_layernorm.weight": 1}
+    for name, number in names.items():
+        assert group_that_holds(name, (8,), groups, JobArguments.of({"apply_wd_to_qk_layernorm": True})) == number
+        assert group_that_holds(name, (8,), groups, JobArguments.of({})) == 1

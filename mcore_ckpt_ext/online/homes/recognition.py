@@ -140,6 +140,11 @@ def keeps_remainders(optimizer: Any) -> bool:
     return bool(getattr(inner, "store_param_remainders", False) and getattr(optimizer.config, "bf16", False))
 
 
+def has_remainders(optimizer: Any) -> bool:
+    """Whether it is so for one of a live optimizer's chain."""
+    return any(map(keeps_remainders, Chain.of(optimizer).distributed))
+
+
 def switched(
     optimizer: Any, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]
 ) -> list[str]:
