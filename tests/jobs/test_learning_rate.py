@@ -61,6 +61,22 @@ def test_rates_that_belong_to_some_parameters_stay_theirs(tmp_path: Path) -> Non
     assert resumed.losses == {step: saved.losses[step] for step in (SAVED + 1, until)}
 
 
+def test_the_schedule_goes_on_where_it_stood(tmp_path: Path) -> None:
+    """It once began anew, and so has counted fewer samples than were consumed; stock leaves it there, too."""
+    first = train_and_save(tmp_path / "first", ONE, environment=OFF)
+    until, options = 2 * SAVED, {"more": ["--no-load-optim"], "environment": OFF}
+    assert run_job(tmp_path / "anew", ONE, load=first.run, saves=True, until=until, **options).returncode == 0
+    anew = tmp_path / "anew" / "checkpoints"
+    (anew / "latest_checkpointed_iteration.txt").write_text(str(until))
+    found = []
+    for name, buckets, environment in (("stock", (), OFF), ("ours", BUCKETS, {})):
+        more = [*buckets, OVERRIDE, "--train-iters", str(until + 1), "--weight-decay", "0.05"]
+        run_job(tmp_path / name, ONE, load=anew, until=until + 1, more=more, environment=environment)
+        record = json.loads((tmp_path / name / "losses.json").read_text())
+        found.append(record[str(until + 1)]["learning_rate"])
+    assert found[0] == found[1]
+
+
 @with_checkout
 def test_it_counts_as_in_the_checkout(tmp_path: Path) -> None:
     """Before 0.19 the stored bounds of the groups outweigh the flag, in stock Megatron and here."""

@@ -22,7 +22,16 @@ from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
 from tests.harness.checkouts import EITHER
 from tests.harness.checkpoints import assert_converted
-from tests.harness.jobs import LAST, SAVED, Job, assert_same_training_state, differing
+from tests.harness.jobs import (
+    LAST,
+    RANK_SCRIPTS,
+    SAVED,
+    Job,
+    assert_same_training_state,
+    differing,
+    run_job,
+    train_and_save,
+)
 from tests.harness.layouts import Layout
 from tests.harness.models import LLAMA
 from tests.harness.turns import Results, Turn, run_in_turn
@@ -182,3 +191,21 @@ def assert_same_masters_and_moments(saved: Job, resumed: Job) -> None:
 def assert_losses_go_on(saved: Job, resumed: Job) -> None:
     expected = {number: loss for number, loss in saved.losses.items() if number > SAVED}
     assert resumed.losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_other_frozen_parameters_of_the_same_size(tmp_path: Path) -> None:
+    """Stock takes the state of the one layer for that of the other, and beside remainders no proof sees it."""
+    layout, plugins = Layout(1, 1, 2), [RANK_SCRIPTS / "freeze.py", launch.PRECISION_AWARE]
+    options = {"plugins": plugins, "more": ["--use-precision-aware-optimizer"]}
+    saved = train_and_save(tmp_path / "saved", layout, **options)
+    fast = {"MCORE_CKPT_EXT_LOAD": "fast"}
+    same = run_job(tmp_path / "same", layout, load=saved.run, environment=fast, **options)
+    assert same.returncode == 0
+    assert "of tensors read" in same.output
+    assert "proven" not in same.output
+    for environment in ({}, fast):
+        other = run_job(
+            tmp_path / "other", layout, load=saved.run, environment={**environment, "FROZEN_LAYER": "1"}, **options
+        )
+        assert other.returncode != 0
+        assert "the model has a parameter that the checkpoint lacks" in other.output

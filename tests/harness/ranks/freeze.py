@@ -1,13 +1,14 @@
-"""Plugin: training of a part of the model. The second layer and the position embeddings are frozen when built."""
+"""Plugin: training of a part of the model. The position embeddings and a layer are frozen when built."""
 
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
 
-FROZEN_LAYER = 2  # counted from one over the whole model
+FROZEN_LAYER = int(os.environ.get("FROZEN_LAYER", "2"))  # counted from one over the whole model
 
 
 def install() -> None:
