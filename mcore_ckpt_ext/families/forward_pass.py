@@ -167,11 +167,14 @@ def told(arguments: ModelArguments) -> list[str]:
     ]  # fmt: skip
 
 
+_OWN_MARKS = "mcore_ckpt_ext_"  # what this package notes among the arguments of what it writes
+
+
 def unknown(arguments: ModelArguments) -> list[str]:
     """What a reader should know where the job has arguments that no release of Megatron has that is known here."""
     stated = arguments.job.stated
     known = classified(stated) | {field.name for field in fields(ModelArguments)}
-    named = {name: value for name, value in stated.items() if name not in known}
+    named = {name: value for name, value in stated.items() if name not in known and not name.startswith(_OWN_MARKS)}
     set_ones = [name for name, value in named.items() if isinstance(value, (int, float, str, list, dict)) and value]
     if not set_ones:
         return []

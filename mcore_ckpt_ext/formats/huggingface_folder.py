@@ -145,6 +145,11 @@ def _tensors_of_index(reader: FolderReader, below: str, path: Path) -> dict[str,
     origin: dict[str, str] = {}
     for file in files:
         for name, tensor in tensors_of(reader, _joined(below, file)):
+            if name in found:
+                raise UnreadableCheckpointError(
+                    "two files of the index hold a tensor of one name", found=f"{name} in {origin[name]} and {file}",
+                    where=str(path), helps="files of different models or uploads are mixed: fetch them anew",
+                )  # fmt: skip
             found[name] = tensor
             origin[name] = file
     check_index(weight_map, origin, path, "files of different models or uploads are mixed: fetch them anew")

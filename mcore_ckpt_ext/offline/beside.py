@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shown, some
 from mcore_ckpt_ext.formats import adapter_scaling
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.expert_states import content_of, scaling_of
@@ -35,6 +35,14 @@ def facts_beside(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
     yield Fact("iteration", str(a.iteration), str(b.iteration))
     for key in ("step", "lr"):
         yield Fact(key, _group_values(a, key), _group_values(b, key))
+    for key in ("weight_decay", "betas", "eps", "max_lr", "min_lr"):
+        settings = _settings(a, key), _settings(b, key)
+        if "none" not in settings and settings[0] != settings[1]:
+            yield Fact(key, *settings)
+    for what, key in (("scheduled samples", "num_steps"), ("consumed samples", "consumed_train_samples")):
+        counts = _counted(a, key), _counted(b, key)
+        if "none" not in counts and counts[0] != counts[1]:
+            yield Fact(what, *counts)
     left_out = _left_out(a), _left_out(b)
     if any(left_out):
         yield Fact("not compared", *(told or "nothing" for told in left_out))
@@ -62,6 +70,18 @@ def _group_values(checkpoint: Checkpoint, key: str) -> str:
     values = {float(group[key]) for group in groups if isinstance(group.get(key), (int, float))}
     texts = (f"{value:g}" if value.is_integer() else repr(value) for value in sorted(values))
     return ", ".join(dict.fromkeys(texts)) or "none"  # one NaN is not another
+
+
+def _settings(checkpoint: Checkpoint, key: str) -> str:
+    """The distinct values of any setting of the parameter groups."""
+    return ", ".join(sorted({shown(group[key]) for group in checkpoint.param_groups() if key in group})) or "none"
+
+
+def _counted(checkpoint: Checkpoint, key: str) -> str:
+    """What the scheduler, or the job, has counted."""
+    scheduler = checkpoint.common.get("opt_param_scheduler", checkpoint.common.get("lr_scheduler"))
+    found = scheduler.get(key) if isinstance(scheduler, dict) else None
+    return shown(checkpoint.args.get(key, "none") if found is None else found)
 
 
 def _multiplied(checkpoint: Checkpoint) -> str:

@@ -53,6 +53,7 @@ from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.optimizers.digests import differing
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata
+from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
@@ -209,6 +210,9 @@ class _Run:
         self.findings.extend(check_archives(checkpoint, archives, self._workers, self._counter.add))
         if archives:
             self.checks.append(Check(CHECKSUMS, f"CRC-32 of {sum(length for *_, length in archives):,} bytes"))
+        if not manifest and _has_bare_numbers(checkpoint):
+            what = "this format has none of its tensors: a flipped bit of a moment would not show"
+            self.checks.append(Check(CHECKSUMS, what, done=False))
 
     def _check_state(self, checkpoint: Checkpoint, failed: set[str]) -> bool:
         """Recover the packing where there is one to recover; returns whether the optimizer's state can be looked at."""
@@ -292,6 +296,13 @@ class _Run:
         numel = sum(prod(tensor.shape) for tensor in tensors if tensor is not None)
         state = numel * 12 if checkpoint.optimizer_format else 0
         return archives + manifest_bytes(self.folder) + weights + state
+
+
+def _has_bare_numbers(checkpoint: Checkpoint) -> bool:
+    """Whether tensors are stored as nothing but their elements."""
+    first = next(iter(checkpoint.names(WEIGHT)), None)
+    stored = checkpoint.stored(WEIGHT, first) if first is not None else ()
+    return any(isinstance(one.extent, RawArray) for one in stored)
 
 
 class _Noting:

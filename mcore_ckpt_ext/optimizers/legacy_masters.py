@@ -19,7 +19,7 @@ import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import PackingError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import PackingError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.proof import first_mismatch
@@ -159,7 +159,13 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
         if masters is not None and number < len(masters) and len(masters[number]) == len(entries):
             entries = [{FP32_PARAM: m, **entry} for m, entry in zip(masters[number], entries, strict=True)]
         elif masters is not None:
-            raise _unknown("masters of other parameters than the optimizer's", where)
+            raise UnreadableCheckpointError(
+                "masters and parameter groups of this legacy checkpoint are not of the same parameters",
+                found=f"{len(masters[number]) if number < len(masters) else 0} masters",
+                expected=f"{len(entries)}, one for each parameter of group {number}",
+                where=where,
+                helps="the file was edited, or is damaged: use another iteration",
+            )
         kinds = {frozenset(entry) - {FP32_PARAM} for entry in entries}
         if len(kinds) > 1 or (frozenset() in kinds and not keeps_nothing([group])):
             raise _unknown("not the same state for all parameters of a group", where)

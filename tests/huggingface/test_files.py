@@ -103,3 +103,12 @@ def test_the_version_that_will_read_it_is_told(models: dict[str, Path], tmp_path
         models["llama"], tmp_path / "named", mcore_ckpt_ext.Legacy(megatron_version="0.16.1")
     )
     assert not any("written for" in note for note in report.notes)
+
+
+def test_a_tensor_in_two_files(models: dict[str, Path], tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(models["llama"]).save_pretrained(tmp_path / "model", max_shard_size="30KB")
+    first, *_, last = sorted((tmp_path / "model").glob("*.safetensors"))
+    name = next(iter(load_file(first)))
+    save_file({**load_file(last), name: torch.zeros(2)}, last)
+    with pytest.raises(UnreadableCheckpointError, match=f"hold a tensor of one name; found: {name} in {first.name}"):
+        open_checkpoint(tmp_path / "model")

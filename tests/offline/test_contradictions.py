@@ -388,3 +388,43 @@ def test_norms_of_queries_and_keys_may_have_weight_decay() -> None:
     for name, number in names.items():
         assert group_that_holds(name, (8,), groups, JobArguments.of({"apply_wd_to_qk_layernorm": True})) == number
         assert group_that_holds(name, (8,), groups, JobArguments.of({})) == 1
+
+
+def test_masters_and_groups_of_different_parameters_are_no_sound_optimizer(tmp_path: Path) -> None:
+    fixture = fixture_named("p08c").copy_to(tmp_path / "legacy")
+
+    def exchanged(state: Any) -> None:
+        one, other = state["optimizer"]["optimizer"]["param_groups"]
+        one["params"], other["params"] = other["params"], one["params"]
+
+    for folder in ("mp_rank_00", "mp_rank_01"):
+        edit_rank(fixture, folder, exchanged)
+    assert any("are not of the same parameters" in found for found in errors_of(fixture.run))
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "values"),
+    [
+        (
+            lambda common: groups_in(common)[0].update(betas=(0.5, 0.9)),
+            "betas",
+            ("(0.5, 0.9), (0.9, 0.999)", "(0.9, 0.999)"),
+        ),
+        (lambda common: common["opt_param_scheduler"].update(num_steps=48), "scheduled samples", ("48", "32")),
+        (lambda common: vars(common["args"]).update(consumed_train_samples=48), "consumed samples", ("48", "32")),
+    ],
+)
+def test_settings_that_differ_are_facts(change: Any, what: str, values: tuple[str, str], tmp_path: Path) -> None:
+    run = with_common(tmp_path, change)
+    facts = {fact.what: (fact.a, fact.b) for fact in compare(run, fixture_named("p04").run).facts}
+    assert facts[what] == values
+    same = {fact.what for fact in compare(fixture_named("p04").run, fixture_named("p04").run).facts}
+    assert same == {"format", "layout", "iteration", "step", "lr"}
+
+
+def test_of_tensors_without_checksums_it_is_said(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    mcore_ckpt_ext.convert(fixture_named("p04").run, run, mcore_ckpt_ext.Canonical())
+    (told,) = [check for check in verify(run).checks if check.name == "checksums"]
+    assert not told.done
+    assert "would not show" in told.extent
