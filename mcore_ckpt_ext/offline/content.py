@@ -22,11 +22,13 @@ from mcore_ckpt_ext.optimizers.copies import bits_of
 from mcore_ckpt_ext.optimizers.groups import ADAM, rule_of
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 # Of every parameter group, and of Adam's (torch.optim, Transformer Engine's FusedAdam).
 _NEEDED, _OF_ADAM = ("lr", "weight_decay"), ("eps",)
-_NUMBERS = (int, float)
+# A fused optimizer of CUDA graphs (`capturable`) keeps them as tensors.
+_NUMBERS = (int, float, torch.Tensor, TensorReference)
 
 
 @dataclass

@@ -362,6 +362,7 @@ def test_settings_that_cannot_be(change: Any, said: str, tmp_path: Path) -> None
             "it does not say its iteration: that of its folder",
         ),
         (lambda common: common.update(content_metadata=torch.ones(2)), ""),
+        (lambda common: groups_in(common)[0].update(lr=torch.tensor(1e-3)), ""),
     ],
 )
 def test_settings_that_are_told(change: Any, said: str, tmp_path: Path) -> None:
