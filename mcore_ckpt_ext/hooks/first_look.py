@@ -91,28 +91,30 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
     look = next((look for look in looks if look is not None), None)
     if look is not None and look.stock_loads:
         chunks = scope["unwrap_model"](call["ddp_model"])
-        return replace(look, stock_loads=not _trains_others(look.folder, chunks, call))
+        return replace(look, stock_loads=not _trains_others(look.folder, chunks, call["optimizer"]))
     return look
 
 
-def _trains_others(folder: Path, chunks: Sequence[Any], call: Mapping[str, Any]) -> bool:
-    """Whether the job trains other parameters than the sidecar says were trained, where no proof would show it.
+def _trains_others(folder: Path, chunks: Sequence[Any], optimizer: Any) -> bool:
+    """Whether the job trains what the sidecar says was not trained, where no proof would show it; collective.
 
     Stock takes each other's state for that of parameters of one size, under an unchanged layout; beside remainders
-    every pair of a weight and a remainder is some master's. Collective.
+    every pair of a weight and a remainder is some master's.
     """
 
-    def own() -> tuple[list[str], list[str]]:
-        if not has_remainders(call["optimizer"]):
-            return [], []
+    def recorded() -> set[str] | None:
         sidecar = open_checkpoint(folder).sidecar if is_first_rank() else None
-        with suppress(CheckpointError):  # what stock loads need not be of a kind that is known here
-            return LiveJob(chunks, call["optimizer"]).view.trained, sidecar.names() if sidecar else []
-        return [], []
+        return None if sidecar is None else set(sidecar.names())
 
-    told = agreed(_PHASE, own)
-    trained, recorded = ({name for names in lists for name in names} for lists in zip(*told, strict=True))
-    return bool(trained and recorded) and trained != recorded
+    def trained() -> set[str]:
+        with suppress(CheckpointError):  # what stock loads need not be of a kind that is known here
+            return set(LiveJob(chunks, optimizer).view.trained)
+        return set()
+
+    if not any(agreed(_PHASE, lambda: has_remainders(optimizer))):
+        return False
+    known = agreed(_PHASE, recorded)[0]
+    return known is not None and any(agreed(_PHASE, lambda: not trained() <= known))
 
 
 def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) -> Look | None:
