@@ -110,6 +110,7 @@ class RankFolders:
         self._folder = folder
         self._reader = reader
         self._states: dict[str, Mapping[str, Any]] = {}
+        self._contents: dict[str, tuple[tuple[int, int], ...]] = {}
 
     @cached_property
     def first(self) -> RankState:
@@ -186,7 +187,7 @@ class RankFolders:
         known: dict[tuple[tuple[int, int], ...], str] = {}
         for own in states:
             if any(isinstance(value, TensorReference) for chunk in own.chunks for value in chunk.values()):
-                first = known.setdefault(TorchArchive(self._reader, own.file).content, own.folder)
+                first = known.setdefault(self._contents[own.folder], own.folder)
                 if first != own.folder:
                     raise self._mixed_up(
                         own, f"the same content as in {first}", "a part of the model that no other has"
@@ -245,10 +246,11 @@ class RankFolders:
     def _load(self, folder: str) -> Mapping[str, Any]:
         if folder not in self._states:
             file = f"{folder}/{MODEL_FILE}"
-            state = TorchArchive(self._reader, file).load()
+            archive = TorchArchive(self._reader, file)
+            state = archive.load()
             if not isinstance(state, dict):
                 raise UnreadableCheckpointError("a rank's state is not a dict", found=type(state), where=file)
-            self._states[folder] = state
+            self._states[folder], self._contents[folder] = state, archive.content
         return self._states[folder]
 
 
