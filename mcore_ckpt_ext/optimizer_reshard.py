@@ -19,6 +19,7 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
@@ -201,8 +202,7 @@ class Prepared:
     @property
     def schedule(self) -> dict[str, Any] | None:
         """The stored state of the learning rate's scheduler; None where another loop stored none."""
-        common = self.checkpoint.common
-        found = common.get("lr_scheduler", common.get("opt_param_scheduler"))
+        found = scheduler_in(self.checkpoint.common)
         return found if isinstance(found, dict) else None
 
     @property

@@ -7,6 +7,9 @@ from typing import Any
 
 from mcore_ckpt_ext.optimizers.groups import checked_optimizer
 
+SCHEDULERS = ("lr_scheduler", "opt_param_scheduler")
+"""Under which names the learning rate's scheduler is stored, in the order in which `load_checkpoint` looks."""
+
 
 def common_optimizers(common: Mapping[str, Any]) -> list[dict[Any, Any]]:
     """The optimizer's entries in the common state: one, or one for each chained optimizer.
@@ -19,6 +22,11 @@ def common_optimizers(common: Mapping[str, Any]) -> list[dict[Any, Any]]:
         return []
     children = [child for key, child in state.items() if isinstance(key, int) and isinstance(child, dict)]
     return [checked_optimizer(child) for child in children or [state]]
+
+
+def scheduler_in(common: Mapping[str, Any]) -> Any:
+    """The stored state of the learning rate's scheduler; None where there is none."""
+    return next((common[key] for key in SCHEDULERS if key in common), None)
 
 
 def sharding_type(common: Mapping[str, Any]) -> str | None:

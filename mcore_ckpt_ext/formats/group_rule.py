@@ -9,6 +9,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import of_experts
+from mcore_ckpt_ext.optimizers.groups import identity
 
 
 def group_that_holds(
@@ -34,7 +35,7 @@ def group_that_holds(
     fit = list(range(len(groups)))
     for setting, value in wanted.items():
         values = {bool(_setting(group, setting)) for group in groups}
-        if len(values) > 1 or (setting == "wd_mult" and any(map(states_decay, groups))):
+        if len(values) > 1 or (setting == "wd_mult" and any(decay_of(group) is not None for group in groups)):
             fit = [number for number in fit if _setting(groups[number], setting) == value]
     if len(fit) != 1 or arguments.stated.get("no_weight_decay_cond_type"):
         raise UnsupportedCheckpointError(
@@ -53,11 +54,12 @@ def decays_by_rule(name: str, shape: tuple[int, ...], arguments: JobArguments) -
     return not name.endswith(".bias") and len(shape) != 1
 
 
-def states_decay(group: Mapping[str, Any]) -> bool:
-    """Whether a group says with what its weight decay is multiplied."""
-    return "wd_mult" in group or "pre_wd_mult" in group
+def decay_of(group: Mapping[str, Any]) -> Any:
+    """With what a group's weight decay is multiplied; None where it does not say."""
+    return identity(group, ("wd_mult",))[0]
 
 
 def _setting(group: Mapping[str, Any], name: str) -> Any:
-    """A setting of a group; NeMo prefixes the multipliers with `pre_`."""
-    return group.get(name, group.get(f"pre_{name}", False))
+    """A setting of a group, which is off where the group does not have it."""
+    (found,) = identity(group, (name,))
+    return False if found is None else found

@@ -7,7 +7,6 @@ Only pickles are read; tensors stay on disk.
 from __future__ import annotations
 
 import re
-from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,6 +15,7 @@ from typing import Any
 
 from mcore_ckpt_ext.arguments import FIELDS
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, printable, shown
+from mcore_ckpt_ext.formats.common_state import SCHEDULERS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.optimizers.groups import checked_optimizer
@@ -28,7 +28,7 @@ MODEL_FILE = "model_optim_rng.pt"
 OPTIMIZER_FILE = "distrib_optim.pt"
 LAYER_WISE_FILES = "layer_wise_optimizer_*.pt"
 """Of `LayerWiseDistributedOptimizer`: each data-parallel rank writes what it steps (`save_checkpoint`, since 0.16)."""
-_ITERATIONS, _SCHEDULERS = ("iteration", "total_iters"), ("opt_param_scheduler", "lr_scheduler")
+_ITERATIONS = ("iteration", "total_iters")
 _RANK_FOLDER = re.compile(r"^mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?$")
 _MODEL_CHUNK = re.compile(r"^model\d*$")
 
@@ -264,8 +264,7 @@ def _time_of(state: Mapping[str, Any]) -> dict[str, Any]:
 
     Other arguments (`rank`, `local_rank`) are a rank's own.
     """
-    schedulers = [(key, state.get(key)) for key in _SCHEDULERS]
-    stated = vars(state["args"]) if isinstance(state.get("args"), Namespace) else {}
+    schedulers = [(key, state.get(key)) for key in SCHEDULERS]
     return (
         {key: state.get(key) for key in _ITERATIONS}
         | {
@@ -274,7 +273,7 @@ def _time_of(state: Mapping[str, Any]) -> dict[str, Any]:
             if isinstance(scheduler, dict)
             for name, value in scheduler.items()
         }
-        | {f"args.{name}": stated.get(name) for name in FIELDS}
+        | {f"args.{name}": getattr(state.get("args"), name, None) for name in FIELDS}
     )
 
 

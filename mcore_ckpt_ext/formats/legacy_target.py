@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import product
 from typing import Any, cast
@@ -114,11 +114,15 @@ class LegacyTarget:
     def _state(self) -> PortableState:
         return PortableState.of(self._checkpoint, argparse.Namespace(**self._arguments.stated), self._version)
 
+    @cached_property
+    def _writers(self) -> Mapping[tuple[int, int, int], int]:
+        """The global rank that would have written each rank's files."""
+        return RankGrid(self.layout, bool(self._arguments.use_tp_pp_dp_mapping)).firsts
+
     def _rank_state(self, rank: LegacyRank) -> dict[str, Any]:
         """What `generate_state_dict` puts together."""
         state = dict(self._state.common)
-        grid = RankGrid(self.layout, bool(self._arguments.use_tp_pp_dp_mapping))
-        if (writer := grid.first_at(rank.tensor, rank.pipeline, rank.expert)) is not None:
+        if (writer := self._writers.get((rank.tensor, rank.pipeline, rank.expert))) is not None:
             state["args"] = argparse.Namespace(**{**vars(state["args"]), "rank": writer})
         chunks = [self._chunk(rank, stage) for stage in self._models.stages]
         if len(chunks) == 1:

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
 from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import (
     Chain,
-    has_remainders,
+    any_keeps_remainders,
     is_another_kind,
     kind_named,
     stock_stumbles,
@@ -35,7 +35,7 @@ from mcore_ckpt_ext.online.homes.recognition import (
 from mcore_ckpt_ext.online.live_job import LiveJob
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
-from mcore_ckpt_ext.optimizers.refusals import has_remainders as stores_remainders
+from mcore_ckpt_ext.optimizers.refusals import has_remainders
 from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, stock_can_load
 from mcore_ckpt_ext.storage.runs import iteration_name
 from mcore_ckpt_ext.versions import Version, parse_version
@@ -111,7 +111,7 @@ def _trains_others(folder: Path, chunks: Sequence[Any], optimizer: Any) -> bool:
             return set(LiveJob(chunks, optimizer).view.trained)
         return set()
 
-    if not any(agreed(_PHASE, lambda: has_remainders(optimizer))):
+    if not any(agreed(_PHASE, lambda: any_keeps_remainders(optimizer))):
         return False
     known = agreed(_PHASE, recorded)[0]
     return known is not None and any(agreed(_PHASE, lambda: not trained() <= known))
@@ -250,7 +250,7 @@ def _same_groups(common: Mapping[str, Any], chain: Chain) -> bool:
 def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], arguments: Any) -> Sequence[str]:
     def stored_remainders() -> bool:
         checkpoint = open_checkpoint(folder)
-        return isinstance(checkpoint, TorchDistCheckpoint) and stores_remainders(checkpoint.index)
+        return isinstance(checkpoint, TorchDistCheckpoint) and has_remainders(checkpoint.index)
 
     return switched(call["optimizer"], written, kind_named(vars(arguments)), stored_remainders)
 

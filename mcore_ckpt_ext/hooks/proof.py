@@ -16,7 +16,7 @@ from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.layout.proof import Proof
 from mcore_ckpt_ext.online.agreement import gather, listed_of_all
-from mcore_ckpt_ext.online.homes.recognition import has_remainders
+from mcore_ckpt_ext.online.homes.recognition import any_keeps_remainders
 from mcore_ckpt_ext.online.proving import STRETCH, LiveMismatch, live_mismatches
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
@@ -60,7 +60,7 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
     looks = _looks(chunks, optimizer, loaded, weaker, every)
     found = [item for items in looks for item in items or ()]
     if not found:
-        return None not in looks and not any(gather(has_remainders(optimizer)))
+        return None not in looks and not any(gather(any_keeps_remainders(optimizer)))
     names = list(dict.fromkeys(item.name for item in found))
     more = f"; and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else ""
     error = ProofError(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 
@@ -45,15 +47,14 @@ class RankGrid:
             rank // step % layout.expert for step in (layout.expert_tensor, layout.tensor * layout.context)
         )
 
-    def first_at(self, tensor: int, pipeline: int, expert: int) -> int | None:
-        """The first global rank at such a place; None where the sizes leave none."""
-        layout = self.layout
-        for rank in range(tensor, layout.world, layout.tensor):
-            place = self.coordinates(rank)
-            its_expert = rank // layout.expert_tensor % layout.expert
-            if (place[0], place[3], its_expert) == (tensor, pipeline, expert):
-                return rank
-        return None
+    @cached_property
+    def firsts(self) -> Mapping[tuple[int, int, int], int]:
+        """The first global rank at each place (tensor, pipeline, expert), as far as the sizes leave one."""
+        layout, found = self.layout, dict[tuple[int, int, int], int]()
+        for rank in range(layout.world):
+            tensor, _, _, pipeline = self.coordinates(rank)
+            found.setdefault((tensor, pipeline, rank // layout.expert_tensor % layout.expert), rank)
+        return found
 
     def place(self, rank: int) -> str:
         """A global rank's place, in words."""

@@ -10,6 +10,7 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shown, some
 from mcore_ckpt_ext.formats import adapter_scaling
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.expert_states import content_of, scaling_of
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.model_space.adapters import is_adapter
@@ -79,7 +80,7 @@ def _settings(checkpoint: Checkpoint, key: str) -> str:
 
 def _counted(checkpoint: Checkpoint, key: str) -> str:
     """What the scheduler, or the job, has counted."""
-    scheduler = checkpoint.common.get("opt_param_scheduler", checkpoint.common.get("lr_scheduler"))
+    scheduler = scheduler_in(checkpoint.common)
     found = scheduler.get(key) if isinstance(scheduler, dict) else None
     return shown(checkpoint.args.get(key, "none") if found is None else found)
 

@@ -11,7 +11,8 @@ import torch
 
 from mcore_ckpt_ext.errors import shown, some
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.group_rule import decays_by_rule, states_decay
+from mcore_ckpt_ext.formats.common_state import scheduler_in
+from mcore_ckpt_ext.formats.group_rule import decay_of, decays_by_rule
 from mcore_ckpt_ext.layout.proof import Mismatch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
@@ -185,20 +186,20 @@ def _judge(kind: str, name: str, shape: tuple[int, ...], tally: _Tally) -> Itera
         yield warning(VALUES, where, some([f"{count:,} elements are {what}" for count, what in odd if count]))
 
 
-def check_settings(checkpoint: Checkpoint) -> Iterator[Finding]:
-    """What cannot be, of the parameter groups and the scheduler.
+def check_settings(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """What cannot be, of a checkpoint's parameter groups and its scheduler.
 
     An error where a setting is not there or is no number; a warning where it is no finite one: the next step would make
     the weights so.
     """
     found: dict[str, bool] = {}
-    for group in checkpoint.param_groups():
+    for group in groups:
         for key in _NEEDED + (_OF_ADAM if rule_of(group) == ADAM else ()):
             if not isinstance(group.get(key), _NUMBERS):
                 found[f"{key} is {shown(group[key])}" if key in group else f"a group has no {key}"] = True
         found |= _odd(group)
     yield from _told("parameter groups", found)
-    scheduler = checkpoint.common.get("opt_param_scheduler", checkpoint.common.get("lr_scheduler"))
+    scheduler = scheduler_in(checkpoint.common)
     if scheduler is not None:
         wrong = {f"it is a {type(scheduler).__name__}": True} if not isinstance(scheduler, Mapping) else _odd(scheduler)
         steps = scheduler.get("num_steps", 0) if isinstance(scheduler, Mapping) else 0
@@ -208,16 +209,15 @@ def check_settings(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield warning(COMPLETE, "scheduler", what)
 
 
-def check_group_of_each(checkpoint: Checkpoint) -> Iterator[Finding]:
+def check_group_of_each(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Parameters that no group is for, by Megatron's own rule; a loop may have another. Their packing is known."""
-    groups = checkpoint.param_groups()
-    if not all(map(states_decay, groups)):
+    there = {None if (decay := decay_of(group)) is None else bool(decay) for group in groups}
+    if not there or None in there:
         return
-    there = {bool(group.get("wd_mult", group.get("pre_wd_mult"))) for group in groups}
     without: dict[bool, list[str]] = {}
     for name in checkpoint.names(FP32_PARAM):
         decays = decays_by_rule(name, checkpoint.named_tensor(FP32_PARAM, name).shape, checkpoint.arguments)
-        if there and decays not in there:
+        if decays not in there:
             without.setdefault(decays, []).append(name)
     for decays, names in without.items():
         what = f"there is none with{'' if decays else 'out'} weight decay, as Megatron has for {some(names, 2)}"

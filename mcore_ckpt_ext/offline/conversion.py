@@ -153,7 +153,9 @@ def convert(
         reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
         kinds = checkpoint.carried_kinds() if reads_optimizer else (WEIGHT,)
         refuse_contradictions(checkpoint, check_stored_once(checkpoint, kinds))
-        told = [*check_settings(checkpoint), *check_group_of_each(checkpoint)] if reads_optimizer else []
+        groups = checkpoint.param_groups() if reads_optimizer else []
+        checks = (check_settings, check_group_of_each) if reads_optimizer else ()
+        told = [found for check in checks for found in check(checkpoint, groups)]
         refuse_contradictions(checkpoint, (found for found in told if found.severity == "error"))
         if reads_optimizer and not dry_run:
             _check_digests(checkpoint, team)

@@ -221,17 +221,18 @@ class _Run:
             return False
         with _Noting(self, PROOF):
             check_step(checkpoint)
-            once(map(portable_group, checkpoint.param_groups()))
-            if not checkpoint.param_groups():
+            groups = checkpoint.param_groups()
+            once(map(portable_group, groups))
+            if not groups:
                 what = "the optimizer has no parameter groups: its step, and what else is not a tensor, is not there"
                 self.findings.append(error(COMPLETE, str(self.folder), what))
-            self.findings.extend(check_settings(checkpoint))
+            self.findings.extend(check_settings(checkpoint, groups))
             optimizer = checkpoint.optimizer
             for buffers in optimizer.buffers:
                 self.findings.extend([*check_arrays(buffers), *check_groups(buffers)])
                 if not self._recover(buffers, failed):
                     return False
-            self.findings.extend([*check_state(checkpoint), *check_group_of_each(checkpoint)])
+            self.findings.extend([*check_state(checkpoint), *check_group_of_each(checkpoint, groups)])
             self.checks.append(Check(COVERED, f"optimizer state of {len(optimizer.names()):,} parameters"))
             return True
         return False

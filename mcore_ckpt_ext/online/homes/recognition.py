@@ -140,7 +140,7 @@ def keeps_remainders(optimizer: Any) -> bool:
     return bool(getattr(inner, "store_param_remainders", False) and getattr(optimizer.config, "bf16", False))
 
 
-def has_remainders(optimizer: Any) -> bool:
+def any_keeps_remainders(optimizer: Any) -> bool:
     """Whether it is so for one of a live optimizer's chain."""
     return any(map(keeps_remainders, Chain.of(optimizer).distributed))
 
