@@ -87,19 +87,20 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
         return agreed(_PHASE, lambda: _look_at_what_is_fed(folder, call, arguments))[0]
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
         return None
-    looks = agreed(_PHASE, lambda: _look_with_megatron(scope, call, arguments))
-    look = next((look for look in looks if look is not None), None)
-    if look is not None and look.stock_loads:
+    optimizer = call["optimizer"]
+    found = agreed(_PHASE, lambda: (_look_with_megatron(scope, call, arguments), any_keeps_remainders(optimizer)))
+    look = next((look for look, _ in found if look is not None), None)
+    if look is not None and look.stock_loads and any(keeps for _, keeps in found):
         chunks = scope["unwrap_model"](call["ddp_model"])
-        return replace(look, stock_loads=not _trains_others(look.folder, chunks, call["optimizer"]))
+        return replace(look, stock_loads=not _trains_others(look.folder, chunks, optimizer))
     return look
 
 
 def _trains_others(folder: Path, chunks: Sequence[Any], optimizer: Any) -> bool:
-    """Whether the job trains what the sidecar says was not trained, where no proof would show it; collective.
+    """Whether the job trains what the sidecar says was not trained; collective.
 
-    Stock takes each other's state for that of parameters of one size, under an unchanged layout; beside remainders
-    every pair of a weight and a remainder is some master's.
+    Stock takes each other's state for that of parameters of one size, under an unchanged layout, and beside remainders
+    no proof would show it: every pair of a weight and a remainder is some master's.
     """
 
     def recorded() -> set[str] | None:
@@ -111,8 +112,6 @@ def _trains_others(folder: Path, chunks: Sequence[Any], optimizer: Any) -> bool:
             return set(LiveJob(chunks, optimizer).view.trained)
         return set()
 
-    if not any(agreed(_PHASE, lambda: any_keeps_remainders(optimizer))):
-        return False
     known = agreed(_PHASE, recorded)[0]
     return known is not None and any(agreed(_PHASE, lambda: not trained() <= known))
 

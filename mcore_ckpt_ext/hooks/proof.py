@@ -8,6 +8,7 @@ overwrite every weight with them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,21 @@ _SHOWN = 3
 _OF_STOCK, _OF_OURS = 3, 8
 PROVEN = f"masters proven against their weights, of each at least one stretch of {STRETCH:,} elements in {_OF_STOCK}"
 """What `prove_loaded` has shown, where this package did not fill the optimizer."""
+
+
+@dataclass(frozen=True)
+class _Look:
+    """What a rank found.
+
+    Attributes:
+        found: None where it could not look, or has loaded nothing.
+        problem: why it could not.
+        beside_remainders: its masters are joined from weights and remainders, so that there is nothing to see.
+    """
+
+    found: list[LiveMismatch] | None
+    problem: str | None
+    beside_remainders: bool
 
 
 class Witness:
@@ -58,9 +74,9 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
     """
     every = _OF_STOCK if weaker is None else _OF_OURS
     looks = _looks(chunks, optimizer, loaded, weaker, every)
-    found = [item for items in looks for item in items or ()]
+    found = [item for look in looks for item in look.found or ()]
     if not found:
-        return None not in looks and not any(gather(any_keeps_remainders(optimizer)))
+        return all(look.found is not None and not look.beside_remainders for look in looks)
     names = list(dict.fromkeys(item.name for item in found))
     more = f"; and {len(names) - _SHOWN} more parameters" if len(names) > _SHOWN else ""
     error = ProofError(
@@ -80,7 +96,7 @@ def prove_loaded(chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Pr
 
 def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, arguments: Any) -> None:
     """Repair what Megatron wrote wrongly (optimizers/shifted_state.py), where its own load shows it; collective."""
-    names = {item.name for items in _looks(chunks, optimizer, loaded=True) for item in items or ()}
+    names = {item.name for look in _looks(chunks, optimizer, loaded=True) for item in look.found or ()}
     if not names:
         return
     running = JobArguments.of(vars(arguments))
@@ -93,8 +109,8 @@ def repair_shifted(folder: Path, chunks: Sequence[Any], optimizer: Any, argument
 
 def _looks(
     chunks: Sequence[Any], optimizer: Any, loaded: bool, weaker: Proof | None = None, every: int = 1
-) -> list[list[LiveMismatch] | None]:
-    """What each rank found, None where it could not look; a failing check must not end a load that has worked."""
+) -> list[_Look]:
+    """Of every rank; a failing check must not end a load that has worked."""
     own: list[LiveMismatch] | None = None
     problem: str | None = None
     try:
@@ -103,10 +119,10 @@ def _looks(
         problem = f"this version cannot look into what there is: {error.found}"
     except Exception as error:  # noqa: BLE001 - see the docstring
         problem = f"{type(error).__name__}: {error}"
-    of_ranks = gather((own, problem))
-    if problems := listed_of_all([text for _, text in of_ranks]):
+    looks = gather(_Look(own, problem, any_keeps_remainders(optimizer)))
+    if problems := listed_of_all([look.problem for look in looks]):
         announce(f"this load is not proven: {problems}")
-    return [found for found, _ in of_ranks]
+    return looks
 
 
 def _parameters(chunks: Sequence[Any]) -> Iterator[Any]:

@@ -22,12 +22,12 @@ from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.account import settle
-from mcore_ckpt_ext.offline.content import check_group_of_each, check_settings
 from mcore_ckpt_ext.offline.copies import differing_copies, in_words
 from mcore_ckpt_ext.offline.coverage import check_stored_once, refuse_contradictions
 from mcore_ckpt_ext.offline.destination import checked_destination
 from mcore_ckpt_ext.offline.execution import LocalOutput, RemoteOutput
 from mcore_ckpt_ext.offline.filling import Filler
+from mcore_ckpt_ext.offline.group_settings import check_group_of_each, check_settings
 from mcore_ckpt_ext.offline.laying_out import LaidOut, lay_out
 from mcore_ckpt_ext.offline.opening import open_source
 from mcore_ckpt_ext.offline.team import Alone, Team

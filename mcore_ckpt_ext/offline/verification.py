@@ -30,7 +30,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.completeness import check_folder, check_index, check_index_file, locate
-from mcore_ckpt_ext.offline.content import ContentCheck, ParameterReport, check_group_of_each, check_settings
+from mcore_ckpt_ext.offline.content import ContentCheck, ParameterReport
 from mcore_ckpt_ext.offline.coverage import check_arrays, check_groups, check_state, check_weights
 from mcore_ckpt_ext.offline.findings import (
     CHECKSUMS,
@@ -48,6 +48,7 @@ from mcore_ckpt_ext.offline.findings import (
     error,
     warning,
 )  # fmt: skip
+from mcore_ckpt_ext.offline.group_settings import check_group_of_each, check_settings
 from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, manifest_bytes
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.optimizers.digests import differing
