@@ -28,6 +28,7 @@ from mcore_ckpt_ext.model_space.anatomy import pipelined_block, word_embeddings_
 from mcore_ckpt_ext.model_space.names import ShardedKey, split_layer
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
 from mcore_ckpt_ext.storage.budget import OverBudgetError
 from mcore_ckpt_ext.storage.checked_files import read_file
@@ -139,6 +140,10 @@ class Checkpoint(ABC):
     @abstractmethod
     def archives(self) -> Iterator[tuple[str, int, int]]:
         """Every archive of the checkpoint: (file, offset, length)."""
+
+    def checked_arrays(self) -> Iterator[RawArray]:
+        """Every array that lies bare in a file and whose checksum is known; only some formats have them."""
+        return iter(())
 
     @property
     def args(self) -> dict[str, Any]:

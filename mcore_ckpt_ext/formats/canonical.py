@@ -1,12 +1,14 @@
 """The format `canonical`: model space itself, in safetensors, and everything else in one JSON file.
 
-canonical-00001-of-00002.safetensors    arrays by `kind.name`
+canonical-00001-of-00002.safetensors    arrays by `kind.name`, and their CRC-32s as `checksums`: one number for each
+                                        array of the file, in the order of their keys (since version 2)
 model.safetensors.index.json            which file holds which, as transformers lays it out
 common.json                             arguments, iteration, parameter groups, random states
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import prod
@@ -15,7 +17,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown, some
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.portable_state import known_arguments
@@ -39,7 +41,12 @@ COMMON_FILE = "common.json"
 INDEX_FILE = "model.safetensors.index.json"
 FILE_BYTES = 4 << 30
 _MARK = "mcore_ckpt_ext canonical"
-_VERSION = 1
+_VERSION, _WITHOUT_CHECKSUMS = 2, 1
+_CHECKSUMS = "checksums"
+_CHECKSUM_BYTES = 4
+_OF_EVERY_FOLDER = frozenset(
+    {"common", "experts_apart", "extra_states", "grad_scaler", "param_groups", "random_states", "sharded_keys"}
+)
 
 
 def is_canonical(folder: Path) -> bool:
@@ -55,13 +62,19 @@ class CanonicalCheckpoint(Checkpoint):
     def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
         super().__init__(folder, witnesses)
         self._about = read_json(folder / COMMON_FILE)
-        if self._about.get("format") != _MARK or self._about.get("version") != _VERSION:
+        if self._about.get("format") != _MARK or self._about.get("version") not in (_VERSION, _WITHOUT_CHECKSUMS):
             raise UnsupportedCheckpointError(
                 "this is not a canonical checkpoint that this version reads",
                 found=f"{shown(self._about.get('format'))}, version {shown(self._about.get('version'))}",
-                expected=f"{_MARK}, version {_VERSION}",
+                expected=f"{_MARK}, version {_VERSION} or before",
                 where=str(folder / COMMON_FILE),
             )
+        missing = sorted(_OF_EVERY_FOLDER - self._about.keys())
+        if missing:
+            raise UnreadableCheckpointError(
+                "the file beside the arrays is not whole", found=f"no {some(missing)}", where=str(folder / COMMON_FILE),
+                helps="this file was edited, or is damaged: convert the source again",
+            )  # fmt: skip
         self._arrays = _Arrays(self.reader, folder)
 
     @cached_property
@@ -139,6 +152,10 @@ class CanonicalCheckpoint(Checkpoint):
         """None."""
         return iter(())
 
+    @override
+    def checked_arrays(self) -> Iterator[RawArray]:
+        return self._arrays.checked()
+
 
 class _Arrays(StoredOnce):
     """All arrays of a folder by (kind, name); as `Weights`, those of the kind `weight`."""
@@ -149,13 +166,17 @@ class _Arrays(StoredOnce):
         found: dict[str, str] = {}
         self.files = frozenset(stated.values())
         for file in sorted(self.files):
-            for key, tensor, extent in read_header(reader, file):
+            for key, tensor, extent in _with_checksums(reader, file):
                 kind, _, name = key.partition(".")
                 self._tensors[kind, name] = (LogicalTensor(name, tensor, extent.dtype), extent)
                 found[key] = file
         helps = "files were edited, or are of two checkpoints: convert the source again"
         check_index(stated, found, folder / INDEX_FILE, helps)
         self.kinds = tuple(dict.fromkeys(kind for kind, _ in self._tensors if kind != WEIGHT))
+
+    def checked(self) -> Iterator[RawArray]:
+        """Where those are of which a checksum is known."""
+        return (extent for _, extent in self._tensors.values() if extent.crc is not None)
 
     def names(self) -> list[str]:
         """Names of the weights."""
@@ -178,6 +199,27 @@ class _Arrays(StoredOnce):
             return []
         tensor, extent = found
         return [StoredSlice(Slice.whole((Region.whole(name, tensor.shape),)), extent, 0)]
+
+
+def _with_checksums(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, ...], RawArray]]:
+    """(key, shape, where it lies) of every array of a file.
+
+    Raises:
+        UnreadableCheckpointError: the file is damaged, or has another number of checksums than of arrays.
+    """
+    entries = read_header(reader, file)
+    arrays = sorted(entry for entry in entries if entry[0] != _CHECKSUMS)
+    checksums = next((extent for key, _, extent in entries if key == _CHECKSUMS), None)
+    if checksums is None:
+        return arrays
+    if checksums.length != _CHECKSUM_BYTES * len(arrays):
+        raise UnreadableCheckpointError(
+            "a file of a canonical checkpoint has not one checksum for each array",
+            found=f"{checksums.length} bytes of checksums, {len(arrays)} arrays", where=str(reader.folder / file),
+            helps="this file was edited, or is damaged: convert the source again",
+        )  # fmt: skip
+    stored = struct.unpack(f"<{len(arrays)}I", reader.read(file, checksums.offset, checksums.length))
+    return [(key, shape, extent._replace(crc=crc)) for (key, shape, extent), crc in zip(arrays, stored, strict=True)]
 
 
 class _Optimizer(OptimizerState):
@@ -224,12 +266,15 @@ def canonical_output(checkpoint: Checkpoint) -> Output:
     for number, batch in enumerate(batches, 1):
         name = f"{NAME}-{number:05d}-of-{len(batches):05d}.safetensors"
         arrays = [Declared(f"{kind}.{tensor.name}", tensor.shape, tensor.dtype) for kind, tensor in batch]
-        file, starts = lay_out_file(name, arrays)
+        checksums = Declared(_CHECKSUMS, (len(arrays),), "int32")
+        file, (*starts, first_checksum) = lay_out_file(name, [*arrays, checksums])
         files.append(file)
-        for (kind, tensor), start in zip(batch, starts, strict=True):
+        place_of = {key: first_checksum + _CHECKSUM_BYTES * at for at, key in enumerate(sorted(a.key for a in arrays))}
+        for (kind, tensor), array, start in zip(batch, arrays, starts, strict=True):
             part = Slice.whole((Region.whole(tensor.name, tensor.shape),))
-            wanted = WantedSlice(kind, part, {tensor.name: tensor})
-            records.append(Record(file.name, start, tensor.dtype, part.numel, (Placed(0, wanted),)))
+            wanted = (Placed(0, WantedSlice(kind, part, {tensor.name: tensor})),)
+            checksum = (place_of[array.key],)
+            records.append(Record(file.name, start, tensor.dtype, part.numel, wanted, checksum))
         weight_map |= {array.key: file.name for array in arrays}
     total = sum(record.nbytes for record in records)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}

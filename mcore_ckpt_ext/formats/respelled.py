@@ -18,6 +18,7 @@ from mcore_ckpt_ext.model_space.names import ShardedKey, of_experts, parse, spel
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice, WantedSlice, derivation_of
 
 
@@ -269,6 +270,10 @@ class Respelled(Checkpoint):
     @override
     def archives(self) -> Iterator[tuple[str, int, int]]:
         return self._source.archives()
+
+    @override
+    def checked_arrays(self) -> Iterator[RawArray]:
+        return self._source.checked_arrays()
 
     @override
     def notices(self) -> list[str]:

@@ -73,8 +73,8 @@ class Filler:
             UnreadableCheckpointError: one differs.
         """
         with ThreadPoolExecutor(workers, thread_name_prefix="mcore_ckpt_ext") as pool:
-            for _ in pool.map(self._checksums.check, self._checksums.rest()):
-                pass
+            for compared in [pool.submit(verify) for verify in self._checksums.rest()]:
+                compared.result()
 
     def _fill_quantised(self, matrix: Quantised, block: Block, elements: torch.Tensor) -> None:
         """Read the bands of a matrix that a block is about, one after the other, and quantise each."""

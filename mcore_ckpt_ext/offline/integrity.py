@@ -13,7 +13,9 @@ from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.offline.findings import CHECKSUMS, MANIFEST, Finding, error
+from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.storage.checked_files import open_file, read_file
+from mcore_ckpt_ext.storage.checksums import verify_array
 from mcore_ckpt_ext.storage.json_text import parsed
 from mcore_ckpt_ext.storage.paths import is_remote
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
@@ -56,6 +58,23 @@ def check_archives(
         return None
 
     return list(_in_threads(check, archives, workers))
+
+
+def check_bare_arrays(
+    checkpoint: Checkpoint, arrays: Iterable[RawArray], workers: int, advance: Advance
+) -> list[Finding]:
+    """Compare the CRC-32 of every array that lies bare in a file and has one."""
+
+    def check(array: RawArray) -> Finding | None:
+        try:
+            verify_array(checkpoint.reader, array)
+        except CheckpointError as problem:
+            return error(CHECKSUMS, array.file, str(problem))
+        finally:
+            advance(array.length)
+        return None
+
+    return list(_in_threads(check, arrays, workers))
 
 
 def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
@@ -49,7 +49,7 @@ from mcore_ckpt_ext.offline.findings import (
     warning,
 )  # fmt: skip
 from mcore_ckpt_ext.offline.group_settings import check_group_of_each, check_settings
-from mcore_ckpt_ext.offline.integrity import check_archives, check_manifest, manifest_bytes
+from mcore_ckpt_ext.offline.integrity import Archive, check_archives, check_bare_arrays, check_manifest, manifest_bytes
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.optimizers.digests import differing
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
@@ -207,10 +207,11 @@ class _Run:
         if manifest:
             self.findings.extend(check_manifest(self.folder, self._workers, self._counter.add))
             self.checks.append(Check(MANIFEST, f"SHA-256 of {manifest:,} bytes"))
-        archives = [archive for archive in checkpoint.archives() if archive[0] not in failed]
+        archives, arrays = _with_checksums(checkpoint, failed)
         self.findings.extend(check_archives(checkpoint, archives, self._workers, self._counter.add))
-        if archives:
-            self.checks.append(Check(CHECKSUMS, f"CRC-32 of {sum(length for *_, length in archives):,} bytes"))
+        self.findings.extend(check_bare_arrays(checkpoint, arrays, self._workers, self._counter.add))
+        if guarded := _bytes_of(archives, arrays):
+            self.checks.append(Check(CHECKSUMS, f"CRC-32 of {guarded:,} bytes"))
         if not manifest and _has_bare_numbers(checkpoint):
             what = "this format has none of its tensors: a flipped bit of a moment would not show"
             self.checks.append(Check(CHECKSUMS, what, done=False))
@@ -292,19 +293,29 @@ class _Run:
         self.checks.append(Check(VALUES, f"{sum(report.elements for report in reports):,} elements"))
 
     def _bytes_to_read(self, checkpoint: Checkpoint, failed: set[str]) -> int:
-        archives = sum(length for file, _, length in checkpoint.archives() if file not in failed)
+        guarded = _bytes_of(*_with_checksums(checkpoint, failed))
         tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
         weights = sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in tensors if tensor is not None)
         numel = sum(prod(tensor.shape) for tensor in tensors if tensor is not None)
         state = numel * 12 if checkpoint.optimizer_format else 0
-        return archives + manifest_bytes(self.folder) + weights + state
+        return guarded + manifest_bytes(self.folder) + weights + state
+
+
+def _with_checksums(checkpoint: Checkpoint, failed: set[str]) -> tuple[list[Archive], list[RawArray]]:
+    """What has checksums, in files that are there."""
+    archives = [archive for archive in checkpoint.archives() if archive[0] not in failed]
+    return archives, [array for array in checkpoint.checked_arrays() if array.file not in failed]
+
+
+def _bytes_of(archives: Iterable[Archive], arrays: Iterable[RawArray]) -> int:
+    return sum(length for *_, length in archives) + sum(array.length for array in arrays)
 
 
 def _has_bare_numbers(checkpoint: Checkpoint) -> bool:
     """Whether tensors are stored as nothing but their elements."""
     first = next(iter(checkpoint.names(WEIGHT)), None)
     stored = checkpoint.stored(WEIGHT, first) if first is not None else ()
-    return any(isinstance(one.extent, RawArray) for one in stored)
+    return any(isinstance(one.extent, RawArray) and one.extent.crc is None for one in stored)
 
 
 class _Noting:

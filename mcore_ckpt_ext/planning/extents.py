@@ -38,13 +38,14 @@ class ArchivedRecord(NamedTuple):
 
 
 class RawArray(NamedTuple):
-    """Nothing but the elements, from byte `offset` on."""
+    """Nothing but the elements, from byte `offset` on; `crc`: the CRC-32 of the bytes, where it is known."""
 
     file: str
     offset: int
     length: int
     dtype: str
     numel: int
+    crc: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

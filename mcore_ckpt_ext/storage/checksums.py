@@ -7,10 +7,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
-from mcore_ckpt_ext.planning.extents import Extent, Rearranged, Scaled
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.planning.extents import Extent, RawArray, Rearranged, Scaled
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage.crc32 import Piece, appended, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
@@ -25,10 +27,9 @@ def is_plain(copy: Copy, payload: Payload) -> bool:
 
 @dataclass
 class _Record:
-    """A stored record whose pieces pass by: where it is, what its CRC-32 should be, and the pieces so far."""
+    """A stored record whose pieces pass by: what reads it for its checksum, its size and CRC-32, the pieces so far."""
 
-    archive: tuple[str, int, int]
-    name: str
+    verify: Callable[[], None]
     size: int
     expected: int
     before: int
@@ -69,11 +70,26 @@ class Checksums:
         for name in names:
             begin, size, expected = archive.place_of(name)
             if size >= self.WORTH and begin <= payload.offset < begin + size:
-                found = _Record(archive.place, name, size, expected, payload.offset - begin, size)
-                with self._lock:
-                    self._waiting[payload.file, payload.offset] = found
+                verify = partial(_verify_record, self._reader, archive.place, name)
+                self._wait_for(payload, _Record(verify, size, expected, payload.offset - begin, size))
             else:
                 archive.verify_checksums(only=name)
+
+    def look_at_array(self, payload: Payload, array: RawArray) -> None:
+        """Take notice of bare elements, which are the payload, if their checksum is known.
+
+        Raises:
+            UnreadableCheckpointError: the checksum of a small one differs.
+        """
+        if array.crc is not None and array.length >= self.WORTH:
+            verify = partial(verify_array, self._reader, array)
+            self._wait_for(payload, _Record(verify, array.length, array.crc, 0, array.length))
+        else:
+            verify_array(self._reader, array)
+
+    def _wait_for(self, payload: Payload, record: _Record) -> None:
+        with self._lock:
+            self._waiting[payload.file, payload.offset] = record
 
     def passed(self, payload: Payload, position: int, data: memoryview) -> int:
         """The CRC-32 of bytes from `position` of a payload on, as they have just been read.
@@ -92,7 +108,7 @@ class Checksums:
                 return crc
             del self._waiting[payload.file, payload.offset]
         if not record.is_right():
-            self.check(record)  # which says where it is; or pieces overlapped
+            record.verify()  # which says where it is; or pieces overlapped
         return crc
 
     def of_plan(
@@ -124,15 +140,25 @@ class Checksums:
                     found.append((copy.target, (begin, end, crc)))
         return found
 
-    def rest(self) -> list[_Record]:
-        """The records of which not all pieces have passed."""
+    def rest(self) -> list[Callable[[], None]]:
+        """What reads each of the records of which not all pieces have passed for its checksum, and raises likewise."""
         with self._lock:
-            return list(self._waiting.values())
+            return [record.verify for record in self._waiting.values()]
 
-    def check(self, record: _Record) -> None:
-        """Read a record for its checksum.
 
-        Raises:
-            UnreadableCheckpointError: it differs.
-        """
-        TorchArchive(self._reader, *record.archive).verify_checksums(only=record.name)
+def verify_array(reader: FolderReader, array: RawArray) -> None:
+    """Compare the CRC-32 of bare elements with the one that is known of them, if one is.
+
+    Raises:
+        UnreadableCheckpointError: it differs.
+    """
+    if array.crc is not None and reader.checksum(array.file, array.offset, array.length) != array.crc:
+        raise UnreadableCheckpointError(
+            "an array of the checkpoint is damaged: its checksum differs",
+            where=f"{reader.folder / array.file} at byte {array.offset}",
+        )
+
+
+def _verify_record(reader: FolderReader, archive: tuple[str, int, int], name: str) -> None:
+    """Not by a method of the archive: then its directory would be kept until all pieces have passed."""
+    TorchArchive(reader, *archive).verify_checksums(only=name)

@@ -16,11 +16,13 @@ from types import TracebackType
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, remedy
 from mcore_ckpt_ext.storage.checked_files import open_file
+from mcore_ckpt_ext.storage.crc32 import crc32
 
 # A zarr array has a file for each chunk, and a process may by default open 1024 files.
 _OPEN_FILES = 256
 # What one call of preadv(2) takes: IOV_MAX of Linux.
 _MOST_BUFFERS = 1024
+_CHECKSUM_BLOCK = 1 << 19  # what a processor's own cache holds
 
 
 class _Descriptor:
@@ -143,6 +145,17 @@ class FolderReader:
         buffer = bytearray(count)
         self.read_into(file, offset, memoryview(buffer))
         return bytes(buffer)
+
+    def checksum(self, file: str, offset: int, count: int) -> int:
+        """The CRC-32 of `count` bytes; errors as in `read_into`."""
+        memory = memoryview(bytearray(min(_CHECKSUM_BLOCK, count)))
+        crc, done = 0, 0
+        while done < count:
+            block = memory[: count - done]
+            self.read_into(file, offset + done, block)
+            crc = crc32(block, crc)
+            done += len(block)
+        return crc
 
     def _descriptor(self, file: str) -> _Descriptor:
         with self._lock:

@@ -56,11 +56,13 @@ class Payloads:
         return known
 
     def _show(self, extent: PlainExtent, payload: Payload, checksums: Checksums) -> None:
-        """Have checksums compared; of bare numbers there is none."""
-        if isinstance(extent, ArchivedRecord):
+        """Have checksums compared."""
+        if isinstance(extent, RawArray):
+            checksums.look_at_array(payload, extent)
+        elif isinstance(extent, ArchivedRecord):
             archive = self.archive(extent.file, extent.offset, extent.length)
             checksums.look(payload, archive, [f"data/{extent.record}"])
-        elif isinstance(extent, ArchivedTensor):
+        else:
             archive = TorchArchive(self._reader, extent.file, extent.offset, extent.length)
             checksums.look(payload, archive, archive.names)
 

@@ -31,7 +31,6 @@ from mcore_ckpt_ext.storage.zip_directory import Member, plain_directory
 
 # Local file header of a zip member (PKWARE APPNOTE 4.3.7): 30 bytes, then the name, then the extra field.
 _LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_CHECKSUM_BLOCK = 1 << 19  # what a processor's own cache holds
 _END = 4096
 _SHORT = 64
 _TENSOR, _SMALL = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n", 512
@@ -239,14 +238,7 @@ class TorchArchive:
         """
         for name in self._members if only is None else (only,):
             begin, size, expected = self.place_of(name)
-            memory = memoryview(bytearray(min(_CHECKSUM_BLOCK, size)))
-            crc, done = 0, 0
-            while done < size:
-                block = memory[: size - done]
-                self._reader.read_into(self._file, begin + done, block)
-                crc = crc32(block, crc)
-                done += len(block)
-            if crc != expected:
+            if self._reader.checksum(self._file, begin, size) != expected:
                 raise self._damaged(name)
 
     def place_of(self, name: str) -> tuple[int, int, int]:

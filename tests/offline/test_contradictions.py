@@ -7,6 +7,7 @@ import json
 import pickle
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.online.admission import check_stored_once
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import Fixture, fixture_named
+from tests.harness.damage import flip
 
 MATRIX = "decoder.layers.mlp.linear_fc2.weight"
 
@@ -253,6 +255,9 @@ def test_canonical_files_are_what_their_index_says(tmp_path: Path) -> None:
     (file,) = run.glob("*.safetensors")
     tensors = load_file(file)
     save_file({key: value for key, value in tensors.items() if "layers.2." not in key}, file)
+    assert any("has not one checksum for each array" in found for found in errors_of(run))
+    del tensors["checksums"]
+    save_file({key: value for key, value in tensors.items() if "layers.2." not in key}, file)
     assert any("the index and the files disagree" in found for found in errors_of(run))
     with pytest.raises(UnreadableCheckpointError, match="the index and the files disagree"):
         mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.Legacy())
@@ -423,9 +428,44 @@ def test_settings_that_differ_are_facts(change: Any, what: str, values: tuple[st
     assert same == {"format", "layout", "iteration", "step", "lr"}
 
 
-def test_of_tensors_without_checksums_it_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["missing", "param_groups"])
+def test_canonical_folders_say_which_part_is_gone(key: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     mcore_ckpt_ext.convert(fixture_named("p04").run, run, mcore_ckpt_ext.Canonical())
+    about = json.loads((run / "common.json").read_text())
+    about.pop(key, None)
+    (run / "common.json").write_text(json.dumps(about))
+    with nullcontext() if key == "missing" else pytest.raises(UnreadableCheckpointError, match=f"not whole.*no {key}"):
+        mcore_ckpt_ext.open_checkpoint(run)
+
+
+@pytest.mark.parametrize("kind", ["weight", "exp_avg"])
+def test_a_flipped_bit_of_a_canonical_checkpoint_shows(kind: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    mcore_ckpt_ext.convert(fixture_named("p04").run, run, mcore_ckpt_ext.Canonical())
+    assert errors_of(run) == []
+    (told,) = [check for check in verify(run).checks if check.name == "checksums"]
+    assert told.done
+    (file,) = run.glob("*.safetensors")
+    tensors = {key: tensor.clone() for key, tensor in load_file(file).items()}  # they may be mapped
+    key = f"{kind}.decoder.layers.1.mlp.linear_fc1.weight"
+    flip(file, file.read_bytes().index(tensors[key].view(torch.uint8).numpy().tobytes()), 1)
+    assert any("its checksum differs" in found for found in errors_of(run))
+    with pytest.raises(UnreadableCheckpointError, match="its checksum differs"):
+        mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.Legacy())
+    # Another tool may write the file anew, with the arrays in another order.
+    save_file(tensors, file)
+    assert errors_of(run) == []
+
+
+def test_of_tensors_without_checksums_it_is_said(tmp_path: Path) -> None:
+    """As in folders of the format's first version."""
+    run = tmp_path / "run"
+    mcore_ckpt_ext.convert(fixture_named("p04").run, run, mcore_ckpt_ext.Canonical())
+    (file,) = run.glob("*.safetensors")
+    save_file({key: tensor for key, tensor in load_file(file).items() if key != "checksums"}, file)
+    about = json.loads((run / "common.json").read_text())
+    (run / "common.json").write_text(json.dumps({**about, "version": 1}))
     (told,) = [check for check in verify(run).checks if check.name == "checksums"]
     assert not told.done
     assert "would not show" in told.extent
