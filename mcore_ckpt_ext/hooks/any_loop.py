@@ -22,8 +22,8 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.any_save import ToBeSaved
 from mcore_ckpt_ext.hooks.attended import Attended
-from mcore_ckpt_ext.hooks.first_look import megatron_version
 from mcore_ckpt_ext.hooks.process import PROCESS
+from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.online.admission import check_adapters
 from mcore_ckpt_ext.online.agreement import agreed, gather, is_first_rank, rank_and_size

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.description import ARGUMENTS
@@ -21,6 +20,7 @@ from mcore_ckpt_ext.formats.legacy_ranks import LAYER_WISE_FILES
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
+from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
 from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
@@ -38,7 +38,6 @@ from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT
 from mcore_ckpt_ext.optimizers.refusals import has_remainders
 from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, stock_can_load
 from mcore_ckpt_ext.storage.runs import iteration_name
-from mcore_ckpt_ext.versions import Version, parse_version
 
 _PHASE = "looking at the checkpoint"
 
@@ -67,12 +66,13 @@ class Look:
         return FULLY_RESHARDABLE in _names(self.optimizer_format)
 
 
-def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None:
+def first_look(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
     """Look at what a load would take; collective.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
         call: the arguments of `load_checkpoint`.
+        directory: the run folder.
 
     Returns:
         None where there is no optimizer state for this package to consider.
@@ -81,14 +81,13 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Look | None
         ResumeRefusedError: on every rank, where some rank cannot.
     """
     arguments = scope["get_args"]()
-    directory = getattr(arguments, call["load_arg"])
     folder = agreed(_PHASE, lambda: folder_to_feed(directory, arguments))[0]
     if folder is not None:
         return agreed(_PHASE, lambda: _look_at_what_is_fed(folder, call, arguments))[0]
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
         return None
     optimizer = call["optimizer"]
-    found = agreed(_PHASE, lambda: (_look_with_megatron(scope, call, arguments), any_keeps_remainders(optimizer)))
+    found = agreed(_PHASE, lambda: (_look_with_megatron(scope, call, directory), any_keeps_remainders(optimizer)))
     look = next((look for look, _ in found if look is not None), None)
     if look is not None and look.stock_loads and any(keeps for _, keeps in found):
         chunks = scope["unwrap_model"](call["ddp_model"])
@@ -126,15 +125,16 @@ def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) 
     return Look(folder, None, stock_loads and has_own_files, is_fed=True)
 
 
-def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], arguments: Any) -> Look | None:
+def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
     """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves."""
-    directory, optimizer = getattr(arguments, call["load_arg"]), call["optimizer"]
+    arguments, optimizer = scope["get_args"](), call["optimizer"]
     try:
-        common, name, release, kind = _by_megatron(scope, call)
+        common, name, release, kind = _by_megatron(scope, call, directory)
     except (Exception, CheckpointException):
         # Megatron and torch say what they missed, not what is wrong: our own reader names the file, and what helps.
-        step = getattr(arguments, "ckpt_step", None)
-        _ = open_checkpoint(Path(directory) / iteration_name(step) if step else Path(directory)).common
+        if directory:
+            step = getattr(arguments, "ckpt_step", None)
+            _ = open_checkpoint(Path(directory) / iteration_name(step) if step else Path(directory)).common
         raise
     if common is None or release or getattr(kind, "name", None) != "GLOBAL":
         return None
@@ -161,7 +161,7 @@ def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], argum
     return Look(folder, optimizer_format, stock_loads, is_moved=is_moved)
 
 
-def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any]) -> None:
+def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> None:
     """Refuse what a live optimizer that is not filled here cannot use; all else that is wrong is Megatron's to tell.
 
     Collective.
@@ -171,12 +171,13 @@ def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any]) -> No
     """
     arguments = scope["get_args"]()
     if arguments.ckpt_format == TORCH_DIST:
-        agreed(_PHASE, lambda: _refuse_another_kind(scope, call, arguments))
+        agreed(_PHASE, lambda: _refuse_another_kind(scope, call, directory))
 
 
-def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], arguments: Any) -> None:
+def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> None:
+    arguments = scope["get_args"]()
     try:
-        common, name, release, _ = _by_megatron(scope, call)
+        common, name, release, _ = _by_megatron(scope, call, directory)
     except (Exception, CheckpointException):  # noqa: BLE001 - stock meets it, too, and tells it
         return
     if common is None or release or "args" not in common:
@@ -192,7 +193,7 @@ def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], argu
         )
 
 
-def _by_megatron(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Any:
+def _by_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Any:
     """The common state, the folder's name, whether it is a release, and its kind.
 
     The ranks meet in it, once (`read_metadata`): before anything that can fail on some of them alone, if all see a
@@ -200,7 +201,7 @@ def _by_megatron(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Any:
     """
     arguments = scope["get_args"]()
     context = {key: call[key] for key in ("checkpointing_context",) if key in call}
-    return scope["_load_base_checkpoint"](getattr(arguments, call["load_arg"]), arguments, rank0=True, **context)
+    return scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
 
 
 def _look_at_whole_parameters(
@@ -266,16 +267,3 @@ def _loses_its_groups(written: JobArguments, arguments: Any) -> bool:
 
 def _names(optimizer_format: str | None) -> list[str]:
     return [encoding.name for encoding in encodings_named(optimizer_format)]
-
-
-def megatron_version() -> Version:
-    """Of the running megatron-core.
-
-    Raises:
-        UnsupportedCheckpointError: it does not say.
-    """
-    found = sys.modules["megatron.core"].__version__
-    version = parse_version(found)
-    if version is None:
-        raise UnsupportedCheckpointError("the running Megatron Core does not say which release it is", found=found)
-    return version

@@ -14,8 +14,8 @@ from mcore_ckpt_ext.formats.fsdp_names import GROUPS, MODEL, ModuleNames
 from mcore_ckpt_ext.formats.fsdp_target import FsdpArray, FsdpTarget
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.hooks.drafted_feed import STEPS, DraftedFeed
-from mcore_ckpt_ext.hooks.first_look import megatron_version
-from mcore_ckpt_ext.hooks.legacy_feed import folder_named
+from mcore_ckpt_ext.hooks.run_folder import folder_named
+from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.offline.opening import open_source
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR

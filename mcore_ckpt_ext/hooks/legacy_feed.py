@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnreadableCheckpointError
+from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
@@ -34,6 +34,7 @@ from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.hooks.announce import announce, states_of_nobody
 from mcore_ckpt_ext.hooks.rebinding import rebound
+from mcore_ckpt_ext.hooks.run_folder import folder_named
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.slices import Slice
@@ -43,7 +44,6 @@ from mcore_ckpt_ext.online.agreement import agreed
 from mcore_ckpt_ext.online.live_model import LiveParameter, live_names, live_parameters, live_tensors
 from mcore_ckpt_ext.online.live_states import FoundStates, states_for
 from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
-from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folder, iteration_name
 
 _DISTRIBUTED = "use_distributed_optimizer"
 # `check_checkpoint_args` compares these; they follow from the tensor- and pipeline-parallel size.
@@ -60,19 +60,6 @@ def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
     plain = plain_backend(folder)
     foreign = (is_zarr(folder) and not _reads_zarr()) or plain not in (None, arguments.ckpt_format)
     return folder if foreign else None
-
-
-def folder_named(directory: str | None, arguments: Any) -> Path | None:
-    """The iteration folder that Megatron would load from a run folder; None where that is its own business."""
-    if not directory or getattr(arguments, "non_persistent_ckpt_type", None):
-        return None
-    run, step = Path(directory), getattr(arguments, "ckpt_step", None)
-    try:
-        if not step and not (run / TRACKER_FILE).exists():
-            return None
-        return run / iteration_name(int(step)) if step else iteration_folder(run)
-    except CheckpointError:  # whatever it is, stock Megatron will say so
-        return None
 
 
 def _reads_zarr() -> bool:

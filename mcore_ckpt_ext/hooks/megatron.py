@@ -18,7 +18,7 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.attended import attended
 from mcore_ckpt_ext.hooks.fast_load import reading_fast
-from mcore_ckpt_ext.hooks.first_look import Look, first_look, megatron_version, refuse_another_kind
+from mcore_ckpt_ext.hooks.first_look import Look, first_look, refuse_another_kind
 from mcore_ckpt_ext.hooks.from_huggingface import start_from
 from mcore_ckpt_ext.hooks.fsdp_feed import is_of_fsdp, load_into_fsdp
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
@@ -32,6 +32,8 @@ from mcore_ckpt_ext.hooks.resuming import (
     taking_what_is_whole,
     trackers_seen,
 )
+from mcore_ckpt_ext.hooks.run_folder import run_folder
+from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.hooks.torch_fsdp_feed import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
 from mcore_ckpt_ext.layout.proof import Proof
@@ -78,12 +80,12 @@ class _Load:
         self._chunks = self._scope["unwrap_model"](ddp_model)
         self._arguments = self._scope["get_args"]()
         self._load_arg = call.arguments["load_arg"]
-        self._directory = getattr(self._arguments, self._load_arg)
+        self._directory = run_folder(self._scope, self._arguments, self._load_arg)
         self._told: list[str] = []
 
     def done(self) -> Any:
         """Load; what the original returns."""
-        witness, sight = Witness(self._chunks), _sight(self._arguments, self._load_arg)
+        witness, sight = Witness(self._chunks), _sight(self._arguments, self._load_arg, self._directory)
         if sight.model is not None:
             result, weaker = start_from(self._scope, sight.model, self._chunks, self._by_megatron), None
         else:
@@ -107,10 +109,10 @@ class _Load:
             return load_into_torch_fsdp(scope, directory, chunks, self._optimizer, self._by_stock), None
         advise_torch_fsdp(arguments, directory)
         if _resumes_optimizer(scope, self._optimizer):
-            if (look := first_look(scope, self._given)) is not None:
+            if (look := first_look(scope, self._given, directory)) is not None:
                 return (self._left_to_stock(look), None) if look.stock_loads else self._resumed(look)
         elif self._optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
-            refuse_another_kind(scope, self._given)
+            refuse_another_kind(scope, self._given, directory)
             return self._by_stock(), None
         return load_weights_alone(scope, directory, chunks, self._by_stock), None
 
@@ -184,7 +186,7 @@ class _Load:
         self._scheduler.step(increment=0)
 
 
-def _sight(arguments: Any, load_arg: str) -> Sight:
+def _sight(arguments: Any, load_arg: str, directory: str | None) -> Sight:
     """What the first rank sees, on every rank.
 
     Raises:
@@ -194,7 +196,7 @@ def _sight(arguments: Any, load_arg: str) -> Sight:
     is_fast = LOAD.chosen(arguments) == FAST
 
     def look() -> tuple[Sight | None, tuple[bool, ...], dict[str, str]]:
-        seen = look_around(arguments, load_arg, shares_index=is_fast) if is_first_rank() else None
+        seen = look_around(arguments, load_arg, directory, shares_index=is_fast) if is_first_rank() else None
         return seen, trackers_seen(arguments, load_arg), {one.name: str(one.chosen(arguments)) for one in SETTINGS}
 
     looks = agreed("looking at what is to be loaded", look)

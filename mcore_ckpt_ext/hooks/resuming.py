@@ -12,6 +12,7 @@ from mcore_ckpt_ext.errors import ResumeRefusedError, some
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.from_huggingface import model_folder
 from mcore_ckpt_ext.hooks.rebinding import rebound
+from mcore_ckpt_ext.hooks.run_folder import takes_another_kind
 from mcore_ckpt_ext.hooks.shared_index import index_of, is_moved
 from mcore_ckpt_ext.offline.whole import Standing, standing_of
 from mcore_ckpt_ext.settings import FALLBACK
@@ -36,17 +37,18 @@ class Sight:
     index: Lent | None = None
 
 
-def look_around(arguments: Any, load_arg: str, *, shares_index: bool) -> Sight:
+def look_around(arguments: Any, load_arg: str, directory: str | None, *, shares_index: bool) -> Sight:
     """Look, as the first rank.
 
     Args:
         arguments: Megatron's.
         load_arg: the name of the one that says what is loaded.
+        directory: the run folder.
         shares_index: also where the parallel layout is the one that was saved, so that Megatron may load everything.
     """
     if (model := model_folder(arguments, load_arg)) is not None:
         return Sight(model)
-    directory, step = getattr(arguments, load_arg), getattr(arguments, "ckpt_step", None)
+    step = getattr(arguments, "ckpt_step", None)
     if not directory or not Path(str(directory)).is_dir():
         return Sight()
     index = index_of(directory, step, arguments)
@@ -157,8 +159,7 @@ def taking_what_is_whole(
 
 
 def _standing(arguments: Any, directory: str) -> Standing | None:
-    other_kind = getattr(arguments, "non_persistent_ckpt_type", None)
-    if other_kind or "://" in str(directory) or not hasattr(arguments, "ckpt_step"):
+    if takes_another_kind(directory, arguments) or "://" in str(directory) or not hasattr(arguments, "ckpt_step"):
         return None
     return standing_of(Path(str(directory)), arguments.ckpt_step or None)
 

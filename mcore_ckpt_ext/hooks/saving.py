@@ -25,6 +25,7 @@ from mcore_ckpt_ext.hooks.direct import recorder
 from mcore_ckpt_ext.hooks.export_huggingface import Exports
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.hooks.rebinding import rebound
+from mcore_ckpt_ext.hooks.run_folder import trains_nothing
 from mcore_ckpt_ext.online.written import judged, problems_on_disk, stored_bytes
 from mcore_ckpt_ext.saving.coordinator import Coordinator
 from mcore_ckpt_ext.saving.durable import Disk
@@ -153,8 +154,10 @@ def _goes_on() -> bool:
 
 
 def _is_served(scope: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
-    """Whether it is a persistent torch_dist checkpoint in a folder of the file system."""
+    """Whether it is a persistent torch_dist checkpoint, with weights, in a folder of the file system."""
     arguments = scope["get_args"]()
+    if trains_nothing(arguments):
+        return False
     folder = str(arguments.save or "://")
     is_persistent = not call.get("non_persistent_ckpt", False)
     return getattr(arguments, "ckpt_format", None) == TORCH_DIST and is_persistent and "://" not in folder

@@ -28,8 +28,8 @@ from mcore_ckpt_ext.formats.torch_dcp import NAME as TORCH_DCP
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.drafted_feed import STEPS, DraftedFeed
-from mcore_ckpt_ext.hooks.first_look import megatron_version
-from mcore_ckpt_ext.hooks.legacy_feed import folder_named
+from mcore_ckpt_ext.hooks.run_folder import folder_named
+from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.layout.local_parameters import model_space_name
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
 from mcore_ckpt_ext.model_space.names import is_extra_state

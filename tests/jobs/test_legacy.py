@@ -72,6 +72,16 @@ def test_weights_alone_are_cut_too(tmp_path: Path) -> None:
     assert differing(weights(source.truth), weights(assemble(job.at_load))) == []
 
 
+@pytest.mark.parametrize("flags", [["--pretrained-checkpoint"], ["--finetune", "--non-persistent-ckpt-type", "global"]])
+def test_weights_are_cut_whatever_names_their_folder(flags: list[str], tmp_path: Path) -> None:
+    """Half of the layers stayed as they were initialised; a non-persistent checkpoint there is none."""
+    source = fixture_named("p08b")
+    load, named = (tmp_path / "nothing", [str(source.run)]) if len(flags) == 1 else (source.run, [])
+    job = resume(tmp_path, Layout(1, 2, 2), load, more=["--auto-detect-ckpt-format", *flags, *named])
+    assert sum(CUT in line for line in job.said) == 1
+    assert differing(weights(source.truth), weights(assemble(job.at_load))) == []
+
+
 def weights(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {key: tensor for key, tensor in tensors.items() if key.startswith("weight.")}
 

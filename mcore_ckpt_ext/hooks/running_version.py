@@ -1,0 +1,21 @@
+"""The release of the running Megatron Core."""
+
+from __future__ import annotations
+
+import sys
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.versions import Version, parse_version
+
+
+def megatron_version() -> Version:
+    """Of the running megatron-core.
+
+    Raises:
+        UnsupportedCheckpointError: it does not say.
+    """
+    found = sys.modules["megatron.core"].__version__
+    version = parse_version(found)
+    if version is None:
+        raise UnsupportedCheckpointError("the running Megatron Core does not say which release it is", found=found)
+    return version
