@@ -22,21 +22,21 @@ from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
 from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.layout.sidecar import orders_of
 from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
 from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import (
     Chain,
-    any_keeps_remainders,
     is_another_kind,
     kind_named,
     stock_stumbles,
     switched,
 )
-from mcore_ckpt_ext.online.live_job import LiveJob
+from mcore_ckpt_ext.online.record import recorded_groups
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
 from mcore_ckpt_ext.optimizers.refusals import has_remainders
-from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, stock_can_load
+from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, shows_names, stock_can_load
 from mcore_ckpt_ext.storage.runs import iteration_name
 
 _PHASE = "looking at the checkpoint"
@@ -86,33 +86,34 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str
         return agreed(_PHASE, lambda: _look_at_what_is_fed(folder, call, arguments))[0]
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
         return None
-    optimizer = call["optimizer"]
-    found = agreed(_PHASE, lambda: (_look_with_megatron(scope, call, directory), any_keeps_remainders(optimizer)))
-    look = next((look for look, _ in found if look is not None), None)
-    if look is not None and look.stock_loads and any(keeps for _, keeps in found):
+    looks = agreed(_PHASE, lambda: _look_with_megatron(scope, call, directory))
+    look = next((look for look in looks if look is not None), None)
+    if look is not None and look.stock_loads and not shows_names(look.optimizer_format):
         chunks = scope["unwrap_model"](call["ddp_model"])
-        return replace(look, stock_loads=not _trains_others(look.folder, chunks, optimizer))
+        return replace(look, stock_loads=not _packs_otherwise(look.folder, chunks, call["optimizer"]))
     return look
 
 
-def _trains_others(folder: Path, chunks: Sequence[Any], optimizer: Any) -> bool:
-    """Whether the job trains what the sidecar says was not trained; collective.
+def _packs_otherwise(folder: Path, chunks: Sequence[Any], optimizer: Any) -> bool:
+    """Whether parameters have other places in the buffers than the sidecar says, if there is one; collective.
 
-    Stock takes each other's state for that of parameters of one size, under an unchanged layout, and beside remainders
-    no proof would show it: every pair of a weight and a remainder is some master's.
+    Other parameters may be trained, or their modules registered in another order. Stock takes each other's state for
+    that of parameters of one size, under an unchanged layout, and beside remainders no proof would show it: every pair
+    of a weight and a remainder is some master's.
     """
 
-    def recorded() -> set[str] | None:
+    def recorded() -> Mapping[tuple[int, int], str] | None:
         sidecar = open_checkpoint(folder).sidecar if is_first_rank() else None
-        return None if sidecar is None else set(sidecar.names())
+        return None if sidecar is None else sidecar.order()
 
-    def trained() -> set[str]:
-        with suppress(CheckpointError):  # what stock loads need not be of a kind that is known here
-            return set(LiveJob(chunks, optimizer).view.trained)
-        return set()
+    def differs() -> bool:
+        own: dict[tuple[int, int], str] = {}
+        with suppress(CheckpointError, LookupError):  # what stock loads need not be of a kind that is known here
+            own = orders_of(recorded_groups(chunks, optimizer))
+        return any(known.get(group, order) != order for group, order in own.items())
 
-    known = agreed(_PHASE, recorded)[0]
-    return known is not None and any(agreed(_PHASE, lambda: not trained() <= known))
+    known = agreed(_PHASE, recorded)[0] or {}
+    return bool(known) and any(agreed(_PHASE, differs))
 
 
 def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) -> Look | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 
-from mcore_ckpt_ext.arguments import MOST_RANKS, JobArguments
+from mcore_ckpt_ext.arguments import MOST_RANKS, JobArguments, is_hybrid
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 
 # Many times the largest job there has been. Arguments that say more are damaged, and would be walked rank by rank.
@@ -182,7 +182,15 @@ _PLACING_ARGUMENTS = (
     "overlap_param_gather_with_optimizer_step", "accumulate_allreduce_grads_in_fp32",
     "fp8_param_gather", "fp4_param_gather",
     "transformer_impl", "moe_grouped_gemm", "untie_embeddings_and_output_weights", "padded_vocab_size",
+    "moe_use_legacy_grouped_gemm", "spec",
 )  # fmt: skip
+# Those that are off where a version, or a source, does not know them; sizes that are one rank's then.
+_SWITCHES = ("mla_down_proj_fusion", "moe_single_grouped_weight", "moe_single_grouped_bias")
+WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+"""Of generalized tensor parallelism: into how many parts weights are cut beside those of tensor parallelism."""
+# An argument that only jobs have whose Mamba mixers register their filter as their own parameter, before what is in
+# them, and not as a module's behind `in_proj` (`MambaMixer`, megatron/core/ssm/mamba_mixer.py, since core_v0.19.0).
+_SINCE_0_19 = "gtp_weight_remat_size"
 
 
 def placement_changes(written: JobArguments, running: JobArguments) -> list[str]:
@@ -197,8 +205,16 @@ def placement_changes(written: JobArguments, running: JobArguments) -> list[str]
         and running.is_known(name)
         and str(written.value(name) or 0) != str(running.value(name) or 0)
     ]
+    jobs = (written, running)
+    changes += [name for name in _SWITCHES if len({bool(job.stated.get(name)) for job in jobs}) > 1]
+    changes += [name for name in WEIGHT_SHARDS if len({str(job.stated.get(name) or 1) for job in jobs}) > 1]
+    ranks = [ParallelLayout.from_arguments(job) for job in jobs]
+    if all(map(is_hybrid, jobs)):
+        stages = [layers_by_chunk(job, layout) for job, layout in zip(jobs, ranks, strict=True)]
+        changes += ["hybrid_layer_pattern"] if stages[0] != stages[1] else []
+        ages = {job.lacks(_SINCE_0_19) for job in jobs}
+        changes += ["the order of a Mamba mixer's parameters"] if len(ages) > 1 else []
     # The default bucket size follows the number of data-parallel ranks.
-    ranks = [ParallelLayout.from_arguments(job) for job in (written, running)]
     if running.overlap_grad_reduce and not (running.ddp_bucket_size or running.ddp_num_buckets):
         sizes = [max(40, layout.data * layout.context) for layout in ranks]
         changes += ["data_parallel_size"] if sizes[0] != sizes[1] else []

@@ -6,8 +6,9 @@ It is a witness like any other: what it says is constrained and proven before it
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from hashlib import blake2b
 from typing import Any
 
 from mcore_ckpt_ext.layout.digest import read, written
@@ -48,6 +49,19 @@ class RecordedGroup:
     child: int
     indices: tuple[int, ...]
     buckets: tuple[RecordedBucket, ...]
+
+
+def orders_of(groups: Iterable[RecordedGroup]) -> dict[tuple[int, int], str]:
+    """As of `Sidecar.order`: digests, which do not depend on the number of data-parallel ranks, as padding does."""
+    found: dict[tuple[int, int], str] = {}
+    for group in groups:
+        places = [
+            (one.buffer, one.dtypes, one.bucket, [(own.name, own.start, own.stop) for own in one.parameters])
+            for one in group.buckets
+        ]
+        digest = blake2b(repr(places).encode(), digest_size=8).hexdigest()
+        found |= {(group.child, index): digest for index in group.indices}
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +112,9 @@ class Sidecar:
     saved: SaveRecord | None = None
     digests: tuple[RecordedDigests, ...] = ()
 
-    def names(self) -> list[str]:
-        """Of all parameters that it records, each once."""
-        buckets = (bucket for group in self.groups for bucket in group.buckets)
-        return list(dict.fromkeys(parameter.name for bucket in buckets for parameter in bucket.parameters))
+    def order(self) -> dict[tuple[int, int], str]:
+        """For each child and group of its, what tells one order of parameters in their buffers from another."""
+        return orders_of(self.groups)
 
     def to_json(self) -> str:
         """The file's text."""
