@@ -18,19 +18,25 @@ from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.any_save import ToBeSaved
 from mcore_ckpt_ext.hooks.attended import Attended
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.admission import check_adapters
 from mcore_ckpt_ext.online.agreement import agreed, gather, is_first_rank, rank_and_size
-from mcore_ckpt_ext.online.homes.recognition import Chain
+from mcore_ckpt_ext.online.homes.recognition import Chain, keeps_remainders, stock_stumbles
 from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.optimizer_reshard import Prepared, prepare
-from mcore_ckpt_ext.optimizers.table import stock_can_load
+from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
+from mcore_ckpt_ext.optimizers.refusals import has_remainders
+from mcore_ckpt_ext.optimizers.shifted_state import masters_hold
+from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 from mcore_ckpt_ext.settings import ACCEPT_LOST, READ_ONCE, VERIFY_ALL
 
 Function = Callable[..., Any]
@@ -172,7 +178,31 @@ def _is_ours(folder: Path, optimizer: Any) -> bool:
     check_adapters(checkpoint, ParallelLayout.from_arguments(running), running)
     both = [_spelled_out(one) for one in (checkpoint.arguments, running)]
     moved = bool(placement_changes(*both)) or not checkpoint.layout.unknown.isdisjoint(_PLACING)
-    return not stock_can_load(checkpoint.optimizer_format, moved, megatron_version())
+    if not stock_can_load(checkpoint.optimizer_format, moved, megatron_version()):
+        return True
+    return _goes_wrong(checkpoint, Chain.of(optimizer))
+
+
+def _goes_wrong(checkpoint: Checkpoint, chain: Chain) -> bool:
+    """Whether Megatron itself would load the state, and take it for what it is not; here no proof follows its load.
+
+    What it wrote shifted (`optimizers.shifted_state`) shows beside the weights alone: where these lie elsewhere, the
+    state is taken for such a one.
+    """
+    names = [encoding.name for encoding in encodings_named(checkpoint.optimizer_format)]
+    if FULLY_RESHARDABLE in names and not (checkpoint.names(WEIGHT) and _is_as_named(checkpoint)):
+        return True
+    joins = any(map(keeps_remainders, chain.distributed))
+    if isinstance(checkpoint, TorchDistCheckpoint) and has_remainders(checkpoint.index) != joins:
+        return True
+    return stock_stumbles(chain, DP_RESHARDABLE in names, megatron_version())
+
+
+def _is_as_named(checkpoint: Checkpoint) -> bool:
+    """Whether masters are those of the weights whose names they bear, as far as samples show; a shift is of many."""
+    state, named = checkpoint.optimizer, checkpoint.names(FP32_PARAM)
+    some = named[:: max(1, len(named) // _SAMPLES)]
+    return not state.shifted and masters_hold(state, some, checkpoint.weights, checkpoint.transfer)
 
 
 def _spelled_out(arguments: JobArguments) -> JobArguments:
@@ -183,6 +213,7 @@ def _spelled_out(arguments: JobArguments) -> JobArguments:
     )
 
 
+_SAMPLES = 512
 # Without these nobody knows that the buffers are alike.
 _PLACING = ("tensor", "pipeline", "virtual_pipeline", "expert")
 

@@ -124,10 +124,10 @@ def repaired(
     """
     for order in orders:
         shifted = _shifted(models, order)
-        if not shifted or _holds(written, shifted, weights, transfer):
+        if not shifted or masters_hold(written, shifted, weights, transfer):
             return written
         state = ShiftedState(written, models, shifted)
-        if _holds(state, shifted, weights, transfer):
+        if masters_hold(state, shifted, weights, transfer):
             return state
     return written
 
@@ -179,9 +179,9 @@ def _saves(models: LocalModels, rank: ModelRank, name: str) -> bool:
     return rank in holders and rank.pipeline == holders[0].pipeline
 
 
-def _holds(state: Source, shifted: Mapping[str, Sequence[_Shifted]], weights: Source, transfer: Transfer) -> bool:
-    """Whether samples of every shifted parameter's masters round to its weights."""
-    for name in shifted:
+def masters_hold(state: Source, names: Iterable[str], weights: Source, transfer: Transfer) -> bool:
+    """Whether samples of the masters of some parameters round to their weights."""
+    for name in names:
         stored = state.stored(FP32_PARAM, name)
         for piece in stored[:1]:
             start, stop = piece.slice.start, min(piece.slice.stop, piece.slice.start + _SAMPLE)

@@ -5,7 +5,8 @@ argv: tensor and pipeline parallel size, the folder to load or "none", the folde
 state is taken up before anything is in the model), `verl` (each in a folder of its own, as verl has them), or `called`
 (the one way in which it does know of this package: it calls it for the optimizer, and for the sidecar). With `frozen`,
 the embeddings and the first two layers are not trained, so that a stage may have nothing to train; with `stub`, such a
-rank has an optimizer of nothing, as `get_megatron_optimizer` made it up to 0.13, and is passed over as loops do.
+rank has an optimizer of nothing, as `get_megatron_optimizer` made it up to 0.13, and is passed over as loops do. With
+`buckets`, there are several in a buffer, and what is saved is `fully_reshardable`.
 """
 
 import sys
@@ -41,14 +42,16 @@ if {"frozen", "stub"} & {*sys.argv}:
     frozen = [layer for layer in model.decoder.layers if layer.layer_number <= 2]
     for module in (*frozen, *([model.embedding] if stage["pre_process"] else [])):
         module.requires_grad_(False)
-buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+small = {"overlap_grad_reduce": True, "bucket_size": 3000} if "buckets" in sys.argv else {}
+buffers = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True, **small)
 wrapped = DistributedDataParallel(config, buffers, Float16Module(config, model))
 settings = OptimizerConfig(lr=1e-3, use_distributed_optimizer=True, **dtype)
 optimizer = get_megatron_optimizer(settings, [wrapped])
 if "stub" in sys.argv and not any(parameter.requires_grad for parameter in model.parameters()):
     optimizer = ChainedOptimizer([])
+form = "fully_reshardable" if "buckets" in sys.argv else "dp_reshardable"
 metadata = {
-    "distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False, "chained_optim_avoid_prefix": True
+    "distrib_optim_sharding_type": form, "singleton_local_shards": False, "chained_optim_avoid_prefix": True
 }  # fmt: skip
 whole = {"model": model.sharded_state_dict(metadata=metadata)}
 
