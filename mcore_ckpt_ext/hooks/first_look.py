@@ -21,7 +21,8 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
 from mcore_ckpt_ext.hooks.running_version import megatron_version
-from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.hooks.stock_groups import forgets_rates, has_the_same_groups, loses_its_groups
+from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout.sidecar import orders_of
 from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
 from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
@@ -52,6 +53,7 @@ class Look:
         stock_loads: Megatron itself loads the optimizer, correctly.
         is_fed: the weights must be fed to it (see `legacy_feed`).
         is_moved: the parallel layout is another one.
+        has_too_few_random_states: not one for each data-parallel rank, of which each asks for its own.
     """
 
     folder: Path
@@ -59,6 +61,7 @@ class Look:
     stock_loads: bool
     is_fed: bool = False
     is_moved: bool = False
+    has_too_few_random_states: bool = False
 
     @property
     def may_be_shifted(self) -> bool:
@@ -120,10 +123,11 @@ def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) 
     if folder.name == "release":
         return None
     written = open_checkpoint(folder).arguments
-    is_switched = bool(_switched(folder, written, call, arguments)) or _loses_its_groups(written, arguments)
-    stock_loads = not changes_of(folder, arguments) and not is_switched
-    has_own_files = _has_own_files(folder, Chain.of(call["optimizer"]), arguments)
-    return Look(folder, None, stock_loads and has_own_files, is_fed=True)
+    chain, running = Chain.of(call["optimizer"]), JobArguments.of(vars(arguments))
+    is_switched = bool(_switched(folder, written, call, arguments)) or forgets_rates(written, chain, arguments)
+    stock_loads = not changes_of(folder, arguments) and not is_switched and _has_own_files(folder, chain, arguments)
+    too_few = _has_too_few_random_states(written, running)
+    return Look(folder, None, stock_loads, is_fed=True, has_too_few_random_states=too_few)
 
 
 def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
@@ -146,8 +150,28 @@ def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], direc
     if written.no_save_optim:
         return None
     check_tokens(written.tokens, running, folder)
-    is_switched = bool(_switched(folder, written, call, arguments)) or _loses_its_groups(written, arguments)
+    is_switched = bool(_switched(folder, written, call, arguments)) or forgets_rates(written, chain, arguments)
     is_moved = is_foreign or becomes_hybrid(written, running) or bool(placement_changes(written, running))
+    look = _look_at_optimizer(folder, common, written, call, is_switched, is_moved)
+    if look is None:
+        return None
+    # A look that reads more comes last: of what is not left to stock it tells nothing.
+    stock_loads = look.stock_loads and not loses_its_groups(folder, chain)
+    return replace(
+        look, stock_loads=stock_loads, has_too_few_random_states=_has_too_few_random_states(written, running)
+    )
+
+
+def _look_at_optimizer(
+    folder: Path,
+    common: Mapping[str, Any],
+    written: JobArguments,
+    call: Mapping[str, Any],
+    is_switched: bool,
+    is_moved: bool,
+) -> Look | None:
+    optimizer = call["optimizer"]
+    chain = Chain.of(optimizer)
     if chain.whole:
         return _look_at_whole_parameters(folder, common, written, chain, is_switched, is_moved)
     optimizer_format, children = sharding_type(common), len(common_optimizers(common))
@@ -221,7 +245,7 @@ def _look_at_whole_parameters(
     else:
         stored = open_checkpoint(folder).optimizer_format if label else NOT_DISTRIBUTED
     is_switched = is_switched or any(one.distributed for one in encodings_named(stored)) != bool(chain.distributed)
-    if is_switched or not _same_groups(common, chain):
+    if is_switched or not has_the_same_groups(common, chain):
         return Look(folder, stored, stock_loads=False, is_moved=is_moved)
     stumbles = stock_stumbles(chain, DP_RESHARDABLE in _names(stored), version)
     return Look(folder, stored, stock_can_load(stored, is_moved, version) and not stumbles, is_moved=is_moved)
@@ -239,15 +263,6 @@ def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
     return bool(arguments.ckpt_format == LEGACY and files == arguments.world_size)
 
 
-def _same_groups(common: Mapping[str, Any], chain: Chain) -> bool:
-    """Whether the optimizers of whole parameters have as many parameter groups as were saved of them."""
-    children = [child.get("optimizer", child) for child in common_optimizers(common)]
-    stored = [len(child["param_groups"]) for child in children if "param_groups" in child]
-    live = [len(child.optimizer.param_groups) for child, _ in chain.whole]
-    # Those of a DistributedOptimizer may be stored elsewhere, and come last.
-    return not stored or stored == live or (bool(chain.distributed) and stored[: len(live)] == live)
-
-
 def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], arguments: Any) -> Sequence[str]:
     def stored_remainders() -> bool:
         checkpoint = open_checkpoint(folder)
@@ -256,14 +271,16 @@ def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], argu
     return switched(call["optimizer"], written, kind_named(vars(arguments)), stored_remainders)
 
 
-def _loses_its_groups(written: JobArguments, arguments: Any) -> bool:
-    """Whether stock fails to find its parameter groups, by KeyError, because their learning rates' bounds are others.
+def _has_too_few_random_states(written: JobArguments, running: JobArguments) -> bool:
+    """Whether some data-parallel rank finds no random state of its own, where each has one: stock ends by IndexError.
 
-    Source: `param_group_identifier_keys` (megatron/core/optimizer/optimizer.py, core_v0.19.0 to 0.19.2).
+    Source: `get_rng_state` and `load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
     """
-    running, rates = vars(arguments), ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
-    stated = [rate for rate in rates if rate in written.stated and rate in running]
-    return megatron_version() >= (0, 19) and any(written.stated[rate] != running[rate] for rate in stated)
+    flag = "data_parallel_random_init"
+    stored, wanted = (
+        ParallelLayout.from_arguments(job).data if job.stated.get(flag) else 1 for job in (written, running)
+    )
+    return wanted > stored
 
 
 def _names(optimizer_format: str | None) -> list[str]:

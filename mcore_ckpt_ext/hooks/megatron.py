@@ -43,6 +43,7 @@ from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, SETTINGS, STOCK, VERIFY_ALL
 
 Function = Callable[..., Any]
+_ANEW = "random state starts anew"
 
 
 def wrap_load_checkpoint(original: Function) -> Function:
@@ -131,8 +132,11 @@ class _Load:
     def _left_to_stock(self, look: Look) -> Any:
         """The load of an optimizer that stock finds its way with; read by this package where the layout changed."""
         by_us = LOAD.chosen(self._arguments) == AUTO and look.is_moved
-        with reading_fast(read_once=READ_ONCE.chosen(self._arguments)) if by_us else nullcontext():
+        without = rebound(vars(self._arguments), no_load_rng=True) if look.has_too_few_random_states else nullcontext()
+        with without, reading_fast(read_once=READ_ONCE.chosen(self._arguments)) if by_us else nullcontext():
             result = self._by_stock()
+        if look.has_too_few_random_states and not self._arguments.no_load_rng:
+            announce(f"{_ANEW}: each data-parallel rank has its own, and there are more of them than were saved")
         if look.may_be_shifted:
             repair_shifted(look.folder, self._chunks, self._optimizer, self._arguments)
         return result
@@ -159,18 +163,22 @@ class _Load:
                 helps="another training loop wrote it: resume with --no-load-optim, or in a loop of your own by "
                 "mcore_ckpt_ext.load_optimizer",
             )
-        fresh = prepared.random_state_grid != _random_state_grid(arguments)
+        fresh = prepared.random_state_grid != _random_state_grid(arguments) or look.has_too_few_random_states
         feed = fed(self._scope, look.folder, self._chunks) if look.is_fed else nullcontext()
-        without_optimizer = rebound(vars(arguments), no_load_optim=True, no_load_rng=fresh or arguments.no_load_rng)
+        less = {"no_load_optim": True, "no_load_rng": fresh or arguments.no_load_rng, **_strictness(arguments)}
         fed_or_stock = look.is_fed or LOAD.chosen(arguments) == STOCK
-        with without_optimizer, feed, nullcontext() if fed_or_stock else reading_fast(prepared.checkpoint, once):
+        with (
+            rebound(vars(arguments), **less),
+            feed,
+            nullcontext() if fed_or_stock else reading_fast(prepared.checkpoint, once),
+        ):
             result = self._original(None, None, *self._positional, **self._keywords)
         summary = prepared.prove().fill()
         if self._scheduler is not None:
             self._scheduler.load_state_dict(prepared.schedule)
             if own_bounds:
                 self._follow_new_rates()
-        announce(f"{summary}{'; random state starts anew, as in stock Megatron on a changed layout' if fresh else ''}")
+        announce(f"{summary}{'; {_ANEW}, as in stock Megatron on a changed layout' if fresh else ''}")
         return result, prepared.checkpoint.proof
 
     def _follow_new_rates(self) -> None:
@@ -231,6 +239,16 @@ def _own_bounds(arguments: Any) -> bool:
     besides, which 0.20 forgets there (`get_megatron_optimizer`, megatron/core/optimizer/__init__.py, core_v0.19.2).
     """
     return bool(getattr(arguments, "override_opt_param_scheduler", False)) and megatron_version() >= (0, 19)
+
+
+def _strictness(arguments: Any) -> dict[str, str]:
+    """Megatron is not asked for the optimizer: where everything stored must be, that would be too little.
+
+    Source: `StrictHandling`, megatron/core/dist_checkpointing/validation.py, core_v0.8.0 to 0.19.2. Names are compared
+    by this package before that.
+    """
+    strict = "dist_ckpt_strictness"
+    return {strict: "raise_unexpected"} if getattr(arguments, strict, None) == "raise_all" else {}
 
 
 def _random_state_grid(arguments: Any) -> tuple[int, ...]:
