@@ -178,7 +178,7 @@ class _Load:
             self._scheduler.load_state_dict(prepared.schedule)
             if own_bounds:
                 self._follow_new_rates()
-        announce(f"{summary}{'; {_ANEW}, as in stock Megatron on a changed layout' if fresh else ''}")
+        announce(f"{summary}{f'; {_ANEW}, as in stock Megatron on a changed layout' if fresh else ''}")
         return result, prepared.checkpoint.proof
 
     def _follow_new_rates(self) -> None:

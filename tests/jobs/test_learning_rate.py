@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megatron_on_cpu.dump_optimizer import parameter_settings
 
+from mcore_ckpt_ext import TorchDist, convert
 from tests.harness.checkouts import checkout_job, version, with_checkout
 from tests.harness.jobs import OFF, SAVED, Job, resume, run_job, train_and_save
 from tests.harness.layouts import Layout
@@ -59,6 +62,38 @@ def test_rates_that_belong_to_some_parameters_stay_theirs(tmp_path: Path) -> Non
     resumed = resume(tmp_path / "resumed", ONE, saved.run, more=[*decoupled, *BUCKETS, OVERRIDE], until=until)
     assert "optimizer resumed from" in resumed.output
     assert resumed.losses == {step: saved.losses[step] for step in (SAVED + 1, until)}
+
+
+@pytest.mark.parametrize("changed", [BUCKETS, ()], ids=["another layout", "the same layout"])
+def test_rates_of_a_width_stay_theirs(changed: tuple[str, ...], tmp_path: Path) -> None:
+    """Of --use-mup: its groups differ in their bounds, and in what Adam's epsilon is."""
+    width = ("--use-mup", "--mup-base-hidden-size", "16")
+    options = {"until": SAVED + 1, "environment": OFF}
+    saved = train_and_save(tmp_path / "saved", ONE, more=width, **options)
+    other = train_and_save(tmp_path / "other", ONE, more=[*width, *NEW], **options)
+    resumed = resume(tmp_path / "resumed", ONE, saved.run, more=[*width, *NEW, *changed, OVERRIDE])
+    assert "optimizer resumed from" in resumed.output
+
+    def rates_in(job: Job) -> set[tuple[float, float]]:
+        record = parameter_settings(job.at_save if job is other else job.at_load)
+        return {(one["max_lr"], one["min_lr"]) for one in record.values()}
+
+    assert rates_in(resumed) == rates_in(other)
+    assert len(rates_in(other)) > 1
+
+
+def test_groups_that_kept_the_bounds_of_before(tmp_path: Path) -> None:
+    """As a job of before 0.19 keeps them that went on with new rates: stock 0.19 does not find its groups."""
+    saved = train_and_save(tmp_path / "saved", ONE, environment=OFF)
+    kept = tmp_path / "kept"
+    convert(saved.run, kept, TorchDist(megatron_version="0.16.1"))
+    common = next(kept.glob("*/common.pt"), None) or kept / "common.pt"
+    state = torch.load(common, weights_only=False)
+    for group in state["optimizer"]["optimizer"]["param_groups"]:
+        group["max_lr"] = 7e-4
+    torch.save(state, common)
+    assert run_job(tmp_path / "stock", ONE, load=kept, environment=OFF).returncode != 0
+    assert "optimizer resumed from" in resume(tmp_path / "resumed", ONE, kept).output
 
 
 def test_the_schedule_goes_on_where_it_stood(tmp_path: Path) -> None:
