@@ -42,6 +42,24 @@ _LATENT = (
     "rope_type", "rotary_scaling_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow",
     "original_max_position_embeddings",
 )  # fmt: skip
+# Of attention that is not the usual one: its fields, and what builds its layers (qwen/qwen35_bridge.py,
+# glm_moe_dsa/glm5_bridge.py, 0.6.0 and the development head of August 2026).
+_VARIANTS = {
+    "gated_delta_net": (
+        "experimental_attention_variant", "attention_output_gate", "linear_attention_freq", "linear_conv_kernel_dim",
+        "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+    ),
+    "dsa": (
+        "experimental_attention_variant", "dsa_indexer_n_heads", "dsa_indexer_head_dim", "dsa_indexer_topk",
+        "dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset", "dsa_indexer_rope_interleaved",
+        "dsa_indexer_rotate_activation", "dsa_indexer_scoring_relu", "dsa_indexer_k_norm_epsilon",
+        "dsa_indexer_k_norm_fp32",
+    ),
+}  # fmt: skip
+_LAYERS_OF_VARIANTS = (
+    "megatron.core.models.gpt.experimental_attention_variant_module_specs."
+    "get_transformer_block_with_experimental_attention_variant_spec"
+)
 
 
 def run_config(
@@ -69,7 +87,7 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
         "_call_": True,
         **family.bridge_fields(arguments),
     }
-    if family.bridge_provider:
+    if family.bridge_provider and not arguments.squared_relu:
         del model["activation_func"]  # the family's own
     return {name: value for name, value in model.items() if name not in family.bridge_lacks}
 
@@ -77,7 +95,10 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
 def model_fields(arguments: ModelArguments) -> dict[str, Any]:
     """The fields of a model, of whatever class it may be; the layout is one rank's."""
     experts, latent = _EXPERTS if arguments.num_experts else (), _LATENT if arguments.multi_latent_attention else ()
-    model = {name: arguments.value(name) for name in (*_SAME, *experts, *latent)}
+    variant = _VARIANTS.get(arguments.experimental_attention_variant or "", ())
+    model = {name: arguments.value(name) for name in (*_SAME, *experts, *latent, *variant)}
+    if variant:
+        model["transformer_layer_spec"] = _named(_LAYERS_OF_VARIANTS)
     if arguments.position_embedding_type == "yarn":
         model |= {name: arguments.value(ours) for name, ours in _YARN.items()}
     return model | {

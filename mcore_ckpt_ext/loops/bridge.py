@@ -26,6 +26,7 @@ COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_sa
 """What `train_state.pt` counts that Megatron keeps in its arguments (`TrainState`, training/state.py)."""
 
 _GEMMA3 = re.compile(r"megatron\.bridge\.models\.gemma(_vl\.gemma3_vl|\.gemma3)_provider\.Gemma3\w*Provider")
+_GEMMA2 = re.compile(r"megatron\.bridge\.models\.gemma\.gemma2_provider\.Gemma2\w*Provider\w*")
 # Of each section, its fields and the arguments that they are.
 _SECTIONS = {
     "ddp": {
@@ -85,6 +86,10 @@ def job_arguments(content: Any, source: str) -> JobArguments:
     stated = model_arguments({**(inner if isinstance(inner, Mapping) else {}), **model})
     if _GEMMA3.fullmatch(named(model) or ""):
         stated |= _of_gemma3(stated)
+    if _GEMMA2.fullmatch(named(model) or ""):
+        stated |= _of_gemma2(stated)
+    if stated.get("hybrid_layer_pattern") is None and isinstance(stated.get("hybrid_override_pattern"), str):
+        stated["hybrid_layer_pattern"] = stated["hybrid_override_pattern"]  # its name before Core 0.17
     for section in _SECTIONS:
         stated |= section_arguments(section, _section(content, section))
     for name, argument in _TURNED.items():
@@ -113,6 +118,17 @@ def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
         found["window_attn_skip_freq"] = pattern[0] + 1
     scaling = model.get("rope_scaling_factor")
     return {**found, "rotary_seq_len_interpolation_factor": None if scaling == 1 else scaling}
+
+
+def _of_gemma2(model: Mapping[str, Any]) -> dict[str, Any]:
+    """What Gemma 2's providers say in their own way (gemma/gemma2_provider.py, 0.3.1 to 0.6.0)."""
+    scalar = model.get("query_pre_attn_scalar")
+    scale = scalar**-0.5 if isinstance(scalar, (int, float)) and scalar > 0 else None
+    return {
+        "scaled_embeddings": True, "bias_gelu_fusion": True, "softmax_scale": scale,
+        "attention_softcap": model.get("attn_logit_softcapping"),
+        "final_logit_softcap": model.get("final_logit_softcapping"),
+    }  # fmt: skip
 
 
 def section_arguments(section: str, fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,12 @@ _RENAMED = {
 # Fields whose values are written as something else than the argument has.
 _OTHERWISE = ("params_dtype", "spec", "pipeline_model_parallel_layout", "vocab_size", "lr", "min_lr")
 _SILU = ("silu", "swish")
+# Where positions are YaRN's outside latent attention (`core_transformer_config_from_args`, since core_v0.15.0, and
+# `GPTModelProvider` of Megatron-Bridge); else there are none, or None.
+_YARN = {
+    "yarn_rotary_scaling_factor": "rotary_scaling_factor", "yarn_mscale": "mscale",
+    "yarn_mscale_all_dim": "mscale_all_dim",
+}  # fmt: skip
 
 
 def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,6 +41,7 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in config.items()
         if name not in _OTHERWISE and not name.startswith("_") and is_plain(value)
     }
+    found |= {ours: config[name] for name, ours in _YARN.items() if isinstance(config.get(name), (int, float))}
     if (dtype := named(config.get("params_dtype"))) is not None:
         found["params_dtype"] = dtype
     if (split := config.get("pipeline_model_parallel_layout")) is not None:
