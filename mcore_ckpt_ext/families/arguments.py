@@ -156,6 +156,9 @@ class ModelArguments:
 _NAMES = tuple(one.name for one in fields(ModelArguments) if one.name != "job")
 
 
+_ROTARY = ("rope", "yarn", "mrope")
+
+
 def complete(job: JobArguments) -> ModelArguments:
     """The model that follows from the arguments of a job.
 
@@ -177,6 +180,12 @@ def complete(job: JobArguments) -> ModelArguments:
     known["moe_ffn_hidden_size"] = known.get("moe_ffn_hidden_size") or known["ffn_hidden_size"]
     if job.use_rotary_position_embeddings:
         known["position_embedding_type"] = "rope"
+    if not job.tells_all and known.get("position_embedding_type") in _ROTARY and "rotary_base" not in known:
+        raise UnsupportedCheckpointError(
+            "the checkpoint does not say the base of its rotary positions", expected="rotary_base", where=job.source,
+            helps="say it: --argument rotary_base=500000, for example, and, where positions are scaled, "
+            "use_rope_scaling and rope_scaling_factor",
+        )  # fmt: skip
     return ModelArguments(job=job, **known)
 
 

@@ -91,7 +91,7 @@ def why_no_window(arguments: ModelArguments) -> list[str]:
     return [f"window_size is {found}, not a window over tokens before alone, (N, 0){wider if found[0] >= 0 else ''}"]
 
 
-def windows_in_some_layers(size: int | None, every: int) -> Setting:
+def windows_in_some_layers(size: int | None, every: int, older_key: str | None = None) -> Setting:
     """A sliding window that only some layers see, as `layer_types` says.
 
     Megatron counts layers from 1, and the window is skipped in each whose number the frequency divides, or in which a
@@ -100,6 +100,7 @@ def windows_in_some_layers(size: int | None, every: int) -> Setting:
     Args:
         size: of the window where the key is missing.
         every: each such layer is without one, where `layer_types` is missing.
+        older_key: says so in folders without `layer_types`.
     """
 
     def to_config(arguments: ModelArguments) -> dict[str, Any]:
@@ -118,7 +119,10 @@ def windows_in_some_layers(size: int | None, every: int) -> Setting:
 
     def to_arguments(config: Config) -> dict[str, Any]:
         layers = range(config["num_hidden_layers"])
-        usual = [(layer + 1) % every != 0 for layer in layers]
+        interval = config.get(older_key, every) if older_key else every
+        if type(interval) is not int or interval < 1:
+            raise unrepresentable(str(older_key), interval, "a whole number above 0")
+        usual = [(layer + 1) % interval != 0 for layer in layers]
         kinds = config.get("layer_types")
         sees = usual if kinds is None else [kind == "sliding_attention" for kind in kinds]
         if len(sees) != len(layers) or not {*(kinds or ())} <= {"sliding_attention", "full_attention"}:
@@ -129,11 +133,12 @@ def windows_in_some_layers(size: int | None, every: int) -> Setting:
                 "config.json has layers that see a sliding window, and no window", found=f"sliding_window: {width}",
                 expected="a whole number above 0, or no sliding_attention among layer_types", where="config.json",
             )  # fmt: skip
-        frequency = None if all(sees) or not any(sees) else every if sees == usual else [int(one) for one in sees]
+        frequency = None if all(sees) or not any(sees) else interval if sees == usual else [int(one) for one in sees]
         return {**window(width if any(sees) else None), "window_attn_skip_freq": frequency}
 
     expressed = ("window_size", "window_attn_skip_freq")
-    return Both(("sliding_window", "layer_types"), to_config, to_arguments, why_no_window, expressed)
+    keys = ("sliding_window", "layer_types", *([older_key] if older_key else []))
+    return Both(keys, to_config, to_arguments, why_no_window, expressed)
 
 
 def experts_everywhere(arguments: ModelArguments) -> bool:

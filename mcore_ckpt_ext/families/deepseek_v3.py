@@ -68,7 +68,8 @@ class DeepSeekV3(WithMtp):
     rules = (*_RULES, *parts.mtp_layers(_RULES))
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *latent_settings(), *expert_sizes(256, 8, 2048), dense_first(3), *sigmoid_routing(8, 4, 2.5), mtp_layers(),
+        *latent_settings(rotates_by_head_dim=True), *expert_sizes(256, 8, 2048), dense_first(3),
+        *sigmoid_routing(8, 4, 2.5), mtp_layers(),
         Fixed("rope_interleave", True, {}),
     )  # fmt: skip
 

@@ -124,6 +124,7 @@ class Family:
         optional_prefix: a beginning that names in folders in the wild may lack.
         only_bridge: why Megatron Core's `GPTModel` has no such model, and Megatron-Bridge has; empty where it has one.
         needs_engine: Megatron builds it of Transformer Engine's layers only.
+        defaults: what the class of transformers has for sizes that released folders leave out.
         bridge_provider: the family's own class in Megatron-Bridge, below `megatron.bridge.models`, if it needs one.
         bridge_lacks: fields of the usual class that this one does not have.
     """
@@ -138,6 +139,7 @@ class Family:
     left_out: ClassVar[Sequence[str]] = (r"\.rotary_emb\.inv_freq$",)
     megatron_left_out: ClassVar[Sequence[str]] = (r"^mtp\.", r"\.local_tokens_per_expert$")
     without_effect: ClassVar[Sequence[str]] = ()
+    defaults: ClassVar[Mapping[str, Any]] = {}
     optional_prefix: ClassVar[str] = ""
     only_bridge: ClassVar[str] = ""
     needs_engine: ClassVar[bool] = False
@@ -163,6 +165,7 @@ class Family:
             UnsupportedCheckpointError: a key is missing, is not known, or says what Megatron cannot do.
         """
         self._check_keys(config)
+        config = {**self.defaults, **config}
         found: dict[str, Any] = {}
         try:
             for setting in self.settings:

@@ -54,6 +54,10 @@ NEUTRAL: Mapping[str, Any] = {
     # The MLP.
     "swiglu": False, "squared_relu": False, "quick_geglu": False, "glu_linear_offset": 0.0,
     "activation_func_clamp_value": None,
+    # One that no flag of Megatron's chooses, as other loops write it down.
+    "activation_func": None,
+    # Of the scripts of ModelOpt, which set what the flags without the beginning do (post_training/model_builder.py).
+    "export_qk_l2_norm": False, "export_moe_apply_probs_on_input": False,
     # Experts.
     "num_experts": None,
     # Other models than a decoder of like layers.
@@ -63,6 +67,8 @@ NEUTRAL: Mapping[str, Any] = {
     # Of Megatron-Bridge's providers, not of the parser.
     "gated_linear_unit": False, "softmax_scale": None, "scaled_embeddings": False, "attention_softcap": None,
     "final_logit_softcap": None, "rotary_base_local": None,
+    # Of NeMo's, where positions are not scaled as Megatron has it.
+    "low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192,
 }  # fmt: skip
 """Arguments that change the forward pass, and the value under which they do not."""
 

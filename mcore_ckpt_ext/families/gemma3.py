@@ -73,10 +73,14 @@ class Gemma3(Family):
     only_bridge = "Megatron Core has no norms after a block, no scaled embeddings and no positions of two kinds"
     bridge_provider = "gemma.gemma3_provider.Gemma3ModelProvider"
     rules = (*RULES, *parts.QUERY_KEY_NORMS)
-    without_effect = ("hidden_act", "sliding_window_pattern", "_sliding_window_pattern")
+    defaults = {
+        "num_hidden_layers": 26, "hidden_size": 2304, "num_attention_heads": 8, "intermediate_size": 9216,
+        "max_position_embeddings": 131072, "vocab_size": 262208,
+    }  # fmt: skip
+    without_effect = ("hidden_act", "_sliding_window_pattern")
     settings = (
         *SIZES, query_groups(4), head_size(always=True, default=256), _rope(), *TRAINING,
-        Same("rms_norm_eps", "layernorm_epsilon", 1e-6), windows_in_some_layers(4096, every=_EVERY),
+        Same("rms_norm_eps", "layernorm_epsilon", 1e-6), windows_in_some_layers(4096, _EVERY, "sliding_window_pattern"),
         Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         Fixed("hidden_activation", "gelu_pytorch_tanh", {"gated_linear_unit": True, "swiglu": False}),

@@ -71,6 +71,19 @@ def _every_layer(key: str, kind: str) -> Setting:
     return Both((key,), lambda arguments: {}, to_arguments)
 
 
+def _pattern_of_indexers() -> Setting:
+    """The older way to say `indexer_types`, which outweighs it; a letter for each layer, or a list. Never written."""
+    older, newer = "index_topk_pattern", "indexer_types"
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        pattern = None if config.get(newer) is not None else config.get(older)
+        if not isinstance(pattern or "", (str, list)) or {*(pattern or ())} - {"F", "full"}:
+            raise unrepresentable(older, pattern, "F (full) in every layer")
+        return {}
+
+    return Both((older,), lambda arguments: {}, to_arguments)
+
+
 def _indexer(heads: int, interleaved: bool) -> tuple[Setting, ...]:
     return (
         Size("index_topk", "dsa_indexer_topk", 2048), Size("index_head_dim", "dsa_indexer_head_dim", 128),
@@ -124,6 +137,6 @@ class GlmMoEDsa(DeepSeekV32):
         *latent_settings(queries=2048, keys=192, values=256, epsilon=1e-5), *expert_sizes(256, 8, 2048), _LAYERS,
         *sigmoid_routing(1, 1, 2.5), mtp_layers(), *_indexer(32, interleaved=True),
         _every_layer("indexer_types", "full"), Fixed("indexer_rope_interleave", True, {}),
-        Fixed("index_topk_freq", 1, {}), Fixed("partial_rotary_factor", 1.0, {}),
+        _pattern_of_indexers(), Fixed("index_topk_freq", 1, {}), Fixed("partial_rotary_factor", 1.0, {}),
     )  # fmt: skip
-    without_effect = ("index_skip_topk_offset", "index_topk_pattern")
+    without_effect = ("index_skip_topk_offset",)

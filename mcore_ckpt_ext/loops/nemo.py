@@ -23,6 +23,8 @@ MODEL_FILE, EVERYTHING_FILE = "model.yaml", "io.json"
 PREFIX = "module."
 """What its keys begin with, where Megatron's own do not (`MegatronParallel.sharded_state_dict`)."""
 
+# What `Llama31Config` states beside the factor of its positions, as Megatron has it (`apply_rope_scaling`).
+_LLAMA_3 = {"low_freq_factor": 1, "high_freq_factor": 4, "old_context_len": 8192}
 _ATTRIBUTE = re.compile(r"Attr\(name='(\w+)'\)", re.ASCII)
 _LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
@@ -76,6 +78,10 @@ def _of_model(model: Mapping[str, Any]) -> dict[str, Any]:
     stated = model_arguments(known)
     if isinstance(length := config.get("seq_length"), int):
         stated |= {"seq_length": length, "max_position_embeddings": length}
+    if (factor := config.get("scale_factor")) is not None and all(
+        config.get(name) == at for name, at in _LLAMA_3.items()
+    ):
+        stated |= {"use_rope_scaling": True, "rope_scaling_factor": factor}
     optim = model.get("optim")
     optimizer = optim.get("config") if isinstance(optim, Mapping) else None
     return stated | section_arguments("optimizer", optimizer if isinstance(optimizer, Mapping) else {})

@@ -22,6 +22,7 @@ _RENAMED = {
 # Fields whose values are written as something else than the argument has.
 _OTHERWISE = ("params_dtype", "spec", "pipeline_model_parallel_layout", "vocab_size", "lr", "min_lr")
 _SILU = ("silu", "swish")
+_GELU = ("gelu", "fast_gelu", "gelu_fast", "openai_gelu")
 # Where positions are YaRN's outside latent attention (`core_transformer_config_from_args`, since core_v0.15.0, and
 # `GPTModelProvider` of Megatron-Bridge); else there are none, or None.
 _YARN = {
@@ -39,7 +40,7 @@ def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {
         _RENAMED.get(name, name): value
         for name, value in config.items()
-        if name not in _OTHERWISE and not name.startswith("_") and is_plain(value)
+        if name not in _OTHERWISE and name != "activation_func" and not name.startswith("_") and is_plain(value)
     }
     found |= {ours: config[name] for name, ours in _YARN.items() if isinstance(config.get(name), (int, float))}
     if (dtype := named(config.get("params_dtype"))) is not None:
@@ -65,9 +66,12 @@ def _activation(config: Mapping[str, Any]) -> dict[str, Any]:
         "quick_geglu": gated and own == "quick_gelu",
         "squared_relu": not gated and own == "squared_relu",
     }
+    is_known = any(found.values()) or own in _GELU
     found["gated_linear_unit"] = gated and not any(found.values())  # by no flag of Megatron's
-    fused = config.get("bias_activation_fusion")
-    return {**found, "bias_gelu_fusion": fused} if isinstance(fused, bool) and own == "gelu" else found
+    if not is_known:
+        return {**found, "activation_func": function}
+    # A fused one is the approximation by tanh; not so by default (`bias_activation_fusion`).
+    return {**found, "bias_gelu_fusion": own != "gelu" or bool(config.get("bias_activation_fusion"))}
 
 
 def named(value: Any) -> str | None:

@@ -116,7 +116,7 @@ def _unpacked(first: int, count: int, codes: ReadCodes) -> torch.Tensor:
 def block_scales(band: torch.Tensor, width: int, name: str) -> torch.Tensor:
     """The scale of each block of a band: its largest absolute value becomes the largest of fp8 (E4M3).
 
-    As DeepSeek's `act_quant` has it (DeepSeek-V3, inference/kernel.py); of zeros alone it is 1.
+    As DeepSeek's `act_quant` has it (DeepSeek-V3, inference/kernel.py); of zeros it is 1.
 
     Args:
         band: `[rows of a block, columns]`, in float32.
@@ -131,7 +131,8 @@ def block_scales(band: torch.Tensor, width: int, name: str) -> torch.Tensor:
             "a weight is no finite number, and cannot be quantised", where=name, helps="leave --quantize out",
         )  # fmt: skip
     largest = torch.stack([part.abs().max() for part in torch.split(band, width, dim=1)])
-    return torch.where(largest > 0, largest / torch.finfo(torch.float8_e4m3fn).max, torch.ones(()))
+    scales = largest / torch.finfo(torch.float8_e4m3fn).max
+    return torch.where(scales > 0, scales, torch.ones(()))  # of what is smaller than any scale, too
 
 
 def encode(band: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mcore_ckpt_ext.families.recognition import FAMILIES, family_named, family_o
 from mcore_ckpt_ext.families.without_effect import without_effect
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
+from mcore_ckpt_ext.loops.transformer import model_arguments
 from tests.harness.huggingface import CONFIGS, MISTAKES, VOCABULARY, make
 from tests.harness.published import PUBLISHED
 
@@ -239,7 +241,8 @@ IN_OTHER_WORDS = {
     },
     "gpt-oss-20b": {"rope_scaling"},
     "GLM-5": {"head_dim", "qk_head_dim", "rope_parameters"},
-    "InternLM3 8B": {"bias", "qkv_bias"}, "Gemma 3 27B": {"rope_local_base_freq", "rope_scaling", "rope_theta"},
+    "InternLM3 8B": {"bias", "qkv_bias"},
+    "Gemma 3 27B": {"rope_local_base_freq", "rope_scaling", "rope_theta", "sliding_window_pattern"},
     "MiniMax-M2": {"rotary_dim", "shared_intermediate_size"},
 }  # fmt: skip
 SAME_POSITIONS = {"DeepSeek-V2", "DeepSeek-V2-Lite", "DeepSeek-V3", "Kimi-K2", "DeepSeek-V3.2"}
@@ -260,6 +263,74 @@ def test_published_configurations_are_read_and_come_back(name: str) -> None:
         assert new == {**{key: value for key, value in old.items() if key != "type"}, "rope_type": old["type"]}
     assert differing == IN_OTHER_WORDS.get(name, set())
     assert family.arguments(back) == arguments
+
+
+def test_windows_that_an_older_key_tells() -> None:
+    """As of transformers 4.50; which layers see one made up more than half of the logits."""
+    config = {key: value for key, value in configuration("gemma3").items() if key != "layer_types"}
+    family = family_of("gemma3")
+    assert family.arguments({**config, "sliding_window_pattern": 2}).window_attn_skip_freq == 2
+    assert family.arguments(config).window_attn_skip_freq == 6
+    with pytest.raises(UnsupportedCheckpointError, match="sliding_window_pattern"):
+        family.arguments({**config, "sliding_window_pattern": 0})
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("glm_moe_dsa", {"index_topk_pattern": "FS", "indexer_types": None}, "index_topk_pattern"),
+        ("deepseek_v3", {"head_dim": 2}, "head_dim"),
+    ],
+)
+def test_keys_that_say_what_megatron_cannot_do(name: str, changed: dict[str, Any], said: str) -> None:
+    config = configuration(name)
+    family_of(name).arguments({**config, "index_topk_pattern": "FF"} if "indexer_types" in changed else config)
+    with pytest.raises(UnsupportedCheckpointError, match=said):
+        family_of(name).arguments({**config, **changed})
+
+
+def test_sizes_that_released_folders_leave_out() -> None:
+    """As Gemma 3's of 4 billion parameters: they are those of the class."""
+    stated = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34, "sliding_window": 1024}
+    config = {"model_type": "gemma3_text", **stated}
+    found, expected = (family_of("gemma3").arguments(one) for one in (config, AutoConfig.for_model(**config).to_dict()))
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "gated", "found"),
+    [
+        ("torch.nn.functional.gelu", False, {"bias_gelu_fusion": False}),
+        ("megatron.core.activations.fast_gelu", False, {"bias_gelu_fusion": True}),
+        ("torch.nn.functional.relu", False, {"activation_func": "torch.nn.functional.relu"}),
+        ("torch.nn.functional.silu", False, {"activation_func": "torch.nn.functional.silu"}),
+        ("torch.nn.functional.silu", True, {"swiglu": True, "bias_gelu_fusion": True}),
+    ],
+)
+def test_activations_of_other_loops(function: str, gated: bool, found: dict[str, Any]) -> None:
+    """What no flag chooses is said by no `config.json` either."""
+    stated = model_arguments({"activation_func": {"_target_": function}, "gated_linear_unit": gated})
+    assert {name: value for name, value in stated.items() if value} == {
+        name: value for name, value in found.items() if value
+    }
+    arguments = arguments_of("gpt2")
+    changed = replace(arguments, job=arguments.job.changed(**stated))
+    assert bool(family_of("gpt2").misfits(changed)) == ("activation_func" in stated)
+
+
+def test_a_base_of_positions_that_nothing_tells() -> None:
+    """A description of another loop leaves out what it pleases: Megatron's default is not what it means."""
+    job = arguments_of("llama").job
+    stated = {name: value for name, value in job.stated.items() if name != "rotary_base"}
+    with pytest.raises(UnsupportedCheckpointError, match="--argument rotary_base"):
+        complete(JobArguments.of(stated, tells_all=False))
+
+
+@pytest.mark.parametrize("flag", ["export_qk_l2_norm", "export_moe_apply_probs_on_input"])
+def test_flags_of_modelopt_that_count(flag: str) -> None:
+    arguments = arguments_of("llama")
+    changed = replace(arguments, job=arguments.job.changed(**{flag: True}))
+    assert any(flag in misfit for misfit in family_of("llama").misfits(changed))
 
 
 @pytest.mark.parametrize("name", CONFIGS)

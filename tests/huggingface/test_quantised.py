@@ -86,7 +86,7 @@ def pad_to_blocks(folder: Path) -> None:
     """Give the one matrix whose rows are no multiple of the block's more of them: 16 + 4 become 16 + 8."""
     config = json.loads((folder / "config.json").read_text())
     assert config["qk_rope_head_dim"] == 4
-    config["qk_rope_head_dim"] = 8
+    config["qk_rope_head_dim"] = config["head_dim"] = 8
     (folder / "config.json").write_text(json.dumps(config))
     stored = load_file(folder / "model.safetensors")
     for name, tensor in stored.items():
