@@ -89,6 +89,12 @@ def test_saving_over_a_checkpoint_points_the_tracker_to_another_first(tmp_path: 
     assert finished_iterations(run) == [2]
 
 
+def test_saving_over_a_checkpoint_never_points_the_tracker_to_what_a_rollback_left(tmp_path: Path) -> None:
+    run = run_of(tmp_path / "run", 2, 4, 8, latest=4)
+    disk.prepare(run / "iter_0000004", run / TRACKER)
+    assert (run / TRACKER).read_text() == "2"
+
+
 def test_saving_over_the_only_checkpoint_leaves_no_tracker(tmp_path: Path) -> None:
     run = run_of(tmp_path / "run", 4, latest=4)
     disk.prepare(run / "iter_0000004", run / TRACKER)

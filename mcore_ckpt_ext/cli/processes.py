@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.distributed
 
 from mcore_ckpt_ext.cli.output import message
 from mcore_ckpt_ext.errors import CheckpointError, UsageError, in_words
 from mcore_ckpt_ext.offline.team import Alone, Team
+
+Item = TypeVar("Item")
 
 # Set by torchrun alone (torch/distributed/elastic/agent/server/local_elastic_agent.py).
 _STARTED_BY_TORCHRUN = "TORCHELASTIC_RUN_ID"
@@ -80,8 +83,7 @@ class _Together:
             work()
         except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
-        reasons: list[str | None] = [None] * self.size
-        torch.distributed.all_gather_object(reasons, None if error is None else in_words(error))
+        reasons = self._told(None if error is None else in_words(error))
         failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
         if error is not None:
             raise error
@@ -95,6 +97,20 @@ class _Together:
 
     def total(self, count: int) -> int:
         """The sum over all processes."""
-        counts = [0] * self.size
-        torch.distributed.all_gather_object(counts, count)
-        return sum(counts)
+        return sum(self._told(count))
+
+    def _told(self, item: Item) -> list[Item]:
+        """What each process tells.
+
+        Raises:
+            CheckpointError: one does not answer any more.
+        """
+        found = [item] * self.size
+        try:
+            torch.distributed.all_gather_object(found, item)
+        except RuntimeError as error:  # of the backend: the connection is closed, or timed out
+            raise CheckpointError(
+                "another process of this conversion is gone; nothing was published",
+                found=str(error).splitlines()[0], helps="start all of them again, with --resume",
+            ) from error  # fmt: skip
+        return found

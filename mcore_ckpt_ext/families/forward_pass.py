@@ -165,6 +165,19 @@ def unexpressed(expressed: Collection[str], arguments: ModelArguments) -> list[s
     return list(dict.fromkeys(found))
 
 
+def differing(a: ModelArguments, b: ModelArguments) -> dict[str, tuple[Any, Any]]:
+    """The arguments that change the forward pass, that two jobs state, and state differently."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in ("layernorm_epsilon", *dict(_counting(a)).keys() & dict(_counting(b)).keys()):
+        values = a.stated_value(name, _UNKNOWN), b.stated_value(name, _UNKNOWN)
+        plain = [list(value) if isinstance(value, tuple) else value or None for value in values]
+        if name == "add_qkv_bias" and a.add_bias_linear and b.add_bias_linear:
+            continue  # it is one of all biases
+        if _UNKNOWN not in values and plain[0] != plain[1]:
+            found[name] = values
+    return dict(sorted(found.items()))
+
+
 def told(arguments: ModelArguments) -> list[str]:
     """What a reader of the Hugging Face model should know of the job."""
     return [

@@ -10,11 +10,19 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import FIELDS
-from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, printable, shown
+from mcore_ckpt_ext.errors import (
+    INTERRUPTED,
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+    printable,
+    shown,
+    some,
+)
 from mcore_ckpt_ext.formats.common_state import SCHEDULERS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
@@ -140,13 +148,12 @@ class RankFolders:
         names = folder_names(self._folder)
         states = [RankState(LegacyRank.of_folder(name, layout), name, self._load(name)) for name in names]
         states.sort(key=lambda found: (found.rank.pipeline, found.rank.expert, found.rank.tensor))
-        found = {(state.rank.tensor, state.rank.pipeline) for state in states}
-        expected = {(t, p) for t in range(layout.tensor) for p in range(layout.pipeline)}
-        if found != expected:
+        missing = _missing_places([state.rank for state in states], layout)
+        if missing:
             raise UnreadableCheckpointError(
                 "the checkpoint does not have the rank folders of its own layout",
-                found=f"{len(found)} (tensor, pipeline) ranks",
-                expected=f"{len(expected)}, for {layout}",
+                found=f"{len(states)} folders, none of {some(missing, 3)}",
+                expected=f"one for each of {layout}",
                 where=str(self._folder),
                 helps=INTERRUPTED,
             )
@@ -252,6 +259,26 @@ class RankFolders:
                 raise UnreadableCheckpointError("a rank's state is not a dict", found=type(state), where=file)
             self._states[folder], self._contents[folder] = state, archive.content
         return self._states[folder]
+
+
+def _missing_places(ranks: Sequence[LegacyRank], layout: ParallelLayout) -> list[str]:
+    """The places in a layout of which there is no folder, and those that are none of its, in words.
+
+    Every rank writes that is the first of its (tensor, pipeline, expert) place (`save_checkpoint`, checkpointing.py,
+    core_v0.7.0 to 0.19.2). Where experts have the tensor ranks of all else, there is each such place; otherwise it is
+    known only that each expert rank of a stage is somewhere.
+    """
+    tensors, stages, experts = map(range, (layout.tensor, layout.pipeline, layout.expert))
+    pairs = {(one.tensor, one.pipeline) for one in ranks}
+    differing = [f"tensor {t}, pipeline {p}" for t, p in sorted(pairs ^ set(product(tensors, stages)))]
+    if differing or layout.expert == 1:
+        return differing
+    if layout.expert_tensor == layout.tensor:
+        whole = {(one.tensor, one.pipeline, one.expert) for one in ranks}
+        odd = sorted(whole ^ set(product(tensors, stages, experts)))
+        return [f"tensor {t}, pipeline {p}, expert {e}" for t, p, e in odd]
+    odd_pairs = {(one.pipeline, one.expert) for one in ranks} ^ set(product(stages, experts))
+    return [f"pipeline {p}, expert {e}" for p, e in sorted(odd_pairs)]
 
 
 def folder_names(folder: Path) -> list[str]:

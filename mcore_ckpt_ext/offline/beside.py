@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shown, some
+from mcore_ckpt_ext.families.arguments import complete
+from mcore_ckpt_ext.families.forward_pass import differing
 from mcore_ckpt_ext.formats import adapter_scaling
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
@@ -44,6 +47,7 @@ def facts_beside(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
         counts = _counted(a, key), _counted(b, key)
         if "none" not in counts and counts[0] != counts[1]:
             yield Fact(what, *counts)
+    yield from _models(a, b)
     left_out = _left_out(a), _left_out(b)
     if any(left_out):
         yield Fact("not compared", *(told or "nothing" for told in left_out))
@@ -53,6 +57,14 @@ def facts_beside(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
         yield Fact("adapters multiplied by", *(told or "none" for told in multiplied))
     if any(scaling):
         yield Fact("fp8 scales, histories", *(told or "none" for told in scaling))
+
+
+def _models(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
+    """What the two compute differently with the same tensors, as far as both say how they do."""
+    with suppress(UnsupportedCheckpointError):  # a checkpoint need not say how large its model is
+        models = complete(a.arguments), complete(b.arguments)
+        for name, values in differing(*models).items():
+            yield Fact(name, *map(shown, values))
 
 
 def _left_out(checkpoint: Checkpoint) -> str:

@@ -10,10 +10,11 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckpointError, interpreting
+from mcore_ckpt_ext.errors import CheckpointError, DestinationError, ProofError, UnreadableCheckpointError, interpreting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
@@ -34,7 +35,8 @@ from mcore_ckpt_ext.offline.team import Alone, Team
 from mcore_ckpt_ext.optimizers import copies as left_by_offload
 from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.planning.output import Output
-from mcore_ckpt_ext.storage.paths import as_path, is_remote
+from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote
+from mcore_ckpt_ext.storage.runs import iteration_folder
 from mcore_ckpt_ext.targets import HuggingFace, Target
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 from mcore_ckpt_ext.writing import BLOCK_BYTES
@@ -136,10 +138,11 @@ def convert(
     begun = time.monotonic()
     team = team or Alone()
     of_family = family_named(family) if family else None
+    seen = _seen_before(as_path(source))
     checkpoint = open_source(source, target, of_family, facts, weights, merge)
     read = checkpoint.sources if isinstance(checkpoint, MergedCheckpoint) else [checkpoint]
     folders = [*(one.folder for one in read), *([as_path(weights)] if weights is not None else [])]
-    before = [_state_of(folder) for folder in folders]
+    before = [seen[folder] if folder in seen else _state_of(folder) for folder in folders]
     with interpreting(checkpoint.folder):
         unread = settle(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
@@ -171,12 +174,14 @@ def convert(
         make = RemoteOutput if is_remote(place.path) else LocalOutput
         written = make(place, fingerprint, team, workers, block_bytes)
 
-        def check() -> None:
+        def unchanged() -> None:
             for folder, state in zip(folders, before, strict=True):
                 _check_unchanged(folder, state)
+
+        def readable() -> None:
             _check_readable(written.folder, checkpoint, laid_out)
 
-        written.write(output, filler, check, progress, force=force, resume=resume)
+        written.write(output, filler, (unchanged, readable), progress, force=force, resume=resume)
     return Report(
         destination=place.path,
         files=len(output.files),
@@ -263,16 +268,34 @@ def _check_digests(checkpoint: Checkpoint, team: Team) -> None:
     team.all(own)
 
 
-def _state_of(folder: Path) -> list[tuple[str, int, int]]:
-    """Name, size and modification time of every file below a folder."""
-    found = []
+_State = list[tuple[str, int, int | str]]
+
+
+def _seen_before(source: Path) -> dict[Path, _State]:
+    """The state of the folder that a source will be found to be, before anything of it is read."""
+    with suppress(CheckpointError, OSError):  # opening tells what is wrong
+        folder = iteration_folder(source)
+        return {folder: _state_of(folder)}
+    return {}
+
+
+def _state_of(folder: Path) -> _State:
+    """Of every file below a folder its name, its size, and what changes with its content: when it was written, or of a
+    store its own mark of it.
+    """
+    if is_remote(folder):
+        store = file_system(folder)
+        store.invalidate_cache()  # what it remembers of others' writing is old
+        entries = sorted(store.find(str(folder.path), detail=True).items())  # type: ignore[attr-defined]  # remote
+        return [(name, int(about.get("size") or 0), repr(sorted(about.items(), key=repr))) for name, about in entries]
+    found: _State = []
     for path in sorted(folder.rglob("*")):
         status = path.stat() if path.exists() else path.lstat()  # a link to nowhere is no reason to stop
         found.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
     return found
 
 
-def _check_unchanged(folder: Path, before: list[tuple[str, int, int]]) -> None:
+def _check_unchanged(folder: Path, before: _State) -> None:
     if _state_of(folder) != before:
         raise UnreadableCheckpointError(
             "the source changed while it was read; nothing was published",

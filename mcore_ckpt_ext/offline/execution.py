@@ -8,6 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
+from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.offline.destination import Destination
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.team import Team
@@ -16,6 +17,9 @@ from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.publish import Publication
 from mcore_ckpt_ext.storage.remote import Upload
 from mcore_ckpt_ext.writing import FillBlock, RecordWriter, lay_out
+
+Checks = tuple[Callable[[], None], Callable[[], None]]
+"""That the source has not changed, and that what is written reads back."""
 
 
 class Filling(Protocol):
@@ -41,14 +45,13 @@ class LocalOutput:
         self.folder = self._publication.folder
 
     def write(
-        self, output: Output, filler: Filling, check: Callable[[], None], progress: Progress, *, force: bool,
-        resume: bool,
-    ) -> None:  # fmt: skip
-        """Write everything, let `check` look at it, and publish it.
+        self, output: Output, filler: Filling, checks: Checks, progress: Progress, *, force: bool, resume: bool
+    ) -> None:
+        """Write everything, let the checks look at it, and publish it.
 
         Raises:
             DestinationError: the destination exists, or the disk refuses.
-            CheckpointError: what `filler` and `check` raise.
+            CheckpointError: what `filler` and `checks` raise.
         """
         team, publication = self._team, self._publication
         try:
@@ -58,7 +61,8 @@ class LocalOutput:
             team.all(lambda: self._fill(output, filler, progress))
             # The file that says that everything is there.
             team.first(lambda: lay_out((file for file in output.files if file.last), publication.content))
-            team.first(check)
+            for check in checks:
+                team.first(check)
             team.first(publication.publish)
         finally:
             publication.close()
@@ -91,10 +95,13 @@ class RemoteOutput:
         self.folder = destination.path
 
     def write(
-        self, output: Output, filler: Filling, check: Callable[[], None], progress: Progress, *, force: bool,
-        resume: bool,
-    ) -> None:  # fmt: skip
-        """Write everything; an existing remote folder is never replaced."""
+        self, output: Output, filler: Filling, checks: Checks, progress: Progress, *, force: bool, resume: bool
+    ) -> None:
+        """Write everything; an existing remote folder is never replaced.
+
+        What does not pass the second check loses the files by which it would pass for whole.
+        """
+        unchanged, readable = checks
         team = self._team
         records: dict[str, list[tuple[int, Record]]] = {}
         for number, record in enumerate(output.records):
@@ -115,11 +122,17 @@ class RemoteOutput:
         team.first(lambda: self._upload.open(force=force, resume=resume))
         team.all(self._upload.join)
         team.all(share)
+        team.first(unchanged)
         team.first(self._upload.check_claim)
-        for file in output.files:
-            if file.last:
+        last = [file for file in output.files if file.last]
+        try:
+            for file in last:
                 team.first(lambda file=file: self._make(file, [], filler, None))  # type: ignore[misc]  # bound at once
-        team.first(check)
+            team.first(readable)
+        except CheckpointError:
+            if team.rank == 0:
+                self._upload.withdraw([file.name for file in last])
+            raise
         team.first(self._upload.publish)
 
     def _make(

@@ -102,7 +102,7 @@ class Coordinator:
             self._conclude(ask=True)
             return self._fail(f"iteration {save.iteration} cannot be saved to {save.folder}:\n  {reason}", [save])
         self._conclude(ask=False)
-        redirected = self._ranks.is_first and (save.asynchronous or not must_track)
+        redirected = self._ranks.is_first and (save.asynchronous or not must_track or save.was_tracked)
         try:
             with self._activated(save):
                 if not save.asynchronous:
@@ -277,6 +277,10 @@ class Coordinator:
             self._publisher.clear_away(saves)
         if self._goes_on():
             return self._say(f"{what}; training goes on, the next checkpoint will be tried as planned")
+        gone = [str(save.iteration) for save in saves if save.writes_over and save.has_place]
+        untouched = "earlier checkpoints are untouched"
+        if gone:
+            untouched = f"what stood there of iteration {', '.join(gone)} is gone, other checkpoints are untouched"
         choice = f"{ON_SAVE_FAILURE.flag} {CONTINUE} (or {ON_SAVE_FAILURE.name}={CONTINUE})"
-        helps = f"{choice} lets training go on; earlier checkpoints are untouched"
+        helps = f"{choice} lets training go on; {untouched}"
         raise SaveFailedError(what, helps=helps) from None

@@ -80,6 +80,10 @@ class Disk:
         with contextlib.suppress(OSError):  # the tracker already names it: this is no longer a failure
             flush_all([folder, folder.parent])
 
+    def is_whole(self, folder: Path) -> bool:
+        """Whether a folder holds a checkpoint that Megatron has finished."""
+        return (folder / CONFIG_FILE).is_file()
+
     def is_tracked(self, folder: Path, tracker: Path) -> bool:
         """Whether a tracker names a folder beside it."""
         with contextlib.suppress(OSError):
@@ -110,10 +114,11 @@ def finished_iterations(run: Path) -> list[int]:
 
 
 def _point_elsewhere(folder: Path, tracker: Path) -> None:
-    """Make a tracker name the newest other finished iteration, or remove it."""
-    others = [number for number in finished_iterations(folder.parent) if number != iteration_number(folder)]
-    if others:
-        replace({tracker: str(others[0])})
+    """Make a tracker name the newest finished iteration before one, or remove it: a rollback left the newer ones."""
+    own = iteration_number(folder)
+    earlier = [number for number in finished_iterations(folder.parent) if own is None or number < own]
+    if earlier:
+        replace({tracker: str(earlier[0])})
     else:
         tracker.unlink(missing_ok=True)
     with contextlib.suppress(OSError):

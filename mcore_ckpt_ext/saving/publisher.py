@@ -52,6 +52,8 @@ class Publisher:
 
     def prepare(self, save: Save) -> None:
         """Give a save its place. Raises OSError where the disk refuses."""
+        save.was_tracked = self._disk.is_tracked(save.folder, save.tracker)
+        save.writes_over = self._disk.is_whole(save.folder)
         self._disk.prepare(save.folder, save.tracker)
         save.has_place = True
 
@@ -74,7 +76,9 @@ class Publisher:
     def begin(self, save: Save, own: Sequence[Step]) -> None:
         """Publish while training goes on; the training script's own steps follow at the end."""
         self.end(wait=True)
-        self._disk.copy(save.tracker, save.scratch)  # Megatron reads it before writing it, to see what it may delete
+        if not save.was_tracked:
+            # Megatron reads it before writing it, to see what it may delete: nothing where it named this one.
+            self._disk.copy(save.tracker, save.scratch)
         self._running = _Running(save, own, self._start(partial(attempt, partial(self.publish, save))))
 
     def end(self, wait: bool) -> None:

@@ -87,6 +87,8 @@ class Save:
         record: the sidecar, begun; what is done for it beside the plan ends before writers are forked.
         began: when it began, in seconds of the coordinator's clock; for `stalled` of them training stood still.
         has_place: on rank 0, whether its folder is its own: what lay there before no longer passes for whole.
+        was_tracked: on rank 0, whether the tracker named its folder before.
+        writes_over: on rank 0, whether a checkpoint stood in its folder.
         index_problem: on the ranks that know of one, what went wrong with the index of an asynchronous save.
         bytes: of all its records, on rank 0.
         report: what its writer says about its own failure.
@@ -104,6 +106,8 @@ class Save:
     began: float = 0.0
     stalled: float = 0.0
     has_place: bool = False
+    was_tracked: bool = False
+    writes_over: bool = False
     index_problem: str | None = None
     bytes: int = 0
     report: Report = field(default_factory=Report)

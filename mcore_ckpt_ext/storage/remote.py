@@ -8,13 +8,13 @@ import json
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import INTERRUPTED, DestinationError, UnreadableCheckpointError
+from mcore_ckpt_ext.errors import INTERRUPTED, CheckpointError, DestinationError, UnreadableCheckpointError
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.files import FolderReader, checked_name, cut_short
 from mcore_ckpt_ext.storage.paths import file_system, is_remote
@@ -157,7 +157,9 @@ class Upload:
                 helps="wait for it; or, once it is certain that none is running, continue it with --resume, or delete "
                 "what is there and begin anew",
             )
-        if self.destination.exists() and not work:
+        with self._answering():
+            is_there = self.destination.exists()
+        if is_there and not work:
             raise DestinationError(
                 "the destination exists already",
                 where=str(self.destination),
@@ -170,11 +172,9 @@ class Upload:
                 where=str(self._beside),
                 helps="give the options of the interrupted run, or delete what is there and begin anew",
             )
-        try:
+        with self._answering():
             self._beside.mkdir(parents=True, exist_ok=True)
             (self._beside / _CLAIM).write_text(json.dumps(self._claimed))
-        except OSError as error:
-            raise cannot_write(self.destination, error) from error
 
     def join(self) -> None:
         """Take part, in the processes that did not open it: the claim is theirs, too.
@@ -200,14 +200,13 @@ class Upload:
 
     def _claim(self) -> list[str]:
         """The claim that is there; empty where there is none."""
-        try:
-            found = json.loads((self._beside / _CLAIM).read_text())
-        except FileNotFoundError:
-            return []
-        except ValueError:
-            return [""]  # somebody's, half written
-        except OSError as error:
-            raise cannot_write(self.destination, error) from error
+        with self._answering():
+            try:
+                found = json.loads((self._beside / _CLAIM).read_text())
+            except FileNotFoundError:
+                return []
+            except ValueError:
+                return [""]  # somebody's, half written
         return found if isinstance(found, list) and found else [""]
 
     def done(self) -> dict[str, int]:
@@ -227,17 +226,46 @@ class Upload:
             DestinationError: the store refuses, or another conversion claimed the destination.
         """
         self.check_claim()
-        try:
+        with self._answering():
             self._files.put_file(str(local), self._place(name))
             with local.open("rb") as stream, self._guard:
                 self._noted[name] = _size_and_crc(stream)
                 self._journal.write_text(json.dumps(self._noted))
-        except OSError as error:
-            raise cannot_write(self.destination, error) from error
+
+    def withdraw(self, names: Iterable[str]) -> None:
+        """Remove files, of which the last ones make a folder pass for whole; as far as the store lets."""
+        for name in names:
+            with contextlib.suppress(Exception):
+                self._files.rm(self._place(name))
+            self._noted.pop(name, None)
+        with contextlib.suppress(Exception):
+            self._journal.write_text(json.dumps(self._noted))
 
     def publish(self) -> None:
         """Remove the journal: everything is there."""
-        self._files.rm(str(self._beside.path), recursive=True)  # type: ignore[attr-defined]  # a remote path
+        with self._answering():
+            self._files.rm(str(self._beside.path), recursive=True)  # type: ignore[attr-defined]  # a remote path
+
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Within this scope, what a store says becomes a refusal; its library may have errors of its own.
+
+        Raises:
+            DestinationError: the store refuses, or does not answer.
+        """
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except OSError as error:
+            raise cannot_write(self.destination, error) from error
+        except Exception as error:
+            raise DestinationError(
+                "the remote store cannot be written", found=f"{type(error).__name__}: {error}",
+                where=str(self.destination),
+                helps="check the address, and that the store's library finds your credentials (fsspec, s3fs, gcsfs, "
+                "adlfs); --resume continues what this run began",
+            ) from error  # fmt: skip
 
     def _there(self, name: str) -> list[int] | None:
         """Size and CRC-32 of a file of the destination; None where it cannot be read."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import textwrap
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -340,3 +341,21 @@ def test_matrices_that_lie_the_other_way_round_in_small_blocks(tmp_path: Path) -
 def test_an_argument_that_is_misspelt_or_given_twice_is_refused(given: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=said):
         mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", mcore_ckpt_ext.HuggingFace(arguments=given))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"), [("rms_norm_eps", 1e-3, "layernorm_epsilon"), ("rope_theta", 5e5, "rotary_base")]
+)
+def test_a_setting_of_the_model_that_differs_is_told(
+    key: str, value: float, told: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """All tensors are equal, and what is computed with them is not."""
+    shutil.copytree(models["llama"], tmp_path / "other")
+    file = tmp_path / "other" / "config.json"
+    config = json.loads(file.read_text())
+    config.pop("rope_parameters" if key == "rope_theta" else "", None)
+    file.write_text(json.dumps({**config, key: value}))
+    found = compare(models["llama"], tmp_path / "other")
+    assert found.equal
+    assert told in [fact.what for fact in found.facts]
+    assert not [fact for fact in compare(models["llama"], models["llama"]).facts if fact.what == told]

@@ -59,7 +59,8 @@ def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
     (file,) = folder.glob("*.safetensors")
     with safe_open(file, "pt") as opened:
         about = opened.metadata()
-    save_file({**load_file(file), **tensors}, file, about)
+    kept = {key: tensor for key, tensor in load_file(file).items() if key != "checksums"}
+    save_file({**kept, **tensors}, file, about)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     index["weight_map"] |= dict.fromkeys(tensors, file.name)
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -186,6 +186,18 @@ def test_a_legacy_file_of_another_iteration(change: Any, said: str, tmp_path: Pa
     assert any("not written at the same time" in found for found in errors_of(fixture.run))
 
 
+def test_a_legacy_rank_of_experts_that_is_gone(tmp_path: Path) -> None:
+    """All tensor and pipeline ranks are there: its experts were left out, and the rest called sound."""
+    source, run = fixture_named("p09").run, tmp_path / "legacy"
+    mcore_ckpt_ext.convert(source, run, mcore_ckpt_ext.Legacy(pipeline_model_parallel_size=2))
+    gone = sorted(run.rglob("mp_rank_*"))[-1]
+    assert gone.name.endswith("_001_001")
+    shutil.rmtree(gone)
+    assert any("rank folders of its own layout" in found and "expert 1" in found for found in errors_of(run))
+    with pytest.raises(UnreadableCheckpointError, match="rank folders of its own layout.*expert 1"):
+        mcore_ckpt_ext.convert(run, tmp_path / "out", mcore_ckpt_ext.TorchDist())
+
+
 def exchange(iteration: Path, one: str, other: str) -> None:
     (iteration / one).rename(iteration / "apart")
     (iteration / other).rename(iteration / one)

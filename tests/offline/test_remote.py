@@ -16,7 +16,7 @@ import torch
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.errors import DestinationError, UnreadableCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, DestinationError, UnreadableCheckpointError
 from mcore_ckpt_ext.storage.remote import Upload
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import Fixture, fixture_named
@@ -93,6 +93,34 @@ def test_an_interrupted_upload_is_no_checkpoint_and_can_be_continued(store: Any)
     )
     assert steps[0] > 0.2 * steps[-1]
     assert_truth(mcore_ckpt_ext.open_checkpoint(remote), fixture_named("p02"))
+
+
+def test_what_is_refused_in_the_end_does_not_pass_for_whole(tmp_path: Path) -> None:
+    """The source changed: all but the files that say so may lie there, and it can be begun anew."""
+    source = fixture_named("p01").copy_to(tmp_path / "source").run
+    target, changed = f"memory://{uuid.uuid4()}/out", list[int]()
+
+    def change(done: int, total: int) -> None:
+        if not changed:
+            changed.append(done)
+            (source / "iter_0000004" / "metadata.json").touch()
+
+    with pytest.raises(CheckpointError, match="the source changed while it was read"):
+        mcore_ckpt_ext.convert(source, target, mcore_ckpt_ext.TorchDist(), progress=change)
+    with pytest.raises(CheckpointError):
+        mcore_ckpt_ext.open_checkpoint(target)
+
+
+def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library has errors of its own."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise ValueError("no credentials")
+
+    monkeypatch.setattr("fsspec.implementations.memory.MemoryFileSystem.put_file", refuse)
+    target = f"memory://{uuid.uuid4()}/out"
+    with pytest.raises(DestinationError, match="the remote store cannot be written.*no credentials"):
+        mcore_ckpt_ext.convert(fixture_named("p01").run, target, mcore_ckpt_ext.Canonical())
 
 
 def test_two_at_once(store: Any, tmp_path: Path) -> None:
