@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any, ClassVar
@@ -48,6 +49,7 @@ _VALUES: Mapping[str, tuple[object, ...]] = {
 }
 _DTYPES = ("float64", "float32", "bfloat16", "float16")
 _ALPHA = 8  # peft's, where none is told (`LoraConfig`)
+_LAYER = re.compile(r"layers\.\d+\.", re.ASCII)
 _LAYOUT = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context", "data")
 
 
@@ -173,7 +175,20 @@ class PeftCheckpoint(WeightsAlone):
             )  # fmt: skip
         names = self._weights.names()
         peft = bridge_peft(self._of_model, names, self._adapters.rank, scaling.alpha, scaling.dropout)
+        if without := self._without_adapters(names):
+            raise UnsupportedCheckpointError(
+                "Megatron-Bridge puts adapters into a linear of every layer, or of none", where=str(self.folder),
+                found=f"none in {some(without, 2)}, and some in other layers",
+                helps="merge them into their model: --merge FOLDER --to hf",
+            )  # fmt: skip
         return run_config(self._fit.family, self._fit.arguments, peft=peft)
+
+    def _without_adapters(self, names: Sequence[str]) -> list[str]:
+        """Linears of the model that have no adapters, where the same one of another layer has."""
+        have = {name.partition(".adapter.")[0] for name in names}
+        kinds = {_LAYER.sub("layers.", name) for name in have}
+        linears = (name for name in linears_of(self._of_model) if not name.startswith("mtp."))
+        return sorted(name for name in linears if _LAYER.sub("layers.", name) in kinds and name not in have)
 
     @override
     def companions(self) -> dict[str, bytes]:

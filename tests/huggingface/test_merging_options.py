@@ -80,7 +80,7 @@ def test_several_ranks_are_merged_and_not_for_bridge(base: Path, tmp_path: Path)
 
 
 def test_peft_folders_are_compared(base: Path, tmp_path: Path) -> None:
-    content = adapter(LAYER.format(0), 32, 32)
+    content = {**adapter(LAYER.format(0), 32, 32), **adapter(LAYER.format(1), 32, 32)}
     same, alpha = (peft_folder(tmp_path / name, content, lora_alpha=of) for name, of in (("same", 5), ("alpha", 7)))
     last = {name: tensor + 1 if "lora_B" in name else tensor for name, tensor in content.items()}
     with pytest.raises(CheckpointError, match="diff --weights FOLDER"):

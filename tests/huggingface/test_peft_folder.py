@@ -178,8 +178,23 @@ def test_what_is_not_merged_is_refused_by_name(
     assert not (tmp_path / "merged").exists()
 
 
+def of_every_layer(module: str, out: int, into: int) -> dict[str, torch.Tensor]:
+    return {**adapter(module.format(0), out, into), **adapter(module.format(1), out, into)}
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_adapters_in_some_layers_only(layer: int, models: dict[str, Path], tmp_path: Path) -> None:
+    """Megatron-Bridge has none like them: those of the first layers stood for a model of fewer layers."""
+    there = peft_folder(tmp_path / "peft", adapter(f"model.layers.{layer}.self_attn.o_proj", 32, 32))
+    with pytest.raises(
+        CheckpointError, match=rf"every layer, or of none.*layers\.{1 - layer}\.self_attention\.linear_proj"
+    ):
+        convert(there, tmp_path / "run", TorchDist(loop="bridge"), weights=models["llama"])
+    convert(there, tmp_path / "merged", HuggingFace(), merge=models["llama"])
+
+
 def test_what_is_not_told_is_as_peft_has_it(models: dict[str, Path], tmp_path: Path) -> None:
-    content = adapter("model.layers.0.self_attn.o_proj", 32, 32)
+    content = of_every_layer("model.layers.{}.self_attn.o_proj", 32, 32)
     there = peft_folder(tmp_path / "peft", content, base_model_name_or_path="someone/other")
     told = json.loads((there / "adapter_config.json").read_text())
     del told["lora_alpha"]
@@ -191,12 +206,12 @@ def test_what_is_not_told_is_as_peft_has_it(models: dict[str, Path], tmp_path: P
 
 
 def test_legacy_files_have_none(models: dict[str, Path], tmp_path: Path) -> None:
-    content = adapter("model.layers.0.self_attn.o_proj", 32, 32)
+    content = of_every_layer("model.layers.{}.self_attn.o_proj", 32, 32)
     there = peft_folder(tmp_path / "peft", content)
     with pytest.raises(CheckpointError, match="adapters are not written as legacy"):
         convert(there, tmp_path / "run", Legacy(), weights=models["llama"])
     convert(there, tmp_path / "run", TorchDist(loop="bridge"), weights=models["llama"])
     (folder,) = (path.parent for path in (tmp_path / "run").rglob("run_config.yaml"))
     told = json.loads((folder / "run_config.yaml").read_text())["peft"]
-    assert told["target_modules"] == ["decoder.layers.0.self_attention.linear_proj"]
+    assert told["target_modules"] == ["linear_proj"]
     assert (told["dim"], told["alpha"]) == (RANK, ALPHA)

@@ -6,6 +6,7 @@ Both are from PyPI.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -69,12 +70,15 @@ def test_adapters_are_resumed_with_their_optimizer(ran: Programs) -> None:
 def test_merged_they_are_what_ms_swift_merges(ran: Programs, tmp_path: Path) -> None:
     """In fp32 to the order of sums; and by way of a PEFT folder in the same bits."""
     place, wide = ran.place("lora"), HuggingFace(vocab_size=128, dtype="float32")
-    convert(place / "merged", tmp_path / "truth", wide, family="Llama")
-    convert(place / "run", tmp_path / "merged", wide, merge=place / "base", family="Llama")
+    told = replace(wide, arguments=("rotary_base=10000",))
+    with pytest.raises(CheckpointError, match="--argument rotary_base"):
+        convert(place / "merged", tmp_path / "truth", wide, family="Llama")
+    convert(place / "merged", tmp_path / "truth", told, family="Llama")
+    convert(place / "run", tmp_path / "merged", told, merge=place / "base", family="Llama")
     truth, found = tensors(tmp_path / "truth"), tensors(tmp_path / "merged")
     assert found.keys() == truth.keys()
     assert all(torch.allclose(found[name], truth[name], rtol=1e-6, atol=1e-7) for name in truth)
-    convert(place / "base", tmp_path / "base", wide, family="Llama")
+    convert(place / "base", tmp_path / "base", told, family="Llama")
     assert sum(not torch.equal(tensor, truth[name]) for name, tensor in tensors(tmp_path / "base").items()) == 28
     convert(place / "run", tmp_path / "peft", HuggingFace(), weights=tmp_path / "base")
     convert(tmp_path / "peft", tmp_path / "by peft", wide, merge=tmp_path / "base")
