@@ -83,7 +83,12 @@ class _Together:
             work()
         except Exception as caught:  # noqa: BLE001 - raised again below
             error = caught
-        reasons = self._told(None if error is None else in_words(error))
+        try:
+            reasons = self._told(None if error is None else in_words(error))
+        except CheckpointError:
+            if error is not None:
+                raise error from None
+            raise
         failed = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
         if error is not None:
             raise error
@@ -110,7 +115,7 @@ class _Together:
             torch.distributed.all_gather_object(found, item)
         except RuntimeError as error:  # of the backend: the connection is closed, or timed out
             raise CheckpointError(
-                "another process of this conversion is gone; nothing was published",
-                found=str(error).splitlines()[0], helps="start all of them again, with --resume",
+                "another process of this conversion is gone", found=next(iter(str(error).splitlines()), ""),
+                helps="if the destination is not there yet, start all of them again, with --resume",
             ) from error  # fmt: skip
         return found

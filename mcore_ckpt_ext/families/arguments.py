@@ -163,7 +163,8 @@ def complete(job: JobArguments) -> ModelArguments:
     """The model that follows from the arguments of a job.
 
     Raises:
-        UnsupportedCheckpointError: the job does not say how large it is.
+        UnsupportedCheckpointError: the job does not say how large it is, or, as a description of another loop, what the
+            base of its rotary positions is.
     """
     known = {name: value for name in _NAMES if (value := getattr(job, name)) is not None}
     for old, new in (("norm_epsilon", "layernorm_epsilon"), ("apply_layernorm_1p", "layernorm_zero_centered_gamma")):

@@ -7,10 +7,10 @@ Only pickles are read; tensors stay on disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,9 @@ class LegacyRank:
         # Without pipeline parallelism the expert rank stands where the pipeline rank otherwise stands.
         pipeline, expert = (*rest, 0, 0)[:2] if layout.pipeline > 1 else (0, (*rest, 0)[0])
         return cls(tensor, pipeline, expert)
+
+
+_MOST_TOLD = 4
 
 
 @dataclass(frozen=True)
@@ -148,12 +151,12 @@ class RankFolders:
         names = folder_names(self._folder)
         states = [RankState(LegacyRank.of_folder(name, layout), name, self._load(name)) for name in names]
         states.sort(key=lambda found: (found.rank.pipeline, found.rank.expert, found.rank.tensor))
-        missing = _missing_places([state.rank for state in states], layout)
-        if missing:
+        odd = _odd_places([state.rank for state in states], layout)
+        if odd:
             raise UnreadableCheckpointError(
                 "the checkpoint does not have the rank folders of its own layout",
-                found=f"{len(states)} folders, none of {some(missing, 3)}",
-                expected=f"one for each of {layout}",
+                found=f"{len(states)} folders; {some(odd, 3)}",
+                expected=f"one for each place in {layout}",
                 where=str(self._folder),
                 helps=INTERRUPTED,
             )
@@ -261,24 +264,33 @@ class RankFolders:
         return self._states[folder]
 
 
-def _missing_places(ranks: Sequence[LegacyRank], layout: ParallelLayout) -> list[str]:
-    """The places in a layout of which there is no folder, and those that are none of its, in words.
+def _odd_places(ranks: Sequence[LegacyRank], layout: ParallelLayout) -> list[str]:
+    """The places in a layout of which there is no folder, and folders that are none of its, in words.
 
     Every rank writes that is the first of its (tensor, pipeline, expert) place (`save_checkpoint`, checkpointing.py,
     core_v0.7.0 to 0.19.2). Where experts have the tensor ranks of all else, there is each such place; otherwise it is
     known only that each expert rank of a stage is somewhere.
     """
-    tensors, stages, experts = map(range, (layout.tensor, layout.pipeline, layout.expert))
+    tensors, stages, experts = (range(size) for size in (layout.tensor, layout.pipeline, layout.expert))
     pairs = {(one.tensor, one.pipeline) for one in ranks}
-    differing = [f"tensor {t}, pipeline {p}" for t, p in sorted(pairs ^ set(product(tensors, stages)))]
-    if differing or layout.expert == 1:
-        return differing
+    if odd := _differing(pairs, ("tensor", tensors), ("pipeline", stages)):
+        return odd
     if layout.expert_tensor == layout.tensor:
         whole = {(one.tensor, one.pipeline, one.expert) for one in ranks}
-        odd = sorted(whole ^ set(product(tensors, stages, experts)))
-        return [f"tensor {t}, pipeline {p}, expert {e}" for t, p, e in odd]
-    odd_pairs = {(one.pipeline, one.expert) for one in ranks} ^ set(product(stages, experts))
-    return [f"pipeline {p}, expert {e}" for p, e in sorted(odd_pairs)]
+        return _differing(whole, ("tensor", tensors), ("pipeline", stages), ("expert", experts))
+    return _differing({(one.pipeline, one.expert) for one in ranks}, ("pipeline", stages), ("expert", experts))
+
+
+def _differing(found: Set[tuple[int, ...]], *axes: tuple[str, range]) -> list[str]:
+    """What is there too much, and the first of what is missing: a layout may be larger than any folder."""
+    names = [name for name, _ in axes]
+
+    def named(place: tuple[int, ...]) -> str:
+        return ", ".join(f"{name} {number}" for name, number in zip(names, place, strict=True))
+
+    strange = [place for place in sorted(found) if any(at not in one for at, (_, one) in zip(place, axes, strict=True))]
+    missing = islice((place for place in product(*(one for _, one in axes)) if place not in found), _MOST_TOLD)
+    return [f"none of {named(place)}" for place in missing] + [f"a strange one of {named(place)}" for place in strange]
 
 
 def folder_names(folder: Path) -> list[str]:

@@ -13,16 +13,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.any_save import ToBeSaved
 from mcore_ckpt_ext.hooks.attended import Attended
+from mcore_ckpt_ext.hooks.first_look import packs_otherwise
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
@@ -155,7 +157,8 @@ def _planned(folder: Path, optimizer: Any) -> Planned | None:
     Raises:
         ResumeRefusedError: on every rank, when it cannot be filled either.
     """
-    if not agreed("looking at the checkpoint", lambda: is_first_rank() and _is_ours(folder, optimizer))[0]:
+    ours = agreed("looking at the checkpoint", lambda: is_first_rank() and _is_ours(folder, optimizer))[0]
+    if not ours and not packs_otherwise(folder, lambda: chunks_of(optimizer), optimizer):
         return None
     chunks = chunks_of(optimizer)
     running = live_arguments(chunks, optimizer)
@@ -200,9 +203,13 @@ def _goes_wrong(checkpoint: Checkpoint, chain: Chain) -> bool:
 
 def _is_as_named(checkpoint: Checkpoint) -> bool:
     """Whether masters are those of the weights whose names they bear, as far as samples show; a shift is of many."""
-    state, named = checkpoint.optimizer, checkpoint.names(FP32_PARAM)
-    some = named[:: max(1, len(named) // _SAMPLES)]
-    return not state.shifted and masters_hold(state, some, checkpoint.weights, checkpoint.transfer)
+    with suppress(CheckpointError):  # what is not known here, stock may know
+        state, named = checkpoint.optimizer, checkpoint.names(FP32_PARAM)
+        some = named[:: max(1, len(named) // _SAMPLES)]
+        return not state.shifted and masters_hold(
+            state, some, checkpoint.weights, checkpoint.transfer, checkpoint.proof.first_mismatch
+        )
+    return True
 
 
 def _spelled_out(arguments: JobArguments) -> JobArguments:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
+from mcore_ckpt_ext.errors import ModelMismatchError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.description import ARGUMENTS
@@ -25,7 +24,7 @@ from mcore_ckpt_ext.hooks.stock_groups import forgets_rates, has_the_same_groups
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout.sidecar import orders_of
 from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
-from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
+from mcore_ckpt_ext.online.agreement import agreed, attempt, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import (
     Chain,
     is_another_kind,
@@ -92,12 +91,12 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str
     looks = agreed(_PHASE, lambda: _look_with_megatron(scope, call, directory))
     look = next((look for look in looks if look is not None), None)
     if look is not None and look.stock_loads and not shows_names(look.optimizer_format):
-        chunks = scope["unwrap_model"](call["ddp_model"])
-        return replace(look, stock_loads=not _packs_otherwise(look.folder, chunks, call["optimizer"]))
+        otherwise = packs_otherwise(look.folder, lambda: scope["unwrap_model"](call["ddp_model"]), call["optimizer"])
+        return replace(look, stock_loads=not otherwise)
     return look
 
 
-def _packs_otherwise(folder: Path, chunks: Sequence[Any], optimizer: Any) -> bool:
+def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer: Any) -> bool:
     """Whether parameters have other places in the buffers than the sidecar says, if there is one; collective.
 
     Other parameters may be trained, or their modules registered in another order. Stock takes each other's state for
@@ -106,13 +105,15 @@ def _packs_otherwise(folder: Path, chunks: Sequence[Any], optimizer: Any) -> boo
     """
 
     def recorded() -> Mapping[tuple[int, int], str] | None:
-        sidecar = open_checkpoint(folder).sidecar if is_first_rank() else None
-        return None if sidecar is None else sidecar.order()
+        checkpoint = open_checkpoint(folder) if is_first_rank() else None
+        if checkpoint is None or checkpoint.sidecar is None or shows_names(checkpoint.optimizer_format):
+            return None
+        return checkpoint.sidecar.order()
 
     def differs() -> bool:
         own: dict[tuple[int, int], str] = {}
-        with suppress(CheckpointError, LookupError):  # what stock loads need not be of a kind that is known here
-            own = orders_of(recorded_groups(chunks, optimizer))
+        # What stock loads need not be of a kind that is known here.
+        attempt(lambda: own.update(orders_of(recorded_groups(chunks(), optimizer))))
         return any(known.get(group, order) != order for group, order in own.items())
 
     known = agreed(_PHASE, recorded)[0] or {}

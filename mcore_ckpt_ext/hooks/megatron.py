@@ -81,7 +81,7 @@ class _Load:
         self._chunks = self._scope["unwrap_model"](ddp_model)
         self._arguments = self._scope["get_args"]()
         self._load_arg = call.arguments["load_arg"]
-        self._directory = run_folder(self._scope, self._arguments, self._load_arg)
+        self._directory, self._finetunes = run_folder(self._scope, self._arguments, self._load_arg)
         self._told: list[str] = []
 
     def done(self) -> Any:
@@ -90,6 +90,8 @@ class _Load:
         if sight.model is not None:
             result, weaker = start_from(self._scope, sight.model, self._chunks, self._by_megatron), None
         else:
+            if self._finetunes:
+                self._arguments.finetune = True  # as Megatron says it, once it has looked
             whole = taking_what_is_whole(self._scope, self._directory, sight.standing)
             with attended(), whole, index_shared(sight.index):
                 result, weaker = self._by_its_route()

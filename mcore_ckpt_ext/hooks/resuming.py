@@ -12,7 +12,6 @@ from mcore_ckpt_ext.errors import ResumeRefusedError, some
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.from_huggingface import model_folder
 from mcore_ckpt_ext.hooks.rebinding import rebound
-from mcore_ckpt_ext.hooks.run_folder import takes_another_kind
 from mcore_ckpt_ext.hooks.shared_index import index_of, is_moved
 from mcore_ckpt_ext.offline.whole import Standing, standing_of
 from mcore_ckpt_ext.settings import FALLBACK
@@ -159,7 +158,8 @@ def taking_what_is_whole(
 
 
 def _standing(arguments: Any, directory: str) -> Standing | None:
-    if takes_another_kind(directory, arguments) or "://" in str(directory) or not hasattr(arguments, "ckpt_step"):
+    other_kind = getattr(arguments, "non_persistent_ckpt_type", None)
+    if other_kind or "://" in str(directory) or not hasattr(arguments, "ckpt_step"):
         return None
     return standing_of(Path(str(directory)), arguments.ckpt_step or None)
 

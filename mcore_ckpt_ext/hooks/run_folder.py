@@ -13,8 +13,8 @@ from mcore_ckpt_ext.storage.runs import TRACKER_FILE, iteration_folder, iteratio
 _NON_PERSISTENT = "non_persistent"
 
 
-def run_folder(scope: Mapping[str, Any], arguments: Any, load_arg: str) -> str | None:
-    """The run folder that a load takes; where Megatron takes weights alone of it, this tells the arguments so, as it.
+def run_folder(scope: Mapping[str, Any], arguments: Any, load_arg: str) -> tuple[str | None, bool]:
+    """The run folder that a load takes, and whether it then counts as a fine-tuning: weights alone are taken.
 
     `--pretrained-checkpoint` counts where `--load` has no tracker, and means `--finetune` (`load_checkpoint`,
     megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2); so does `--freeze-all-layers` (development head of
@@ -26,14 +26,10 @@ def run_folder(scope: Mapping[str, Any], arguments: Any, load_arg: str) -> str |
         load_arg: the name of the one that says what is loaded.
     """
     directory, pretrained = getattr(arguments, load_arg), getattr(arguments, "pretrained_checkpoint", None)
-    if trains_nothing(arguments):
-        arguments.finetune = True
     exists = scope["checkpoint_exists"]
     if pretrained is not None and not exists(directory) and exists(pretrained):
-        arguments.finetune = True
-        directory = pretrained
-    found: str | None = directory
-    return found
+        return pretrained, True
+    return directory, trains_nothing(arguments)
 
 
 def trains_nothing(arguments: Any) -> bool:
@@ -47,14 +43,16 @@ def trains_nothing(arguments: Any) -> bool:
 
 def folder_named(directory: str | None, arguments: Any) -> Path | None:
     """The iteration folder that Megatron would load from a run folder; None where that is its own business."""
-    if not directory or takes_another_kind(directory, arguments):
+    if not directory:
         return None
     run, step = Path(directory), getattr(arguments, "ckpt_step", None)
     try:
+        if takes_another_kind(directory, arguments):
+            return None
         if not step and not (run / TRACKER_FILE).exists():
             return None
         return run / iteration_name(int(step)) if step else iteration_folder(run)
-    except CheckpointError:  # whatever it is, stock Megatron will say so
+    except (CheckpointError, OSError):  # whatever it is, stock Megatron will say so
         return None
 
 

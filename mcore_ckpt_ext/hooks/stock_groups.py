@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import common_optimizers
 from mcore_ckpt_ext.hooks.running_version import megatron_version
-from mcore_ckpt_ext.online.agreement import is_first_rank
+from mcore_ckpt_ext.online.agreement import attempt, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import Chain
 
 
@@ -21,7 +19,7 @@ def forgets_rates(written: JobArguments, chain: Chain, arguments: Any) -> bool:
     """Whether stock fails to find its parameter groups, whose learning rates' bounds are others, or sets them alike.
 
     Sources: `param_group_identifier_keys` (megatron/core/optimizer/optimizer.py, core_v0.19.0 to 0.19.2), which has it
-    end by KeyError; `load_checkpoint` of the development head of August 2026, which under
+    end by an error; `load_checkpoint` of the development head of August 2026, which under
     `--override-opt_param-scheduler` gives every group the arguments' bounds, also one of --use-mup that has its own.
     """
     running, rates, version = vars(arguments), ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr"), megatron_version()
@@ -31,11 +29,16 @@ def forgets_rates(written: JobArguments, chain: Chain, arguments: Any) -> bool:
     if version < (0, 20) or not running.get("override_opt_param_scheduler"):
         return False
     live = [group for child in (*chain.distributed, *(one for one, _ in chain.whole)) for group in _groups_of(child)]
-    return any(group.get("max_lr", running["lr"]) not in (None, running["lr"]) for group in live)
+
+    def is_its_own(group: Mapping[str, Any], bound: str, rate: str) -> bool:
+        wanted = running.get(f"decoupled_{rate}" if group.get("is_decoupled_lr") else rate)
+        return wanted is not None and group.get(bound) not in (None, wanted)
+
+    return any(is_its_own(group, *names) for group in live for names in (("max_lr", "lr"), ("min_lr", "min_lr")))
 
 
 def loses_its_groups(folder: Path, chain: Chain) -> bool:
-    """Whether stock does not find a live parameter group among the stored ones, and ends by KeyError.
+    """Whether stock does not find a live parameter group among the stored ones, and ends by KeyError or ValueError.
 
     It compares what identifies them (`_filter_and_reorder_param_groups`, megatron/core/optimizer/optimizer.py,
     core_v0.19.0 to 0.19.2 and the development head of August 2026); a job of before 0.19 that went on with new learning
@@ -45,13 +48,15 @@ def loses_its_groups(folder: Path, chain: Chain) -> bool:
     if megatron_version() < (0, 19) or not is_first_rank():
         return False
     stored: list[Any] = []
-    with suppress(CheckpointError):  # stock tells what is wrong
-        stored = open_checkpoint(folder).param_groups()
+    attempt(lambda: stored.extend(open_checkpoint(folder).param_groups()))  # stock tells what is wrong
 
-    def identifier(group: Mapping[str, Any]) -> str:
-        return repr([group[key] if key in group else group.get(f"pre_{key}") for key in keys])
+    def identifier(group: Mapping[str, Any]) -> list[Any]:
+        return [group[key] if key in group else group.get(f"pre_{key}") for key in keys]
 
-    known = set(map(identifier, stored))
+    known: list[list[Any]] = []
+    for found in map(identifier, stored):
+        if found not in known:
+            known.append(found)
     live = [group for child in chain.distributed for group in _groups_of(child)]
     return bool(stored) and any(identifier(group) not in known for group in live)
 

@@ -55,8 +55,9 @@ def advise_torch_fsdp(arguments: Any, directory: str | None) -> None:
     Stock Megatron finds none of its optimizer's parameters in the model's sharded state dict, whose tensors are parts
     of them, and ends with `KeyError: 0` (`get_param_id_to_sharded_param_map`, dist_checkpointing/optimizer.py, 0.19.2).
     """
-    loads = not (arguments.no_load_optim or arguments.finetune) and folder_named(directory, arguments) is not None
-    if getattr(arguments, "use_torch_fsdp2", False) and arguments.ckpt_format != TORCH_DCP and loads:
+    if not getattr(arguments, "use_torch_fsdp2", False) or arguments.ckpt_format == TORCH_DCP:
+        return
+    if not (arguments.no_load_optim or arguments.finetune) and folder_named(directory, arguments) is not None:
         announce(
             f"stock Megatron does not load an optimizer under --use-torch-fsdp2 --ckpt-format {arguments.ckpt_format}; "
             f"with --ckpt-format {TORCH_DCP} this package resumes a checkpoint of any format"

@@ -184,8 +184,8 @@ _PLACING_ARGUMENTS = (
     "transformer_impl", "moe_grouped_gemm", "untie_embeddings_and_output_weights", "padded_vocab_size",
     "moe_use_legacy_grouped_gemm", "spec",
 )  # fmt: skip
-# Those that are off where a version, or a source, does not know them; sizes that are one rank's then.
-_SWITCHES = ("mla_down_proj_fusion", "moe_single_grouped_weight", "moe_single_grouped_bias")
+SWITCHES = ("mla_down_proj_fusion", "moe_single_grouped_weight", "moe_single_grouped_bias")
+"""Of the model's configuration, likewise; off where a version, or a source, does not know them."""
 WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
 """Of generalized tensor parallelism: into how many parts weights are cut beside those of tensor parallelism."""
 # An argument that only jobs have whose Mamba mixers register their filter as their own parameter, before what is in
@@ -206,7 +206,7 @@ def placement_changes(written: JobArguments, running: JobArguments) -> list[str]
         and str(written.value(name) or 0) != str(running.value(name) or 0)
     ]
     jobs = (written, running)
-    changes += [name for name in _SWITCHES if len({bool(job.stated.get(name)) for job in jobs}) > 1]
+    changes += [name for name in SWITCHES if len({bool(job.stated.get(name)) for job in jobs}) > 1]
     changes += [name for name in WEIGHT_SHARDS if len({str(job.stated.get(name) or 1) for job in jobs}) > 1]
     ranks = [ParallelLayout.from_arguments(job) for job in jobs]
     if all(map(is_hybrid, jobs)):

@@ -26,6 +26,7 @@ COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_sa
 """What `train_state.pt` counts that Megatron keeps in its arguments (`TrainState`, training/state.py)."""
 
 _GEMMA3 = re.compile(r"megatron\.bridge\.models\.gemma(_vl\.gemma3_vl|\.gemma3)_provider\.Gemma3\w*Provider")
+_MOST_SCALAR = 1 << 40
 _GEMMA2 = re.compile(r"megatron\.bridge\.models\.gemma\.gemma2_provider\.Gemma2\w*Provider\w*")
 # Of each section, its fields and the arguments that they are.
 _SECTIONS = {
@@ -123,7 +124,7 @@ def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
 def _of_gemma2(model: Mapping[str, Any]) -> dict[str, Any]:
     """What Gemma 2's providers say in their own way (gemma/gemma2_provider.py, 0.3.1 to 0.6.0)."""
     scalar = model.get("query_pre_attn_scalar")
-    scale = scalar**-0.5 if isinstance(scalar, (int, float)) and scalar > 0 else None
+    scale = scalar**-0.5 if isinstance(scalar, (int, float)) and 0 < scalar < _MOST_SCALAR else None
     return {
         "scaled_embeddings": True, "bias_gelu_fusion": True, "softmax_scale": scale,
         "attention_softcap": model.get("attn_logit_softcapping"),

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import CheckpointError, DestinationError, ProofError, UnreadableCheckpointError, interpreting
+from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckpointError, interpreting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
@@ -269,11 +269,16 @@ def _check_digests(checkpoint: Checkpoint, team: Team) -> None:
 
 
 _State = list[tuple[str, int, int | str]]
+# By which stores of fsspec tell one content of a file from another; not what changes when it is read.
+_MARKS = (
+    "ETag", "etag", "generation", "md5Hash", "crc32c", "VersionId", "LastModified", "last_modified", "updated", "mtime",
+    "created",
+)  # fmt: skip
 
 
 def _seen_before(source: Path) -> dict[Path, _State]:
     """The state of the folder that a source will be found to be, before anything of it is read."""
-    with suppress(CheckpointError, OSError):  # opening tells what is wrong
+    with suppress(Exception):  # opening tells what is wrong, and a store may have errors of its own
         folder = iteration_folder(source)
         return {folder: _state_of(folder)}
     return {}
@@ -287,7 +292,10 @@ def _state_of(folder: Path) -> _State:
         store = file_system(folder)
         store.invalidate_cache()  # what it remembers of others' writing is old
         entries = sorted(store.find(str(folder.path), detail=True).items())  # type: ignore[attr-defined]  # remote
-        return [(name, int(about.get("size") or 0), repr(sorted(about.items(), key=repr))) for name, about in entries]
+        marks = (
+            (name, about, [about[mark] for mark in _MARKS if about.get(mark) is not None]) for name, about in entries
+        )
+        return [(name, int(about.get("size") or 0), repr(found)) for name, about, found in marks]
     found: _State = []
     for path in sorted(folder.rglob("*")):
         status = path.stat() if path.exists() else path.lstat()  # a link to nowhere is no reason to stop

@@ -8,7 +8,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Protocol
 
-from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.offline.destination import Destination
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.team import Team
@@ -129,7 +128,7 @@ class RemoteOutput:
             for file in last:
                 team.first(lambda file=file: self._make(file, [], filler, None))  # type: ignore[misc]  # bound at once
             team.first(readable)
-        except CheckpointError:
+        except BaseException:  # an interrupt, too
             if team.rank == 0:
                 self._upload.withdraw([file.name for file in last])
             raise

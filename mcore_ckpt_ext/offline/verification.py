@@ -313,8 +313,7 @@ def _bytes_of(archives: Iterable[Archive], arrays: Iterable[RawArray]) -> int:
 
 def _has_bare_numbers(checkpoint: Checkpoint) -> bool:
     """Whether tensors are stored as nothing but their elements."""
-    first = next(iter(checkpoint.names(WEIGHT)), None)
-    stored = checkpoint.stored(WEIGHT, first) if first is not None else ()
+    stored = (one for name in checkpoint.names(WEIGHT) for one in checkpoint.stored(WEIGHT, name)[:1])
     return any(isinstance(one.extent, RawArray) and one.extent.crc is None for one in stored)
 
 

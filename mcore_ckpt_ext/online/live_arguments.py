@@ -14,11 +14,13 @@ import torch.distributed as dist
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.parallel import SWITCHES, WEIGHT_SHARDS
 from mcore_ckpt_ext.online.homes.recognition import Chain
 
 _OF_MODEL = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
     "expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size",
+    *SWITCHES, *WEIGHT_SHARDS,
 )  # fmt: skip
 # Of `ddp_config`, and the arguments that they are.
 _OF_BUFFERS = {

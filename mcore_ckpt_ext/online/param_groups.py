@@ -90,7 +90,7 @@ def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_b
         matches = refined
     elif _distinct(matches) > 1 or _has_sibling(group, live):  # nothing but bounds tells which of them it is
         # Of --use-mup, also what the width makes of Adam's epsilon (`get_mup_config_overrides`, since core_v0.17.0).
-        matches = [one for one in matches if one.get("eps") == group.get("eps")]
+        matches = [one for one in matches if one.get("eps") == group.get("eps")] or matches
         matches = matches[:1] if own_bounds and _distinct(matches, "lr", *BOUNDS) == 1 else []
     if _distinct(matches) == 1:
         kept = (*_OWN, *BOUNDS) if own_bounds else _OWN

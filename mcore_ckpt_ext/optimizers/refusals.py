@@ -51,7 +51,7 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             "--drop optimizer converts its weights alone",
         )
     shards = {name: holder.arguments.stated.get(name) or 1 for name in WEIGHT_SHARDS}
-    if in_flat_buffers and any(number != 1 for number in shards.values()):
+    if in_flat_buffers and any(str(number) != "1" for number in shards.values()):
         raise UnsupportedCheckpointError(
             "the optimizer state lies in flat buffers of generalized tensor parallelism, of which it is not known here "
             "which part of a weight lies where",

@@ -9,16 +9,17 @@ the buffers is known, the rest can be found again: it stands in its neighbours' 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.layout.buckets import Placement
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.layout.proof import Mismatch, first_mismatch
 from mcore_ckpt_ext.layout.proposals import PackedBuffer, packed_buffers
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
@@ -179,7 +180,13 @@ def _saves(models: LocalModels, rank: ModelRank, name: str) -> bool:
     return rank in holders and rank.pipeline == holders[0].pipeline
 
 
-def masters_hold(state: Source, names: Iterable[str], weights: Source, transfer: Transfer) -> bool:
+def masters_hold(
+    state: Source,
+    names: Iterable[str],
+    weights: Source,
+    transfer: Transfer,
+    mismatch: Callable[[torch.Tensor, torch.Tensor], Mismatch | None] = first_mismatch,
+) -> bool:
     """Whether samples of the masters of some parameters round to their weights."""
     for name in names:
         stored = state.stored(FP32_PARAM, name)
@@ -187,6 +194,6 @@ def masters_hold(state: Source, names: Iterable[str], weights: Source, transfer:
             start, stop = piece.slice.start, min(piece.slice.stop, piece.slice.start + _SAMPLE)
             sample = Slice(piece.slice.regions, start, stop)
             master = read_slice(state, transfer, FP32_PARAM, sample)
-            if first_mismatch(master, read_slice(weights, transfer, WEIGHT, sample)) is not None:
+            if mismatch(master, read_slice(weights, transfer, WEIGHT, sample)) is not None:
                 return False
     return True

@@ -278,9 +278,9 @@ class Coordinator:
         if self._goes_on():
             return self._say(f"{what}; training goes on, the next checkpoint will be tried as planned")
         gone = [str(save.iteration) for save in saves if save.writes_over and save.has_place]
-        untouched = "earlier checkpoints are untouched"
-        if gone:
-            untouched = f"what stood there of iteration {', '.join(gone)} is gone, other checkpoints are untouched"
+        untouched = "other checkpoints are untouched"
+        if gone:  # which the first rank knows
+            untouched = f"what stood there of iteration {', '.join(gone)} is gone, {untouched}"
         choice = f"{ON_SAVE_FAILURE.flag} {CONTINUE} (or {ON_SAVE_FAILURE.name}={CONTINUE})"
         helps = f"{choice} lets training go on; {untouched}"
         raise SaveFailedError(what, helps=helps) from None

@@ -54,6 +54,8 @@ class Publisher:
         """Give a save its place. Raises OSError where the disk refuses."""
         save.was_tracked = self._disk.is_tracked(save.folder, save.tracker)
         save.writes_over = self._disk.is_whole(save.folder)
+        if save.was_tracked:
+            self._disk.remove(save.scratch)  # Megatron would take what a killed job left there for the one before
         self._disk.prepare(save.folder, save.tracker)
         save.has_place = True
 
@@ -88,7 +90,8 @@ class Publisher:
             return None
         self._running = None
         if (problem := running.problem.result()) is not None:
-            running.save.problem = f"iteration {running.save.iteration} was not saved: {problem}"
+            gone = "; what stood there before is gone" if running.save.writes_over else ""
+            running.save.problem = f"iteration {running.save.iteration} was not saved: {problem}{gone}"
             return self.clear_away([running.save])
         self.do(running.save, running.own)
         return self.tell(running.save)

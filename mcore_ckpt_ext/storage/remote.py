@@ -212,10 +212,11 @@ class Upload:
     def done(self) -> dict[str, int]:
         """Files that an interrupted upload finished, with their sizes: each read back, and as its journal says."""
         said: dict[str, list[int]] = {}
-        for journal in self._beside.glob(f"{_JOURNAL}*") if self._beside.exists() else ():
-            # It may be half written: the process was killed.
-            with contextlib.suppress(OSError, ValueError, TypeError):
-                said |= json.loads(journal.read_text())
+        with self._answering():
+            for journal in self._beside.glob(f"{_JOURNAL}*") if self._beside.exists() else ():
+                # It may be half written: the process was killed.
+                with contextlib.suppress(OSError, ValueError, TypeError):
+                    said |= json.loads(journal.read_text())
         self._noted = {name: found for name, found in said.items() if self._there(name) == found}
         return {name: size for name, (size, _) in self._noted.items()}
 
@@ -233,13 +234,14 @@ class Upload:
                 self._journal.write_text(json.dumps(self._noted))
 
     def withdraw(self, names: Iterable[str]) -> None:
-        """Remove files, of which the last ones make a folder pass for whole; as far as the store lets."""
-        for name in names:
-            with contextlib.suppress(Exception):
-                self._files.rm(self._place(name))
-            self._noted.pop(name, None)
+        """Remove files that make a folder pass for whole, as far as the store lets, and as long as it is claimed."""
         with contextlib.suppress(Exception):
-            self._journal.write_text(json.dumps(self._noted))
+            if self._claim() == self._claimed:
+                for name in names:
+                    self._noted.pop(name, None)
+                    with contextlib.suppress(FileNotFoundError):
+                        self._files.rm(self._place(name))
+                self._journal.write_text(json.dumps(self._noted))
 
     def publish(self) -> None:
         """Remove the journal: everything is there."""
