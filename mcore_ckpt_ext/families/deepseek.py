@@ -260,19 +260,20 @@ def expert_sizes(routed: int | None = None, chosen: int | None = None, width: in
     )  # fmt: skip
 
 
-def _nothing(config: Config) -> dict[str, Any]:
-    return {}
+def rotated_by_head_dim() -> Setting:
+    """Where transformers makes its angles for a width of `head_dim`; never written."""
 
+    def to_arguments(config: Config) -> dict[str, Any]:
+        width, rotated = config.get("head_dim"), config.get("qk_rope_head_dim", 64)
+        if width not in (None, rotated):
+            raise unrepresentable("head_dim", width, f"{rotated}, as qk_rope_head_dim")
+        return {}
 
-def _rotated_width(config: Config) -> dict[str, Any]:
-    width, rotated = config.get("head_dim"), config.get("qk_rope_head_dim", 64)
-    if width not in (None, rotated):
-        raise unrepresentable("head_dim", width, f"{rotated}, as qk_rope_head_dim")
-    return {}
+    return Both(("head_dim",), lambda arguments: {}, to_arguments)
 
 
 def latent_settings(
-    *, queries: int = 1536, keys: int = 128, values: int = 128, epsilon: float = 1e-6, rotates_by_head_dim: bool = False
+    *, queries: int = 1536, keys: int = 128, values: int = 128, epsilon: float = 1e-6
 ) -> tuple[Setting, ...]:
     """What these families share; the numbers are the defaults of the class.
 
@@ -281,7 +282,6 @@ def latent_settings(
         keys: the part of a head's keys that is not rotated.
         values: the width of a head's values.
         epsilon: of norms.
-        rotates_by_head_dim: transformers makes its angles for a width of `head_dim`.
     """
     return (
         *SIZES, tied(by_default=False), *TRAINING, SILU, RMS_NORM, _rope(),
@@ -292,7 +292,7 @@ def latent_settings(
             lambda config: {},
         ),
         # Megatron's own width of a head, which latent attention does not use.
-        Both(("head_dim", "qk_head_dim"), lambda arguments: {}, _rotated_width if rotates_by_head_dim else _nothing),
+        Both(("head_dim", "qk_head_dim"), lambda arguments: {}, lambda config: {}),
         Both(
             ("q_lora_rank",),
             lambda arguments: {"q_lora_rank": arguments.q_lora_rank},

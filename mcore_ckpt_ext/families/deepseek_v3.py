@@ -14,6 +14,7 @@ from mcore_ckpt_ext.families.deepseek import (
     dense_first,
     expert_sizes,
     latent_settings,
+    rotated_by_head_dim,
     sigmoid_routing,
     told_of_inner_norms,
 )
@@ -68,9 +69,8 @@ class DeepSeekV3(WithMtp):
     rules = (*_RULES, *parts.mtp_layers(_RULES))
     also_read = parts.STACKED_EXPERTS
     settings = (
-        *latent_settings(rotates_by_head_dim=True), *expert_sizes(256, 8, 2048), dense_first(3),
-        *sigmoid_routing(8, 4, 2.5), mtp_layers(),
-        Fixed("rope_interleave", True, {}),
+        *latent_settings(), *expert_sizes(256, 8, 2048), dense_first(3), *sigmoid_routing(8, 4, 2.5), mtp_layers(),
+        rotated_by_head_dim(), Fixed("rope_interleave", True, {}),
     )  # fmt: skip
 
 

@@ -309,15 +309,7 @@ class Checkpoint(ABC):
 
     @cached_property
     def _sidecar_and_problem(self) -> tuple[Sidecar | None, str | None]:
-        # A missing or foreign sidecar only means one witness fewer: the packing is proven either way.
-        try:
-            return Sidecar.from_json(read_file(self.folder, SIDECAR_FILE, SIDECAR_BYTES).decode()), None
-        except FileNotFoundError:
-            return None, None
-        except OSError as error:
-            return None, error.strerror or str(error)
-        except (ValueError, OverBudgetError) as error:
-            return None, shortened(str(error))
+        return read_sidecar(self.folder)
 
     def kinds(self) -> tuple[str, ...]:
         """All kinds that the checkpoint holds."""
@@ -381,3 +373,16 @@ class Checkpoint(ABC):
 def grid_of(offsets: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """The distinct offsets of parts, axis by axis."""
     return tuple(tuple(sorted(set(axis))) for axis in zip(*offsets, strict=True))
+
+
+def read_sidecar(folder: Path) -> tuple[Sidecar | None, str | None]:
+    """The sidecar of an iteration folder, and why one that is there cannot be read; None for what is not so."""
+    # A missing or foreign sidecar only means one witness fewer: the packing is proven either way.
+    try:
+        return Sidecar.from_json(read_file(folder, SIDECAR_FILE, SIDECAR_BYTES).decode()), None
+    except FileNotFoundError:
+        return None, None
+    except OSError as error:
+        return None, error.strerror or str(error)
+    except (ValueError, OverBudgetError) as error:
+        return None, shortened(str(error))

@@ -38,7 +38,7 @@ from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.refusals import has_remainders
 from mcore_ckpt_ext.optimizers.shifted_state import masters_hold
-from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
+from mcore_ckpt_ext.optimizers.table import encodings_named, shows_names, stock_can_load
 from mcore_ckpt_ext.settings import ACCEPT_LOST, READ_ONCE, VERIFY_ALL
 
 Function = Callable[..., Any]
@@ -138,7 +138,8 @@ def _all_ask(folder: Path, optimizers: Sequence[Any]) -> bool:
     speaks = rank_and_size()[0] == ask.index(True)
 
     def look() -> None:
-        if speaks and any(_is_ours(folder, optimizer) for optimizer in optimizers):
+        served = [optimizer for optimizer in optimizers if serves(optimizer)] if speaks else []
+        if served and any(_is_ours(open_checkpoint(folder), optimizer) for optimizer in served):
             ranks = ", ".join(str(rank) for rank, asks in enumerate(ask) if not asks)
             raise UnsupportedCheckpointError(
                 "Megatron cannot load this optimizer, and not every rank has one to fill",
@@ -157,8 +158,15 @@ def _planned(folder: Path, optimizer: Any) -> Planned | None:
     Raises:
         ResumeRefusedError: on every rank, when it cannot be filled either.
     """
-    ours = agreed("looking at the checkpoint", lambda: is_first_rank() and _is_ours(folder, optimizer))[0]
-    if not ours and not packs_otherwise(folder, lambda: chunks_of(optimizer), optimizer):
+
+    def look() -> tuple[bool, bool]:
+        if not is_first_rank() or not serves(optimizer):
+            return False, True
+        checkpoint = open_checkpoint(folder)
+        return _is_ours(checkpoint, optimizer), shows_names(checkpoint.optimizer_format)
+
+    ours, named = agreed("looking at the checkpoint", look)[0]
+    if not ours and (named or not packs_otherwise(folder, lambda: chunks_of(optimizer), optimizer)):
         return None
     chunks = chunks_of(optimizer)
     running = live_arguments(chunks, optimizer)
@@ -170,11 +178,8 @@ def _planned(folder: Path, optimizer: Any) -> Planned | None:
     return plan
 
 
-def _is_ours(folder: Path, optimizer: Any) -> bool:
-    """Whether this package fills an optimizer from a checkpoint; where it is not known that stock can, it does."""
-    if not serves(optimizer):
-        return False
-    checkpoint = open_checkpoint(folder)
+def _is_ours(checkpoint: Checkpoint, optimizer: Any) -> bool:
+    """Whether this package fills an optimizer that it serves; where it is not known that stock can, it does."""
     if checkpoint.optimizer_format is None:
         return False
     running = live_arguments(chunks_of(optimizer), optimizer)

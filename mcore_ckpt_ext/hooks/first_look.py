@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.formats.base import read_sidecar
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.description import ARGUMENTS
@@ -99,16 +100,15 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str
 def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer: Any) -> bool:
     """Whether parameters have other places in the buffers than the sidecar says, if there is one; collective.
 
+    To be asked where arrays do not show their parameters' names.
     Other parameters may be trained, or their modules registered in another order. Stock takes each other's state for
     that of parameters of one size, under an unchanged layout, and beside remainders no proof would show it: every pair
     of a weight and a remainder is some master's.
     """
 
     def recorded() -> Mapping[tuple[int, int], str] | None:
-        checkpoint = open_checkpoint(folder) if is_first_rank() else None
-        if checkpoint is None or checkpoint.sidecar is None or shows_names(checkpoint.optimizer_format):
-            return None
-        return checkpoint.sidecar.order()
+        sidecar, _ = read_sidecar(folder) if is_first_rank() else (None, None)
+        return None if sidecar is None else sidecar.order()
 
     def differs() -> bool:
         own: dict[tuple[int, int], str] = {}
