@@ -34,6 +34,8 @@ class Seam(NamedTuple):
             imported only once the framework's module is.
         parameters: names that the original must accept, in this order; others may stand between.
         version_module: the module whose ``__version__`` tells the framework's version.
+        raises: the framework's types of errors, as "module:class", that the original raises where the wrapper raises
+            one of this package: that one becomes a subclass of them (see `replaced_errors`).
     """
 
     module: str
@@ -41,6 +43,7 @@ class Seam(NamedTuple):
     wrapper: str
     parameters: tuple[str, ...] = ()
     version_module: str | None = None
+    raises: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.module}.{self.attribute}"
@@ -66,15 +69,21 @@ class _Patch:
     else put on top of it, or a reference that nobody can find, goes on working after an uninstall.
     """
 
-    def __init__(self, attribute: str, original: Function, replacement: Function) -> None:
-        self.attribute = attribute.rpartition(".")[2]
-        self._class = attribute.rpartition(".")[0]
+    def __init__(self, seam: Seam, original: Function, replacement: Function) -> None:
+        self._class, _, self.attribute = seam.attribute.rpartition(".")
         self.original = original
         self.active = True
 
         @functools.wraps(original)
         def dispatch(*args: Any, **kwargs: Any) -> Any:
-            return (replacement if self.active else original)(*args, **kwargs)
+            if not self.active:
+                return original(*args, **kwargs)
+            try:
+                return replacement(*args, **kwargs)
+            except BaseException as error:
+                if seam.raises:
+                    _add_replaced_types(error, seam)
+                raise
 
         self.dispatch = dispatch
 
@@ -149,7 +158,7 @@ class HookRegistry:
                 replacement = _factory(seam)(original)
                 if not callable(replacement):
                     raise SeamMismatchError(f"{seam.wrapper} returned {replacement!r}, which is not callable")
-                self._commit(seam, module, _Patch(seam.attribute, original, replacement))
+                self._commit(seam, module, _Patch(seam, original, replacement))
         except Exception as error:  # noqa: BLE001 - a failing hook must not break the framework's import
             self._refuse(seam, error)
 
@@ -193,6 +202,12 @@ class HookRegistry:
             return None
         place = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
         return f"another wrapper stands on top of ours: {place}"
+
+
+def _add_replaced_types(error: BaseException, seam: Seam) -> None:
+    from mcore_ckpt_ext.hooks.replaced_errors import add_replaced_types
+
+    add_replaced_types(error, seam.raises)
 
 
 def _function(seam: Seam, module: ModuleType) -> Any:

@@ -8,6 +8,11 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.hooks.registry import Seam
 
+# What Megatron Core raises where a checkpoint does not fit or is damaged: its own type, and torch's, which is no Exception
+# (megatron/core/dist_checkpointing/validation.py and strategies/torch.py, core_v0.7.0 to 0.19.2).
+_FAILURE = "torch.distributed.checkpoint.api:CheckpointException"
+_OF_LOADS = ("megatron.core.dist_checkpointing.core:CheckpointingException", _FAILURE)
+
 SEAMS = (
     Seam(
         module="megatron.training.checkpointing",
@@ -16,6 +21,7 @@ SEAMS = (
         # The first parameter was renamed from `model` to `ddp_model` between 0.8.0 and 0.12.1.
         parameters=("optimizer", "opt_param_scheduler", "load_arg", "strict"),
         version_module="megatron.core",
+        raises=_OF_LOADS,
     ),
     Seam(
         module="megatron.training.checkpointing",
@@ -23,6 +29,7 @@ SEAMS = (
         wrapper="mcore_ckpt_ext.hooks.saving:wrap_save_checkpoint",
         parameters=("iteration", "model", "optimizer", "opt_param_scheduler"),
         version_module="megatron.core",
+        raises=(_FAILURE,),
     ),
     Seam(
         module="megatron.training.async_utils",
@@ -30,6 +37,7 @@ SEAMS = (
         wrapper="mcore_ckpt_ext.hooks.saving:wrap_schedule_async_save",
         parameters=("async_request",),
         version_module="megatron.core",
+        raises=(_FAILURE,),
     ),
     Seam(
         module="megatron.training.async_utils",
@@ -37,6 +45,7 @@ SEAMS = (
         wrapper="mcore_ckpt_ext.hooks.saving:wrap_maybe_finalize_async_save",
         parameters=("blocking",),
         version_module="megatron.core",
+        raises=(_FAILURE,),
     ),
     Seam(
         module="megatron.core.dist_checkpointing.strategies.state_dict_saver",
@@ -104,6 +113,7 @@ SEAMS = (
         wrapper="mcore_ckpt_ext.hooks.any_loop:wrap_load",
         parameters=("sharded_state_dict", "checkpoint_dir", "sharded_strategy", "strict"),
         version_module="megatron.core",
+        raises=_OF_LOADS,
     ),
     Seam(
         module="megatron.core.dist_checkpointing.serialization",

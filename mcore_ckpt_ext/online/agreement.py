@@ -13,7 +13,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.distributed.checkpoint.api import CheckpointException
 
-from mcore_ckpt_ext.errors import ResumeRefusedError, in_words
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, in_words
 from mcore_ckpt_ext.storage.collector import collector_paused
 
 Result = TypeVar("Result")
@@ -165,7 +165,7 @@ def attempt(work: Callable[[], object]) -> str | None:
 
 def _told_of(error: BaseException) -> str:
     """An error with its class; what Megatron collects of several ranks is spelt out."""
-    return text_of(error) if isinstance(error, Failure) else f"{type(error).__name__}: {error}"
+    return f"{type(error).__name__}: {error}" if _has_own_message(error) else text_of(error)
 
 
 def text_of(error: BaseException) -> str:
@@ -173,9 +173,14 @@ def text_of(error: BaseException) -> str:
 
     On ranks other than 0, Megatron's says nothing.
     """
-    if isinstance(error, Failure):
+    if isinstance(error, Failure) and not _has_own_message(error):
         return "; ".join(f"rank {rank}: {failure[0]}" for rank, failure in error.failures.items())
     return in_words(error)
+
+
+def _has_own_message(error: BaseException) -> bool:
+    """Whether the error's own text is complete: an error of this package may be a `Failure` besides."""
+    return isinstance(error, CheckpointError) or not isinstance(error, Failure)
 
 
 def reasons_of_all(reason: str | None) -> str:

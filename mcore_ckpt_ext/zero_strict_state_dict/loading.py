@@ -24,7 +24,7 @@ from mcore_ckpt_ext.zero_strict_state_dict.state import standing_in
 from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
 
 
-class StateDictMismatchError(ModelMismatchError, RuntimeError):
+class StateDictMismatchError(ModelMismatchError):
     """A state dict does not fit the module; a RuntimeError, as PyTorch raises one."""
 
 

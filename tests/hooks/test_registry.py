@@ -402,3 +402,20 @@ def test_what_only_calls_itself_a_module_is_left_alone(registry, framework):
     _import(framework, "training")
     registry.install()
     assert framework.loaded("training").train() == OURS
+
+
+def test_errors_of_the_wrapper_are_of_the_types_that_the_framework_raises(framework):
+    framework.write(
+        "wrappers",
+        "from mcore_ckpt_ext.errors import CheckpointError\n"
+        "def wrap(original):\n"
+        "    def load(model, optimizer, strict=True):\n"
+        "        raise CheckpointError('refused')\n"
+        "    return load\n",
+    )
+    made = _registry(framework, raises=("builtins:LookupError",))
+    next(made).install()
+    _import(framework, "checkpointing")
+    with pytest.raises(LookupError, match="refused"):
+        _load(framework)
+    next(made, None)

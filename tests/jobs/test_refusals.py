@@ -184,6 +184,13 @@ def test_it_is_refused_on_every_rank_and_the_optimizer_is_untouched(refusal: Ref
         assert rank["lines"] == []
 
 
+def test_a_program_that_catches_the_errors_of_stock_megatron_catches_the_refusals(outcomes: Outcomes) -> None:
+    """Stock raises a RuntimeError, Megatron Core's own type, or torch's, by what is wrong."""
+    for refusal in REFUSALS:
+        for rank in outcomes[refusal.name]:
+            assert {"RuntimeError", "CheckpointingException", "CheckpointException"} <= set(rank["types"])
+
+
 def test_all_ranks_give_the_same_reasons(outcomes: Outcomes) -> None:
     for refusal in REFUSALS:
         first, second = outcomes[refusal.name]

@@ -163,6 +163,7 @@ def load(case: dict[str, Any], live: Live, witness: Witness) -> dict[str, Any]:
     before = live.fingerprint()
     given: tuple[Any, ...] = (live.model, live.optimizer, scheduler), {"strict": True, "checkpointing_context": {}}
     error, result = None, None
+    types: list[str] = []
     progress, environment = _PROGRESS | case["arguments"], case["environment"]
     if environment.get("TEST_SEES_NOTHING") == os.environ["RANK"]:
         progress["load"] = "/nowhere"
@@ -172,12 +173,14 @@ def load(case: dict[str, Any], live: Live, witness: Witness) -> dict[str, Any]:
             result = training.load_checkpoint(*given[0], **given[1])[0]
         except BaseException as refusal:
             error = f"{type(refusal).__name__}: {refusal}"
+            types = [kind.__name__ for kind in type(refusal).__mro__]
         after = live.fingerprint()
         if "dump" in case:
             arguments.iteration = result
             dump_optimizer.dump(Path(case["dump"]), result, live.model, live.optimizer, scheduler)
     return {
         "error": error,
+        "types": types,
         "iteration": result,
         "before": before,
         "after": after,

@@ -1,0 +1,47 @@
+"""Make errors of this package subclasses of the framework's errors that they replace."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mcore_ckpt_ext.errors import CheckpointError
+
+
+def add_replaced_types(error: BaseException, replaced: Sequence[str]) -> None:
+    """Make an error of this package an instance of the framework's error types, too; any other error stays as it is.
+
+    Its class, and so its name and text, stay what they are for everybody else: the new class is a subclass.
+
+    Args:
+        error: an error that leaves a wrapped function of a framework.
+        replaced: the types that this function itself raises, as "module:class"; modules that are not imported have
+            raised nothing that a program could expect.
+    """
+    if not isinstance(error, CheckpointError):
+        return
+    named = [text.partition(":") for text in replaced]
+    found = [getattr(sys.modules.get(module), name, None) for module, _, name in named]
+    missing = [kind for kind in found if isinstance(kind, type) and not isinstance(error, kind)]
+    if missing:
+        error.__class__ = _subclass(type(error), missing)
+        if isinstance(error, CheckpointException):
+            error._failures = getattr(error.__cause__, "failures", {})
+
+
+def _subclass(own: type[CheckpointError], others: Sequence[type]) -> Any:
+    """A class of the same name and text; it is pickled as the class that it extends."""
+    return type(
+        own.__name__,
+        (own, *others),
+        {
+            "__module__": own.__module__,
+            "__qualname__": own.__qualname__,
+            "__doc__": own.__doc__,
+            "__str__": own.__str__,
+            "__reduce__": lambda self: (own, self.args),
+        },
+    )
