@@ -17,8 +17,8 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 class CheckpointError(RuntimeError):
     """Base of every refusal; a user can read it without reading the code, on any terminal.
 
-    It is a RuntimeError, because Megatron, ColossalAI and PyTorch raise one where they refuse a checkpoint: programs that
-    catch theirs catch this one. What a framework's function raises besides, `hooks.replaced_errors` adds.
+    It is a RuntimeError, because Megatron, ColossalAI and PyTorch raise one where they refuse a checkpoint: programs
+    that catch theirs catch this one. What a framework's function raises besides, `hooks.replaced_errors` adds.
 
     Args:
         what: one sentence, what is wrong.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from mcore_ckpt_ext.hooks.registry import Seam
 
-# What Megatron Core raises where a checkpoint does not fit or is damaged: its own type, and torch's, which is no Exception
+# What Megatron Core raises where a checkpoint does not fit or is damaged: its own type, and torch's, no Exception
 # (megatron/core/dist_checkpointing/validation.py and strategies/torch.py, core_v0.7.0 to 0.19.2).
 _FAILURE = "torch.distributed.checkpoint.api:CheckpointException"
 _OF_LOADS = ("megatron.core.dist_checkpointing.core:CheckpointingException", _FAILURE)

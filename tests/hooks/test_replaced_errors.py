@@ -57,7 +57,8 @@ def test_a_second_function_that_it_leaves_adds_nothing() -> None:
 
 
 def test_types_of_modules_that_are_not_there_are_left_out() -> None:
-    assert type(leaving(ResumeRefusedError("no"), "no_such_module:Error", "builtins:no_such_class")) is ResumeRefusedError
+    error = leaving(ResumeRefusedError("no"), "no_such_module:Error", "builtins:no_such_class")
+    assert type(error) is ResumeRefusedError
 
 
 def test_other_errors_stay_as_they_are() -> None:
