@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,23 @@ from mcore_ckpt_ext.hooks.attended import Attended
 from mcore_ckpt_ext.hooks.first_look import packs_otherwise
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.hooks.running_version import megatron_version
+from mcore_ckpt_ext.hooks.unchecked_loads import UncheckedLoads
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
+from mcore_ckpt_ext.megatron.load_request import (
+    LoadPlan,
+    LoadRequest,
+    check_lists,
+    is_stored_alike,
+    requests_in,
+    with_plans,
+    without,
+)
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.admission import check_adapters
 from mcore_ckpt_ext.online.agreement import agreed, gather, is_first_rank, rank_and_size
 from mcore_ckpt_ext.online.homes.recognition import Chain, keeps_remainders, stock_stumbles
 from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
-from mcore_ckpt_ext.optimizer_reshard import Prepared, prepare
+from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.refusals import has_remainders
@@ -42,18 +53,6 @@ from mcore_ckpt_ext.optimizers.table import encodings_named, shows_names, stock_
 from mcore_ckpt_ext.settings import ACCEPT_LOST, READ_ONCE, VERIFY_ALL
 
 Function = Callable[..., Any]
-
-
-class Asked(dict[Any, Any]):
-    """The sharded state dict of an optimizer that is to be loaded, with the optimizer."""
-
-    optimizer: Any
-
-
-class Planned(dict[Any, Any]):
-    """What stands in the loaded state dict for an optimizer's state: the plan to fill it."""
-
-    prepared: Prepared
 
 
 def wrap_sharded_state_dict(original: Function) -> Function:
@@ -67,7 +66,7 @@ def wrap_sharded_state_dict(original: Function) -> Function:
         if not call.arguments.get("is_loading", False) or not isinstance(found, dict):
             PROCESS.one(ToBeSaved).note(self, found)
             return found
-        asked = found if isinstance(found, Asked) else Asked(found)
+        asked = found if isinstance(found, LoadRequest) else LoadRequest(found)
         asked.optimizer = self  # the outermost of a chain is asked last
         return asked
 
@@ -81,25 +80,22 @@ def wrap_load(original: Function) -> Function:
     @functools.wraps(original)
     def load(*positional: Any, **keywords: Any) -> Any:
         call = signature.bind(*positional, **keywords)
-        tree, folder = call.arguments["sharded_state_dict"], call.arguments["checkpoint_dir"]
-        asked = list(_asked(tree, ()))
+        tree, folder = call.arguments["sharded_state_dict"], Path(str(call.arguments["checkpoint_dir"]))
+        requests = dict(requests_in(tree))
         part_of_ranks = call.arguments.get("process_group") is not None
         # Whoever has Megatron compare what the ranks ask for calls this on every rank.
-        is_collective = bool(asked) or call.arguments.get("validate_access_integrity", True)
+        is_collective = bool(requests) or call.arguments.get("validate_access_integrity", True)
         if not is_collective or part_of_ranks or PROCESS.one(Attended).is_busy:
             return original(*positional, **keywords)
-        if not _all_ask(Path(str(folder)), [one.optimizer for _, one in asked]):
+        if not _all_ask(folder, list(requests.values())):
             return original(*positional, **keywords)
-        planned = {path: _planned(Path(str(folder)), one.optimizer) for path, one in asked}
-        planned = {path: plan for path, plan in planned.items() if plan is not None}
-        if not planned:
+        planned = [(path, _planned(folder, request)) for path, request in requests.items()]
+        plans = {path: plan for path, plan in planned if plan is not None}
+        if not plans:
             return original(*positional, **keywords)
-        call.arguments["sharded_state_dict"] = _without(tree, set(planned), ())
-        result = original(*call.args, **call.kwargs)
-        loaded = result[0] if isinstance(result, tuple) else result
-        for path, plan in planned.items():
-            _put(loaded, path, plan)
-        return result
+        agreed("looking at the checkpoint", lambda: check_lists(tree, plans.keys()))
+        call.arguments["sharded_state_dict"] = without(tree, plans.keys())
+        return with_plans(original(*call.args, **call.kwargs), plans)
 
     return load
 
@@ -109,8 +105,10 @@ def wrap_load_state_dict(original: Function) -> Function:
 
     @functools.wraps(original)
     def load_state_dict(self: Any, state_dict: Any) -> Any:
-        if not isinstance(state_dict, Planned):
-            return original(self, state_dict)
+        if not isinstance(state_dict, LoadPlan):
+            result = original(self, state_dict)
+            PROCESS.one(UncheckedLoads).check(self)
+            return result
         announce(str(state_dict.prepared.prove().fill()))
         return None
 
@@ -123,7 +121,7 @@ def serves(optimizer: Any) -> bool:
     return chain is not None and bool(chain.distributed) and not (chain.unknown or chain.whole)
 
 
-def _all_ask(folder: Path, optimizers: Sequence[Any]) -> bool:
+def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
     """Whether every rank asks for an optimizer; else the load is Megatron's, if it can do it. Collective.
 
     Programs pass over a rank's optimizer that trains no parameter, a stub, whose `sharded_state_dict` cannot be called
@@ -132,14 +130,14 @@ def _all_ask(folder: Path, optimizers: Sequence[Any]) -> bool:
     Raises:
         ResumeRefusedError: on every rank, where some have no optimizer, and Megatron cannot load that of the others.
     """
-    ask = gather(bool(optimizers))
+    ask = gather(bool(requests))
     if all(ask) or not any(ask):
         return ask[0]
     speaks = rank_and_size()[0] == ask.index(True)
 
     def look() -> None:
-        served = [optimizer for optimizer in optimizers if serves(optimizer)] if speaks else []
-        if served and any(_is_ours(open_checkpoint(folder), optimizer) for optimizer in served):
+        served = [request for request in requests if serves(request.optimizer)] if speaks else []
+        if served and any(_is_ours(open_checkpoint(folder), one.optimizer, _fits(folder, one)) for one in served):
             ranks = ", ".join(str(rank) for rank, asks in enumerate(ask) if not asks)
             raise UnsupportedCheckpointError(
                 "Megatron cannot load this optimizer, and not every rank has one to fill",
@@ -152,25 +150,39 @@ def _all_ask(folder: Path, optimizers: Sequence[Any]) -> bool:
     return False
 
 
-def _planned(folder: Path, optimizer: Any) -> Planned | None:
+@dataclass(frozen=True)
+class _Look:
+    """What the first rank sees: whether the optimizer is ours, whether arrays are named, whether stock is unchecked."""
+
+    ours: bool
+    named: bool
+    unchecked: bool = False
+
+
+def _planned(folder: Path, request: LoadRequest) -> LoadPlan | None:
     """The plan for an optimizer that Megatron does not load from a checkpoint; None where it does. Collective.
 
     Raises:
         ResumeRefusedError: on every rank, when it cannot be filled either.
     """
+    optimizer = request.optimizer
+    fits = all(agreed("looking at the checkpoint", lambda: _fits(folder, request)))
 
-    def look() -> tuple[bool, bool]:
+    def look() -> _Look:
         if not is_first_rank() or not serves(optimizer):
-            return False, True
+            return _Look(ours=False, named=True)
         checkpoint = open_checkpoint(folder)
-        return _is_ours(checkpoint, optimizer), shows_names(checkpoint.optimizer_format)
+        ours = _is_ours(checkpoint, optimizer, fits)
+        return _Look(ours, shows_names(checkpoint.optimizer_format), not ours and _lacks_evidence(checkpoint))
 
-    ours, named = agreed("looking at the checkpoint", look)[0]
-    if not ours and (named or not packs_otherwise(folder, lambda: chunks_of(optimizer), optimizer)):
+    found = agreed("looking at the checkpoint", look)[0]
+    if not found.ours and (found.named or not packs_otherwise(folder, lambda: chunks_of(optimizer), optimizer)):
+        if found.unchecked:
+            PROCESS.one(UncheckedLoads).add(optimizer, folder)
         return None
     chunks = chunks_of(optimizer)
     running = live_arguments(chunks, optimizer)
-    plan = Planned()
+    plan = LoadPlan()
     plan.prepared = prepare(
         folder, chunks, optimizer, running,
         verify_all=VERIFY_ALL.value, accept_lost=ACCEPT_LOST.value, read_once=READ_ONCE.value,
@@ -178,14 +190,38 @@ def _planned(folder: Path, optimizer: Any) -> Planned | None:
     return plan
 
 
-def _is_ours(checkpoint: Checkpoint, optimizer: Any) -> bool:
-    """Whether this package fills an optimizer that it serves; where it is not known that stock can, it does."""
+def _fits(folder: Path, request: LoadRequest) -> bool:
+    """Whether the folder has every array that this rank requests, of the same size; False where it cannot be read."""
+    if not serves(request.optimizer):
+        return True
+    with suppress(CheckpointError):
+        checkpoint = open_checkpoint(folder)
+        return isinstance(checkpoint, TorchDistCheckpoint) and is_stored_alike(request, checkpoint.index)
+    return False
+
+
+def _lacks_evidence(checkpoint: Checkpoint) -> bool:
+    """Whether nothing shows beforehand that Megatron loads the right state: an optimizer in a folder of its own."""
+    return not checkpoint.names(WEIGHT)
+
+
+def _is_ours(checkpoint: Checkpoint, optimizer: Any, fits: bool) -> bool:
+    """Whether this package fills an optimizer that it serves.
+
+    Args:
+        checkpoint: what is loaded.
+        optimizer: the live optimizer.
+        fits: every rank finds the arrays that it requests, of the same sizes. Where the stored layout is not known,
+            this is all that can be seen beforehand; a load that Megatron then does is checked (`UncheckedLoads`).
+    """
     if checkpoint.optimizer_format is None:
         return False
     running = live_arguments(chunks_of(optimizer), optimizer)
     check_adapters(checkpoint, ParallelLayout.from_arguments(running), running)
     both = [_spelled_out(one) for one in (checkpoint.arguments, running)]
-    moved = bool(placement_changes(*both)) or not checkpoint.layout.unknown.isdisjoint(_PLACING)
+    # What the sidecar says of every buffer is compared afterwards (`packs_otherwise`).
+    by_arrays = checkpoint.sidecar is not None or not checkpoint.layout.unknown.isdisjoint(_PLACING)
+    moved = not fits if by_arrays else bool(placement_changes(*both))
     if not stock_can_load(checkpoint.optimizer_format, moved, megatron_version()):
         return True
     return _goes_wrong(checkpoint, Chain.of(optimizer))
@@ -195,10 +231,10 @@ def _goes_wrong(checkpoint: Checkpoint, chain: Chain) -> bool:
     """Whether Megatron itself would load the state, and take it for what it is not; here no proof follows its load.
 
     What it wrote shifted (`optimizers.shifted_state`) shows beside the weights alone: where these lie elsewhere, the
-    state is taken for such a one.
+    load is checked afterwards.
     """
     names = [encoding.name for encoding in encodings_named(checkpoint.optimizer_format)]
-    if FULLY_RESHARDABLE in names and not (checkpoint.names(WEIGHT) and _is_as_named(checkpoint)):
+    if FULLY_RESHARDABLE in names and checkpoint.names(WEIGHT) and not _is_as_named(checkpoint):
         return True
     joins = any(map(keeps_remainders, chain.distributed))
     if isinstance(checkpoint, TorchDistCheckpoint) and has_remainders(checkpoint.index) != joins:
@@ -226,29 +262,5 @@ def _spelled_out(arguments: JobArguments) -> JobArguments:
 
 
 _SAMPLES = 512
-# Without these nobody knows that the buffers are alike.
+# Without these nobody knows which layout was saved.
 _PLACING = ("tensor", "pipeline", "virtual_pipeline", "expert")
-
-
-def _asked(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Asked]]:
-    """The optimizers that a sharded state dict asks for, the outermost of each chain, by where they stand."""
-    if isinstance(tree, Asked):
-        yield path, tree
-    elif isinstance(tree, dict):
-        for key, value in tree.items():
-            yield from _asked(value, (*path, key))
-
-
-def _without(tree: Any, paths: set[tuple[Any, ...]], path: tuple[Any, ...]) -> Any:
-    """The same tree without what stands at some places; what is above them is new."""
-    if not isinstance(tree, dict) or not any(one[: len(path)] == path for one in paths):
-        return tree
-    return {
-        key: _without(value, paths, (*path, key)) for key, value in tree.items() if (*path, key) not in paths
-    }  # fmt: skip
-
-
-def _put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
-    for key in path[:-1]:
-        tree = tree.setdefault(key, {})
-    tree[path[-1]] = value

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.errors import CheckpointError, ProofError
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.layout.proof import BITS, Mismatch, Proof, weaker_of
+from mcore_ckpt_ext.layout.proof import BITS, BY_ROUNDING, Mismatch, Proof, weaker_of
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.online.homes.home import LiveShard
 from mcore_ckpt_ext.online.homes.recognition import homes_of
@@ -19,6 +19,7 @@ from mcore_ckpt_ext.online.live_model import LiveParameter, live_parameters, qua
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 
 _BLOCK = 1 << 24
+_SAMPLE = 1024
 STRETCH = 1 << 17
 """Elements that fit into a processor's cache: rounding and comparing them costs one pass over the memory."""
 
@@ -59,7 +60,26 @@ class Prover:
             left[shard] -= count
         for shard, count in left.items():
             if count and not self._checkpoint.follow_from_weights(shard.name):
-                prove(shard, self._masters[shard], self._checkpoint)
+                try:
+                    prove(shard, self._masters[shard], self._checkpoint)
+                except ProofError as error:
+                    if self._none_matches():
+                        raise self._not_loaded(error) from error
+                    raise
+
+    def _none_matches(self) -> bool:
+        """Whether no parameter of this rank matches its masters, constant ones aside, as in a freshly made model."""
+        shown = [sample_matches(shard, master) for shard, master in self._masters.items()]
+        return False in shown and True not in shown
+
+    def _not_loaded(self, error: ProofError) -> ProofError:
+        return ProofError(
+            "the live weights are not those of the checkpoint: none of them is its master rounded",
+            found=error.found,
+            expected="weights that are loaded before the optimizer",
+            where=str(self._checkpoint.folder),
+            helps="load the weights of the same checkpoint first; where they are loaded, they are of another one",
+        )
 
 
 def prove(shard: LiveShard, master: torch.Tensor, checkpoint: Checkpoint) -> None:
@@ -80,6 +100,25 @@ def prove(shard: LiveShard, master: torch.Tensor, checkpoint: Checkpoint) -> Non
         instead = ": resume from another iteration, or with --no-load-optim and a fresh optimizer"
         own = weight[part] if weight.device == master.device else weight[part].to(master.device)
         proof.check(master[part], own, where, instead)
+
+
+def sample_matches(shard: LiveShard, master: torch.Tensor, proof: Proof = BY_ROUNDING) -> bool | None:
+    """Whether the first elements of a shard's masters match its weights.
+
+    Returns:
+        None where they show nothing: the weight is constant there, as biases and norms begin, or only some of them
+        differ, as where it has hardly been trained.
+    """
+    weight, master = shard.weight[:_SAMPLE], master[:_SAMPLE]
+    if not weight.numel() or bool((weight == weight[0]).all()):
+        return None
+    if master.device != weight.device:
+        weight = weight.to(master.device)
+    with torch.no_grad():
+        mismatch = weaker_of(proof, quantisation(shard.live.parameter)).first_mismatch(master, weight)
+    if mismatch is None:
+        return True
+    return False if 2 * mismatch.count > master.numel() else None
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     own.write_text(program_of_the_page())
     at = {
         name: found.place(name)
-        for name in ("own", "again", "pp4", "verl", "experts", "frozen", "stub", "groups", "shifted")
+        for name in ("own", "again", "pp4", "verl", "experts", "frozen", "stub", "groups", "shifted", "root")
     }
     found.add("own", own, 1, 4, "none", at["own"])
     found.add("own, loaded", own, 2, 2, at["own"], at["again"])
@@ -47,9 +47,18 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> Programs:
     found.add("optimizer-first", SIXTY, 2, 1, at["pp4"], "none", "optimizer-first")
     found.add("strict", SIXTY, 2, 2, at["pp4"], "none", "strict")
     found.add("strict, unmoved", SIXTY, 1, 4, at["pp4"], "none", "strict")
+    for way in ("nested", "returned"):
+        found.add(way, SIXTY, 2, 2, at["pp4"], "none", way)
+    found.add("returned, unmoved", SIXTY, 1, 4, at["pp4"], "none", "returned")
     found.add("unmoved", SIXTY, 1, 4, at["pp4"], "none", "together")
     found.add("verl", SIXTY, 2, 2, "none", at["verl"], "verl", stock=True)
     found.add("verl, loaded", SIXTY, 1, 4, at["verl"], "none", "verl")
+    found.add("root", SIXTY, 2, 2, "none", at["root"], "root")
+    found.add("root, loaded", SIXTY, 1, 4, at["root"], "none", "root")
+    found.add("root, unmoved", SIXTY, 2, 2, at["root"], "none", "root")
+    found.add("verl, unmoved", SIXTY, 2, 2, at["verl"], "none", "verl")
+    found.add("verl, unmoved, optimizer first", SIXTY, 2, 2, at["verl"], "none", "verl-first")
+    found.add("verl, optimizer first", SIXTY, 1, 4, at["verl"], "none", "verl-first")
     found.add("experts", SIXTY, 1, 2, "none", at["experts"], "together", "experts")
     found.add("experts, loaded", SIXTY, 2, 1, at["experts"], "none", "together", "experts")
     found.add("frozen", SIXTY, 1, 4, "none", at["frozen"], "together", "frozen")
@@ -82,7 +91,10 @@ def test_the_one_line_call(turns: Programs) -> None:
         assert verify(checkpoint.folder).sound
 
 
-@pytest.mark.parametrize("way", ["together", "model-first", "unmoved"])
+WAYS = ["together", "model-first", "nested", "returned"]
+
+
+@pytest.mark.parametrize("way", [*WAYS, "unmoved", "returned, unmoved"])
 def test_a_program_that_knows_nothing_of_the_package(turns: Programs, way: str) -> None:
     assert_same_optimizer(turns.dump("pp4"), turns.dump(way))
 
@@ -109,6 +121,7 @@ def test_an_optimizer_before_its_model_is_refused_whole(turns: Programs) -> None
     (ended,) = turns.ended["optimizer-first"]
     refusal = "mcore_ckpt_ext refused while proving the masters against the weights; the optimizer is untouched"
     assert ended.startswith(f"ResumeRefusedError: {refusal}")
+    assert "load the weights of the same checkpoint first" in ended
 
 
 def test_a_load_that_leaves_nothing_over(turns: Programs) -> None:
@@ -123,6 +136,28 @@ def test_weights_that_lie_elsewhere(turns: Programs) -> None:
     """The optimizer's own folder has neither weights nor a layout: it is tried, and proven by the live weights."""
     assert_same_optimizer(turns.dump("verl"), turns.dump("verl, loaded"))
     assert "optimizer resumed from TP2 x PP2" in turns.output
+
+
+@pytest.mark.parametrize("way", ["root, loaded", "root, unmoved"])
+def test_an_optimizer_that_is_all_that_is_loaded(turns: Programs, way: str) -> None:
+    """Its state dict is the root of the tree, as Megatron's own tests have it."""
+    assert_same_optimizer(turns.dump("root"), turns.dump(way))
+
+
+def test_an_optimizer_in_a_folder_of_its_own_under_its_own_layout(turns: Programs) -> None:
+    """Its arrays are those that the live optimizer has, so Megatron loads it; what it loads is compared on samples."""
+    assert_same_optimizer(turns.dump("verl"), turns.dump("verl, unmoved"))
+    assert "optimizer resumed from TP2 x PP2 x DP1 as TP2 x PP2" not in turns.output
+
+
+def test_an_optimizer_in_a_folder_of_its_own_before_its_weights(turns: Programs) -> None:
+    """Megatron loads it, and that it is not verified is said; under another layout, what is missing is named."""
+    assert_same_optimizer(turns.dump("verl"), turns.dump("verl, unmoved, optimizer first"))
+    (line,) = (line for line in turns.output.splitlines() if "is loaded by Megatron and not verified" in line)
+    assert "the live weights are not those of its masters" in line
+    (ended,) = turns.ended["verl, optimizer first"]
+    assert "load the weights of the same checkpoint first" in ended
+    assert "damaged" not in ended
 
 
 def test_their_folder_offline(turns: Programs, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """A training program on Megatron Core alone, which has never heard of this package: it saves, loads, and nothing else.
 
 argv: tensor and pipeline parallel size, the folder to load or "none", the folder to save or "none", and in which way:
-`together`, `strict` (the same, and nothing stored may be left over), `model-first` (two calls), `optimizer-first` (its
-state is taken up before anything is in the model), `verl` (each in a folder of its own, as verl has them), or `called`
+`together`, `strict` (the same, and nothing stored may be left over), `returned` (the same, and what is left over comes
+back), `nested` (in a list within a dict), `model-first` (two calls), `optimizer-first` (its state is taken up before
+anything is in the model), `verl` (each in a folder of its own, as verl has them), `root` (the same, and the optimizer's
+state is the root of what is stored), `verl-first` (as `verl`, and the optimizer's state comes first), or `called`
 (the one way in which it does know of this package: it calls it for the optimizer, and for the sidecar). With `frozen`,
 the embeddings and the first two layers are not trained, so that a stage may have nothing to train; with `stub`, such a
 rank has an optimizer of nothing, as `get_megatron_optimizer` made it up to 0.13, and is passed over as loops do. With
@@ -60,35 +62,48 @@ def load(folder: Path, *parts: str) -> dict[str, Any]:
     asked: dict[str, Any] = {"model": whole["model"]} if "model" in parts else {}
     if "optimizer" in parts and not optimizer.is_stub_optimizer:
         asked["optimizer"] = optimizer.sharded_state_dict(whole, is_loading=True, metadata=metadata)
-    strict = "raise_all" if way == "strict" else "assume_ok_unexpected"
-    return dist_checkpointing.load(asked, str(folder), strict=strict)
+    if way == "root" and "optimizer" in parts:
+        return {"optimizer": dist_checkpointing.load(asked["optimizer"], str(folder))}
+    if way == "nested":
+        asked["trainer"] = {"optimizers": [asked.pop("optimizer")]}
+        found: Any = dist_checkpointing.load(asked, str(folder))
+        return {**found, "optimizer": found["trainer"]["optimizers"][0]}
+    strict = {"strict": "raise_all", "returned": "return_all"}.get(way, "assume_ok_unexpected")
+    found = dist_checkpointing.load(asked, str(folder), strict=strict)
+    if way == "returned":
+        found, *left = found
+        if any(map(len, left)):
+            raise RuntimeError(f"left over: {left}")
+    return found
 
 
 if source != "none":
     ran = Path(source)
-    if way in ("together", "strict", "called"):
+    if way in ("together", "strict", "returned", "nested", "called"):
         loaded = load(ran, "model", *(["optimizer"] if way != "called" else []))
-    elif way in ("model-first", "verl"):
-        places = [ran / part / "dist_ckpt" if way == "verl" else ran for part in ("model", "optimizer")]
+    elif way in ("model-first", "root", "verl"):
+        places = [ran / part / "dist_ckpt" if way != "model-first" else ran for part in ("model", "optimizer")]
         loaded = {**load(places[0], "model"), **load(places[1], "optimizer")}
     else:
-        loaded = load(ran, "optimizer")
-        optimizer.load_state_dict(loaded["optimizer"])
-        loaded["model"] = load(ran, "model")["model"]
+        places = [ran / part / "dist_ckpt" if way == "verl-first" else ran for part in ("optimizer", "model")]
+        optimizer.load_state_dict(load(places[0], "optimizer")["optimizer"])
+        loaded = load(places[1], "model")
     model.load_state_dict(loaded["model"])
     if way == "called":
         mcore_ckpt_ext.load_optimizer(ran, model, optimizer)
-    elif way != "optimizer-first" and not optimizer.is_stub_optimizer:
+    elif way not in ("optimizer-first", "verl-first") and not optimizer.is_stub_optimizer:
         optimizer.load_state_dict(loaded["optimizer"])
 if target != "none":
     state = dict(whole)
     if not optimizer.is_stub_optimizer:
         train(wrapped, optimizer)  # noqa: F821 - made by whoever runs this: a step, or what looks like one
         state["optimizer"] = optimizer.sharded_state_dict(whole, metadata=metadata)
-    parts = {"model/dist_ckpt": ["model"], "optimizer/dist_ckpt": ["optimizer"]} if way == "verl" else {"": [*state]}
+    apart = {"model/dist_ckpt": ["model"], "optimizer/dist_ckpt": ["optimizer"]}
+    parts = apart if way in ("verl", "root") else {"": [*state]}
     for place, names in parts.items():
         folder = Path(target) / place
         folder.mkdir(parents=True, exist_ok=True)
-        dist_checkpointing.save({name: state[name] for name in names}, str(folder), content_metadata=metadata)
+        stored = {name: state[name] for name in names} if [way, *names] != ["root", "optimizer"] else state["optimizer"]
+        dist_checkpointing.save(stored, str(folder), content_metadata=metadata)
     if way == "called":
         mcore_ckpt_ext.save_sidecar(target, model, optimizer)

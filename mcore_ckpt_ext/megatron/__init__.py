@@ -1,0 +1,1 @@
+"""What decides and carries out the loads of a live Megatron job."""

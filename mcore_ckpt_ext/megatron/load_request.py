@@ -1,0 +1,136 @@
+"""The optimizers that a sharded state dict requests, found and replaced whatever the shape of the tree.
+
+`dist_checkpointing.load` takes a dict in which dicts and lists may be nested, or the optimizer's own dict as the root,
+and returns the loaded dict, or with some values of `strict` a tuple of it and two sets of keys
+(`load`, megatron/core/dist_checkpointing/serialization.py; `StrictHandling`, validation.py; core_v0.12.1 to 0.19.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.optimizer_reshard import Prepared
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+
+Path = tuple[Any, ...]
+"""Keys and positions from the root of a tree to one of its nodes; empty for the root itself."""
+
+
+class LoadRequest(dict[Any, Any]):
+    """The sharded state dict of an optimizer that is to be loaded, with the optimizer."""
+
+    optimizer: Any
+
+
+class LoadPlan(dict[Any, Any]):
+    """Stands in the loaded state dict for an optimizer's state: the plan to fill it."""
+
+    prepared: Prepared
+
+
+def requests_in(tree: Any, path: Path = ()) -> Iterator[tuple[Path, LoadRequest]]:
+    """The optimizers that a sharded state dict requests, the outermost of each chain, with their paths."""
+    if isinstance(tree, LoadRequest):
+        yield path, tree
+    elif isinstance(tree, (dict, list)):
+        for key, value in _items(tree):
+            yield from requests_in(value, (*path, key))
+
+
+def check_lists(tree: Any, planned: Collection[Path], path: Path = ()) -> None:
+    """Refuse a list of which only a part can be left to Megatron, which merges lists by position.
+
+    Source: `merge` and `extract_matching_values`, megatron/core/dist_checkpointing/dict_utils.py, core_v0.12.1 to
+    0.19.2: what is taken out of a list moves everything behind it.
+
+    Raises:
+        UnsupportedCheckpointError: some elements of a list are planned, and others are not.
+    """
+    if not isinstance(tree, (dict, list)) or path in planned:
+        return
+    children = {(*path, key): value for key, value in _items(tree)}
+    if not isinstance(tree, dict):
+        within = [any(one[: len(child)] == child for one in planned) for child in children]
+        if any(within) and not all(within):
+            raise UnsupportedCheckpointError(
+                "a list of the state dict mixes optimizers that Megatron can load with others that it cannot",
+                found=f"{sum(within)} of {len(within)} elements that it cannot load, at {_in_words(path)}",
+                helps="give each optimizer a key of its own, as in {'first': ..., 'second': ...}",
+            )
+    for child, value in children.items():
+        check_lists(value, planned, child)
+
+
+def without(tree: Any, planned: Collection[Path], path: Path = ()) -> Any:
+    """The same tree without what stands at some paths; what stands above them is new."""
+    if path in planned:
+        return {}
+    if not isinstance(tree, (dict, list)) or not any(one[: len(path)] == path for one in planned):
+        return tree
+    kept = {
+        key: without(value, planned, (*path, key)) for key, value in _items(tree) if (*path, key) not in planned
+    }  # fmt: skip
+    return kept if isinstance(tree, dict) else list(kept.values())
+
+
+def with_plans(result: Any, plans: Mapping[Path, LoadPlan]) -> Any:
+    """What `load` returned, with each plan at its path; of a tuple, the loaded dict comes first.
+
+    Keys of optimizers count as requested: the plans take them up.
+    """
+    if isinstance(result, tuple):
+        loaded, *keys = result
+        return (with_plans(loaded, plans), *(_of_no_optimizer(found) for found in keys))
+    for path, plan in plans.items():
+        result = _with_plan(result, path, plan)
+    return result
+
+
+def is_stored_alike(request: Any, index: DcpIndex) -> bool:
+    """Whether a checkpoint has all arrays that a request names, of the same sizes, as Megatron itself requires.
+
+    Source: `ShardedTensor.global_shape`, megatron/core/dist_checkpointing/mapping.py; where it differs, Megatron ends
+    by "Global shape mismatch" (strategies/torch.py, core_v0.12.1 to 0.19.2).
+    """
+    return all(
+        tensor.key in index.arrays and tuple(tensor.global_shape) == tuple(index.arrays[tensor.key].shape)
+        for tensor in _sharded_tensors(request)
+    )
+
+
+def _sharded_tensors(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, (dict, list)):
+        for _, value in _items(tree):
+            yield from _sharded_tensors(value)
+    elif hasattr(tree, "global_shape") and hasattr(tree, "local_shape"):
+        yield tree
+
+
+def _items(tree: Any) -> Iterator[tuple[Any, Any]]:
+    return iter(tree.items() if isinstance(tree, dict) else enumerate(tree))
+
+
+def _with_plan(tree: Any, path: Path, plan: LoadPlan) -> Any:
+    """The loaded tree with a plan at a path; a list that was emptied comes back as far as it is needed."""
+    if not path:
+        if isinstance(tree, dict):  # what the common state has there
+            plan.update(tree)
+        return plan
+    key, *rest = path
+    if isinstance(tree, list):
+        tree.extend({} for _ in range(key + 1 - len(tree)))
+        tree[key] = _with_plan(tree[key], tuple(rest), plan)
+    else:
+        tree[key] = _with_plan(tree.get(key, {}), tuple(rest), plan)
+    return tree
+
+
+def _of_no_optimizer(keys: Any) -> Any:
+    """Keys without those of optimizers (`sharded_state_dict` of each, megatron/core/optimizer, 0.12.1 to 0.19.2)."""
+    return type(keys)(key for key in keys if not str(key).startswith(("optimizer.", "chained_")))
+
+
+def _in_words(path: Path) -> str:
+    return "".join(f"[{key!r}]" for key in path) or "the root"

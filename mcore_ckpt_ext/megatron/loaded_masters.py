@@ -1,0 +1,60 @@
+"""Evidence, from samples, for whether live masters are those of the live weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.online.agreement import gather
+from mcore_ckpt_ext.online.homes.recognition import homes_of
+from mcore_ckpt_ext.online.live_model import LiveParameter
+from mcore_ckpt_ext.online.proving import sample_matches
+
+
+@dataclass
+class MasterEvidence:
+    """Parameters whose masters match their weights, and parameters whose masters are others.
+
+    Parameters that show nothing are in neither list: constant ones, as biases and norms begin, and those of which only
+    some elements differ, as where a weight has hardly been trained.
+    """
+
+    matching: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+
+    @property
+    def is_contradictory(self) -> bool:
+        """Whether some masters are those of the live weights, so that these are loaded, and others are not."""
+        return bool(self.matching and self.differing)
+
+    @classmethod
+    def of_all_ranks(cls, own: MasterEvidence) -> MasterEvidence:
+        """The evidence of every rank together; collective."""
+        found = gather(own)
+        return cls([name for one in found for name in one.matching], [name for one in found for name in one.differing])
+
+    @classmethod
+    def of(cls, chunks: Sequence[Any], optimizer: Any) -> MasterEvidence:
+        """The evidence of this rank.
+
+        Args:
+            chunks: the unwrapped model chunks.
+            optimizer: the live optimizer.
+
+        Raises:
+            UnsupportedCheckpointError: the optimizer is of a kind that is not known.
+        """
+        names = {
+            id(parameter): LiveParameter(parameter, (Region.whole(name, tuple(parameter.shape)),), {}, may_pad=False)
+            for chunk in chunks
+            for name, parameter in chunk.named_parameters()
+        }
+        evidence = cls()
+        for shard in (shard for home in homes_of(optimizer) for shard in home.shards(names)):
+            proof = shard.home.proof(shard)
+            matches = None if proof is None else sample_matches(shard, shard.home.master(shard), proof)
+            if matches is not None:
+                (evidence.matching if matches else evidence.differing).append(shard.name)
+        return evidence
