@@ -189,6 +189,8 @@ class RecordWriter:
         try:
             for place in record.checksums:
                 _write(self._descriptor(record.file), memoryview(struct.pack("<I", crc)), place)
+            for place in record.checksum_texts:
+                _write(self._descriptor(record.file), memoryview(f"{crc:08x}".encode()), place)
         except OSError as error:
             raise cannot_write(self._folder.path / record.file, error) from error
 

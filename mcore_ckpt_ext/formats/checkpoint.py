@@ -33,7 +33,8 @@ from mcore_ckpt_ext.formats.zarr import NAME as ZARR
 from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, lent_of
+from mcore_ckpt_ext.storage.file_digests import check_digests
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.storage.runs import iteration_folder, no_checkpoint
 
@@ -99,6 +100,8 @@ def open_checkpoint(
                     raise
                 lender = open_checkpoint(weights, family=family, transformer_impl=LOCAL)
                 return _with_weights(folder, lender, witnesses, facts)
+        if lent_of(folder) is None:  # of what another rank has read, that rank has compared the digests
+            check_digests(folder)
         if facts != NOTHING and not _may_lack_arguments(folder):
             refuse_facts(facts, folder)
         if is_colossalai(folder):

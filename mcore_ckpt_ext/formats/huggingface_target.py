@@ -35,7 +35,7 @@ from mcore_ckpt_ext.planning.output import Arrangement, Output, OutputFile, Plac
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage.archive_draft import draft_archive
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
-from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, json_file, lay_out_file
+from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, json_file, lay_out_checked_file
 from mcore_ckpt_ext.targets import HuggingFace
 
 # An argument of Megatron's own parser, which other descriptions of a job do not have.
@@ -310,13 +310,14 @@ def _shards(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
 
 
 def _plain(name: str, shard: Sequence[_Tensor]) -> tuple[OutputFile, list[Record]]:
-    file, starts = lay_out_file(name, [tensor.declared for tensor in shard])
+    file, starts, checksums = lay_out_checked_file(name, [tensor.declared for tensor in shard])
     records = [
         Record(
-            name, start, tensor.declared.dtype, prod(tensor.declared.shape), tensor.content, quantised=tensor.quantised
+            name, start, tensor.declared.dtype, prod(tensor.declared.shape), tensor.content,
+            quantised=tensor.quantised, checksum_texts=(checksum,),
         )
-        for tensor, start in zip(shard, starts, strict=True)
-    ]
+        for tensor, start, checksum in zip(shard, starts, checksums, strict=True)
+    ]  # fmt: skip
     return file, records
 
 

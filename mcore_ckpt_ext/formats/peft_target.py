@@ -20,7 +20,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.output import Output, Placed, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file, read_header, read_json
+from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_checked_file, read_header, read_json
 from mcore_ckpt_ext.targets import HuggingFace
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
@@ -51,10 +51,10 @@ class PeftTarget:
     def output(self) -> Output:
         """Both files, and where each tensor goes."""
         declared = [Declared(one.name, one.shape, self._dtype(one)) for one in self._adapters.tensors]
-        file, starts = lay_out_file(MODEL, declared)
+        file, starts, checksums = lay_out_checked_file(MODEL, declared)
         records = [
-            Record(MODEL, start, one.dtype, prod(one.shape), self._content(tensor))
-            for tensor, one, start in zip(self._adapters.tensors, declared, starts, strict=True)
+            Record(MODEL, start, one.dtype, prod(one.shape), self._content(tensor), checksum_texts=(checksum,))
+            for tensor, one, start, checksum in zip(self._adapters.tensors, declared, starts, checksums, strict=True)
         ]
         return Output([file, json_file(CONFIG, self._config(), last=True)], records, tuple(self._notes()))
 

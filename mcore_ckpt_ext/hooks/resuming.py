@@ -16,6 +16,7 @@ from mcore_ckpt_ext.hooks.shared_index import index_of, is_moved
 from mcore_ckpt_ext.offline.whole import Standing, standing_of
 from mcore_ckpt_ext.settings import FALLBACK
 from mcore_ckpt_ext.storage.dcp_index import Lent, lent
+from mcore_ckpt_ext.storage.file_digests import check_digests
 from mcore_ckpt_ext.storage.runs import TRACKER_FILE
 
 _SHOWN = 3
@@ -53,6 +54,8 @@ def look_around(arguments: Any, load_arg: str, directory: str | None, *, shares_
     index = index_of(directory, step, arguments)
     with lent(index):
         standing = _standing(arguments, directory)
+    if index is not None and standing is None:  # what is judged is compared there
+        check_digests(index.folder)
     if standing is not None and standing.problems and standing.newest_whole is not None:
         index = index_of(directory, standing.newest_whole, arguments) if FALLBACK.chosen(arguments) else None
     keeps = index is not None and (shares_index or is_moved(index, arguments))

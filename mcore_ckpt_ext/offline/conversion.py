@@ -35,6 +35,7 @@ from mcore_ckpt_ext.offline.team import Alone, Team
 from mcore_ckpt_ext.optimizers import copies as left_by_offload
 from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.planning.output import Output
+from mcore_ckpt_ext.storage.file_digests import compare_digests, with_digests
 from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote
 from mcore_ckpt_ext.storage.runs import iteration_folder
 from mcore_ckpt_ext.targets import HuggingFace, Target
@@ -146,7 +147,7 @@ def convert(
     with interpreting(checkpoint.folder):
         unread = settle(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
-    output = laid_out.output
+    output = with_digests(laid_out.output, laid_out.folder)
     read_from = [*folders, as_path(source), *([as_path(merge)] if merge is not None else [])]
     if isinstance(target, HuggingFace) and target.tokenizer is not None:
         read_from.append(as_path(target.tokenizer))
@@ -191,11 +192,20 @@ def convert(
         peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
         proven_elements=team.total(filler.proven),
         seconds=time.monotonic() - begun,
-        notes=[*output.notes, *_left_by_offload(checkpoint), *differing, *(f"{one.where}: {one.what}" for one in told)],
+        notes=[
+            *output.notes, *_left_by_offload(checkpoint), *differing, *(f"{one.where}: {one.what}" for one in told),
+            *(note for folder in folders for note in _edited(folder)),
+        ],
         lost=lost,
         unread=unread,
         how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
-    )
+    )  # fmt: skip
+
+
+def _edited(folder: Path) -> list[str]:
+    """A note for each small file of a source that was edited, or damaged, since this package wrote it."""
+    found = compare_digests(folder)
+    return [f"{folder / file.name} is not as it was written: {file.what}" for file in found.changed] if found else []
 
 
 def _turns(checkpoint: Checkpoint, output: Output) -> bool:

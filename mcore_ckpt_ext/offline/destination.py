@@ -19,6 +19,7 @@ from mcore_ckpt_ext.formats.backend import sharded_backend
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.huggingface_folder import COMPANION_PATTERN, CONFIG, written_by_us
 from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
 from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote
 from mcore_ckpt_ext.storage.runs import RELEASE, TRACKER_FILE, iteration_number
 
@@ -27,13 +28,14 @@ _OF_RUNS = (re.escape(TRACKER_FILE), r"latest_wandb_artifact_path\.txt", r"progr
 # And in an iteration, with what Megatron-Bridge and this tool keep there.
 _OF_ITERATIONS = (
     r"\.metadata|metadata\.json|common\.pt|__\d+_\d+\.distcp",
-    r"mcore_ckpt_ext\.json|integrity\.json|run_config\.yaml|train_state\.pt",
+    rf"mcore_ckpt_ext\.json|{re.escape(DIGESTS_FILE)}|integrity\.json|run_config\.yaml|train_state\.pt",
     rf"tokenizer/({COMPANION_PATTERN}|[^/]+)",
     r"mp_rank_[\d_]+/(model_optim_rng|model_rng|distrib_optim|optim|layer_wise_optimizer_\d+)\.pt",
     r"[^/]+/(\.zarray|\d+(\.\d+)*|shard_\d[\d._]*\.pt)",
 )
 _OF_CANONICAL = r"common\.json|model\.safetensors\.index\.json|canonical-\d+-of-\d+\.safetensors"
 _OF_HUGGING_FACE = r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+_OF_ALL = re.escape(DIGESTS_FILE)
 _SHOWN = 5
 
 
@@ -159,7 +161,7 @@ def _known(folder: Path) -> list[str]:
     """
     if is_canonical(folder):
         CanonicalCheckpoint(folder)
-        return [_OF_CANONICAL]
+        return [_OF_CANONICAL, _OF_ALL]
     if (folder / TRACKER_FILE).is_file():
         named = (entry for entry in folder.iterdir() if iteration_number(entry) is not None or entry.name == RELEASE)
         names = [entry.name for entry in named]
@@ -169,7 +171,7 @@ def _known(folder: Path) -> list[str]:
             sharded_backend(folder / names[0])
         return [*_OF_RUNS, *(f"{re.escape(names[0])}/({pattern})" for pattern in _OF_ITERATIONS)]
     if (folder / CONFIG).is_file() and written_by_us(folder):
-        return [_OF_HUGGING_FACE, COMPANION_PATTERN]
+        return [_OF_HUGGING_FACE, COMPANION_PATTERN, _OF_ALL]
     return []
 
 

@@ -10,6 +10,7 @@ Severity = Literal["error", "warning"]
 COMPLETE = "complete"
 COVERED = "every element once"
 MANIFEST = "integrity.json"
+FILE_DIGESTS = "file digests"
 CHECKSUMS = "checksums"
 PROOF = "proof"
 DIGESTS = "digests"

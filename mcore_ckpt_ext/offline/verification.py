@@ -38,6 +38,7 @@ from mcore_ckpt_ext.offline.findings import (
     COPIES,
     COVERED,
     DIGESTS,
+    FILE_DIGESTS,
     KNOWN,
     MANIFEST,
     PROOF,
@@ -56,6 +57,7 @@ from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.file_digests import compare_digests
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 
@@ -128,6 +130,8 @@ class _Run:
 
     def verify(self) -> None:
         """All steps."""
+        if not self._check_file_digests():
+            return
         try:
             checkpoint = self._opens()
             names = checkpoint.names(WEIGHT)
@@ -163,6 +167,25 @@ class _Run:
             return
         state = self._check_state(checkpoint, failed)
         self._check_content(checkpoint, state, failed)
+
+    def _check_file_digests(self) -> bool:
+        """Compare the small files with their digests, where there are some; returns whether the rest can be read."""
+        try:
+            found = compare_digests(self.folder)
+        except UnreadableCheckpointError as problem:
+            self.findings.append(error(FILE_DIGESTS, str(self.folder), str(problem)))
+            return False
+        if found is None:
+            return True
+        if found.stale:
+            what = f"they are of files that were written over: {found.stale}"
+            self.checks.append(Check(FILE_DIGESTS, what, done=False))
+            return True
+        for file in found.changed:
+            kind = warning if file.editable else error
+            self.findings.append(kind(FILE_DIGESTS, str(self.folder / file.name), file.what))
+        self.checks.append(Check(FILE_DIGESTS, f"SHA-256 of {found.compared:,} files"))
+        return all(file.editable for file in found.changed)
 
     def _check_known(self, checkpoint: Checkpoint) -> None:
         """Name the keys that no other check will look at."""

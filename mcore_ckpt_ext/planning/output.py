@@ -122,8 +122,9 @@ class Quantised:
 class Record:
     """An array of an output file: `numel` elements of `dtype` from byte `offset` on, zero where nothing is placed.
 
-    `checksums`: byte positions in the file that hold the CRC-32 of the array's bytes, little-endian. `quantised`: the
-    elements are made of a matrix; then nothing is placed.
+    `checksums`: byte positions in the file that hold the CRC-32 of the array's bytes, little-endian; `checksum_texts`:
+    those that hold it as eight hexadecimal digits. `quantised`: the elements are made of a matrix; then nothing is
+    placed.
     """
 
     file: str
@@ -133,6 +134,7 @@ class Record:
     content: tuple[Placed, ...]
     checksums: tuple[int, ...] = ()
     quantised: Quantised | None = None
+    checksum_texts: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown
 
 # A step is one element made, visited or hashed, or one byte copied. Intact checkpoints take a few for each byte read.
 _STEPS_A_BYTE = 64
@@ -61,6 +61,19 @@ def check_keys(keys: Collection[object]) -> None:
     alike = Counter(map(hash, keys))
     if len(alike) < len(keys) and max(alike.values()) > _MOST_ALIKE:
         raise ValueError(f"{max(alike.values()):,} keys that have one hash")
+
+
+def whole_number(value: object, what: str, most: int = MOST_ELEMENTS) -> int:
+    """A number of a file's description, which has to be an integer that can be a size, a place or a count.
+
+    `0.0`, `True` and `"0"` are none, though Python calculates with them, or nearly so.
+
+    Raises:
+        ValueError: it is no integer from 0 up to `most`.
+    """
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{what} that is {shown(value)}, and no size, place or count that there can be")
+    return value
 
 
 def elements_of(shape: tuple[object, ...]) -> int:

@@ -13,14 +13,18 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy, shortened, 
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.output import OutputFile
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.budget import elements_of
+from mcore_ckpt_ext.storage.budget import elements_of, whole_number
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_text import parsed
 
 WRITER = "mcore_ckpt_ext"
 """In the header of every file that this package writes, so that it can be recognized."""
+SUFFIX = ".safetensors"
 _METADATA = "__metadata__"
+_CHECKSUMS = "mcore_ckpt_ext.crc32"
+"""Of `__metadata__`: the CRC-32 of each array of the file in hexadecimal, in the order of their names."""
+_DIGITS = 8
 _HEADER_LIMIT = 100_000_000  # as the library
 _DTYPES = {
     "float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16", "int64": "I64", "int32": "I32",
@@ -45,7 +49,19 @@ class Declared:
 
 def lay_out_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputFile, list[int]]:
     """The file, and the byte at which each array begins."""
-    header: dict[str, Any] = {_METADATA: {"format": "pt", "writer": WRITER}}
+    return _lay_out(name, arrays, {})
+
+
+def lay_out_checked_file(name: str, arrays: Sequence[Declared]) -> tuple[OutputFile, list[int], list[int]]:
+    """The file, and for each array the byte at which it begins and the byte at which its CRC-32 stands as text."""
+    file, starts = _lay_out(name, arrays, {_CHECKSUMS: "0" * _DIGITS * len(arrays)})
+    first = file.literals[0][1].index(f'"{_CHECKSUMS}": "'.encode()) + len(f'"{_CHECKSUMS}": "')
+    order = {key: number for number, key in enumerate(sorted(array.key for array in arrays))}
+    return file, starts, [first + _DIGITS * order[array.key] for array in arrays]
+
+
+def _lay_out(name: str, arrays: Sequence[Declared], about: Mapping[str, str]) -> tuple[OutputFile, list[int]]:
+    header: dict[str, Any] = {_METADATA: {"format": "pt", "writer": WRITER, **about}}
     starts, at = [], 0
     for array in arrays:
         end = at + array.nbytes
@@ -79,15 +95,57 @@ def read_header(reader: FolderReader, file: str) -> list[tuple[str, tuple[int, .
                 continue
             shape = tuple(entry["shape"])
             numel = elements_of(shape)
-            low, high = (begin + place for place in entry["data_offsets"])
+            low, high = (begin + whole_number(place, "data_offsets") for place in entry["data_offsets"])
             dtype = _DTYPE_NAMES[entry["dtype"]]
             if not begin <= low <= high <= size or high - low != numel * ITEM_SIZE[dtype]:
                 raise ValueError(f"{shown(key)} would lie at {shown(low)}:{shown(high)} of {size} bytes")
             found.append((key, shape, RawArray(file, low, high - low, dtype, numel)))
         _check_filled([extent for *_, extent in found], begin, size)
+        return _with_checksums(found, header.get(_METADATA))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _damaged(reader, file, error) from error
-    return found
+
+
+def _with_checksums(
+    arrays: list[tuple[str, tuple[int, ...], RawArray]], about: object
+) -> list[tuple[str, tuple[int, ...], RawArray]]:
+    """The same arrays with their CRC-32s, where the header has one for each of them.
+
+    Another number of them is of another file: a program that drops tensors may keep what it does not know.
+
+    Raises:
+        ValueError: they are no hexadecimal numbers.
+    """
+    text = about.get(_CHECKSUMS) if isinstance(about, dict) else None
+    if not isinstance(text, str) or len(text) != _DIGITS * len(arrays):
+        return arrays
+    if not set(text) <= set("0123456789abcdef"):
+        raise ValueError(f"{_CHECKSUMS} is no row of hexadecimal numbers")
+    order = {key: number * _DIGITS for number, key in enumerate(sorted(key for key, *_ in arrays))}
+    return [
+        (key, shape, extent._replace(crc=int(text[order[key] : order[key] + _DIGITS], 16)))
+        for key, shape, extent in arrays
+    ]
+
+
+def read_arrays(reader: FolderReader, file: str) -> dict[str, Any]:
+    """The header of a file.
+
+    Raises:
+        UnreadableCheckpointError: it is not a safetensors file.
+    """
+    return _header(reader, file)[0]
+
+
+def header_in(file: OutputFile) -> dict[str, Any]:
+    """The header of a file that is laid out."""
+    text = file.literals[0][1]
+    return dict(parsed(text[8:]))
+
+
+def declared_arrays(header: Mapping[str, Any]) -> dict[str, Any]:
+    """What a header states of its arrays, without what it states of the file."""
+    return {key: entry for key, entry in header.items() if key != _METADATA}
 
 
 def _check_filled(arrays: Sequence[RawArray], begin: int, size: int) -> None:

@@ -1,0 +1,205 @@
+"""SHA-256 digests of the small files of a folder that this package writes, in a file beside them.
+
+Tensors have checksums in their own files. Descriptions (an index, a configuration, a header) have none in any format
+that this package writes, and a flipped bit in one may leave it well-formed: another learning rate, another key.
+
+mcore_ckpt_ext_digests.json
+    sha256      of whole files, by their path in the folder
+    arrays      of what a safetensors file declares: names, dtypes, shapes, offsets (the file's `__metadata__`
+                is left out: it holds checksums that are only known when the tensors are)
+    bytes       sizes of all files
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy
+from mcore_ckpt_ext.planning.output import Output, OutputFile
+from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.files import checked_name
+from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.remote import folder_reader
+from mcore_ckpt_ext.storage.safetensors import SUFFIX, declared_arrays, header_in, read_arrays
+
+FILE_NAME = "mcore_ckpt_ext_digests.json"
+_MARK, _VERSION = "mcore_ckpt_ext digests", 1
+_KEYS = {"format", "version", "sha256", "arrays", "bytes"}
+# Files that programs write and read; the others (config.json, tokenizers, run_config.yaml) are edited by people, too.
+_OF_PROGRAMS = (".metadata", "metadata.json", "common.json")
+_SUFFIXES_OF_PROGRAMS = (".index.json", ".pt", ".bin", ".distcp", SUFFIX)
+_DATA_SUFFIXES = (".distcp", SUFFIX)
+_SHOWN = 16
+
+
+@dataclass(frozen=True, slots=True)
+class ChangedFile:
+    """A file whose content is not what was written; `editable` where people edit files of its name."""
+
+    name: str
+    what: str
+    editable: bool
+
+
+@dataclass(frozen=True)
+class DigestResult:
+    """The result of comparing a folder with its digests.
+
+    Attributes:
+        compared: how many files were compared.
+        changed: those that are not as they were written.
+        stale: why the digests are of other files than these, so that nothing was compared; empty otherwise.
+    """
+
+    compared: int
+    changed: Sequence[ChangedFile] = ()
+    stale: str = ""
+
+
+def with_digests(output: Output, folder: str = "") -> Output:
+    """Add the file of digests to an output, for the files below `folder` whose bytes are known before any tensor is."""
+    filled = {record.file for record in output.records}
+    below = f"{folder}/" if folder else ""
+    whole: dict[str, str] = {}
+    arrays: dict[str, str] = {}
+    sizes: dict[str, int] = {}
+    for file in output.files:
+        if not file.name.startswith(below):
+            continue
+        name = file.name.removeprefix(below)
+        sizes[name] = file.length
+        if file.name not in filled:
+            whole[name] = _sha256(_content(file))
+        elif file.name.endswith(SUFFIX):
+            arrays[name] = _sha256_of_arrays(header_in(file))
+    if not (whole or arrays):
+        return output
+    content = {"format": _MARK, "version": _VERSION, "sha256": whole, "arrays": arrays, "bytes": sizes}
+    text = json.dumps(content, indent=2).encode() + b"\n"
+    digests = OutputFile(below + FILE_NAME, len(text), ((0, text),))
+    return Output([digests, *output.files], output.records, output.notes)
+
+
+def compare_digests(folder: Path) -> DigestResult | None:
+    """Compare the files of a folder with its digests.
+
+    Returns:
+        None where the folder has none.
+
+    Raises:
+        UnreadableCheckpointError: the digests are damaged, or a file that they name cannot be read.
+    """
+    stored = _read(folder)
+    if stored is None:
+        return None
+    reader = folder_reader(folder)
+    if stale := _why_stale(folder, stored["bytes"]):
+        return DigestResult(0, (), stale)
+    changed = [*_changed(folder, stored["sha256"], lambda name: _sha256(read_file(folder, name)))]
+    changed += _changed(folder, stored["arrays"], lambda name: _sha256_of_arrays(read_arrays(reader, name)))
+    return DigestResult(len(stored["sha256"]) + len(stored["arrays"]), tuple(changed))
+
+
+def check_digests(folder: Path) -> None:
+    """Refuse a folder of which a file that only programs write is not as it was written.
+
+    Raises:
+        UnreadableCheckpointError: there is such a file, or the digests cannot be read.
+    """
+    found = compare_digests(folder)
+    for file in found.changed if found else ():
+        if not file.editable:
+            raise UnreadableCheckpointError(
+                "a file of the checkpoint is not as it was written", found=file.what, where=str(folder / file.name),
+                helps="use another copy, or convert the source again; if the file was edited on purpose, remove "
+                f"{FILE_NAME}",
+            )  # fmt: skip
+
+
+def _why_stale(folder: Path, sizes: Mapping[str, int]) -> str:
+    """Why digests are of another save: a job that writes over a converted folder leaves them in it.
+
+    Another save is recognized by its data files. A cut file has another size, too; it is found by the index.
+    """
+    data = [name for name in sizes if name.endswith(_DATA_SUFFIXES)]
+    for name in data:
+        checked_name(name, folder)
+        path = folder / name
+        if path.exists() and path.stat().st_size != sizes[name]:
+            return f"{name} has {path.stat().st_size} bytes, and had {sizes[name]}"
+    others = [path.name for suffix in _DATA_SUFFIXES for path in folder.glob(f"*{suffix}") if path.name not in sizes]
+    return f"{sorted(others)[0]} is not one of its files" if data and others else ""
+
+
+def _changed(folder: Path, stored: Mapping[str, str], digest: Any) -> Iterator[ChangedFile]:
+    for name, expected in stored.items():
+        checked_name(name, folder)
+        try:
+            found = digest(name)
+        except OSError as error:
+            yield ChangedFile(name, f"it cannot be read: {error.strerror}", editable=_is_editable(name))
+            continue
+        if found != expected:
+            what = f"its SHA-256 is {found[:_SHOWN]}..., recorded is {expected[:_SHOWN]}..."
+            yield ChangedFile(name, what, editable=_is_editable(name))
+
+
+def _is_editable(name: str) -> bool:
+    return PurePosixPath(name).name not in _OF_PROGRAMS and not name.endswith(_SUFFIXES_OF_PROGRAMS)
+
+
+def _read(folder: Path) -> dict[str, Any] | None:
+    path = folder / FILE_NAME
+    try:
+        content = parsed(read_file(folder, FILE_NAME))
+        if not isinstance(content, dict) or content.keys() != _KEYS or content["format"] != _MARK:
+            raise ValueError("not the keys of this file")
+        if content["version"] != _VERSION:
+            raise ValueError(f"version {content['version']!r}, known is {_VERSION}")
+        _check_entries(content)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UnreadableCheckpointError(
+            "the digests of the checkpoint's files cannot be read", found=error.strerror, where=str(path),
+            helps=remedy(error),
+        ) from error  # fmt: skip
+    except ValueError as error:
+        raise UnreadableCheckpointError(
+            "the digests of the checkpoint's files are damaged", found=str(error), where=str(path),
+            helps="use another copy; without this file, nothing is compared",
+        ) from error  # fmt: skip
+    return content
+
+
+def _check_entries(content: Mapping[str, Any]) -> None:
+    for key, kind in (("sha256", str), ("arrays", str), ("bytes", int)):
+        entries = content[key]
+        if not isinstance(entries, dict) or any(type(value) is not kind for value in entries.values()):
+            raise ValueError(f"{key} is not what it should be")
+
+
+def _content(file: OutputFile) -> Iterable[bytes]:
+    """All bytes of a file without records, zeros where nothing was stated."""
+    at = 0
+    for position, data in sorted(file.literals):
+        yield bytes(position - at)
+        yield data
+        at = position + len(data)
+    yield bytes(file.length - at)
+
+
+def _sha256(content: bytes | Iterable[bytes]) -> str:
+    digest = hashlib.sha256()
+    for part in [content] if isinstance(content, bytes) else content:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _sha256_of_arrays(header: Mapping[str, Any]) -> str:
+    return _sha256(json.dumps(declared_arrays(header), sort_keys=True).encode())
