@@ -46,7 +46,7 @@ class TorchDist:
 
     Example:
         >>> convert("run", "torch_dist", TorchDist(megatron_version="0.13.1")).files
-        5
+        6
         >>> open_checkpoint("torch_dist").optimizer_format
         'fully_sharded_model_space'
     """
@@ -229,7 +229,7 @@ class FsdpDtensor:
 
     Example:
         >>> convert("run", "fsdp", FsdpDtensor(megatron_version="0.19.0")).files
-        3
+        4
         >>> open_checkpoint("fsdp").format
         'fsdp_dtensor'
     """

@@ -132,7 +132,7 @@ def convert(
     Example:
         >>> report = convert("run", "out", TorchDist(megatron_version="0.16.1"))
         >>> report.proven_elements, report.files
-        (53536, 5)
+        (53536, 6)
         >>> open_checkpoint("out").optimizer_format
         'fully_reshardable'
     """

@@ -10,6 +10,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
+from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.transfer import read_slice
 from tests.harness.checkpoints import Fixture
@@ -32,6 +33,12 @@ def flip(path: Path, position: int, bit: int = 0x40) -> None:
         (value,) = file.read(1)
         file.seek(position)
         file.write(bytes([value ^ bit]))
+
+
+def without_digests(folder: Path) -> Path:
+    """The same folder, from now on without the digests of its files, so that a test may edit them."""
+    (folder / DIGESTS_FILE).unlink(missing_ok=True)
+    return folder
 
 
 def read_all(run: Path) -> None:

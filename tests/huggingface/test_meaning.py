@@ -25,6 +25,7 @@ from mcore_ckpt_ext.families.without_effect import without_effect
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.loops.transformer import model_arguments
+from tests.harness.damage import without_digests
 from tests.harness.huggingface import CONFIGS, MISTAKES, VOCABULARY, make
 from tests.harness.published import PUBLISHED
 
@@ -426,7 +427,7 @@ def state(job: Path, **arguments: Any) -> None:
     added = "".join(f'"{name}": {json.dumps(value)}, ' for name, value in arguments.items())
     for name in arguments:
         text = text.replace(f'"{name}":', f'"{name}_before":')
-    (job / "common.json").write_text(text.replace('"swiglu": true', added + '"swiglu": true'))
+    (without_digests(job) / "common.json").write_text(text.replace('"swiglu": true', added + '"swiglu": true'))
 
 
 def test_flags_that_the_job_may_have_ignored(job: Path, tmp_path: Path) -> None:

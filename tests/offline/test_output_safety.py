@@ -26,6 +26,7 @@ from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.writable import first_unwritable, hides_a_pickle
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import fixture_named
+from tests.harness.damage import without_digests
 
 OUR_NAMES = {
     "collections OrderedDict", "argparse Namespace", "torch._utils _rebuild_tensor_v2", "torch FloatStorage",
@@ -72,7 +73,7 @@ def source(canonical: Path, tmp_path: Path) -> Path:
     (tmp_path / "source").mkdir()
     for path in canonical.iterdir():
         (tmp_path / "source" / path.name).write_bytes(path.read_bytes())
-    return tmp_path / "source"
+    return without_digests(tmp_path / "source")
 
 
 def hostile(module: str, name: str, *arguments: object) -> dict[str, Any]:
