@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown, some
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, shown, some
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
+from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
 from mcore_ckpt_ext.formats.stacking import sharded_keys
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
@@ -22,7 +24,6 @@ from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, known_orders
 from mcore_ckpt_ext.layout.proof import Proof, proof_of
 from mcore_ckpt_ext.layout.proposals import Proposal, by_order, by_sidecar
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
-from mcore_ckpt_ext.layout.sidecar import MOST_BYTES as SIDECAR_BYTES
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.anatomy import pipelined_block, word_embeddings_in
 from mcore_ckpt_ext.model_space.names import ShardedKey, split_layer
@@ -30,8 +31,6 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIG
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
-from mcore_ckpt_ext.storage.budget import OverBudgetError
-from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.storage.runs import RELEASE, iteration_number
 from mcore_ckpt_ext.transfer import Transfer
@@ -299,17 +298,22 @@ class Checkpoint(ABC):
 
     @property
     def sidecar(self) -> Sidecar | None:
-        """The packing recorded beside the checkpoint, if there is a readable one."""
-        return self._sidecar_and_problem[0]
+        """The packing recorded beside the checkpoint, if there is a readable one that belongs to it."""
+        return self._found_sidecar.sidecar
 
     @property
     def sidecar_problem(self) -> str | None:
-        """Why the sidecar that is there cannot be read, or is none."""
-        return self._sidecar_and_problem[1]
+        """Why the sidecar that is there cannot be read, is none, or is stale."""
+        return self._found_sidecar.problem
 
     @cached_property
-    def _sidecar_and_problem(self) -> tuple[Sidecar | None, str | None]:
-        return read_sidecar(self.folder)
+    def _found_sidecar(self) -> FoundSidecar:
+        stated, iteration = None, None
+        with suppress(CheckpointError):  # whoever uses the common state reports what is wrong with it
+            iteration = self.common.get("iteration")
+            own = stated_by_megatron(self.args, self.folder, None)
+            stated = own if self.args and own.tells_all else None
+        return find_sidecar(self.folder, stated, iteration)
 
     def kinds(self) -> tuple[str, ...]:
         """All kinds that the checkpoint holds."""
@@ -373,16 +377,3 @@ class Checkpoint(ABC):
 def grid_of(offsets: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
     """The distinct offsets of parts, axis by axis."""
     return tuple(tuple(sorted(set(axis))) for axis in zip(*offsets, strict=True))
-
-
-def read_sidecar(folder: Path) -> tuple[Sidecar | None, str | None]:
-    """The sidecar of an iteration folder, and why one that is there cannot be read; None for what is not so."""
-    # A missing or foreign sidecar only means one witness fewer: the packing is proven either way.
-    try:
-        return Sidecar.from_json(read_file(folder, SIDECAR_FILE, SIDECAR_BYTES).decode()), None
-    except FileNotFoundError:
-        return None, None
-    except OSError as error:
-        return None, error.strerror or str(error)
-    except (ValueError, OverBudgetError) as error:
-        return None, shortened(str(error))

@@ -11,12 +11,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError
-from mcore_ckpt_ext.formats.base import read_sidecar
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.legacy_ranks import LAYER_WISE_FILES
+from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
@@ -107,7 +107,8 @@ def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer
     """
 
     def recorded() -> Mapping[tuple[int, int], str] | None:
-        sidecar, _ = read_sidecar(folder) if is_first_rank() else (None, None)
+        # What it records of the layout need not be compared: its order with the live one is.
+        sidecar = find_sidecar(folder).sidecar if is_first_rank() else None
         return None if sidecar is None else sidecar.order()
 
     def differs() -> bool:

@@ -102,6 +102,9 @@ class Sidecar:
     """What the file holds: who wrote it, of which job, the groups, and, if recorded, what the save took and digests.
 
     A sidecar without them, of an earlier release or of a job that needs none, is as good as one with them.
+
+    Attributes:
+        index: the digest (`dcp_index.index_digest`) of the index that the save wrote; empty where it was not recorded.
     """
 
     written_by: str
@@ -111,6 +114,7 @@ class Sidecar:
     groups: tuple[RecordedGroup, ...]
     saved: SaveRecord | None = None
     digests: tuple[RecordedDigests, ...] = ()
+    index: str = ""
 
     def order(self) -> dict[tuple[int, int], str]:
         """For each child and group of its, what tells one order of parameters in their buffers from another."""
@@ -146,9 +150,15 @@ class Sidecar:
                 groups=groups,
                 saved=_save_record(data.get("saved")),
                 digests=tuple(_digests(group) for group in data.get("digests", ())),
+                index=str(data.get("index", "")),
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"the sidecar lacks or misspells {error}") from error
+
+
+def with_index(text: str, digest: str) -> str:
+    """The text of a sidecar, which now names the index that it lies beside."""
+    return json.dumps({**json.loads(text), "index": digest}, separators=(",", ":")) + "\n"
 
 
 def _check_unique(groups: Sequence[RecordedGroup]) -> None:

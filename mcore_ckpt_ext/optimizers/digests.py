@@ -6,14 +6,17 @@ parameter's state, from the save on, does: it tells which values lay at which el
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
 
 from mcore_ckpt_ext.errors import ProofError, some
-from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement
+from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Packing, Placement, misfit
 from mcore_ckpt_ext.layout.digest import added, digest_of, written
+from mcore_ckpt_ext.layout.proposals import Proposal
 from mcore_ckpt_ext.model_space.slices import Region, Slice, numel_of
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
-from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers, GroupKey
 from mcore_ckpt_ext.transfer import read_slice
 
 _BLOCK = 1 << 22
@@ -43,6 +46,38 @@ def differing(buffers: Buffers, kinds: Collection[str] | None = None, share: tup
 
 def contradicts(buffers: Buffers, group: OptimizerGroup, packing: Packing) -> str | None:
     """Why samples of a proposed packing contradict the recorded digests; None where they do not, or there are none."""
+    for item in _smallest(group, packing):
+        for problem in _problems(buffers, item, (PARAM_REMAINDER,)):
+            return problem
+    return None
+
+
+def are_of_another_save(
+    buffers: Buffers, recorded: Mapping[GroupKey, Mapping[str, Mapping[str, str]]], proposals: Sequence[Proposal]
+) -> bool:
+    """Whether recorded digests of remainders are of another save: none is that of a stored one, wherever it may lie.
+
+    Damage leaves some as they were. Remainders that are all zero, as those of a weight that was never trained, have the
+    same digest in every save, and count for neither. Samples of every group are read.
+    """
+    others = 0
+    for (child, index), group in buffers.groups.items():
+        of_group = recorded.get((child, index), {})
+        packings = [packing for proposal in proposals if (packing := proposal.packing_of(group)) is not None]
+        for placed in (_smallest(group, packing) for packing in packings if misfit(packing, group) is None):
+            for item in placed:
+                digest = of_group.get(item[2].name, {}).get(PARAM_REMAINDER)
+                found = None if digest is None else _stored(buffers, item, PARAM_REMAINDER)
+                if found is None or found == _of_zeros(numel_of(item[2].regions)):
+                    continue
+                if found == digest:
+                    return False
+                others += 1
+    return others > 1
+
+
+def _smallest(group: OptimizerGroup, packing: Packing) -> Iterator[Placed]:
+    """The smallest parameters of a packing, so many that their elements decide."""
     placed = sorted(
         ((group, key, placement) for key, placements in packing.items() for placement in placements),
         key=lambda item: numel_of(item[2].regions),
@@ -50,11 +85,13 @@ def contradicts(buffers: Buffers, group: OptimizerGroup, packing: Packing) -> st
     looked_at = 0
     for item in placed:
         if looked_at and looked_at + numel_of(item[2].regions) > _ENOUGH:
-            return None
+            return
         looked_at += numel_of(item[2].regions)
-        for problem in _problems(buffers, item, (PARAM_REMAINDER,)):
-            return problem
-    return None
+        yield item
+
+
+def _of_zeros(numel: int) -> str:
+    return written(digest_of(torch.zeros(numel, dtype=torch.int16)))
 
 
 def check_digests(buffers: Buffers, where: str, share: tuple[int, int] = (0, 1)) -> None:

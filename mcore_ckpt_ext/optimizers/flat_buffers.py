@@ -6,6 +6,7 @@ A format says which flat arrays there are; which parameter lies where in them is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property, partial
 
 import torch
@@ -19,10 +20,10 @@ from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
 from mcore_ckpt_ext.layout.proposals import Proposal
 from mcore_ckpt_ext.layout.recover import RecoveredPacking, propose, recover, recover_unproven
-from mcore_ckpt_ext.layout.sidecar import RecordedDigests
+from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, LogicalTensor
-from mcore_ckpt_ext.optimizers.digests import contradicts
+from mcore_ckpt_ext.optimizers.digests import are_of_another_save, contradicts
 from mcore_ckpt_ext.optimizers.encoding import Holder
 from mcore_ckpt_ext.optimizers.flat_arrays import MASTERS, Buffers, FlatArray, FlatState, GroupKey, cut
 from mcore_ckpt_ext.optimizers.state import OptimizerState
@@ -42,12 +43,12 @@ class FlatBuffers(OptimizerState):
         weights: Source,
         transfer: Transfer,
         proof: Proof = BY_ROUNDING,
-        digests: Iterable[RecordedDigests] = (),
+        sidecar: Sidecar | None = None,
     ) -> None:
         self._proof = proof
         self.models = models
         self.transfer = transfer
-        self.digests = {(recorded.child, recorded.index): recorded.parameters for recorded in digests}
+        self._sidecar = sidecar
         self._proposals = proposals
         self._weights = weights
         self._recovered: dict[GroupKey, RecoveredPacking] = {}
@@ -103,6 +104,25 @@ class FlatBuffers(OptimizerState):
                         found.setdefault(name, []).append((key, placement))
             self._by_tensor[group.child, group.index] = found
         return found
+
+    @cached_property
+    def digests(self) -> Mapping[GroupKey, Mapping[str, Mapping[str, str]]]:
+        """What the sidecar recorded at the save: for each group, by parameter and kind; empty of a stale one."""
+        return {} if self._staleness else self._recorded_digests
+
+    @property
+    def _recorded_digests(self) -> Mapping[GroupKey, Mapping[str, Mapping[str, str]]]:
+        digests = self._sidecar.digests if self._sidecar else ()
+        return {(recorded.child, recorded.index): recorded.parameters for recorded in digests}
+
+    @cached_property
+    def _staleness(self) -> str | None:
+        """Why a sidecar that does not name its index is stale, by its digests; None where it is not."""
+        recorded = self._recorded_digests
+        if self._sidecar is None or self._sidecar.index or not recorded:
+            return None
+        another = are_of_another_save(self, recorded, self._proposals())
+        return "it is stale: none of its digests is that of what is stored" if another else None
 
     @property
     def arrays(self) -> Mapping[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]:
@@ -170,10 +190,10 @@ class FlatBuffers(OptimizerState):
         key = (group.child, group.index)
         if key not in self._recovered:
             if self._are_elsewhere or any(kind == PARAM_REMAINDER for _, kind in self._arrays[key]):
-                contradiction = partial(contradicts, self, group)
-                self._recovered[key] = recover_unproven(
-                    group, self.models, self._proposals(), contradiction, is_recorded=key in self.digests
-                )
+                contradiction, stale = partial(contradicts, self, group), self._staleness
+                proposals = [one for one in self._proposals() if not (stale and one.is_recorded)]
+                found = recover_unproven(group, self.models, proposals, contradiction, is_recorded=key in self.digests)
+                self._recovered[key] = replace(found, disbelieved=stale)
             else:
                 self._recovered[key] = recover(group, self.models, self._proposals(), self)
         return self._recovered[key]
@@ -295,8 +315,7 @@ def flat_optimizer(holder: Holder, state: FlatState, rules: Sequence[PackingRule
         models: the parameters that may lie in them.
     """
     proposals = partial(holder.proposals, rules, models)
-    digests = holder.sidecar.digests if holder.sidecar else ()
-    return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, digests)
+    return FlatBuffers(state, models, proposals, holder.weights, holder.transfer, holder.proof, holder.sidecar)
 
 
 def _of_tensor(stored: StoredSlice, name: str) -> Iterator[StoredSlice]:

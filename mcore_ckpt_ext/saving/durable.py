@@ -8,8 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
-from mcore_ckpt_ext.layout.sidecar import FILE_NAME
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME, with_index
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, digest_of_index
 from mcore_ckpt_ext.storage.publish import flush, flush_all, replace
 from mcore_ckpt_ext.storage.runs import iteration_folders, iteration_number, read_tracker
 
@@ -66,7 +66,7 @@ class Disk:
 
         Args:
             folder: the iteration folder.
-            sidecar: the text of its sidecar; empty where there is none.
+            sidecar: the text of its sidecar, which is bound to the index that lies there; empty where there is none.
             tracker: the tracker file, replaced in one step where Megatron truncates it first; None where Megatron has
                 written it.
             text: what the tracker is to say.
@@ -74,7 +74,8 @@ class Disk:
         Raises:
             OSError: the disk refuses; the tracker names what it named.
         """
-        files = {folder / FILE_NAME: sidecar} if sidecar else {}
+        digest = digest_of_index(folder) if sidecar else None
+        files = {folder / FILE_NAME: with_index(sidecar, digest) if digest else sidecar} if sidecar else {}
         files |= {tracker: text} if tracker is not None else {}
         replace(files)
         with contextlib.suppress(OSError):  # the tracker already names it: this is no longer a failure

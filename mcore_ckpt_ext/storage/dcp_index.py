@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import blake2b
 from math import prod
 from operator import gt, sub
 from pathlib import Path
@@ -76,22 +77,32 @@ class Lent:
         folder: the iteration folder.
         data: what is in `.metadata`, or the same without the ranks' plans.
         size: bytes of that file.
+        digest: of that file.
     """
 
-    def __init__(self, folder: Path, data: bytes, size: int | None = None, pickled: bytes | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        data: bytes,
+        size: int | None = None,
+        pickled: bytes | None = None,
+        digest: str | None = None,
+    ) -> None:
         self.folder, self.data, self.size = folder, data, len(data) if size is None else size
+        self.digest = index_digest(data) if digest is None else digest
         self._pickled = pickled  # the index, by the rank that has parsed it
 
-    def __reduce__(self) -> tuple[type[Lent], tuple[Path, bytes, int, bytes | None]]:
+    def __reduce__(self) -> tuple[type[Lent], tuple[Path, bytes, int, bytes | None, str]]:
         """To another rank of the job: what is parsed already need not be parsed there."""
         index = vars(self).get("index")
-        return Lent, (self.folder, self.data, self.size, None if index is None else pickle.dumps(index))
+        pickled = None if index is None else pickle.dumps(index)
+        return Lent, (self.folder, self.data, self.size, pickled, self.digest)
 
     def without_plans(self) -> Lent:
         """The same with True in their place, where they are: more than half of an index, and hardly anybody looks."""
         short = without_last(self.data, PLANS, _PARTS)
         if short is not None:
-            found = Lent(self.folder, short, self.size)
+            found = Lent(self.folder, short, self.size, digest=self.digest)
             with suppress(CheckpointError):  # it only looked as if they came last
                 if found.index.has_plans:
                     return found
@@ -158,6 +169,25 @@ def read_index(folder: Path) -> DcpIndex:
     if (found := lent_of(folder)) is not None:
         return found.index
     return _parsed(_file(folder), folder / METADATA_FILE)
+
+
+def index_digest(data: bytes) -> str:
+    """The digest of the content of `.metadata`, which no two saves share.
+
+    Torch gives every save an identifier, and its writers put it there (`StorageMeta.save_id`,
+    torch/distributed/checkpoint/filesystem.py, 2.4 to 2.13; `FileSystemWriterAsync.finish`,
+    megatron/core/dist_checkpointing/strategies/filesystem_async.py, core_v0.8.0 to 0.19.2).
+    """
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def digest_of_index(folder: Path) -> str | None:
+    """The digest of the index of an iteration folder, or of what is lent of it; None where it cannot be read."""
+    if (found := lent_of(folder)) is not None:
+        return found.digest
+    with suppress(OSError):
+        return index_digest(read_file(folder, METADATA_FILE, INDEX_BYTES))
+    return None
 
 
 def check_plans(folder: Path) -> None:

@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble
 
+from mcore_ckpt_ext import verify
 from tests.harness.cases import Case, Outcomes, load_all
-from tests.harness.jobs import Job, copy_of, differing
+from tests.harness.jobs import OFF, Job, copy_of, differing, resume, train_and_save
 from tests.harness.layouts import Layout
+from tests.harness.models import LLAMA
 
 NAME = "mcore_ckpt_ext.json"
 
@@ -108,3 +111,23 @@ def test_the_result_is_the_same(name: str, outcomes: Outcomes, gpt: Job, folder:
 
 def test_it_has_no_digests_where_masters_are_whole(saved: Job) -> None:
     assert sidecar_of(saved)["digests"] == []
+
+
+def test_one_beside_an_iteration_that_stock_wrote_again_is_stale(tmp_path: Path) -> None:
+    """Of remainders nothing but digests shows where they lie; those of the earlier save are not held against them."""
+    more = [*LLAMA, "--use-precision-aware-optimizer"]
+    options = {"plugins": [launch.PRECISION_AWARE], "more": more}
+    train_and_save(tmp_path, Layout(1, 2, 2), **options)
+    again = train_and_save(
+        tmp_path, Layout(1, 2, 2), plugins=options["plugins"], more=[*more, "--seed", "4321"], environment=OFF
+    )
+    assert sidecar_of(again)["index"]
+    found = verify(again.run)
+    assert found.sound
+    assert ["it is stale" in finding.what for finding in found.findings if finding.where.endswith(NAME)] == [True]
+    resumed = resume(tmp_path / "resumed", Layout(2, 1, 2), again.run, **options)
+    assert "mcore_ckpt_ext.json is not believed: it is stale" in resumed.output
+    assert "joined from their weights and remainders" in resumed.output
+    expected, loaded = assemble(again.at_save), assemble(resumed.at_load)
+    state = [name for name in expected if not name.startswith("weight.")]
+    assert differing({name: expected[name] for name in state}, {name: loaded[name] for name in state}) == []
