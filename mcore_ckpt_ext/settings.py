@@ -96,6 +96,12 @@ ACCEPT_LOST = Setting(
     False,
     _off_or_on,
 )
+NEW_TOKENS = Setting(
+    "MCORE_CKPT_EXT_NEW_TOKENS",
+    "keep: tokens that the checkpoint has no row for keep the model's own initialization",
+    False,
+    {"keep": True}.__getitem__,
+)
 PROOF = Setting(
     "MCORE_CKPT_EXT_PROOF",
     "warn: training goes on although masters do not round to their weights",
@@ -152,6 +158,7 @@ SETTINGS = (
     SWITCH,
     VERIFY_ALL,
     ACCEPT_LOST,
+    NEW_TOKENS,
     PROOF,
     ON_SAVE_FAILURE,
     FALLBACK,

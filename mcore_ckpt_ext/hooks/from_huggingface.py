@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import ModelMismatchError, UsageError, with_article
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UsageError, with_article
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.flags import training_flags
@@ -24,9 +25,10 @@ from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.legacy_feed import fed
+from mcore_ckpt_ext.hooks.new_tokens import initialization_kept, keeps_initialization, kept_message, new_tokens, refusal
 from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
-from mcore_ckpt_ext.online.agreement import agreed
+from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.online.live_model import live_parameters
 from mcore_ckpt_ext.settings import FROM_HF
 from mcore_ckpt_ext.storage.runs import TRACKER_FILE
@@ -106,13 +108,16 @@ def _no_folder(arguments: Any) -> UsageError:
     )  # fmt: skip
 
 
-def start_from(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any], stock: Callable[[], Any]) -> Any:
+def start_from(
+    scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any], optimizer: Any, stock: Callable[[], Any]
+) -> Any:
     """Load the weights of a Hugging Face folder by stock's own function, fed with this rank's part of them; collective.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
         folder: the folder, on every rank.
         chunks: the unwrapped model chunks.
+        optimizer: the live one, whose masters are made of the weights; or None.
         stock: calls the original with all its arguments.
 
     Raises:
@@ -120,6 +125,7 @@ def start_from(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[A
     """
     arguments = scope["get_args"]()
     agreed("comparing the arguments with config.json", lambda: check_arguments(arguments))
+    new = agreed("comparing the vocabularies", lambda: _new_tokens(folder, arguments), "nothing is loaded")[0]
     left_out: list[str] = []
 
     def opened(live: set[str]) -> HuggingFaceCheckpoint:
@@ -133,11 +139,12 @@ def start_from(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[A
         return checkpoint
 
     exists = rebound(scope, checkpoint_exists=lambda path: path is not None and Path(path) == folder)
-    with exists, fed(scope, folder, chunks, opened):
+    with exists, fed(scope, folder, chunks, opened), initialization_kept(chunks, new, optimizer):
         result = stock()
+    grown = f"; {kept_message(new)}" if new else ""
     left = f"; left out: {'; '.join(left_out)}" if left_out else ""
     announce(f"the weights of the Hugging Face folder {folder}, cut for the running layout, are what training starts "
-             f"from{left}")  # fmt: skip
+             f"from{left}{grown}")  # fmt: skip
     for line in told(complete(JobArguments.of(vars(arguments)))):
         announce(f"otherwise than in the Hugging Face model, {line}")
     return result
@@ -145,6 +152,22 @@ def start_from(scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[A
 
 def _layer_spec(arguments: Any) -> str:
     return LOCAL if getattr(arguments, "transformer_impl", None) == LOCAL else TRANSFORMER_ENGINE
+
+
+def _new_tokens(folder: Path, arguments: Any) -> range:
+    """The job's tokens that the folder has no row for, as the first rank sees them.
+
+    Raises:
+        ResumeRefusedError: there are such, and they were not accepted.
+    """
+    rows: list[int] = []
+    if is_first_rank():
+        with suppress(CheckpointError, OSError):  # what is wrong with the folder is found, and named, by its load
+            rows.append(HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments)).vocabulary)
+    tokens = new_tokens(rows[0] if rows else None, arguments)
+    if tokens and not keeps_initialization():
+        raise refusal(tokens, str(folder))
+    return tokens
 
 
 def _check_vocabulary(checkpoint: HuggingFaceCheckpoint, chunks: Sequence[Any]) -> None:

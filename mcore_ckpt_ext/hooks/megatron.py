@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
@@ -22,6 +22,14 @@ from mcore_ckpt_ext.hooks.first_look import Look, first_look, refuse_another_kin
 from mcore_ckpt_ext.hooks.from_huggingface import start_from
 from mcore_ckpt_ext.hooks.fsdp_feed import is_of_fsdp, load_into_fsdp
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
+from mcore_ckpt_ext.hooks.new_tokens import (
+    initialization_kept,
+    keeps_initialization,
+    kept_message,
+    new_tokens,
+    refusal,
+    zeros_message,
+)
 from mcore_ckpt_ext.hooks.proof import PROVEN, Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.hooks.resuming import (
@@ -83,15 +91,20 @@ class _Load:
         self._load_arg = call.arguments["load_arg"]
         self._directory, self._finetunes = run_folder(self._scope, self._arguments, self._load_arg)
         self._told: list[str] = []
+        self._new_tokens = range(0)
 
     def done(self) -> Any:
         """Load; what the original returns."""
         witness, sight = Witness(self._chunks), _sight(self._arguments, self._load_arg, self._directory)
         if sight.model is not None:
-            result, weaker = start_from(self._scope, sight.model, self._chunks, self._by_megatron), None
+            result, weaker = (
+                start_from(self._scope, sight.model, self._chunks, self._optimizer, self._by_megatron),
+                None,
+            )
         else:
             if self._finetunes:
                 self._arguments.finetune = True  # as Megatron says it, once it has looked
+            self._new_tokens = new_tokens(sight.vocabulary_rows, self._arguments)
             whole = taking_what_is_whole(self._scope, self._directory, sight.standing)
             with attended(), whole, index_shared(sight.index):
                 result, weaker = self._by_its_route()
@@ -106,6 +119,7 @@ class _Load:
     def _by_its_route(self) -> tuple[Any, Proof | None]:
         """What the original returns, and the proof of the checkpoint where this package filled the optimizer."""
         scope, arguments, chunks, directory = self._scope, self._arguments, self._chunks, self._directory
+        self._accept_new_tokens(self._new_tokens)
         if is_of_fsdp(arguments):
             return load_into_fsdp(scope, directory, self._by_stock), None
         if is_of_torch_fsdp(arguments):
@@ -113,11 +127,36 @@ class _Load:
         advise_torch_fsdp(arguments, directory)
         if _resumes_optimizer(scope, self._optimizer):
             if (look := first_look(scope, self._given, directory)) is not None:
-                return (self._left_to_stock(look), None) if look.stock_loads else self._resumed(look)
-        elif self._optimizer is not None and not arguments.no_load_optim and not arguments.finetune:
+                is_stocks = look.stock_loads and not self._new_tokens
+                return (self._left_to_stock(look), None) if is_stocks else self._resumed(look)
+        elif _takes_optimizer(arguments, self._optimizer):
             refuse_another_kind(scope, self._given, directory)
             return self._by_stock(), None
-        return load_weights_alone(scope, directory, chunks, self._by_stock), None
+        with self._initialization_kept(self._new_tokens):
+            return load_weights_alone(scope, directory, chunks, self._by_stock), None
+
+    def _accept_new_tokens(self, tokens: range) -> None:
+        """Go on with tokens that the checkpoint has no row for, where the user accepts them, or stock is silent.
+
+        Raises:
+            ResumeRefusedError: an optimizer is to be resumed, and they were not accepted.
+        """
+        arguments = self._arguments
+        is_sharded = is_of_fsdp(arguments) or is_of_torch_fsdp(arguments)
+        if not tokens or (keeps_initialization() and not is_sharded):
+            return
+        if _takes_optimizer(arguments, self._optimizer):
+            raise refusal(tokens, str(self._directory), can_be_kept=not is_sharded)
+        announce(zeros_message(tokens))
+
+    @contextmanager
+    def _initialization_kept(self, tokens: range) -> Iterator[None]:
+        """Around a load of weights: new tokens keep their rows, if the user accepts them."""
+        kept = tokens if keeps_initialization() else range(0)
+        with initialization_kept(self._chunks, kept, self._optimizer):
+            yield
+        if kept:
+            announce(kept_message(kept))
 
     def _by_megatron(self) -> Any:
         return self._original(self._optimizer, self._scheduler, *self._positional, **self._keywords)
@@ -165,6 +204,8 @@ class _Load:
                 helps="another training loop wrote it: resume with --no-load-optim, or in a loop of your own by "
                 "mcore_ckpt_ext.load_optimizer",
             )
+        new = new_tokens(prepared.checkpoint.vocabulary_rows, arguments)
+        self._accept_new_tokens(new)
         fresh = prepared.random_state_grid != _random_state_grid(arguments) or look.has_too_few_random_states
         feed = fed(self._scope, look.folder, self._chunks) if look.is_fed else nullcontext()
         less = {"no_load_optim": True, "no_load_rng": fresh or arguments.no_load_rng, **_strictness(arguments)}
@@ -173,6 +214,7 @@ class _Load:
             rebound(vars(arguments), **less),
             feed,
             nullcontext() if fed_or_stock else reading_fast(prepared.checkpoint, once),
+            initialization_kept(self._chunks, new),
         ):
             result = self._original(None, None, *self._positional, **self._keywords)
         summary = prepared.prove().fill()
@@ -180,7 +222,8 @@ class _Load:
             self._scheduler.load_state_dict(prepared.schedule)
             if own_bounds:
                 self._follow_new_rates()
-        announce(f"{summary}{f'; {_ANEW}, as in stock Megatron on a changed layout' if fresh else ''}")
+        grown = f"; {kept_message(new)}, with moments of zero" if new else ""
+        announce(f"{summary}{grown}{f'; {_ANEW}, as in stock Megatron on a changed layout' if fresh else ''}")
         return result, prepared.checkpoint.proof
 
     def _follow_new_rates(self) -> None:
@@ -224,13 +267,18 @@ def _scope(original: Function) -> MutableMapping[str, Any]:
 def _resumes_optimizer(scope: Mapping[str, Any], optimizer: Any) -> bool:
     """Whether the optimizer is one that the package may have to fill, from a checkpoint that it reads."""
     arguments = scope["get_args"]()
-    if optimizer is None or arguments.no_load_optim or arguments.finetune:
+    if not _takes_optimizer(arguments, optimizer):
         return False
     detects = getattr(arguments, "auto_detect_ckpt_format", False)
     chain = Chain.of(optimizer)
     if chain.unknown or not (chain.whole or arguments.use_distributed_optimizer):
         return False
     return arguments.ckpt_format in (TORCH_DIST, LEGACY) or detects
+
+
+def _takes_optimizer(arguments: Any, optimizer: Any) -> bool:
+    """Whether a load takes up the state of an optimizer, whoever reads it."""
+    return optimizer is not None and not arguments.no_load_optim and not arguments.finetune
 
 
 def _own_bounds(arguments: Any) -> bool:

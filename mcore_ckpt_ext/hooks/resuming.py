@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import ResumeRefusedError, some
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, some
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.from_huggingface import model_folder
+from mcore_ckpt_ext.hooks.new_tokens import stored_vocabulary_rows
 from mcore_ckpt_ext.hooks.rebinding import rebound
+from mcore_ckpt_ext.hooks.run_folder import folder_named
 from mcore_ckpt_ext.hooks.shared_index import index_of, is_moved
 from mcore_ckpt_ext.offline.whole import Standing, standing_of
 from mcore_ckpt_ext.settings import FALLBACK
@@ -30,11 +32,13 @@ class Sight:
         model: the Hugging Face folder to start from; then nothing else matters.
         standing: of the checkpoint that a resume would take, and None where that is not to be judged.
         index: of what is to be loaded, for all ranks; None where each rank reads its own.
+        vocabulary_rows: of what is to be loaded, where the job may have tokens beyond them.
     """
 
     model: Path | None = None
     standing: Standing | None = None
     index: Lent | None = None
+    vocabulary_rows: int | None = None
 
 
 def look_around(arguments: Any, load_arg: str, directory: str | None, *, shares_index: bool) -> Sight:
@@ -59,7 +63,17 @@ def look_around(arguments: Any, load_arg: str, directory: str | None, *, shares_
     if standing is not None and standing.problems and standing.newest_whole is not None:
         index = index_of(directory, standing.newest_whole, arguments) if FALLBACK.chosen(arguments) else None
     keeps = index is not None and (shares_index or is_moved(index, arguments))
-    return Sight(standing=standing, index=index if keeps else None)
+    rows = _vocabulary_rows(folder_named(directory, arguments) if index is None else index.folder, index, arguments)
+    return Sight(standing=standing, index=index if keeps else None, vocabulary_rows=rows)
+
+
+def _vocabulary_rows(folder: Path | None, index: Lent | None, arguments: Any) -> int | None:
+    """See `stored_vocabulary_rows`; what is wrong with the checkpoint is found, and named, by its load."""
+    if folder is None:
+        return None
+    with suppress(CheckpointError, OSError), lent(index):
+        return stored_vocabulary_rows(folder, arguments)
+    return None
 
 
 def trackers_seen(arguments: Any, load_arg: str) -> tuple[bool, ...]:

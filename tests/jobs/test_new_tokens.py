@@ -1,0 +1,102 @@
+"""A vocabulary that has grown: tokens that a checkpoint has no row for, in genuine Megatron-LM.
+
+Stock Megatron stops where it loads the optimizer; where it loads weights alone, it sets the new rows to zero.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from megatron_on_cpu.dump_optimizer import assemble
+
+from tests.harness.checkouts import EITHER
+from tests.harness.jobs import SAVED, Job
+from tests.harness.layouts import Layout
+from tests.harness.models import LLAMA
+from tests.harness.turns import Results, Turn, run_in_turn
+
+ROWS, TOKENS = 128, 200
+GROWN = ["--vocab-size", str(TOKENS), "--make-vocab-size-divisible-by", "128"]
+KEEP = {"MCORE_CKPT_EXT_NEW_TOKENS": "keep"}
+PIPELINE, TENSOR = Layout(1, 2, 2), Layout(2, 1, 2)
+WEIGHTS = [*GROWN, "--no-load-optim"]
+# In the order in which ranks are spread: models are initialized alike under one layout.
+LAYOUTS = {"moved": TENSOR, "same": PIPELINE}
+TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+@pytest.fixture(scope="module", params=EITHER)
+def turns(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Untied embeddings, TP1 x PP2, with 128 rows for 127 tokens; then 200 tokens."""
+    folder = tmp_path_factory.mktemp("tokens")
+    saved = folder / "saved"
+    load = saved / "checkpoints"
+    jobs = [Turn(saved, PIPELINE, saves=True, until=SAVED, more=LLAMA)]
+    untrained = ["--lr", "0", "--min-lr", "0"]
+    for name, layout in LAYOUTS.items():
+        at = {"load": load, "until": SAVED + 1}
+        jobs += [
+            Turn(
+                folder / f"{name}, fresh",
+                layout,
+                saves=True,
+                until=SAVED,
+                more=[*LLAMA, *GROWN, *untrained],
+            ),
+            Turn(folder / f"{name}, refused", layout, more=[*LLAMA, *GROWN], **at),
+            Turn(folder / f"{name}, kept", layout, more=[*LLAMA, *GROWN], environment=KEEP, **at),
+            Turn(folder / f"{name}, weights", layout, more=[*LLAMA, *WEIGHTS], **at),
+            Turn(folder / f"{name}, weights kept", layout, more=[*LLAMA, *WEIGHTS], environment=KEEP, **at),
+            Turn(folder / f"{name}, padding", layout, more=[*LLAMA, "--make-vocab-size-divisible-by", "256"], **at),
+        ]
+    return run_in_turn(folder, jobs, of_checkout=request.param)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_new_tokens_are_refused_and_named(layout: str, turns: Results) -> None:
+    refused = turns[f"{layout}, refused"]
+    assert refused.returncode != 0
+    assert "new are tokens 128 to 199" in refused.output
+    assert "MCORE_CKPT_EXT_NEW_TOKENS=keep" in refused.output
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_they_are_kept_they_are_as_in_a_fresh_model(layout: str, turns: Results) -> None:
+    saved, kept = assemble(turns.job("saved").at_save), assemble(turns.job(f"{layout}, kept").at_load)
+    fresh = assemble(turns.job(f"{layout}, fresh").at_save)
+    for table in TABLES:
+        for kind in ("weight", "fp32_param", "exp_avg", "exp_avg_sq"):
+            name = f"{kind}.{table}"
+            assert torch.equal(kept[name][:ROWS], saved[name][:ROWS])
+            assert not kept[name][TOKENS:].any()
+        assert kept[f"weight.{table}"][ROWS:TOKENS].any(dim=1).all()
+        assert torch.equal(kept[f"weight.{table}"][ROWS:TOKENS], fresh[f"weight.{table}"][ROWS:TOKENS])
+        weight = kept[f"weight.{table}"][ROWS:TOKENS]
+        assert torch.equal(kept[f"fp32_param.{table}"][ROWS:TOKENS], weight.float())
+        assert not kept[f"exp_avg.{table}"][ROWS:].any()
+        assert not kept[f"exp_avg_sq.{table}"][ROWS:].any()
+    (line,) = [one for one in turns.job(f"{layout}, kept").said if "optimizer resumed from" in one]
+    assert "new are tokens 128 to 199: their rows keep the model's own initialization, with moments of zero" in line
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_weights_alone_are_loaded_stock_is_not_silent(layout: str, turns: Results) -> None:
+    plain, kept = turns.job(f"{layout}, weights"), turns.job(f"{layout}, weights kept")
+    assert "no row for tokens 128 to 199: Megatron sets their weights to zero" in plain.output
+    assert "new are tokens 128 to 199" in kept.output
+    for table in TABLES:
+        name = f"weight.{table}"
+        assert not assemble(plain.at_load)[name][ROWS:].any()
+        assert assemble(kept.at_load)[name][ROWS:TOKENS].any(dim=1).all()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padding_may_grow_without_a_word(layout: str, turns: Results) -> None:
+    result = turns[f"{layout}, padding"]
+    assert "new are" not in result.output
+    assert layout == "same" or _is_zero_beyond(turns.job(f"{layout}, padding"))
+
+
+def _is_zero_beyond(job: Job) -> bool:
+    found = assemble(job.at_load)
+    return not any(found[f"{kind}.{table}"][ROWS:].any() for kind in ("weight", "fp32_param") for table in TABLES)
