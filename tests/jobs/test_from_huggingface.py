@@ -9,6 +9,7 @@ logits of all families, of jobs that load the folder itself, are in `test_huggin
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import time
 
@@ -58,6 +59,12 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Results:
              more=[*flags["dense"], "--rotary-base", "5000", "--qk-layernorm"]),
         Turn(root / "diverged", LAYOUTS["dense"], load=root / "diverged-model", until=1, more=flags["dense"]),
     ]  # fmt: skip
+    grown = [*flags["dense"], "--vocab-size", "300"]
+    rows = {"load": root / "dense-model", "until": 1, "more": grown}
+    turns += [
+        Turn(root / "new tokens", LAYOUTS["dense"], **rows),
+        Turn(root / "new tokens kept", LAYOUTS["dense"], environment={"MCORE_CKPT_EXT_NEW_TOKENS": "keep"}, **rows),
+    ]
     return run_in_turn(root, turns)
 
 
@@ -119,3 +126,15 @@ def test_arguments_that_contradict_the_folder_are_named_before_anything_is_built
     assert "rotary_base is 5000, not 10000" in result.output
     assert "number of parameters on" not in result.output
     assert "number of parameters on" in started["dense"].output
+
+
+def test_tokens_that_the_folder_has_no_row_for(started: Results) -> None:
+    assert started["new tokens"].returncode != 0
+    assert "new are tokens " in started["new tokens"].output
+    kept = started.job("new tokens kept")
+    assert "their rows keep the model's own initialization" in kept.output
+    found, rows = assemble(kept.at_load), int(re.search(r"new are tokens (\d+) to 299", kept.output)[1])
+    for table in ("embedding.word_embeddings.weight", "output_layer.weight"):
+        weight = found[f"weight.{table}"]
+        assert weight[rows:300].any(dim=1).all()
+        assert torch.equal(found[f"fp32_param.{table}"], weight.float())
