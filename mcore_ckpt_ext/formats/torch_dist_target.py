@@ -22,6 +22,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.chained_optimizers import ChainedOptimizers
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.portable_state import (
     SHARDING_MARK,
@@ -29,8 +30,6 @@ from mcore_ckpt_ext.formats.portable_state import (
     PortableState,
     distinct_groups,
     known_arguments,
-    portable_chain,
-    undistributed,
 )
 from mcore_ckpt_ext.model_space.anatomy import block_of, leaves_out_state
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, of_experts, parse
@@ -46,9 +45,6 @@ OLDEST = (0, 8)
 CHUNK_BYTES = 128 << 20
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
 _COMPARED = ("num_layers", "hidden_size", "num_attention_heads")
-# Layer-wise optimizers have all up to core_v0.19.0; later a DistributedOptimizer may have what Muon does not step
-# (`_get_megatron_emerging_optimizer`, megatron/core/optimizer/__init__.py).
-MIXED_SINCE = (0, 19)
 _LAST_NORM = re.compile(r"decoder\.final_(layer)?norm\.weight")
 
 
@@ -79,8 +75,7 @@ class TorchDistTarget:
         self._with_arguments = with_arguments
         self._keys = checkpoint.sharded_keys()
         self._state = PortableState.of(checkpoint, known_arguments(checkpoint.arguments), version)
-        self._source_chain = checkpoint.chain() if checkpoint.optimizer_format is not None else []
-        self._is_mixed = any(SHARDING_MARK in child for child in self._source_chain)
+        self._chain = ChainedOptimizers(checkpoint, version, experts_apart=experts_apart)
         self._random_states = dict(self._random_state_objects())
 
     @property
@@ -108,24 +103,13 @@ class TorchDistTarget:
         small.append(replace(_small_file("metadata.json", self._config()), last=True))
         afresh = "the state of the random generators is not carried: they start anew on resuming"
         notes = [*self._state.notes, *(() if self._random_states else (afresh,))]
-        return Output([*files, *small], records, (*notes, *self._about_the_mixture(), *self._about_the_arguments()))
+        return Output([*files, *small], records, (*notes, *self._chain.notes(), *self._about_the_arguments()))
 
     def _about_the_arguments(self) -> Iterator[str]:
         """What stock Megatron compares with its own arguments (`check_checkpoint_args`, 0.7 to 0.19), and will miss."""
         missing = [name for name in _COMPARED if not self._checkpoint.arguments.is_known(name)]
         if missing and self._with_arguments and not self._checkpoint.released:
             yield f"nothing tells {' and '.join(missing)} of the job, which stock Megatron asks a checkpoint for"
-
-    def _about_the_mixture(self) -> Iterator[str]:
-        """Which jobs load a chain of layer-wise and distributed optimizers."""
-        if self._is_mixed and self._version < MIXED_SINCE:
-            yield "all of the optimizer is written as a layer-wise one has it: that version has no other beside it"
-        elif self._is_mixed:
-            yield (
-                "a part of the optimizer is written for a DistributedOptimizer of its own, as it was: core_v0.19.1 and "
-                "later have one beside a layer-wise optimizer, where the model is built by a function; other jobs "
-                "resume it with this package only"
-            )
 
     def _config(self) -> bytes:
         """`CheckpointingConfig` (megatron/core/dist_checkpointing/core.py); without common backend since 0.19."""
@@ -142,17 +126,12 @@ class TorchDistTarget:
         optimizer = source.optimizer
         for kind in optimizer.carried_kinds:
             for distributed in (True, False):
-                names = [name for name in optimizer.names(kind) if self._is_distributed(name) == distributed]
+                names = [name for name in optimizer.names(kind) if self._chain.is_distributed(name) == distributed]
                 if kind == FP32_PARAM and not distributed:
                     names = [name for name in names if self._checkpoint.named_tensor(WEIGHT, name).dtype != "float32"]
                 gathered = kind == FP32_PARAM and distributed and self._version >= (0, 15)
                 state = "param" if gathered else kind
                 yield from self._arrays_of(kind, names, f"optimizer.state.{state}.", distributed)
-
-    def _is_distributed(self, name: str) -> bool:
-        if not self._source_chain:
-            return True
-        return self._version >= MIXED_SINCE and self._checkpoint.optimizer.is_distributed(name)
 
     def _arrays_of(self, kind: str, names: Sequence[str], prefix: str, distributed: bool = False) -> Iterator[Array]:
         """The arrays of one kind: tensors with the same key, stacked; `distributed`: of a DistributedOptimizer."""
@@ -238,7 +217,7 @@ class TorchDistTarget:
         content: dict[str, Any] = {}
         if source.optimizer_format is not None:
             encoding = FULLY_RESHARDABLE if self._version >= (0, 15) else MODEL_SPACE
-            children = self._chain(encoding) or self._distributed(encoding)
+            children = self._chain.entries(encoding) or self._distributed(encoding)
             common["optimizer"] = dict(enumerate(children)) if len(children) > 1 else children[0]
             if any(SHARDING_MARK in child for child in children):
                 content["distrib_optim_sharding_type"] = encoding
@@ -255,13 +234,6 @@ class TorchDistTarget:
         if not self._with_arguments:
             common[WRITTEN_FOR] = getattr(common.pop("args"), WRITTEN_FOR)
         return common
-
-    def _chain(self, encoding: str) -> list[dict[str, Any]]:
-        """The entry of each chained optimizer, where not all are distributed."""
-        children = portable_chain(self._source_chain, self._experts_apart)
-        if self._version < MIXED_SINCE:
-            return undistributed(children)
-        return [{**child, SHARDING_MARK: encoding} if SHARDING_MARK in child else child for child in children]
 
     def _distributed(self, encoding: str) -> list[dict[str, Any]]:
         """The entry of each distributed optimizer: the dense parameters', then the experts'."""

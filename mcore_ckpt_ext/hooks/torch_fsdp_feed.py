@@ -36,8 +36,8 @@ from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.admission import check_names, spelling_in
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here
+from mcore_ckpt_ext.online.homes.inner_optimizers import kept_by
 from mcore_ckpt_ext.online.homes.recognition import Chain
-from mcore_ckpt_ext.online.homes.undistributed import kept_by
 
 # `check_checkpoint_args` compares these, which are those of the one layout that such a job has.
 _OF_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size")

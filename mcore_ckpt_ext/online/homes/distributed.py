@@ -17,6 +17,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
 from mcore_ckpt_ext.online.homes.home import LiveShard
+from mcore_ckpt_ext.online.homes.inner_optimizers import kept_by
 from mcore_ckpt_ext.online.homes.plain import PlainHome, described
 from mcore_ckpt_ext.online.live_model import LiveParameter
 from mcore_ckpt_ext.optimizers.groups import BOUNDS
@@ -66,8 +67,14 @@ class DistributedHome(PlainHome):
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        """Both moments of Adam, one of Lion (`optimizer_state_keys`, since core_v0.19.0; before it Adam only)."""
-        return tuple(getattr(self._optimizer, "optimizer_state_keys", (EXP_AVG, EXP_AVG_SQ)))
+        """Both moments of Adam, one of Lion: what the optimizer inside keeps, whatever the job's is called.
+
+        Beside a layer-wise Lion or SOAP, Adam steps the rest, and `optimizer_state_keys` (core_v0.19.0 to 0.19.2 and
+        the development head of August 2026) answers for the job's optimizer instead.
+        """
+        return kept_by(self._optimizer.optimizer) or tuple(
+            getattr(self._optimizer, "optimizer_state_keys", (EXP_AVG, EXP_AVG_SQ))
+        )
 
     @override
     def _stepped(self, shard: LiveShard) -> torch.Tensor:

@@ -13,10 +13,11 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.proof import half_precision
 from mcore_ckpt_ext.online.homes.distributed import DistributedHome
 from mcore_ckpt_ext.online.homes.home import Home
+from mcore_ckpt_ext.online.homes.inner_optimizers import is_sgd, kept_by
 from mcore_ckpt_ext.online.homes.layer_wise import LayerWiseHome
 from mcore_ckpt_ext.online.homes.offloaded import OffloadedHome
 from mcore_ckpt_ext.online.homes.precision_aware import PrecisionAwareHome, keeps_halves
-from mcore_ckpt_ext.online.homes.undistributed import UndistributedHome, is_sgd, kept_by
+from mcore_ckpt_ext.online.homes.undistributed import UndistributedHome
 
 # megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2.
 _UNDISTRIBUTED = ("Float16OptimizerWithFloat16Params", "FP32Optimizer")

@@ -1,0 +1,124 @@
+"""The chain of optimizers that a torch_dist checkpoint is written for, where not all of it is distributed.
+
+Which optimizer of a job with `--optimizer muon --use-distributed-optimizer` holds what Muon does not step depends on
+the release: up to core_v0.19.0 the LayerWiseDistributedOptimizer has all; since core_v0.19.1 a DistributedOptimizer of
+its own may have it, where the model is built by a function; on the development head of August 2026 it always has it,
+unless `--no-use-layer-wise-param-layout` is given (`_get_megatron_emerging_optimizer`,
+megatron/core/optimizer/__init__.py; `setup_model_and_optimizer`, megatron/training/training.py). Stock loads only the
+split that its own job has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.portable_state import (
+    SHARDING_MARK,
+    has_experts,
+    inner_state,
+    portable_chain,
+    undistributed,
+)
+from mcore_ckpt_ext.optimizers.description import MOMENTUM
+from mcore_ckpt_ext.optimizers.groups import MOMENTUM as BY_MOMENTUM
+from mcore_ckpt_ext.optimizers.groups import rule_of
+
+_SPLIT_POSSIBLE_SINCE = (0, 19)
+_SPLIT_BY_DEFAULT_SINCE = (0, 20)
+
+
+class ChainedOptimizers:
+    """The chained optimizers of a checkpoint as one release stores them."""
+
+    def __init__(self, checkpoint: Checkpoint, version: tuple[int, int], *, experts_apart: bool) -> None:
+        """Choose the split.
+
+        Args:
+            checkpoint: the source.
+            version: the release that will read what is written.
+            experts_apart: whether experts have an optimizer of their own there.
+        """
+        self._checkpoint = checkpoint
+        self._version = version
+        self._experts_apart = experts_apart
+        self._source = checkpoint.chain() if checkpoint.optimizer_format is not None else []
+        self._was_split = any(SHARDING_MARK in child for child in self._source)
+        self._is_resplit = not self._was_split and self._splits_by_default()
+        self._stepped_by_muon = frozenset(checkpoint.optimizer.names(MOMENTUM)) if self._is_resplit else frozenset()
+
+    def is_distributed(self, name: str) -> bool:
+        """Whether a DistributedOptimizer has the state of a parameter."""
+        if not self._source:
+            return True
+        if self._is_resplit:
+            return name not in self._stepped_by_muon
+        return self._version >= _SPLIT_POSSIBLE_SINCE and self._checkpoint.optimizer.is_distributed(name)
+
+    def entries(self, encoding: str) -> list[dict[str, Any]]:
+        """The entry of each optimizer in the common state, distributed ones marked; empty where all are distributed."""
+        children = portable_chain(self._source, self._experts_apart)
+        if self._is_resplit:
+            by_muon = [child for child in children if _is_muons(child)]
+            return [*by_muon, *(_distributed(child, encoding) for child in children if not _is_muons(child))]
+        if self._version < _SPLIT_POSSIBLE_SINCE:
+            return undistributed(children)
+        return [{**child, SHARDING_MARK: encoding} if SHARDING_MARK in child else child for child in children]
+
+    def notes(self) -> Iterator[str]:
+        """Which jobs load the split that is written, where that is not obvious."""
+        if self._is_resplit:
+            yield (
+                "what Muon does not step is written for a DistributedOptimizer of its own, as that version has it; a "
+                "job with --no-use-layer-wise-param-layout resumes it with this package only"
+            )
+        elif self._was_split and self._version < _SPLIT_POSSIBLE_SINCE:
+            yield "all of the optimizer is written as a layer-wise one has it: that version has no other beside it"
+        elif self._was_split and self._version < _SPLIT_BY_DEFAULT_SINCE:
+            yield (
+                "a part of the optimizer is written for a DistributedOptimizer of its own, as it was: core_v0.19.1 and "
+                "later have one beside a layer-wise optimizer, where the model is built by a function; other jobs "
+                "resume it with this package only"
+            )
+
+    def _splits_by_default(self) -> bool:
+        """Whether a job of that release, with the arguments of the source, keeps Adam's or Lion's part elsewhere.
+
+        Experts that Muon does not step make such a job impossible, so theirs has `--no-use-layer-wise-param-layout`.
+        Chains of Lion or SOAP with Adam stay whole: the head's DistributedOptimizer drops Adam's second moment beside
+        them (`optimizer_state_keys`, distrib_optimizer.py), so no file lets stock resume them.
+        """
+        arguments = self._checkpoint.arguments
+        others = [child for child in self._source if not _is_muons(child)]
+        return (
+            self._version >= _SPLIT_BY_DEFAULT_SINCE
+            and _is_layer_wise(arguments)
+            and arguments.stated.get("use_layer_wise_param_layout") is not False
+            and 0 < len(others) < len(self._source)
+            and not has_experts(others)
+        )
+
+
+def _is_layer_wise(arguments: JobArguments) -> bool:
+    """Whether a job shares whole parameters out between its data-parallel ranks.
+
+    `use_layer_wise_distributed_optimizer` since core_v0.17; before it, the optimizer's name alone
+    (megatron/training/arguments.py).
+    """
+    named = str(arguments.stated.get("optimizer") or "")
+    return bool(arguments.stated.get("use_layer_wise_distributed_optimizer")) or named.startswith("dist_")
+
+
+def _is_muons(child: Mapping[str, Any]) -> bool:
+    return any(rule_of(group) == BY_MOMENTUM for group in inner_state(child)["param_groups"])
+
+
+def _distributed(child: Mapping[str, Any], encoding: str) -> dict[str, Any]:
+    """The entry of a DistributedOptimizer in place of that of an optimizer of whole parameters."""
+    inner = inner_state(child)
+    step = (inner.get("state") or {}).get("common_step")
+    groups = [group if step is None else {"step": step, **group} for group in inner["param_groups"]]
+    kept = {key: child[key] for key in ("grad_scaler",) if key in child}
+    return {"optimizer": {"param_groups": groups}, **kept, SHARDING_MARK: encoding}

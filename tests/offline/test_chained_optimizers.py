@@ -1,0 +1,58 @@
+"""Which optimizer of a chain a conversion writes each parameter for, by release: real checkpoints of Muon."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt_ext import TorchDist, convert, open_checkpoint
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.chained_optimizers import ChainedOptimizers
+from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK
+from tests.harness.checkpoints import everything_in, fixture_named
+from tests.harness.jobs import differing
+
+
+@pytest.mark.parametrize(
+    ("fixture", "release", "distributed"),
+    [
+        # A layer-wise optimizer; the development head gives what Muon does not step to a DistributedOptimizer.
+        ("p44", "0.20.0", True),
+        ("p44", "0.19.2", False),
+        ("p44", "0.16.1", False),
+        # Nothing is distributed in this job, in any release.
+        ("p43", "0.20.0", False),
+    ],
+)
+def test_what_muon_does_not_step_is_written_as_the_release_keeps_it(
+    fixture: str, release: str, distributed: bool, tmp_path: Path
+) -> None:
+    source = fixture_named(fixture)
+    report = convert(source.run, tmp_path / "out", TorchDist(megatron_version=release))
+    written = open_checkpoint(tmp_path / "out")
+    by_muon, by_adam = written.names("momentum_buffer"), written.names("exp_avg_sq")
+    assert by_muon and by_adam
+    assert not any(written.optimizer.is_distributed(name) for name in by_muon)
+    assert {written.optimizer.is_distributed(name) for name in by_adam} == {distributed}
+    # Stock takes the entries by position: the layer-wise optimizer comes first.
+    assert [SHARDING_MARK in child for child in written.chain()] == [False, distributed]
+    assert any("a DistributedOptimizer of its own" in note for note in report.notes) == distributed
+    assert differing(source.truth, everything_in(written)) == []
+
+
+def test_a_job_without_the_layout_keeps_its_optimizer_whole() -> None:
+    """`--no-use-layer-wise-param-layout` in the source's arguments."""
+    source = open_checkpoint(fixture_named("p44").run)
+    for layout, split in ((True, [False, True]), (False, [False, False])):
+        arguments = source.arguments.changed(use_layer_wise_param_layout=layout)
+        chain = ChainedOptimizers(_with(source, arguments), (0, 20), experts_apart=False)
+        assert [SHARDING_MARK in child for child in chain.entries("fully_reshardable")] == split
+
+
+def _with(source: Checkpoint, arguments: JobArguments) -> Checkpoint:
+    changed = copy.copy(source)
+    changed.arguments = arguments
+    return changed
