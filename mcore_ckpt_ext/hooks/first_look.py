@@ -22,8 +22,9 @@ from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
 from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.hooks.stock_groups import forgets_rates, has_the_same_groups, loses_its_groups
-from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
+from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.sidecar import orders_of
+from mcore_ckpt_ext.megatron.random_states import are_lacking, are_too_few, may_differ
 from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
 from mcore_ckpt_ext.online.agreement import agreed, attempt, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import (
@@ -53,7 +54,7 @@ class Look:
         stock_loads: Megatron itself loads the optimizer, correctly.
         is_fed: the weights must be fed to it (see `legacy_feed`).
         is_moved: the parallel layout is another one.
-        has_too_few_random_states: not one for each data-parallel rank, of which each asks for its own.
+        lacks_random_states: stock Megatron requests random states that are not stored.
     """
 
     folder: Path
@@ -61,7 +62,7 @@ class Look:
     stock_loads: bool
     is_fed: bool = False
     is_moved: bool = False
-    has_too_few_random_states: bool = False
+    lacks_random_states: bool = False
 
     @property
     def may_be_shifted(self) -> bool:
@@ -128,8 +129,7 @@ def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) 
     chain, running = Chain.of(call["optimizer"]), JobArguments.of(vars(arguments))
     is_switched = bool(_switched(folder, written, call, arguments)) or forgets_rates(written, chain, arguments)
     stock_loads = not changes_of(folder, arguments) and not is_switched and _has_own_files(folder, chain, arguments)
-    too_few = _has_too_few_random_states(written, running)
-    return Look(folder, None, stock_loads, is_fed=True, has_too_few_random_states=too_few)
+    return Look(folder, None, stock_loads, is_fed=True, lacks_random_states=are_too_few(written, running))
 
 
 def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
@@ -159,9 +159,19 @@ def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], direc
         return None
     # A look that reads more comes last: of what is not left to stock it tells nothing.
     stock_loads = look.stock_loads and not loses_its_groups(folder, chain)
-    return replace(
-        look, stock_loads=stock_loads, has_too_few_random_states=_has_too_few_random_states(written, running)
-    )
+    lacking = are_too_few(written, running) or lacks_random_states(folder, arguments, written)
+    return replace(look, stock_loads=stock_loads, lacks_random_states=lacking)
+
+
+def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | None = None) -> bool:
+    """Whether a torch_dist checkpoint was saved with another grid of random states; seen by the first rank alone."""
+    if not may_differ(arguments) or not is_first_rank():
+        return False
+    checkpoint = open_checkpoint(folder)
+    if not isinstance(checkpoint, TorchDistCheckpoint):
+        return False
+    stated = (written or checkpoint.arguments).stated
+    return are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), stated)
 
 
 def _look_at_optimizer(
@@ -271,18 +281,6 @@ def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], argu
         return isinstance(checkpoint, TorchDistCheckpoint) and has_remainders(checkpoint.index)
 
     return switched(call["optimizer"], written, kind_named(vars(arguments)), stored_remainders)
-
-
-def _has_too_few_random_states(written: JobArguments, running: JobArguments) -> bool:
-    """Whether some data-parallel rank finds no random state of its own, where each has one: stock ends by IndexError.
-
-    Source: `get_rng_state` and `load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
-    """
-    flag = "data_parallel_random_init"
-    stored, wanted = (
-        ParallelLayout.from_arguments(job).data if job.stated.get(flag) else 1 for job in (written, running)
-    )
-    return wanted > stored
 
 
 def _names(optimizer_format: str | None) -> list[str]:

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.attended import attended
 from mcore_ckpt_ext.hooks.fast_load import reading_fast
-from mcore_ckpt_ext.hooks.first_look import Look, first_look, refuse_another_kind
+from mcore_ckpt_ext.hooks.first_look import Look, first_look, lacks_random_states, refuse_another_kind
 from mcore_ckpt_ext.hooks.from_huggingface import start_from
 from mcore_ckpt_ext.hooks.fsdp_feed import is_of_fsdp, load_into_fsdp
 from mcore_ckpt_ext.hooks.legacy_feed import fed, load_weights_alone
@@ -40,15 +40,17 @@ from mcore_ckpt_ext.hooks.resuming import (
     taking_what_is_whole,
     trackers_seen,
 )
-from mcore_ckpt_ext.hooks.run_folder import run_folder
+from mcore_ckpt_ext.hooks.run_folder import folder_named, run_folder
 from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.hooks.torch_fsdp_feed import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
 from mcore_ckpt_ext.layout.proof import Proof
+from mcore_ckpt_ext.megatron.random_states import may_differ, requested_grid
 from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import Chain
 from mcore_ckpt_ext.optimizer_reshard import prepare
 from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, SETTINGS, STOCK, VERIFY_ALL
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
 
 Function = Callable[..., Any]
 _ANEW = "random state starts anew"
@@ -133,7 +135,7 @@ class _Load:
             refuse_another_kind(scope, self._given, directory)
             return self._by_stock(), None
         with self._initialization_kept(self._new_tokens):
-            return load_weights_alone(scope, directory, chunks, self._by_stock), None
+            return self._weights_alone(), None
 
     def _accept_new_tokens(self, tokens: range) -> None:
         """Go on with tokens that the checkpoint has no row for, where the user accepts them, or stock is silent.
@@ -173,14 +175,38 @@ class _Load:
     def _left_to_stock(self, look: Look) -> Any:
         """The load of an optimizer that stock finds its way with; read by this package where the layout changed."""
         by_us = LOAD.chosen(self._arguments) == AUTO and look.is_moved
-        without = rebound(vars(self._arguments), no_load_rng=True) if look.has_too_few_random_states else nullcontext()
-        with without, reading_fast(read_once=READ_ONCE.chosen(self._arguments)) if by_us else nullcontext():
+        with (
+            self._without_random_states(look.lacks_random_states),
+            reading_fast(read_once=READ_ONCE.chosen(self._arguments)) if by_us else nullcontext(),
+        ):
             result = self._by_stock()
-        if look.has_too_few_random_states and not self._arguments.no_load_rng:
-            announce(f"{_ANEW}: each data-parallel rank has its own, and there are more of them than were saved")
         if look.may_be_shifted:
             repair_shifted(look.folder, self._chunks, self._optimizer, self._arguments)
         return result
+
+    @contextmanager
+    def _without_random_states(self, lacking: bool) -> Iterator[None]:
+        """The scope of a load by stock, without the random states where it would request some that are not stored."""
+        if not lacking or self._arguments.no_load_rng:
+            yield
+            return
+        with rebound(vars(self._arguments), no_load_rng=True):
+            yield
+        announce(f"{_ANEW}: the checkpoint lacks some of those that this job requests")
+
+    def _weights_alone(self) -> Any:
+        """A load that leaves the optimizer out."""
+        arguments = self._arguments
+        folder = folder_named(self._directory, arguments)
+
+        def lacks() -> bool:
+            if folder is None or arguments.finetune or not (folder / METADATA_FILE).is_file():
+                return False
+            return folder.name != "release" and lacks_random_states(folder, arguments)
+
+        lacking = agreed("looking at the random states", lacks)[0] if may_differ(arguments) else False
+        with self._without_random_states(lacking):
+            return load_weights_alone(self._scope, self._directory, self._chunks, self._by_stock)
 
     def _resumed(self, look: Look) -> tuple[Any, Proof]:
         """Weights by Megatron, whoever reads them; the optimizer by this package, planned before and filled after."""
@@ -206,7 +232,8 @@ class _Load:
             )
         new = new_tokens(prepared.checkpoint.vocabulary_rows, arguments)
         self._accept_new_tokens(new)
-        fresh = prepared.random_state_grid != _random_state_grid(arguments) or look.has_too_few_random_states
+        grid = requested_grid(arguments, megatron_version())
+        fresh = prepared.random_state_grid != grid or look.lacks_random_states
         feed = fed(self._scope, look.folder, self._chunks) if look.is_fed else nullcontext()
         less = {"no_load_optim": True, "no_load_rng": fresh or arguments.no_load_rng, **_strictness(arguments)}
         fed_or_stock = look.is_fed or LOAD.chosen(arguments) == STOCK
@@ -299,14 +326,3 @@ def _strictness(arguments: Any) -> dict[str, str]:
     """
     strict = "dist_ckpt_strictness"
     return {strict: "raise_unexpected"} if getattr(arguments, strict, None) == "raise_all" else {}
-
-
-def _random_state_grid(arguments: Any) -> tuple[int, ...]:
-    """The grid of random states that this Megatron asks for (`get_rng_state`, megatron/training/checkpointing.py).
-
-    Since 0.14, stock ignores what was stored under another grid; before that, it ends the job.
-    """
-    grid = (arguments.pipeline_model_parallel_size, arguments.tensor_model_parallel_size)
-    if megatron_version() == (0, 16) and arguments.expert_model_parallel_size > 1:
-        return (*grid, arguments.data_parallel_size * arguments.context_parallel_size)
-    return grid

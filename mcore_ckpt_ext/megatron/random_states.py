@@ -1,0 +1,61 @@
+"""Which random states a Megatron job requests, and whether a checkpoint has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+
+_FOR_EACH_RANK = "data_parallel_random_init"
+
+
+def requested_grid(arguments: Any, version: tuple[int, int]) -> tuple[int, ...]:
+    """The grid of random states that a Megatron requests: pipeline, tensor, and in 0.16 data-parallel rank.
+
+    Source: `get_rng_state`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2 and the development head of
+    August 2026. The third axis is in core_v0.16.0 and 0.16.1, with more than one expert-parallel rank.
+    """
+    grid = (arguments.pipeline_model_parallel_size, arguments.tensor_model_parallel_size)
+    if version == (0, 16) and arguments.expert_model_parallel_size > 1:
+        return (*grid, arguments.data_parallel_size * arguments.context_parallel_size)
+    return grid
+
+
+def may_differ(arguments: Any) -> bool:
+    """Whether the stored grid may be another one although the sizes of pipeline and tensor parallelism are the same.
+
+    Only models with experts have had a third axis, so that no other load has to open an index for it.
+    """
+    return bool(getattr(arguments, "num_experts", None)) and not arguments.no_load_rng
+
+
+def are_lacking(
+    stored: tuple[int, ...] | None, arguments: Any, version: tuple[int, int], written: Mapping[str, Any]
+) -> bool:
+    """Whether stock Megatron requests a random state that the checkpoint lacks, and ends by that.
+
+    Since core_v0.14 it requests none where pipeline or tensor parallelism has changed; otherwise the load ends with
+    "Missing key in checkpoint state_dict: rng_state/shard_...".
+
+    Args:
+        stored: the grid in the checkpoint; None where it has no random states, as its arguments then say.
+        arguments: Megatron's.
+        version: of the running megatron-core.
+        written: the arguments of the job that saved, by name.
+    """
+    requested = requested_grid(arguments, version)
+    is_requested = version < (0, 14) or stored is None or stored[:2] == requested[:2]
+    return is_requested and not written.get("no_save_rng") and stored != requested
+
+
+def are_too_few(written: JobArguments, running: JobArguments) -> bool:
+    """Whether some data-parallel rank has no random state of its own, where each has one: stock ends by IndexError.
+
+    Source: `get_rng_state` and `load_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2.
+    """
+    stored, wanted = (
+        ParallelLayout.from_arguments(job).data if job.stated.get(_FOR_EACH_RANK) else 1 for job in (written, running)
+    )
+    return wanted > stored
