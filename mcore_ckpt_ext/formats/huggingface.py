@@ -281,6 +281,11 @@ class HuggingFaceCheckpoint(WeightsAlone):
             )
         else:
             found.append(f"train it with: {flags}")
+        if self.arguments.layernorm_epsilon == 0:
+            found.append(
+                "the epsilon of its norms is 0: a row of zeros becomes NaN; models that are published have 1e-5 or "
+                "1e-6, so see that config.json is right"
+            )
         found += self.unlike_most()
         if self.model.position_embedding_type == "yarn":
             found.append("--position-embedding-type yarn is of Megatron 0.19 and later")

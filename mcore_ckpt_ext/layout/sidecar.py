@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from mcore_ckpt_ext.layout.digest import read, written
-from mcore_ckpt_ext.storage.budget import Budget, check_keys
+from mcore_ckpt_ext.storage.budget import Budget, check_keys, whole_number
 from mcore_ckpt_ext.storage.json_text import parsed
 
 FILE_NAME = "mcore_ckpt_ext.json"
@@ -145,8 +145,8 @@ class Sidecar:
             return cls(
                 written_by=str(data["written_by"]),
                 megatron=str(data["megatron"]),
-                iteration=int(data["iteration"]),
-                layout={str(name): int(size) for name, size in data["layout"].items()},
+                iteration=whole_number(data["iteration"], "iteration"),
+                layout={str(name): whole_number(size, "layout") for name, size in data["layout"].items()},
                 groups=groups,
                 saved=_save_record(data.get("saved")),
                 digests=tuple(_digests(group) for group in data.get("digests", ())),
@@ -186,7 +186,7 @@ def _save_record(data: Mapping[str, Any] | None) -> SaveRecord | None:
         return None
     return SaveRecord(
         asynchronous=bool(data["asynchronous"]),
-        bytes=int(data["bytes"]),
+        bytes=whole_number(data["bytes"], "bytes"),
         seconds_stalled=float(data["seconds_stalled"]),
         seconds_in_background=float(data["seconds_in_background"]),
     )
@@ -197,22 +197,24 @@ def _digests(data: Mapping[str, Any]) -> RecordedDigests:
         str(name): {str(kind): written(read(digest)) for kind, digest in kinds.items()}
         for name, kinds in data["parameters"].items()
     }
-    return RecordedDigests(int(data["child"]), int(data["index"]), parameters)
+    return RecordedDigests(whole_number(data["child"], "child"), whole_number(data["index"], "index"), parameters)
 
 
 def _group(data: Mapping[str, Any]) -> RecordedGroup:
     return RecordedGroup(
-        child=int(data["child"]),
-        indices=tuple(int(index) for index in data["indices"]),
+        child=whole_number(data["child"], "child"),
+        indices=tuple(whole_number(index, "indices") for index in data["indices"]),
         buckets=tuple(
             RecordedBucket(
-                buffer=int(bucket["buffer"]),
+                buffer=whole_number(bucket["buffer"], "buffer"),
                 dtypes=str(bucket["dtypes"]),
-                bucket=int(bucket["bucket"]),
-                numel=int(bucket["numel"]),
-                numel_unpadded=int(bucket["numel_unpadded"]),
+                bucket=whole_number(bucket["bucket"], "bucket"),
+                numel=whole_number(bucket["numel"], "numel"),
+                numel_unpadded=whole_number(bucket["numel_unpadded"], "numel_unpadded"),
                 parameters=tuple(
-                    RecordedParameter(str(item["name"]), int(item["start"]), int(item["stop"]))
+                    RecordedParameter(
+                        str(item["name"]), whole_number(item["start"], "start"), whole_number(item["stop"], "stop")
+                    )
                     for item in bucket["parameters"]
                 ),
             )

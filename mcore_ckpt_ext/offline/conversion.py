@@ -10,11 +10,10 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import DestinationError, ProofError, UnreadableCheckpointError, interpreting
+from mcore_ckpt_ext.errors import DestinationError, ProofError, interpreting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
@@ -31,13 +30,13 @@ from mcore_ckpt_ext.offline.filling import Filler
 from mcore_ckpt_ext.offline.group_settings import check_group_of_each, check_settings
 from mcore_ckpt_ext.offline.laying_out import LaidOut, lay_out
 from mcore_ckpt_ext.offline.opening import open_source
+from mcore_ckpt_ext.offline.source_state import check_unchanged, state_before, state_of
 from mcore_ckpt_ext.offline.team import Alone, Team
 from mcore_ckpt_ext.optimizers import copies as left_by_offload
 from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.planning.output import Output
 from mcore_ckpt_ext.storage.file_digests import compare_digests, with_digests
-from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote
-from mcore_ckpt_ext.storage.runs import iteration_folder
+from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.targets import HuggingFace, Target
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 from mcore_ckpt_ext.writing import BLOCK_BYTES
@@ -139,11 +138,11 @@ def convert(
     begun = time.monotonic()
     team = team or Alone()
     of_family = family_named(family) if family else None
-    seen = _seen_before(as_path(source))
+    seen = state_before(as_path(source))
     checkpoint = open_source(source, target, of_family, facts, weights, merge)
     read = checkpoint.sources if isinstance(checkpoint, MergedCheckpoint) else [checkpoint]
     folders = [*(one.folder for one in read), *([as_path(weights)] if weights is not None else [])]
-    before = [seen[folder] if folder in seen else _state_of(folder) for folder in folders]
+    before = [seen[folder] if folder in seen else state_of(folder) for folder in folders]
     with interpreting(checkpoint.folder):
         unread = settle(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
@@ -170,14 +169,16 @@ def convert(
     if not dry_run:
         with interpreting(checkpoint.folder):
             differing = _differing_copies(checkpoint, laid_out.reads_optimizer, team)
-        identity = ([*map(str, folders)], before, target, family, accept_lost, sorted(drop), facts)
+        # Inodes and devices are not the same on all machines that share the work, nor after a restart.
+        states = [[entry[:3] for entry in state] for state in before]
+        identity = ([*map(str, folders)], states, target, family, accept_lost, sorted(drop), facts)
         fingerprint = _fingerprint(identity, output)
         make = RemoteOutput if is_remote(place.path) else LocalOutput
         written = make(place, fingerprint, team, workers, block_bytes)
 
         def unchanged() -> None:
             for folder, state in zip(folders, before, strict=True):
-                _check_unchanged(folder, state)
+                check_unchanged(folder, state)
 
         def readable() -> None:
             _check_readable(written.folder, checkpoint, laid_out)
@@ -276,50 +277,6 @@ def _check_digests(checkpoint: Checkpoint, team: Team) -> None:
             check_digests(buffers, str(checkpoint.folder), (team.rank, team.size))
 
     team.all(own)
-
-
-_State = list[tuple[str, int, int | str]]
-# By which stores of fsspec tell one content of a file from another; not what changes when it is read.
-_MARKS = (
-    "ETag", "etag", "generation", "md5Hash", "crc32c", "VersionId", "LastModified", "last_modified", "updated", "mtime",
-    "created",
-)  # fmt: skip
-
-
-def _seen_before(source: Path) -> dict[Path, _State]:
-    """The state of the folder that a source will be found to be, before anything of it is read."""
-    with suppress(Exception):  # opening tells what is wrong, and a store may have errors of its own
-        folder = iteration_folder(source)
-        return {folder: _state_of(folder)}
-    return {}
-
-
-def _state_of(folder: Path) -> _State:
-    """Of every file below a folder its name, its size, and what changes with its content: when it was written, or of a
-    store its own mark of it.
-    """
-    if is_remote(folder):
-        store = file_system(folder)
-        store.invalidate_cache()  # what it remembers of others' writing is old
-        entries = sorted(store.find(str(folder.path), detail=True).items())  # type: ignore[attr-defined]  # remote
-        marks = (
-            (name, about, [about[mark] for mark in _MARKS if about.get(mark) is not None]) for name, about in entries
-        )
-        return [(name, int(about.get("size") or 0), repr(found)) for name, about, found in marks]
-    found: _State = []
-    for path in sorted(folder.rglob("*")):
-        status = path.stat() if path.exists() else path.lstat()  # a link to nowhere is no reason to stop
-        found.append((str(path.relative_to(folder)), status.st_size, status.st_mtime_ns))
-    return found
-
-
-def _check_unchanged(folder: Path, before: _State) -> None:
-    if _state_of(folder) != before:
-        raise UnreadableCheckpointError(
-            "the source changed while it was read; nothing was published",
-            where=str(folder),
-            helps="convert a checkpoint that no job is writing",
-        )
 
 
 def _check_readable(folder: Path, source: Checkpoint, laid_out: LaidOut) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from mcore_ckpt_ext.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_ST
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.offline.companion_notes import companion_notes
 from mcore_ckpt_ext.planning.output import Output, OutputFile
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.storage.runs import RELEASE, TRACKER_FILE, iteration_name
@@ -205,7 +206,8 @@ def _hugging_face(checkpoint: Checkpoint, target: HuggingFace, family: Family | 
         written = open_checkpoint(folder, family=layout.fit.family, transformer_impl=spec)
         return text_beside(with_images(written)) if layout.sees else written
 
-    taken = [name for name in {**checkpoint.companions(), **tokenizer} if name not in (CONFIG, GENERATION_CONFIG)]
+    small = {**checkpoint.companions(), **tokenizer}
+    taken = {name: content for name, content in small.items() if name not in (CONFIG, GENERATION_CONFIG)}
     output = _noting(layout.output(), [*merged, *companion_notes(taken, checkpoint)])
     return LaidOut(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)
 
@@ -246,13 +248,6 @@ def _with_companions(output: Output, checkpoint: Checkpoint) -> Output:
     small = [_file(f"{TOKENIZER_FOLDER}/{name}", content) for name, content in checkpoint.companions().items()]
     notes = companion_notes(checkpoint.companions(), checkpoint)
     return replace(output, files=[*small, *output.files], notes=(*output.notes, *notes))
-
-
-def companion_notes(taken: Iterable[str], checkpoint: Checkpoint) -> list[str]:
-    """Which small files are copied along with a checkpoint, and which are not."""
-    refused = refused_companions(checkpoint.folder, checkpoint.companions_below)
-    found = [f"copied along with the weights: {', '.join(taken)}"] if taken else []
-    return found + [f"not copied: {name}: {why}" for name, why in refused.items()]
 
 
 def _below(output: Output, folder: str) -> Output:

@@ -18,6 +18,7 @@ from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version, is_of_group
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece, FlatState, GroupKey, kind_of_array
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers, flat_optimizer
+from mcore_ckpt_ext.storage.budget import whole_number
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 
 DP_RESHARDABLE = "dp_reshardable"
@@ -53,7 +54,7 @@ def bucket_state(keys: StoredKeys) -> FlatState:
 def _numel(per_buffer: Any, key: BucketKey) -> int:
     """Elements of a bucket without its end padding: a list over buffers of {dtypes: [elements of each bucket]}."""
     sizes = {str(dtypes): numels for dtypes, numels in per_buffer[key.buffer].items()}
-    return int(sizes[key.dtypes][key.bucket])
+    return whole_number(sizes[key.dtypes][key.bucket], "the size of a bucket")
 
 
 def _flat(array: StoredArray, numel: int) -> FlatArray:

@@ -25,7 +25,7 @@ from mcore_ckpt_ext.errors import (
 )
 from mcore_ckpt_ext.planning.extents import ArchivedRecord
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, elements_of
+from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, elements_of, whole_number
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.collector import collector_paused
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredArray, StoredObject
@@ -270,9 +270,10 @@ def _index(metadata: Any) -> DcpIndex:
             info = places[key, None]
             if type(info.relative_path) is not str:
                 raise TypeError(f"the name of a file is {shown(info.relative_path)}")
-            objects[key] = StoredObject(info.relative_path, int(info.offset), int(info.length))
+            offset, length = whole_number(info.offset, "an offset"), whole_number(info.length, "a length")
+            objects[key] = StoredObject(info.relative_path, offset, length)
     natural = {
-        _named(key): tuple(int(size) for size in _axes(data["nd_reformulated_orig_global_shape"]))
+        _named(key): _shape(data["nd_reformulated_orig_global_shape"])
         for key, data in (getattr(metadata, "mcore_data", None) or {}).items()
         if data.get("nd_reformulated_orig_global_shape") is not None
     }
@@ -293,12 +294,18 @@ def _axes(numbers: Any) -> tuple[int, ...]:
     return tuple(numbers)
 
 
+def _shape(numbers: Any) -> tuple[int, ...]:
+    """A shape that an array can have."""
+    shape = _axes(numbers)
+    elements_of(shape)
+    return shape
+
+
 def _array(
     key: str, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], Any], table: ChunkTable
 ) -> tuple[StoredArray, int]:
     """Returns: an array, and how many elements its chunks have."""
-    shape = tuple(int(size) for size in _axes(entry.size))
-    elements_of(shape)
+    shape = _shape(entry.size)
     axes, dtype = len(shape), str(entry.properties.dtype).removeprefix("torch.")
     if dtype not in ITEM_SIZE:
         raise ValueError(f"{key} has the unknown dtype {dtype}")
@@ -313,14 +320,14 @@ def _array(
             place = f"at {shown(offsets)} with sizes {shown(sizes)}"
             raise ValueError(f"a chunk of {key} lies {place}, in an array of shape {shown(shape)}")
         info, numel = places[key, offsets], prod(sizes)
-        file, length = info.relative_path, int(info.length)
+        file, length = info.relative_path, whole_number(info.length, "a length")
         if type(file) is not str:
             raise TypeError(f"the name of a file is {shown(file)}")
         if numel * item_size > length:
             raise ValueError(f"a chunk of {key} has {numel} elements of {dtype} in {length} bytes")
         stored += numel
         try:
-            table.append(StoredObject(file, int(info.offset), length), offsets, sizes)
+            table.append(StoredObject(file, info.offset, length), offsets, sizes)
         except (TypeError, OverflowError) as error:
             raise ValueError(f"a chunk of {key} at {shown(offsets)} with sizes {shown(sizes)}: {error}") from error
     return StoredArray(key, shape, dtype, table.chunks(begin, axes, dtype)), stored

@@ -21,6 +21,7 @@ from mcore_ckpt_ext.errors import DestinationError
 from mcore_ckpt_ext.storage.folder import Folder, exchange, move_new
 
 _CONTENT, _REPLACED, _LOCK, _WORK, _JOURNAL = "content", "replaced", "lock", "work", "journal"
+_NAME_BYTES = 255  # NAME_MAX of Linux
 _WORK_LIMIT = 1 << 12
 _JOURNAL_LIMIT = 1 << 30
 _MINE = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -32,6 +33,15 @@ CheckReplaceable = Callable[[Path], None]
 
 def _anything(path: Path) -> None:
     """Accept any folder: the caller has checked it."""
+
+
+def _partial_name(destination: Path) -> str:
+    """The name of the unfinished folder of a destination, which a file system takes wherever it takes the other one."""
+    suffix = f".partial-{hashlib.sha256(os.fsencode(destination)).hexdigest()[:12]}"
+    name = os.fsencode(destination.name)
+    if len(name) + len(suffix) <= _NAME_BYTES:
+        return destination.name + suffix
+    return name[: _NAME_BYTES - len(suffix)].decode("utf-8", "ignore") + suffix
 
 
 class Publication:
@@ -49,7 +59,7 @@ class Publication:
             replaceable: looks at what would be replaced, before the work and again when it is moved aside.
         """
         self.destination = destination
-        self._name = f"{destination.name}.partial-{hashlib.sha256(os.fsencode(destination)).hexdigest()[:12]}"
+        self._name = _partial_name(destination)
         self.folder = destination.parent / self._name / _CONTENT
         self._fingerprint, self._rank, self._replaceable = fingerprint, rank, replaceable
         self._held = contextlib.ExitStack()
