@@ -13,23 +13,10 @@ from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.respelled import Respelled
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.view import CheckpointView, renamed, view_of
 from mcore_ckpt_ext.model_space.adapters import as_bridge_s, is_adapter, is_swift_s
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-
-
-class OfAdapters(Respelled):
-    """Adapters under other names than they have, or whose model is described elsewhere.
-
-    Attributes:
-        model: where it is described.
-        by_rank: rows of both projections of a gated `linear_fc1` lie rank by rank, as ms-swift stores them.
-    """
-
-    def __init__(self, source: Checkpoint, names: Mapping[str, str], model: Checkpoint | None, by_rank: bool) -> None:
-        super().__init__(source, names)
-        self.model, self.by_rank = model, by_rank
 
 
 def has_adapters_alone(checkpoint: Checkpoint) -> bool:
@@ -38,9 +25,10 @@ def has_adapters_alone(checkpoint: Checkpoint) -> bool:
     return bool(names) and all(map(is_adapter, names))
 
 
-def for_model(checkpoint: Checkpoint, model: Checkpoint) -> OfAdapters:
+def for_model(checkpoint: Checkpoint, model: Checkpoint) -> CheckpointView:
     """Adapters alone, for a model that another folder describes."""
-    return OfAdapters(checkpoint, {}, model, by_rank=False)
+    view = view_of(checkpoint)
+    return replace(view, adapters=replace(view.adapters, model=model))
 
 
 def under_bridge_s_names(checkpoint: Checkpoint) -> Checkpoint:
@@ -48,8 +36,8 @@ def under_bridge_s_names(checkpoint: Checkpoint) -> Checkpoint:
     names = checkpoint.names(WEIGHT)
     if not any(map(is_swift_s, names)):
         return checkpoint
-    model = checkpoint.model if isinstance(checkpoint, OfAdapters) else None
-    return OfAdapters(checkpoint, {name: as_bridge_s(name) for name in names}, model, by_rank=True)
+    view = renamed(checkpoint, {name: as_bridge_s(name) for name in names})
+    return replace(view, adapters=replace(view.adapters, by_rank=True))
 
 
 def check_names(checkpoint: Checkpoint, target: str, *, for_bridge: bool) -> None:
@@ -87,8 +75,8 @@ def fit_of_adapters(checkpoint: Checkpoint, family: Family | None, stated: Mappi
     Raises:
         UnsupportedCheckpointError: none fits, or several do.
     """
-    if isinstance(checkpoint, OfAdapters) and checkpoint.model is not None:
-        return fit_of_adapters(checkpoint.model, family, stated)
+    if checkpoint.adapters.model is not None:
+        return fit_of_adapters(checkpoint.adapters.model, family, stated)
     if isinstance(checkpoint, HuggingFaceCheckpoint):
         return Fit(checkpoint.family, checkpoint.model, [])
     where, known = str(checkpoint.folder), checkpoint.arguments
@@ -108,5 +96,4 @@ def adapters_in(checkpoint: Checkpoint, fit: Fit) -> Adapters:
     own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in own}
     ranks = None if "tensor" in checkpoint.layout.unknown else checkpoint.layout.tensor
-    by_rank = isinstance(checkpoint, OfAdapters) and checkpoint.by_rank
-    return adapters_of(fit.family.tensors(fit.arguments), shapes, ranks, by_rank=by_rank)
+    return adapters_of(fit.family.tensors(fit.arguments), shapes, ranks, by_rank=checkpoint.adapters.by_rank)

@@ -5,15 +5,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, shown, some
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
+from mcore_ckpt_ext.formats.parts import Weights
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
 from mcore_ckpt_ext.formats.stacking import sharded_keys
 from mcore_ckpt_ext.formats.unread import Unread
@@ -30,7 +32,7 @@ from mcore_ckpt_ext.model_space.names import ShardedKey, split_layer
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.extents import RawArray
-from mcore_ckpt_ext.planning.plan import Copies, Derivation, Source, StoredSlice
+from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.storage.runs import RELEASE, iteration_number
 from mcore_ckpt_ext.transfer import Transfer
@@ -38,14 +40,43 @@ from mcore_ckpt_ext.transfer import Transfer
 _MOST_ITERATIONS = 1 << 40
 
 
-class Weights(Source, Protocol):
-    """The model's arrays, in model space."""
+@dataclass(frozen=True)
+class Adapters:
+    """What is known of adapters alone.
 
-    def names(self) -> list[str]:
-        """All names."""
+    Attributes:
+        model: the checkpoint that describes their model; None where they do so themselves.
+        by_rank: rows of both projections of a gated `linear_fc1` lie rank by rank, as ms-swift stores them.
+    """
 
-    def copies(self, kind: str, name: str) -> Copies:
-        """The parts of a tensor, and the copies of each part."""
+    model: Checkpoint | None = None
+    by_rank: bool = False
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """Of a model that also sees images, under the names that its text would have alone.
+
+    Attributes:
+        kind: the `model_type` of the whole.
+        text: the names of its text.
+    """
+
+    kind: str
+    text: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Where a model with merged adapters comes from.
+
+    Attributes:
+        sources: the base and the adapters; one where they lie beside each other.
+        messages: what a user of the merged model should know.
+    """
+
+    sources: Sequence[Checkpoint]
+    messages: Sequence[str]
 
 
 class Checkpoint(ABC):
@@ -53,6 +84,9 @@ class Checkpoint(ABC):
 
     format: str
     rounds_weights = False  # whether masters alone are stored, and the weights are their roundings
+    adapters = Adapters()
+    whole_model: WholeModel | None = None
+    merger: Merger | None = None
 
     def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
         """Open a folder.
@@ -68,7 +102,7 @@ class Checkpoint(ABC):
         self.folder = folder
         self.reader = folder_reader(folder)
         self.transfer = Transfer(self.reader)
-        self._witnesses, self._without_optimizer = tuple(witnesses), False
+        self._witnesses = tuple(witnesses)
 
     @property
     @abstractmethod
@@ -87,12 +121,8 @@ class Checkpoint(ABC):
 
     @property
     def optimizer_format(self) -> str | None:
-        """The same, but None where the optimizer is to be left out."""
-        return None if self._without_optimizer else self.stored_optimizer_format
-
-    def leave_out_optimizer(self) -> None:
-        """From now on, treat the checkpoint as one of weights alone."""
-        self._without_optimizer = True
+        """The same, but None where the optimizer is left out."""
+        return self.stored_optimizer_format
 
     def unread(self, *, objects: bool = True) -> list[Unread]:
         """Every stored key that nothing here reads, from metadata; with `objects` also from small pickled objects."""
@@ -256,6 +286,10 @@ class Checkpoint(ABC):
         """The folder within the checkpoint that holds them; empty for the checkpoint itself."""
         return TOKENIZER_FOLDER
 
+    def unbuildable(self, version: tuple[int, int]) -> str | None:
+        """Why a version of Megatron has no such model; None where it has."""
+        return None
+
     @cached_property
     def models(self) -> LocalModels:
         """The local parameters of the ranks that wrote the checkpoint."""
@@ -282,9 +316,18 @@ class Checkpoint(ABC):
         """Ranks for which the state of the random generators is stored as one array; None where it is not."""
         return None
 
+    def witnessed_orders(self) -> Sequence[ParameterOrder]:
+        """Evidence of the order in which the parameters of this very model were registered."""
+        return self._witnesses
+
     def orders(self) -> list[ParameterOrder]:
         """The witnesses of the order in which parameters were registered."""
-        return [*self._witnesses, *known_orders(self.arguments)]
+        return [*self.witnessed_orders(), *known_orders(self.arguments)]
+
+    @property
+    def shows_registration(self) -> bool:
+        """Whether its buffers hold the parameters as a job with its arguments registers them."""
+        return True
 
     def proposals(self, rules: Sequence[PackingRule], models: LocalModels) -> list[Proposal]:
         """The witnesses of the gradient buffers' packing, the one to believe first at the front.

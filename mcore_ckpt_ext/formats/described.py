@@ -23,7 +23,6 @@ from mcore_ckpt_ext.formats.description import (
     stated_by_megatron,
 )
 from mcore_ckpt_ext.formats.elsewhere import (
-    Elsewhere,
     check_belonging,
     check_lender,
     lent_weights,
@@ -31,6 +30,7 @@ from mcore_ckpt_ext.formats.elsewhere import (
     told_of_the_model,
 )
 from mcore_ckpt_ext.formats.shown import layout_shown, model_shown, possible_layouts
+from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights
 from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -55,7 +55,7 @@ class DescribedCheckpoint(Checkpoint):
         self._lent: Mapping[str, LentWeight] = {}
         self._tried: Mapping[str, int] = {}
         self._lender: Checkpoint | None = None
-        self._elsewhere: Elsewhere | None = None
+        self._elsewhere: RelocatedWeights | None = None
         # What the index is read as may depend on the job, of which only the rest tells by then.
         self.index = DcpIndex({}, {}, {})
         self.index = self._read_index()
@@ -119,7 +119,7 @@ class DescribedCheckpoint(Checkpoint):
         check_lender(lender, self)
         self.reader = reader = TwoFolders(self.reader, lender.reader)
         self.transfer, self._lender = Transfer(reader), lender
-        self._elsewhere = Elsewhere(lender.weights, reader.name_of)
+        self._elsewhere = RelocatedWeights(lender.weights, reader.name_of)
         self._forget_the_job()
         self._lent = lent_weights(lender, self.arguments)
         self._forget_the_job()

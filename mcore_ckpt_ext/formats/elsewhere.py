@@ -6,8 +6,7 @@ verl keeps its models as Hugging Face files, and their optimizers as distributed
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,57 +14,16 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, PackingError, ProofError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.contradictions import contradictions
-from mcore_ckpt_ext.formats.base import Checkpoint, Weights
+from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG
 from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.extents import Extent, PlainExtent, Rearranged, Scaled
-from mcore_ckpt_ext.planning.plan import Copies, StoredSlice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 
 NAME_THEM = "name the folder of its weights, Hugging Face's or a checkpoint's: --weights FOLDER"
 _OF_THE_MODEL = tuple(field.name for field in fields(ModelArguments) if field.name != "job")
-
-
-class Elsewhere:
-    """The weights of another checkpoint; `name_of` gives the name of each of its files here."""
-
-    def __init__(self, weights: Weights, name_of: Callable[[str], str]) -> None:
-        self._weights, self._name_of = weights, name_of
-
-    def names(self) -> list[str]:
-        """All names."""
-        return self._weights.names()
-
-    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
-        """The tensor as the other checkpoint knows it; None where it has none of that kind and name."""
-        return self._weights.logical_tensor(kind, name)
-
-    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All slices that hold elements of a tensor."""
-        return self._here(self._weights.stored(kind, name))
-
-    def copies(self, kind: str, name: str) -> Copies:
-        """The parts of a tensor, and the copies of each part."""
-        return [[self._here(copy) for copy in part] for part in self._weights.copies(kind, name)]
-
-    def _here(self, slices: Sequence[StoredSlice]) -> list[StoredSlice]:
-        return [replace(one, extent=self._extent(one.extent)) for one in slices]
-
-    def _extent(self, extent: Extent) -> Extent:
-        if isinstance(extent, Rearranged):
-            return replace(extent, array=self._array(extent.array))
-        return self._array(extent)
-
-    def _array(self, array: PlainExtent | Scaled) -> PlainExtent | Scaled:
-        if isinstance(array, Scaled):
-            return replace(array, codes=self._plain(array.codes), scales=self._plain(array.scales))
-        return self._plain(array)
-
-    def _plain(self, extent: PlainExtent) -> PlainExtent:
-        return extent._replace(file=self._name_of(extent.file))
 
 
 def told_of_the_model(lender: Checkpoint) -> dict[str, Any]:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some, with_article
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.bridge import run_config
@@ -17,13 +15,14 @@ from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.images import PREFIX, Images, sections_of
 from mcore_ckpt_ext.families.images_known import IMAGES, kind_of
 from mcore_ckpt_ext.families.text_parts import text_config, turned_stack
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.base import Checkpoint, WholeModel
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.fresh_states import fresh, fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import StoredTensor
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
-from mcore_ckpt_ext.formats.respelled import Respelled
+from mcore_ckpt_ext.formats.parts import lazy
+from mcore_ckpt_ext.formats.view import renamed
 from mcore_ckpt_ext.loops.transformer import is_plain
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from mcore_ckpt_ext.model_space.slices import Region
@@ -100,27 +99,6 @@ class WithAll(HuggingFaceCheckpoint):
                        for name, found in self._images.items()]  # fmt: skip
 
 
-class TextBeside(Respelled):
-    """A whole of Megatron-Bridge, whose text has the names of a model of its own; those of images stay.
-
-    Attributes:
-        kind: the `model_type` of the whole.
-        text: the names of its text, as they are here.
-    """
-
-    def __init__(self, source: Checkpoint) -> None:
-        names = source.names(WEIGHT)
-        super().__init__(source, {name: name.removeprefix(PREFIX) for name in names})
-        self.kind = kind_of(names) or ""
-        self.text = {name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX)}
-
-    @cached_property
-    @override
-    def arguments(self) -> JobArguments:
-        # Of positions in a text the three axes are one.
-        return self._source.arguments.changed(position_embedding_type="rope")
-
-
 def with_images(checkpoint: Checkpoint) -> Checkpoint:
     """The whole of a Hugging Face folder that only the text was read of, where it is known how Bridge holds it."""
     if not isinstance(checkpoint, HuggingFaceCheckpoint) or checkpoint.whole not in IMAGES:
@@ -136,7 +114,15 @@ def compared_whole(opened: Sequence[Checkpoint]) -> list[Checkpoint]:
 
 def text_beside(checkpoint: Checkpoint) -> Checkpoint:
     """A whole of Megatron-Bridge with its text under the names of a model of its own; anything else as it is."""
-    return checkpoint if kind_of(checkpoint.names(WEIGHT)) is None else TextBeside(checkpoint)
+    names = checkpoint.names(WEIGHT)
+    kind = kind_of(names)
+    if kind is None:
+        return checkpoint
+    view = renamed(checkpoint, {name: name.removeprefix(PREFIX) for name in names})
+    text = frozenset(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
+    # Of positions in a text the three axes are one.
+    arguments = lazy(lambda: view.arguments.changed(position_embedding_type="rope"))
+    return replace(view, job=replace(view.job, arguments=arguments), whole_model=WholeModel(kind, text))
 
 
 def seeing_tensors(checkpoint: Checkpoint, beside: Mapping[str, Any]) -> list[HuggingFaceTensor]:
@@ -149,17 +135,18 @@ def seeing_tensors(checkpoint: Checkpoint, beside: Mapping[str, Any]) -> list[Hu
     Raises:
         UnsupportedCheckpointError: the `config.json` is of another kind, or describes another model.
     """
-    if not isinstance(checkpoint, TextBeside):
+    whole = checkpoint.whole_model
+    if whole is None:
         return []
     vision = beside.get("vision_config")
-    if beside.get("model_type") != checkpoint.kind or not isinstance(vision, Mapping):
+    if beside.get("model_type") != whole.kind or not isinstance(vision, Mapping):
         raise UnsupportedCheckpointError(
             "what the part of a model is like that sees images, only its config.json says", found=str(beside.get(
-            "model_type", "none beside the checkpoint")), expected=f"model_type {checkpoint.kind}",
+            "model_type", "none beside the checkpoint")), expected=f"model_type {whole.kind}",
             where=str(checkpoint.folder), helps=_HELPS,
         )  # fmt: skip
-    images, names = IMAGES[checkpoint.kind], checkpoint.names(WEIGHT)
-    shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in names if name not in checkpoint.text}
+    images, names = IMAGES[whole.kind], checkpoint.names(WEIGHT)
+    shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in names if name not in whole.text}
     _refuse([*images.misfits(beside, shapes), *_unlike(vision, checkpoint)], checkpoint)
     return [images.tensor(name, shape, vision) for name, shape in shapes.items()]
 
@@ -178,9 +165,9 @@ def text_tensors(checkpoint: Checkpoint, family: Family, arguments: ModelArgumen
     Raises:
         UnsupportedCheckpointError: experts lie transposed there, and nothing would tell.
     """
-    if not isinstance(checkpoint, TextBeside):
+    if checkpoint.whole_model is None:
         return family.tensors(arguments)
-    images = IMAGES[checkpoint.kind]
+    images = IMAGES[checkpoint.whole_model.kind]
     found = family.tensors(arguments, _STACKED if images.experts else None)
     written = map(turned_stack, found) if images.experts else found
     return [replace(tensor, name=images.in_folder(tensor.name)) for tensor in written]

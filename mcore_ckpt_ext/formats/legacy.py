@@ -167,9 +167,9 @@ class LegacyCheckpoint(Checkpoint):
         }
         return [[spans[rank, stage] for stage in range(self.layout.virtual_pipeline)] for rank in sorted(stages)]
 
-    def orders(self) -> list[ParameterOrder]:
+    def witnessed_orders(self) -> Sequence[ParameterOrder]:
         """The order of the stored model first: it is the very order in which the gradient buffers were packed."""
-        return [WitnessedOrder(STORED_ORDER, self.weights.registered()), *super().orders()]
+        return [WitnessedOrder(STORED_ORDER, self.weights.registered()), *super().witnessed_orders()]
 
     @override
     def param_groups(self) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.respelled import Respelled
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, filters_first, known_orders
 from mcore_ckpt_ext.model_space.names import Layer, of_experts, split_layer
 
@@ -53,7 +52,7 @@ def order_for(
 def _registered(checkpoint: Checkpoint) -> list[list[str]]:
     """Names in registration order, a list for each buffer whose packing is proven; the buffers hold them in reverse."""
     # Under another layer spec parameters are registered in another order.
-    shown = checkpoint.optimizer_format and not isinstance(checkpoint, Respelled)
+    shown = checkpoint.optimizer_format and checkpoint.shows_registration
     buffers = checkpoint.optimizer.buffers if shown else ()
     found = []
     for packing in (part.packing_of(group).packing for part in buffers for group in part.groups.values()):

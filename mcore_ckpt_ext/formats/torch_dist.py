@@ -13,9 +13,10 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError
-from mcore_ckpt_ext.formats.base import Weights, grid_of
+from mcore_ckpt_ext.formats.base import grid_of
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.described import DescribedCheckpoint
+from mcore_ckpt_ext.formats.parts import Weights
 from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
 from mcore_ckpt_ext.formats.stacked_weights import StackedWeights
 from mcore_ckpt_ext.formats.unread import (

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, readable, some
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.unread import OTHER, Unread
+from mcore_ckpt_ext.formats.view import without_optimizer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.offline.accounting import stored_parts
 from mcore_ckpt_ext.offline.coverage import check_kinds, refuse_contradictions
@@ -23,8 +23,8 @@ _MERGED = "it belongs to the model as it was before"
 _DROPPED = "dropped, as you asked"
 
 
-def settle(checkpoint: Checkpoint, target: Target, drop: Collection[str]) -> list[Unread]:
-    """What the conversion does not carry; what is to be dropped, the checkpoint no longer has.
+def settle(checkpoint: Checkpoint, target: Target, drop: Collection[str]) -> tuple[Checkpoint, list[Unread]]:
+    """The checkpoint without what is to be dropped, and what the conversion does not carry.
 
     Args:
         checkpoint: the source.
@@ -37,21 +37,20 @@ def settle(checkpoint: Checkpoint, target: Target, drop: Collection[str]) -> lis
         UsageError: there is nothing of a kind that is to be dropped.
     """
     unread = checkpoint.unread()
-    merged = isinstance(checkpoint, MergedCheckpoint)
-    if drop and (merged or isinstance(target, HuggingFace)):
-        what = "merged model" if merged else "Hugging Face folder"
+    merger = checkpoint.merger
+    if drop and (merger or isinstance(target, HuggingFace)):
+        what = "merged model" if merger else "Hugging Face folder"
         raise UsageError(f"there is nothing to drop: a {what} has no optimizer", found=_spelt(drop))
-    if isinstance(checkpoint, MergedCheckpoint):
-        trained = [one for one in checkpoint.sources if one.optimizer_format]
-        return [*unread, *(item for one in trained for item in _stored_optimizer(one, _MERGED))]
+    if merger:
+        trained = [one for one in merger.sources if one.optimizer_format]
+        return checkpoint, [*unread, *(item for one in trained for item in _stored_optimizer(one, _MERGED))]
     if isinstance(target, HuggingFace):
-        weights = target.kind == WEIGHT
-        return [*unread, *(_stored_optimizer(checkpoint, _NO_PLACE) if weights and checkpoint.optimizer_format else ())]
+        left = target.kind == WEIGHT and checkpoint.optimizer_format
+        return checkpoint, [*unread, *(_stored_optimizer(checkpoint, _NO_PLACE) if left else ())]
     _check_drop(checkpoint, unread, drop)
     if OPTIMIZER in drop:
         dropped = _stored_optimizer(checkpoint, _DROPPED) if checkpoint.optimizer_format else []
-        checkpoint.leave_out_optimizer()
-        return [*unread, *dropped]
+        return without_optimizer(checkpoint), [*unread, *dropped]
     lost = [item for item in unread if item.of_optimizer and item.kind not in drop]
     if lost:
         raise UnsupportedCheckpointError(
@@ -64,7 +63,7 @@ def settle(checkpoint: Checkpoint, target: Target, drop: Collection[str]) -> lis
     if checkpoint.optimizer_format is not None:
         refuse_contradictions(checkpoint, check_kinds(checkpoint))
         _check_can_be_held(checkpoint, target)
-    return unread
+    return checkpoint, unread
 
 
 def listed(items: Iterable[Unread]) -> str:

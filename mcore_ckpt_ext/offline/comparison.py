@@ -18,8 +18,8 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_images import with_images
 from mcore_ckpt_ext.formats.huggingface_model import LOCAL
-from mcore_ckpt_ext.formats.respelled import spelled_as
 from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.view import spelled_as
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, word_embeddings_in
 from mcore_ckpt_ext.model_space.slices import Region, Slice

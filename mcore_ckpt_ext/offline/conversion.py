@@ -17,7 +17,6 @@ from mcore_ckpt_ext.errors import DestinationError, ProofError, interpreting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
-from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -140,11 +139,11 @@ def convert(
     of_family = family_named(family) if family else None
     seen = state_before(as_path(source))
     checkpoint = open_source(source, target, of_family, facts, weights, merge)
-    read = checkpoint.sources if isinstance(checkpoint, MergedCheckpoint) else [checkpoint]
+    read = checkpoint.merger.sources if checkpoint.merger else [checkpoint]
     folders = [*(one.folder for one in read), *([as_path(weights)] if weights is not None else [])]
     before = [seen[folder] if folder in seen else state_of(folder) for folder in folders]
     with interpreting(checkpoint.folder):
-        unread = settle(checkpoint, target, drop)
+        checkpoint, unread = settle(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
     output = with_digests(laid_out.output, laid_out.folder)
     read_from = [*folders, as_path(source), *([as_path(merge)] if merge is not None else [])]
@@ -214,7 +213,7 @@ def _turns(checkpoint: Checkpoint, output: Output) -> bool:
 
     Of weights that are merged, every number takes several times its memory on the way.
     """
-    if isinstance(checkpoint, MergedCheckpoint):
+    if checkpoint.merger:
         return False
     turned = any(placed.arranged is not None for record in output.records for placed in record.content)
     turned = turned or any(record.quantised is not None for record in output.records)

@@ -30,13 +30,11 @@ from mcore_ckpt_ext.formats.huggingface_folder import (
 from mcore_ckpt_ext.formats.huggingface_images import text_beside, with_images
 from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceTarget
 from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
-from mcore_ckpt_ext.formats.merged import MergedCheckpoint
 from mcore_ckpt_ext.formats.peft_folder import PeftCheckpoint
 from mcore_ckpt_ext.formats.peft_target import PeftTarget
 from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.torch_dist_target import TorchDistTarget
-from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
 from mcore_ckpt_ext.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.names import of_experts
@@ -143,7 +141,7 @@ def _check_buildable(checkpoint: Checkpoint, target: TorchDist | Legacy | FsdpDt
         UnsupportedCheckpointError: it cannot.
     """
     version = version_number(target.megatron_version)
-    if isinstance(checkpoint, (HuggingFaceCheckpoint, UnderLayerSpec)) and (why := checkpoint.unbuildable(version)):
+    if why := checkpoint.unbuildable(version):
         raise UnsupportedCheckpointError(
             "that version of Megatron builds no such model", found=why, where=str(checkpoint.folder),
             helps="write for an earlier one: --megatron-version 0.18.0",
@@ -195,7 +193,7 @@ def _hugging_face(checkpoint: Checkpoint, target: HuggingFace, family: Family | 
     if any(map(is_adapter, checkpoint.names(WEIGHT))):
         adapters = PeftTarget(checkpoint, target, family)
         return LaidOut(adapters.output(), "", (), adapters.left_out, False, adapters.read_back)
-    merged = checkpoint.about_merging() if isinstance(checkpoint, MergedCheckpoint) else []
+    merged = checkpoint.merger.messages if checkpoint.merger else ()
     if target.lora_alpha is not None and not merged:
         raise UsageError("the checkpoint has no adapters", found="--lora-alpha", helps="leave the option out")
     tokenizer = _tokenizer(target.tokenizer)

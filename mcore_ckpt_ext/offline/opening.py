@@ -17,8 +17,8 @@ from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_peft
 from mcore_ckpt_ext.formats.huggingface_images import compared_whole, text_beside, with_images
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
-from mcore_ckpt_ext.formats.merged import MergedCheckpoint
-from mcore_ckpt_ext.formats.under_layer_spec import UnderLayerSpec
+from mcore_ckpt_ext.formats.merged import merged_view
+from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -115,9 +115,7 @@ def require_weights(checkpoint: Checkpoint) -> None:
         )  # fmt: skip
 
 
-def _merged(
-    checkpoint: Checkpoint, target: Target, family: Family | None, path: str | os.PathLike[str]
-) -> MergedCheckpoint:
+def _merged(checkpoint: Checkpoint, target: Target, family: Family | None, path: str | os.PathLike[str]) -> Checkpoint:
     """A model with the adapters of a checkpoint merged into it.
 
     Raises:
@@ -137,7 +135,7 @@ def _merged(
         )  # fmt: skip
     else:
         stated, alpha = {}, None
-    return MergedCheckpoint(base, checkpoint, scaling_of(checkpoint, alpha), family, stated)
+    return merged_view(base, checkpoint, scaling_of(checkpoint, alpha), family, stated)
 
 
 def _under_layer_spec(checkpoint: Checkpoint, target: Target, spec: str) -> Checkpoint:
@@ -154,4 +152,4 @@ def _under_layer_spec(checkpoint: Checkpoint, target: Target, spec: str) -> Chec
             found=f"--transformer-impl {spec}, {'--for bridge' if for_bridge else f'a source in {checkpoint.format}'}",
             where=str(checkpoint.folder), helps="leave the option out",
         )  # fmt: skip
-    return checkpoint if checkpoint.arguments.transformer_impl == spec else UnderLayerSpec(checkpoint, spec)
+    return checkpoint if checkpoint.arguments.transformer_impl == spec else under_layer_spec(checkpoint, spec)

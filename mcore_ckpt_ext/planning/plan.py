@@ -212,6 +212,11 @@ def _is_selecting(source: object) -> TypeGuard[Selecting]:
     return _offers(type(source), Selecting)
 
 
+def slices_in(source: Source, kind: str, region: Region) -> Sequence[StoredSlice]:
+    """The slices of a source that may hold elements of a region; all of its tensor where it cannot select them."""
+    return source.stored_in(kind, region) if _is_selecting(source) else source.stored(kind, region.name)
+
+
 def plans_of(wanted: WantedSlice, source: Source, accept_lost: bool = False) -> list[Plan]:
     """What is read for one slice: its own plan or, where it is derived, the plans of everything that it is made from.
 
@@ -261,8 +266,7 @@ def _plan_piece(
     name = target.region.name
     extents: list[Extent] = []
     pieces: list[Piece] = []
-    slices = source.stored_in(want.kind, target.region) if _is_selecting(source) else source.stored(want.kind, name)
-    for stored in slices:
+    for stored in slices_in(source, want.kind, target.region):
         for region, start, stop, begin in stored.slice.pieces():
             if region.name == name:
                 extents.append(stored.extent)
