@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, shown, some
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, shown
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
+from mcore_ckpt_ext.formats.messages import contradictions, general_notices, vocabulary_contradiction
 from mcore_ckpt_ext.formats.parts import Weights
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
 from mcore_ckpt_ext.formats.stacking import sharded_keys
@@ -25,11 +26,10 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, known_orders
 from mcore_ckpt_ext.layout.proof import Proof, proof_of
 from mcore_ckpt_ext.layout.proposals import Proposal, by_order, by_sidecar
-from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.model_space.anatomy import pipelined_block, word_embeddings_in
-from mcore_ckpt_ext.model_space.names import ShardedKey, split_layer
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
+from mcore_ckpt_ext.model_space.names import ShardedKey
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice
@@ -239,43 +239,20 @@ class Checkpoint(ABC):
     @property
     def vocabulary_contradiction(self) -> str | None:
         """What the arguments say of the vocabulary's rows, and is not so; None where they agree."""
-        stated, rows = self.arguments.padded_vocab_size, self.vocabulary_rows
-        if stated is None or stated == rows:
-            return None
-        return f"the arguments say padded_vocab_size {stated}, but the vocabulary has {rows} rows, which count"
+        return vocabulary_contradiction(self)
 
     @cached_property
     def contradictions(self) -> list[str]:
         """What the arguments, and the folder's name, say of the content, and is not so."""
-        found = [self.vocabulary_contradiction] if self.vocabulary_contradiction else []
-        names, stated = self.names(WEIGHT), self.arguments.num_layers
-        block = pipelined_block(names)
-        layers = {layer.number for layer, _ in map(split_layer, names) if layer is not None and layer.block == block}
-        if layers and stated and stated != len(layers):
-            found.append(f"the arguments say num_layers {stated}, but {len(layers)} are stored")
-        named = iteration_number(self.folder)
-        if named is not None and "iteration" not in self.common:
-            found.append(f"it does not say its iteration: that of its folder, {self.folder.name}, counts")
-        elif named is not None and named != self.iteration:
-            found.append(f"it says that it is iteration {self.iteration}, but its folder is {self.folder.name}")
-        return found
+        return contradictions(self)
 
     def notices(self) -> list[str]:
         """What a user who converts it should know."""
-        found = list(self.contradictions)
-        found += [f"{SIDECAR_FILE} is not believed: {self.sidecar_problem}"] if self.sidecar_problem else []
-        state = self.optimizer if self.optimizer_format else None
-        if state is not None and self.sidecar is not None:
-            doubts = [doubt for buffers in state.buffers for doubt in buffers.disbelieved()]
-            found += [f"{SIDECAR_FILE} is not believed: {some(doubts, 1)}"] if doubts else []
-        if state is not None and PARAM_REMAINDER in state.kinds:
-            state.names()  # by now the packing is known
-            known = " and ".join(state.witnesses())
-            found.append(
-                f"masters are joined of bf16 weights and int16 remainders, placed by {known}, and written whole: stock "
-                "Megatron takes them up without --use-precision-aware-optimizer"
-            )
-        return found
+        return self.notices_of(self)
+
+    def notices_of(self, view: Checkpoint) -> list[str]:
+        """What a user should know who converts a view of it: itself, or itself with some parts replaced."""
+        return general_notices(view)
 
     def companions(self) -> dict[str, bytes]:
         """Small files that belong to the model, such as its tokenizer, by name."""

@@ -186,6 +186,6 @@ class DescribedCheckpoint(Checkpoint):
         return self._lender.vocabulary if self._lender else None
 
     @override
-    def notices(self) -> list[str]:
+    def notices_of(self, view: Checkpoint) -> list[str]:
         lent = [f"the weights are those of {self._lender.folder}", *self._lender.notices()] if self._lender else []
-        return [*self.description.problems, *super().notices(), *lent]
+        return [*self.description.problems, *super().notices_of(view), *lent]

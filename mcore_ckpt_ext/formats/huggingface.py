@@ -22,6 +22,7 @@ from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.images_known import IMAGES
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
+from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, StoredTensor, read_tensors
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE, described_model
@@ -256,8 +257,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
         """Tensors of what sees images that are left out."""
         return [name for name in self.left_out if name in self._images]
 
-    def notices(self) -> list[str]:
-        """What a user should know about this model."""
+    @override
+    def notices_of(self, view: Checkpoint) -> list[str]:
         found = self.family.notices(self.model)
         if self.whole:
             whole = "; --for bridge carries what sees images, too" if self.whole in IMAGES else ""

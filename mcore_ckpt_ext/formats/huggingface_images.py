@@ -81,7 +81,7 @@ class WithImages(HuggingFaceCheckpoint):
         return {**states, **{f"{module}.{EXTRA_STATE}": fresh(engine) for module, engine in seeing.items()}}
 
     @override
-    def notices(self) -> list[str]:
+    def notices_of(self, view: Checkpoint) -> list[str]:
         found = [f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"]
         if self.left_out:
             found.append(f"left out, because Megatron has no place for it: {some(self.left_out, _SHOWN)}")

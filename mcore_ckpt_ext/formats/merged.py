@@ -85,7 +85,7 @@ def merged_view(
         ),
         states=replace(view.states, extra=lazy(lambda: _of_base(base.extra_states()))),
         unread_keys=unread,
-        messages=lambda: [*told, *view.messages()],
+        messages=lambda seen: [*told, *view.messages(seen)],
         merger=Merger(sources, told),
     )
 

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
+from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS
 from mcore_ckpt_ext.loops.nemo import PREFIX, WEIGHTS
@@ -58,11 +59,11 @@ class NemoCheckpoint(TorchDistCheckpoint):
         return found | ({"iteration": step} if isinstance(step, int) else {})
 
     @override
-    def notices(self) -> list[str]:
+    def notices_of(self, view: Checkpoint) -> list[str]:
         known = {*COMMON_KEYS, "optimizer", _STEP}
         left = sorted(str(name) for name, value in self._stored_common.items() if name not in known and value)
         told = [f"left out of the common state, for it is Lightning's own: {', '.join(left)}"] if left else []
-        return [*super().notices(), *told]
+        return [*super().notices_of(view), *told]
 
 
 def _renamed(entries: Mapping[str, Value]) -> dict[str, Value]:

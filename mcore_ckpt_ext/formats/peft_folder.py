@@ -195,7 +195,7 @@ class PeftCheckpoint(WeightsAlone):
         return {}
 
     @override
-    def notices(self) -> list[str]:
+    def notices_of(self, view: Checkpoint) -> list[str]:
         found = [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
         told = self.config.get("base_model_name_or_path")
         if told and PurePath(str(told)).name != self._base.name:

@@ -52,7 +52,7 @@ def under_layer_spec(source: Checkpoint, spec: str) -> CheckpointView:
         ),
         trained=replace(view.trained, shows_registration=False),
         states=replace(view.states, extra=extra),
-        messages=lambda: [*view.messages(), *_messages(source, view.names(WEIGHT), extra(), spec)],
+        messages=lambda seen: [*view.messages(seen), *_messages(source, view.names(WEIGHT), extra(), spec)],
     )
 
 

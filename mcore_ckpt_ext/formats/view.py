@@ -38,7 +38,7 @@ class CheckpointView(Checkpoint):
         job: the job that wrote it.
         states: extra states and random states.
         unread_keys: every stored key that nothing here reads; given whether small pickled objects are looked at.
-        messages: what a user who converts it should know.
+        messages: what a user should know who converts it, or a view of it, which is given.
         adapters: of a checkpoint with adapters alone, what is known of their model.
         whole: of a model that also sees images, which part is its text.
         merger: of a model with merged adapters, where it comes from.
@@ -51,7 +51,7 @@ class CheckpointView(Checkpoint):
     job: Job
     states: States
     unread_keys: Callable[[bool], list[Unread]]
-    messages: Callable[[], list[str]]
+    messages: Callable[[Checkpoint], list[str]]
     adapters: Adapters = Adapters()
     whole_model: WholeModel | None = None
     merger: Merger | None = None
@@ -193,8 +193,8 @@ class CheckpointView(Checkpoint):
         return self.unread_keys(objects)
 
     @override
-    def notices(self) -> list[str]:
-        return self.messages()
+    def notices_of(self, view: Checkpoint) -> list[str]:
+        return self.messages(view)
 
 
 def view_of(checkpoint: Checkpoint) -> CheckpointView:
@@ -230,7 +230,7 @@ def view_of(checkpoint: Checkpoint) -> CheckpointView:
         ),
         states=States(own.extra_states, own.random_states, own.random_state_grid),
         unread_keys=lambda objects: own.unread(objects=objects),
-        messages=own.notices,
+        messages=own.notices_of,
     )
 
 

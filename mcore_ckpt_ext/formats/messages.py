@@ -1,0 +1,58 @@
+"""What a user of any checkpoint should know: contradictions in it, and what is made of remainders."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mcore_ckpt_ext.errors import some
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
+from mcore_ckpt_ext.model_space.anatomy import pipelined_block
+from mcore_ckpt_ext.model_space.names import split_layer
+from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
+from mcore_ckpt_ext.storage.runs import iteration_number
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.base import Checkpoint
+
+
+def vocabulary_contradiction(checkpoint: Checkpoint) -> str | None:
+    """What the arguments say of the vocabulary's rows, and is not so; None where they agree."""
+    stated, rows = checkpoint.arguments.padded_vocab_size, checkpoint.vocabulary_rows
+    if stated is None or stated == rows:
+        return None
+    return f"the arguments say padded_vocab_size {stated}, but the vocabulary has {rows} rows, which count"
+
+
+def contradictions(checkpoint: Checkpoint) -> list[str]:
+    """What the arguments, and the folder's name, say of the content, and is not so."""
+    about_vocabulary = vocabulary_contradiction(checkpoint)
+    found = [about_vocabulary] if about_vocabulary else []
+    names, stated = checkpoint.names(WEIGHT), checkpoint.arguments.num_layers
+    block = pipelined_block(names)
+    layers = {layer.number for layer, _ in map(split_layer, names) if layer is not None and layer.block == block}
+    if layers and stated and stated != len(layers):
+        found.append(f"the arguments say num_layers {stated}, but {len(layers)} are stored")
+    named = iteration_number(checkpoint.folder)
+    if named is not None and "iteration" not in checkpoint.common:
+        found.append(f"it does not say its iteration: that of its folder, {checkpoint.folder.name}, counts")
+    elif named is not None and named != checkpoint.iteration:
+        found.append(f"it says that it is iteration {checkpoint.iteration}, but its folder is {checkpoint.folder.name}")
+    return found
+
+
+def general_notices(checkpoint: Checkpoint) -> list[str]:
+    """What a user who converts a checkpoint of any format should know."""
+    found, sidecar_problem = list(checkpoint.contradictions), checkpoint.sidecar_problem
+    found += [f"{SIDECAR_FILE} is not believed: {sidecar_problem}"] if sidecar_problem else []
+    state = checkpoint.optimizer if checkpoint.optimizer_format else None
+    if state is not None and checkpoint.sidecar is not None:
+        doubts = [doubt for buffers in state.buffers for doubt in buffers.disbelieved()]
+        found += [f"{SIDECAR_FILE} is not believed: {some(doubts, 1)}"] if doubts else []
+    if state is not None and PARAM_REMAINDER in state.kinds:
+        state.names()  # by now the packing is known
+        known = " and ".join(state.witnesses())
+        found.append(
+            f"masters are joined of bf16 weights and int16 remainders, placed by {known}, and written whole: stock "
+            "Megatron takes them up without --use-precision-aware-optimizer"
+        )
+    return found
