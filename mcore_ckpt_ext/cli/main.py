@@ -22,6 +22,7 @@ from mcore_ckpt_ext.storage.collector import collector_paused
 COMMANDS = {
     "inspect": "what is in a checkpoint: layout, format, version, bytes, files, who can resume it",
     "convert": "write a checkpoint in another format or layout, optimizer included",
+    "plan": "which layouts of so many GPUs can resume a checkpoint, and what each needs",
     "verify": "complete, readable, every element there once, checksums, the proof",
     "diff": "compare two checkpoints of any formats and layouts, bit by bit",
     "doctor": "environment, versions, hooks",

@@ -1,0 +1,178 @@
+"""`mcore-ckpt plan`: the layouts of a number of GPUs that can resume a checkpoint, best first."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from mcore_ckpt_ext.cli.facts import add_facts, facts_of
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, heading, line, table
+from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
+from mcore_ckpt_ext.errors import UsageError, readable, shortened
+from mcore_ckpt_ext.layout_choice.memory import Recomputation
+from mcore_ckpt_ext.layout_choice.search import PINS
+from mcore_ckpt_ext.offline.layout_plan import LayoutPlan, PlannedLayout, plan
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's options."""
+    parser.add_argument("path", metavar="RUN", help="run folder (newest iteration) or iteration folder")
+    parser.add_argument("--gpus", type=parse_count, required=True, metavar="N", help="number of GPUs that are left")
+    parser.add_argument("--gpus-per-node", type=parse_count, default=8, metavar="N", help="default: 8")
+    parser.add_argument(
+        "--gpu-memory", type=parse_size, metavar="SIZE",
+        help="memory of a GPU, such as 80GiB; default: at least what the old layout needs by the same estimate",
+    )  # fmt: skip
+    parser.add_argument("--megatron-version", metavar="V", help="release that will run; default: the installed one")
+    parser.add_argument(
+        "--pin", nargs="+", action="extend", default=[], metavar="DIM=N", help=f"fix a dimension: {', '.join(PINS)}"
+    )
+    parser.add_argument(
+        "--recompute", choices=[one.value for one in Recomputation], help="activations; default: as the job had it"
+    )
+    parser.add_argument(
+        "--read-rate", type=parse_size, metavar="SIZE", help="bytes a second that all GPUs together read from the store"
+    )
+    parser.add_argument(
+        "--argument", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
+        help="an argument of the job that the checkpoint does not state",
+    )  # fmt: skip
+    parser.add_argument("--all", action="store_true", help="list every layout, not only the ten best")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    add_facts(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """List the layouts; exit code 1 where none is accepted, or none fits."""
+    found = plan(
+        arguments.path,
+        arguments.gpus,
+        gpus_per_node=arguments.gpus_per_node,
+        gpu_memory=arguments.gpu_memory,
+        megatron_version=arguments.megatron_version,
+        pins=_pins(arguments.pin),
+        recomputation=arguments.recompute,
+        read_rate=arguments.read_rate,
+        most=None if arguments.all else 10,
+        facts=facts_of(arguments),
+        stated=_stated(arguments.argument),
+    )
+    if arguments.json:
+        as_json(found)
+    else:
+        _show(found)
+    return 0 if found.fits else 1
+
+
+def _pins(texts: list[str]) -> dict[str, int]:
+    pins = {}
+    for text in texts:
+        name, _, size = text.partition("=")
+        if name not in PINS or not (size.isascii() and size.isdigit() and 0 < int(size) < 1 << 20):
+            raise UsageError(
+                "a pin is not a dimension and its size", found=shortened(text),
+                expected=f"one of {', '.join(PINS)}, and a whole number: tp=8",
+            )  # fmt: skip
+        pins[name] = int(size)
+    return pins
+
+
+def _stated(texts: list[str]) -> dict[str, Any]:
+    stated: dict[str, Any] = {}
+    for text in texts:
+        name, given, value = text.partition("=")
+        if not given or not name.isidentifier():
+            raise UsageError("an argument has no name, or no value", found=shortened(text), expected="NAME=VALUE")
+        try:
+            stated[name] = json.loads(value)
+        except (ValueError, RecursionError):
+            stated[name] = value
+    return stated
+
+
+def _show(found: LayoutPlan) -> None:
+    line(found.path)
+    table(
+        [
+            ("written by", found.old_layout),
+            ("for", f"{found.gpus} GPUs, Megatron {found.megatron_version}"),
+            ("parameters", f"{found.parameters:,}"),
+            ("memory of a GPU", _limit(found)),
+        ]
+    )
+    if found.unknown:
+        line(f"  not known, and taken as their defaults: {', '.join(found.unknown)}; state them with --argument")
+    if found.layouts:
+        _show_layouts(found)
+    else:
+        line()
+        line(Painted(f"no layout of {found.gpus} GPUs is accepted", BAD))
+    if not found.fits:
+        _show_what_excludes(found)
+
+
+def _limit(found: LayoutPlan) -> str:
+    size = "" if found.gpu_memory is None else f"{readable(found.gpu_memory)}, "
+    return f"{size}{found.gpu_memory_source}"
+
+
+def _show_layouts(found: LayoutPlan) -> None:
+    shown = len(found.layouts)
+    heading(f"layouts that Megatron accepts: {shown} of {found.accepted}, best first" if shown < found.accepted else
+            f"layouts that Megatron accepts: {shown}, best first")  # fmt: skip
+    table(
+        (
+            (
+                one.layout, _split(one), readable(one.memory.total), _fit(one), f"{one.bubble:.0%}",
+                f"{one.micro_batch_size} / {one.global_batch_size}", readable(one.read_per_rank), _seconds(one),
+                "yes" if one.stock_resumes else "no",
+            )
+            for one in found.layouts
+        ),
+        header=("layout", "layers", "memory", "fits", "bubble", "batch", "read/rank", "all read", "stock resumes"),
+        right=(2, 4, 6),
+    )  # fmt: skip
+    best = found.layouts[0]
+    heading(f"flags for {best.layout}")
+    line(f"  {best.flags}")
+    for note in best.notes:
+        line(f"  note: {note}")
+    memory = best.memory
+    line(
+        f"  memory of the fullest GPU: weights {readable(memory.weights)}, gradients {readable(memory.gradients)}, "
+        f"optimizer {readable(memory.optimizer)}, activations {readable(memory.activations)} (an estimate)"
+    )
+    if memory.host:
+        line(f"  in the memory of its host: {readable(memory.host)} of the optimizer")
+
+
+def _show_what_excludes(found: LayoutPlan) -> None:
+    if found.layouts:
+        least = min(found.layouts, key=lambda one: one.memory.total)
+        line()
+        line(
+            Painted(f"no layout fits: the least that one needs is {readable(least.memory.total)} ({least.layout})", BAD)
+        )
+        line("hint: --recompute full keeps fewer activations; --all lists every layout")
+    elif found.nearest:
+        heading("what excludes the nearest ones")
+        table(found.nearest)
+
+
+def _split(one: PlannedLayout) -> str:
+    """Layers per pipeline rank: `4`, or `4, last 1`."""
+    counts = one.layers_per_stage
+    if len(set(counts)) <= 1:
+        return str(counts[0]) if counts else ""
+    return f"{min(counts)} to {max(counts)}"
+
+
+def _fit(one: PlannedLayout) -> str | Painted:
+    if one.fits is None:
+        return Painted("?", REMARKABLE)
+    return Painted("yes", GOOD) if one.fits else Painted("no", BAD)
+
+
+def _seconds(one: PlannedLayout) -> str:
+    return readable(one.read_in_all) if one.seconds is None else f"{readable(one.read_in_all)}, {one.seconds:,.0f} s"

@@ -1,0 +1,254 @@
+"""A model as a table of parameters, and how many of their elements each pipeline stage of a layout holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
+from mcore_ckpt_ext.layout.local_parameters import Cut
+
+_Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of the model, as a plan has to know it.
+
+    Attributes:
+        name: in model space.
+        shape: of the whole tensor; of a table of tokens, without rows of padding where their number is known.
+        weight_bytes: of one element of the weight.
+        place: the decoder layer's number; -1 before the layers (embedding), -2 after them (norms, output layer).
+        cut: how tensor-parallel ranks share it; None where each has the whole.
+        expert: the number of its expert; None outside experts.
+        is_vocabulary: it has a row for every token, which are padded for the tensor-parallel size.
+        state_bytes: of one element of the optimizer's state in memory, master included.
+        stored_bytes: of one element of the optimizer's state in the checkpoint.
+        is_distributed: data-parallel ranks share its state.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    weight_bytes: int
+    place: int
+    cut: Cut | None
+    expert: int | None = None
+    is_vocabulary: bool = False
+    state_bytes: int = 0
+    stored_bytes: int = 0
+    is_distributed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one rank of a stage holds of one kind of parameters, over all its data-parallel copies.
+
+    Attributes:
+        elements: of parameters.
+        aligned: the same, each parameter padded as in a gradient buffer.
+        weight_bytes: of the weights.
+        shared_state: bytes of optimizer state that data-parallel ranks share.
+        whole_state: bytes of optimizer state that every rank keeps.
+        stored_state: bytes of the stored optimizer state.
+    """
+
+    elements: int = 0
+    aligned: int = 0
+    weight_bytes: int = 0
+    shared_state: int = 0
+    whole_state: int = 0
+    stored_state: int = 0
+
+    def __add__(self, other: Holding) -> Holding:
+        return Holding(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+
+@dataclass(frozen=True, slots=True)
+class StageHolding:
+    """What a rank of one pipeline stage holds: `dense` parameters, and `experts` of an expert-parallel rank.
+
+    Without expert parallelism, experts lie in the same buffers as everything else and count as dense
+    (`is_expert_parallel`, megatron/core/distributed/distributed_data_parallel.py, core_v0.7.0 to 0.19.2).
+    """
+
+    dense: Holding
+    experts: Holding
+
+
+_FIRST, _LAST = -1, -2
+
+
+class PaddedRows:
+    """Rows of the vocabulary, padded for a tensor-parallel size.
+
+    A multiple of `--make-vocab-size-divisible-by` x TP (`vocab_size_with_padding`,
+    megatron/core/tokenizers/utils/build_tokenizer.py, and `_vocab_size_with_padding` before it, core_v0.7.0 to 0.19.2).
+    """
+
+    def __init__(self, tokens: int | None, stored: int, divisor: int) -> None:
+        """`tokens`: without padding; where they are not known, the `stored` rows are padded further."""
+        self._tokens, self._divisor = tokens or stored, divisor
+
+    def __call__(self, tensor: int) -> int:
+        """Return the number of rows for a tensor-parallel size."""
+        multiple = self._divisor * tensor
+        return -(-self._tokens // multiple) * multiple
+
+
+class ModelTable:
+    """All parameters of a model; answers how many elements the stages of a layout hold, without walking them again."""
+
+    def __init__(self, parameters: Sequence[Parameter], layers: int, *, tied: bool, padded_rows: PaddedRows) -> None:
+        """`tied`: the output layer is the word embedding, of which the last stage has a copy."""
+        self.parameters = tuple(parameters)
+        self.layers = layers
+        self._padded_rows = padded_rows
+        self._tied = tied
+        self._cache: dict[tuple[object, ...], dict[str, _Numbers]] = {}
+
+    @cached_property
+    def elements(self) -> int:
+        """Elements of all parameters."""
+        return sum(prod(parameter.shape) for parameter in self.parameters)
+
+    def indivisible(self, tensor: int, expert_tensor: int) -> str | None:
+        """Why some parameter cannot be divided among so many ranks; None where all can.
+
+        Source: `divide` (megatron/core/utils.py), called for every cut axis in
+        megatron/core/tensor_parallel/layers.py, core_v0.7.0 to 0.19.2.
+        """
+        for (size, bands, is_expert), name in self._cut_sizes.items():
+            ranks = expert_tensor if is_expert else tensor
+            if size % (bands * ranks):
+                return f"{name} has {size // bands} rows or columns, which {ranks} ranks cannot divide"
+        return None
+
+    @cached_property
+    def _cut_sizes(self) -> Mapping[tuple[int, int, bool], str]:
+        """The distinct sizes of axes that are cut, and one parameter that has each."""
+        found: dict[tuple[int, int, bool], str] = {}
+        for one in self.parameters:
+            if one.cut is not None and not one.is_vocabulary:
+                key = (one.shape[one.cut.axis], one.cut.bands, one.expert is not None)
+                found.setdefault(key, one.name)
+        return found
+
+    def stages(
+        self, ranges: Sequence[Sequence[range]], tensor: int, expert_tensor: int, expert: int
+    ) -> list[StageHolding]:
+        """What one rank of each pipeline stage holds.
+
+        Args:
+            ranges: global decoder layers by `[pipeline rank][virtual stage]`.
+            tensor: tensor-parallel size.
+            expert_tensor: of experts.
+            expert: expert-parallel size.
+        """
+        apart = expert > 1
+        dense = self._totals(tensor, expert_tensor, None if apart else 1)
+        experts = self._totals(tensor, expert_tensor, expert) if apart else None
+        last = len(ranges) - 1
+        found = []
+        for rank, spans in enumerate(ranges):
+            places = [*(span for span in spans if span)]
+            ends = ([_FIRST] if rank == 0 else []) + ([_LAST] if rank == last else [])
+            copy = _copied(dense) if self._tied and rank == last and last else Holding()
+            found.append(
+                StageHolding(
+                    _sum(dense, places, ends) + copy, Holding() if experts is None else _sum(experts, places, ends)
+                )
+            )
+        return found
+
+    def _totals(self, tensor: int, expert_tensor: int, expert: int | None) -> dict[str, _Numbers]:
+        """Running totals over layers of what `Holding` counts.
+
+        Args:
+            tensor: tensor-parallel size.
+            expert_tensor: of experts.
+            expert: None for everything but experts; 1 for everything; otherwise the experts of one rank.
+        """
+        key = (tensor, expert_tensor, expert)
+        if key not in self._cache:
+            self._cache[key] = self._counted(tensor, expert_tensor, expert)
+        return self._cache[key]
+
+    def _counted(self, tensor: int, expert_tensor: int, expert: int | None) -> dict[str, _Numbers]:
+        columns = self._columns
+        is_expert = columns["expert"] >= 0
+        if expert is None:
+            chosen = ~is_expert
+        elif expert == 1:
+            chosen = np.ones_like(is_expert)
+        else:
+            experts = 1 + max((one.expert or 0 for one in self.parameters), default=0)
+            chosen = is_expert & (columns["expert"] < experts // expert)
+        ranks = np.where(is_expert, expert_tensor, tensor)
+        whole = np.where(columns["rows"] > 0, columns["rest"] * self._padded_rows(tensor), columns["numel"])
+        elements = np.where(columns["is_cut"] > 0, whole // ranks, whole)
+        aligned = -(-elements // PARAMETER_ALIGNMENT) * PARAMETER_ALIGNMENT
+        # The embedding stands before layer 0, what follows the layers after the last one.
+        place = np.where(columns["place"] == _FIRST, self.layers, columns["place"])
+        place = np.where(columns["place"] == _LAST, self.layers + 1, place)
+
+        def by_place(values: _Numbers) -> _Numbers:
+            counted = np.bincount(place, weights=np.where(chosen, values, 0), minlength=self.layers + 2)
+            return counted.astype(np.int64)
+
+        shared = columns["is_distributed"] > 0
+        values = {
+            "elements": elements,
+            "aligned": aligned,
+            "weight_bytes": elements * columns["weight_bytes"],
+            "shared_state": np.where(shared, elements * columns["state_bytes"], 0),
+            "whole_state": np.where(shared, 0, elements * columns["state_bytes"]),
+            "stored_state": elements * columns["stored_bytes"],
+        }
+        totals = {name: by_place(value) for name, value in values.items()}
+        found = {name: np.concatenate([[0], np.cumsum(value[: self.layers])]) for name, value in totals.items()}
+        found |= {f"{name} before": value[self.layers : self.layers + 1] for name, value in totals.items()}
+        found |= {f"{name} after": value[self.layers + 1 :] for name, value in totals.items()}
+        embeddings = (columns["rows"] > 0) & (columns["place"] == _FIRST) & chosen
+        found |= {f"{name} copied": np.array([value[embeddings].sum()]) for name, value in values.items()}
+        return found
+
+    @cached_property
+    def _columns(self) -> dict[str, _Numbers]:
+        def column(values: Iterable[int]) -> _Numbers:
+            return np.fromiter(values, dtype=np.int64, count=len(self.parameters))
+
+        all_of = self.parameters
+        return {
+            "numel": column(prod(one.shape) for one in all_of),
+            "rest": column(prod(one.shape[1:]) for one in all_of),
+            "rows": column(one.shape[0] if one.is_vocabulary else 0 for one in all_of),
+            "is_cut": column(one.cut is not None for one in all_of),
+            "expert": column(-1 if one.expert is None else one.expert for one in all_of),
+            "place": column(one.place for one in all_of),
+            "weight_bytes": column(one.weight_bytes for one in all_of),
+            "state_bytes": column(one.state_bytes for one in all_of),
+            "stored_bytes": column(one.stored_bytes for one in all_of),
+            "is_distributed": column(one.is_distributed for one in all_of),
+        }
+
+
+def _sum(totals: Mapping[str, _Numbers], spans: Sequence[range], ends: Sequence[int]) -> Holding:
+    """What stands in these layers, before the first and after the last one."""
+
+    def of(name: str) -> int:
+        inside = sum(int(totals[name][span.stop] - totals[name][span.start]) for span in spans)
+        inside += int(totals[f"{name} before"][0]) if _FIRST in ends else 0
+        return inside + (int(totals[f"{name} after"][0]) if _LAST in ends else 0)
+
+    return Holding(*map(of, Holding.__slots__))
+
+
+def _copied(totals: Mapping[str, _Numbers]) -> Holding:
+    """The copy of the word embeddings that the last stage of a tied model holds."""
+    return Holding(*(int(totals[f"{name} copied"][0]) for name in Holding.__slots__))

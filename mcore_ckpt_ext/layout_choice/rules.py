@@ -1,0 +1,221 @@
+"""The rules by which Megatron accepts or refuses a parallel layout for a model; each names its source.
+
+A rule is a function of a `Choice` that returns why Megatron refuses it, or None. The list `RULES` is the only place
+where such a rule stands; candidates, refusals and the documentation are made from it. Unless a rule names other
+versions, it was read in core_v0.12.0 to 0.19.2 and the development head of August 2026.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout_choice.model_table import ModelTable
+from mcore_ckpt_ext.layout_choice.stage_split import StageSplit
+from mcore_ckpt_ext.versions import Version
+
+# `num_query_groups` may be a divisor of the tensor-parallel size (`TransformerConfig.__post_init__`, core_v0.16.0).
+_SINCE_SHARED_GROUPS = Version(0, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A parallel layout for a model, with the batch that would be trained under it.
+
+    Attributes:
+        job: arguments of the model; those of its old layout in it do not count.
+        table: the model's parameters.
+        layout: the parallel sizes; `world` is the number of GPUs.
+        split: the layers of each stage; None where they cannot be divided.
+        micro_batch: samples that one data-parallel rank processes at once.
+        global_batch: samples of an iteration.
+        version: the Megatron release that would run.
+    """
+
+    job: JobArguments
+    table: ModelTable
+    layout: ParallelLayout
+    split: StageSplit | None
+    micro_batch: int
+    global_batch: int
+    version: Version
+
+    @property
+    def microbatches(self) -> int:
+        """Micro batches that each pipeline processes in an iteration."""
+        return self.global_batch // (self.micro_batch * self.layout.data)
+
+    @property
+    def has_sequence_parallelism(self) -> bool:
+        """Whether activations are divided along the sequence, too.
+
+        Kept from the job, and needed to train experts under tensor parallelism (`MoELayer.forward`,
+        megatron/core/transformer/moe/moe_layer.py). `validate_args` switches it off without tensor parallelism.
+        """
+        wanted = bool(self.job.stated.get("sequence_parallel")) or bool(self.job.num_experts)
+        return self.layout.tensor > 1 and wanted
+
+
+Rule = Callable[[Choice], "str | None"]
+
+
+def _world_size(choice: Choice) -> str | None:
+    """`validate_args`: the world size is a multiple of TP x PP x CP."""
+    layout = choice.layout
+    needed = layout.tensor * layout.pipeline * layout.context
+    if layout.world % needed:
+        return f"{layout.world} GPUs are no multiple of TP x PP x CP = {needed}"
+    return None
+
+
+def _expert_world_size(choice: Choice) -> str | None:
+    """`initialize_model_parallel` (parallel_state.py): the world size is a multiple of ETP x EP x PP."""
+    layout = choice.layout
+    needed = layout.expert_tensor * layout.expert * layout.pipeline
+    if layout.world % needed:
+        return f"{layout.world} GPUs are no multiple of ETP x EP x PP = {needed}"
+    return None
+
+
+def _rank_order(choice: Choice) -> str | None:
+    """`initialize_model_parallel`: with `--use-tp-pp-dp-mapping`, both grids need as many data-parallel ranks."""
+    layout = choice.layout
+    if not choice.job.use_tp_pp_dp_mapping or layout.pipeline == 1:
+        return None
+    experts = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
+    return None if experts == layout.data else "--use-tp-pp-dp-mapping needs as many data-parallel ranks for experts"
+
+
+def _heads(choice: Choice) -> str | None:
+    """`TransformerConfig.__post_init__`: attention heads are divided among the tensor-parallel ranks."""
+    heads = choice.job.num_attention_heads
+    if heads and heads % choice.layout.tensor:
+        return f"{heads} attention heads cannot be divided by TP {choice.layout.tensor}"
+    return None
+
+
+def _query_groups(choice: Choice) -> str | None:
+    """`TransformerConfig.__post_init__`: so are query groups; since 0.16 several ranks may share one."""
+    job, tensor = choice.job, choice.layout.tensor
+    groups = job.num_query_groups if job.group_query_attention else None
+    if not groups or groups % tensor == 0 or (choice.version >= _SINCE_SHARED_GROUPS and tensor % groups == 0):
+        return None
+    return f"{groups} query groups cannot be divided by TP {tensor}"
+
+
+def _linear_attention(choice: Choice) -> str | None:
+    """`TransformerConfig.__post_init__`: heads of a gated delta net are a multiple of TP x CP (core_v0.16.0 on)."""
+    job, ranks = choice.job, choice.layout.tensor * choice.layout.context
+    if not job.experimental_attention_variant or not job.linear_num_key_heads:
+        return None
+    for name, heads in (("key", job.linear_num_key_heads), ("value", job.linear_num_value_heads)):
+        if heads and heads % ranks:
+            return f"{heads} {name} heads of linear attention cannot be divided by TP x CP = {ranks}"
+    return None
+
+
+def _mamba(choice: Choice) -> str | None:
+    """`MambaMixer.__init__` (megatron/core/ssm/mamba_mixer.py): heads and groups are multiples of TP x CP."""
+    job, ranks = choice.job, choice.layout.tensor * choice.layout.context
+    if not is_hybrid(job) or "M" not in str(job.hybrid_layer_pattern or job.stated.get("hybrid_override_pattern")):
+        return None
+    for name, count in (("heads", job.mamba_num_heads), ("groups", job.mamba_num_groups)):
+        if count and count % ranks:
+            return f"{count} Mamba {name} cannot be divided by TP x CP = {ranks}"
+    return None
+
+
+def _parameters(choice: Choice) -> str | None:
+    """`divide` (megatron/core/utils.py): every parameter that is cut has whole rows or columns on each rank."""
+    return choice.table.indivisible(choice.layout.tensor, choice.layout.expert_tensor)
+
+
+def _experts(choice: Choice) -> str | None:
+    """`validate_args`: experts exist, and are divided among the expert-parallel ranks."""
+    experts, ranks = choice.job.num_experts, choice.layout.expert
+    if ranks == 1 or (experts and experts % ranks == 0):
+        return None
+    return f"{experts or 0} experts cannot be divided by EP {ranks}"
+
+
+def _sequence(choice: Choice) -> str | None:
+    """`validate_args`: with context parallelism the sequence is a multiple of 2 x CP; and, where activations are
+    divided along it, each part is a multiple of TP (`_split_along_first_dim`, tensor_parallel/mappings.py).
+    """
+    length, layout = choice.job.seq_length, choice.layout
+    if not length:
+        return None
+    if layout.context > 1 and length % (2 * layout.context):
+        return f"--seq-length {length} is no multiple of 2 x CP = {2 * layout.context}"
+    if choice.has_sequence_parallelism and (length // layout.context) % layout.tensor:
+        return f"--seq-length {length} cannot be divided by CP x TP = {layout.context * layout.tensor}"
+    return None
+
+
+def _attention_of_context(choice: Choice) -> str | None:
+    """`DotProductAttention.__init__` (dot_product_attention.py): the local layer spec has no context parallelism."""
+    if choice.layout.context > 1 and choice.job.transformer_impl == "local":
+        return "--transformer-impl local has no context parallelism"
+    return None
+
+
+def _layers(choice: Choice) -> str | None:
+    """`validate_args` and `TransformerConfig.__post_init__`: every stage gets a whole number of layers."""
+    if choice.split is not None:
+        return None
+    layout = choice.layout
+    chunks = f"PP {layout.pipeline}" + (f" x VPP {layout.virtual_pipeline}" if layout.virtual_pipeline > 1 else "")
+    return f"{choice.job.num_layers} layers cannot be divided among {chunks}"
+
+
+def _interleaving(choice: Choice) -> str | None:
+    """`validate_args`: virtual stages need several pipeline ranks, and more than two without overlapped transfers."""
+    layout = choice.layout
+    if layout.virtual_pipeline == 1:
+        return None
+    # `validate_args` clears the stored flag where a job has no virtual stages, whatever its command line said.
+    had_stages = choice.job.virtual_pipeline_model_parallel_size is not None
+    least = 3 if had_stages and choice.job.stated.get("overlap_p2p_comm") is False else 2
+    return None if layout.pipeline >= least else f"VPP {layout.virtual_pipeline} needs PP {least} or more"
+
+
+def _micro_batches(choice: Choice) -> str | None:
+    """`_build_num_microbatches_calculator` (num_microbatches_calculator.py): the global batch is a multiple of the
+    micro batch x DP; `forward_backward_pipelining_with_interleaving` (schedules.py): with virtual stages, the number
+    of micro batches is a multiple of PP.
+    """
+    layout = choice.layout
+    share = choice.micro_batch * layout.data
+    if choice.global_batch % share:
+        return f"global batch {choice.global_batch} is no multiple of micro batch x DP = {share}"
+    if layout.virtual_pipeline > 1 and choice.microbatches % layout.pipeline:
+        return f"with VPP, {choice.microbatches} micro batches must be a multiple of PP {layout.pipeline}"
+    return None
+
+
+RULES: tuple[tuple[str, Rule], ...] = (
+    ("world size", _world_size),
+    ("expert world size", _expert_world_size),
+    ("rank order", _rank_order),
+    ("attention heads", _heads),
+    ("query groups", _query_groups),
+    ("linear attention heads", _linear_attention),
+    ("Mamba heads", _mamba),
+    ("parameter shapes", _parameters),
+    ("experts", _experts),
+    ("sequence length", _sequence),
+    ("context parallelism", _attention_of_context),
+    ("layers per stage", _layers),
+    ("interleaved schedule", _interleaving),
+    ("batch sizes", _micro_batches),
+)
+"""Every rule under its name, the cheap and common ones first."""
+
+
+def violations(choice: Choice) -> Iterator[tuple[str, str]]:
+    """The rules that a choice breaks: (name of the rule, what is wrong), in the order of `RULES`."""
+    for name, rule in RULES:
+        if (reason := rule(choice)) is not None:
+            yield name, reason

@@ -1,0 +1,216 @@
+"""Finds the layouts of a number of GPUs that Megatron accepts for a model, and puts the best ones first."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import product
+from math import log2, prod
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout_choice.memory import (
+    Buffers,
+    Memory,
+    Recomputation,
+    activation_bytes,
+    bubble_fraction,
+    memory_of,
+)
+from mcore_ckpt_ext.layout_choice.model_table import ModelTable, StageHolding
+from mcore_ckpt_ext.layout_choice.rules import Choice, violations
+from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, stage_splits
+from mcore_ckpt_ext.versions import Version
+
+PINS = {
+    "tp": "tensor", "pp": "pipeline", "vpp": "virtual_pipeline", "ep": "expert", "etp": "expert_tensor",
+    "cp": "context",
+}  # fmt: skip
+"""The dimensions that a user can fix, and their names in `ParallelLayout`."""
+_MOST_VIRTUAL_STAGES = 16
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a user has and wants.
+
+    Attributes:
+        gpus: number of GPUs.
+        gpus_per_node: tensor parallelism beyond them crosses nodes.
+        version: the Megatron release that will run.
+        memory: bytes of a GPU; None where it is not known.
+        is_least: the memory is what a GPU has at least, because a job ran in it.
+        recomputation: which activations are computed again.
+        pins: sizes that are fixed, by their names in `ParallelLayout`.
+    """
+
+    gpus: int
+    gpus_per_node: int
+    version: Version
+    memory: int | None = None
+    is_least: bool = False
+    recomputation: Recomputation = Recomputation.SELECTIVE
+    pins: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A layout that Megatron accepts.
+
+    Attributes:
+        choice: the layout with its batch.
+        memory: of the fullest GPU.
+        fits: whether that is within a GPU's memory; None where it is not known.
+        bubble: the idle share of the pipeline, 0 to 1.
+        keeps_batch: neither batch size had to change.
+        holdings: what a rank of each pipeline stage holds.
+    """
+
+    choice: Choice
+    memory: Memory
+    fits: bool | None
+    bubble: float
+    keeps_batch: bool
+    holdings: tuple[StageHolding, ...]
+
+
+@dataclass
+class Search:
+    """All layouts that were looked at: those that are accepted, best first, and what excluded the others."""
+
+    found: list[Found] = field(default_factory=list)
+    excluded: Counter[str] = field(default_factory=Counter)
+    nearest: list[tuple[float, ParallelLayout, str]] = field(default_factory=list)
+
+
+def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Wish, buffers: Buffers) -> Search:
+    """Look at every combination of sizes that multiplies to the number of GPUs.
+
+    Args:
+        job: arguments of the model.
+        table: its parameters.
+        old: the layout of the job that wrote the checkpoint.
+        wish: what is there, and what is wanted.
+        buffers: how the job keeps gradients and optimizer.
+    """
+    result = Search()
+
+    @cache
+    def splits(pipeline: int, virtual: int) -> StageSplit | None:
+        return next(stage_splits(job, pipeline, virtual, wish.version, job.mtp_num_layers or 0), None)
+
+    @cache
+    def holdings(split: StageSplit, tensor: int, expert_tensor: int, expert: int) -> tuple[StageHolding, ...]:
+        return tuple(table.stages(split.ranges(), tensor, expert_tensor, expert))
+
+    for layout in _layouts(job, old, wish):
+        split = splits(layout.pipeline, layout.virtual_pipeline)
+        choice = with_batch(Choice(job, table, layout, split, 1, 1, wish.version))
+        broken = next(violations(choice), None)
+        if broken is not None:
+            rule, reason = broken
+            result.excluded[rule] += 1
+            result.nearest.append((_distance(layout, old), layout, reason))
+        elif split is not None:
+            held = holdings(split, layout.tensor, layout.expert_tensor, layout.expert)
+            result.found.append(_weighed(choice, held, wish, buffers))
+    result.found.sort(key=lambda one: _rank(one, old, wish))
+    result.nearest.sort(key=lambda one: one[0])
+    return result
+
+
+def _weighed(choice: Choice, held: tuple[StageHolding, ...], wish: Wish, buffers: Buffers) -> Found:
+    activations = activation_bytes(choice, wish.recomputation)
+    by_stage = (memory_of(stage, choice, buffers, activations) for stage in held)
+    memory = max(by_stage, key=lambda one: (one.total, one.host))
+    return Found(
+        choice,
+        memory,
+        _fits(memory, wish),
+        bubble_fraction(choice),
+        (choice.micro_batch, choice.global_batch) == batch_of(choice.job),
+        held,
+    )
+
+
+def _fits(memory: Memory, wish: Wish) -> bool | None:
+    if wish.memory is not None and memory.total <= wish.memory:
+        return True
+    return None if wish.memory is None or wish.is_least else False
+
+
+def _rank(one: Found, old: ParallelLayout, wish: Wish) -> tuple[object, ...]:
+    """The order of layouts: fits, keeps the batch, idles least, keeps TP within a node, resembles the old layout."""
+    layout = one.choice.layout
+    crosses = layout.tensor > wish.gpus_per_node
+    return (
+        not one.fits,
+        one.fits is False,
+        not one.keeps_batch,
+        round(one.bubble, 2),
+        crosses,
+        _distance(layout, old),
+        one.memory.total,
+    )
+
+
+def _distance(layout: ParallelLayout, old: ParallelLayout) -> float:
+    """How far two layouts are apart: doublings of each dimension."""
+    return sum(abs(log2(getattr(layout, name) / getattr(old, name))) for name in PINS.values())
+
+
+def _layouts(job: JobArguments, old: ParallelLayout, wish: Wish) -> Iterator[ParallelLayout]:
+    """Combinations of sizes whose product divides the number of GPUs, pins obeyed."""
+    gpus, pins = wish.gpus, wish.pins
+    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
+    layers = job.num_layers or 1
+    # Sizes that no other size can complete to the number of GPUs are looked at all the same, to say so.
+    can_divide = gpus % prod(pins.get(name, 1) for name in ("tensor", "pipeline", "context")) == 0
+
+    def of(name: str, otherwise: Sequence[int]) -> Sequence[int]:
+        return [pins[name]] if name in pins else otherwise
+
+    pipelines = [size for size in sizes if size <= layers + 2]
+    experts = [size for size in sizes if size <= (job.num_experts or 1)]
+    for tensor, pipeline, context in product(of("tensor", sizes), of("pipeline", pipelines), of("context", sizes)):
+        if can_divide and gpus % (tensor * pipeline * context):
+            continue
+        virtual = range(1, min(_MOST_VIRTUAL_STAGES, layers // pipeline) + 1) if pipeline > 1 else [1]
+        for expert in of("expert", experts):
+            tensors = sorted({1, tensor, old.expert_tensor}) if expert > 1 else [tensor]
+            for expert_tensor, stages in product(of("expert_tensor", tensors), of("virtual_pipeline", virtual)):
+                yield ParallelLayout(
+                    tensor=tensor,
+                    pipeline=pipeline,
+                    virtual_pipeline=stages,
+                    expert=expert,
+                    expert_tensor=expert_tensor,
+                    context=context,
+                    data=max(gpus // (tensor * pipeline * context), 1),
+                    world=gpus,
+                )
+
+
+def batch_of(job: JobArguments) -> tuple[int, int]:
+    """The micro batch and the global batch of a job."""
+    micro = job.stated.get("micro_batch_size")
+    micro = micro if isinstance(micro, int) and micro > 0 else 1
+    return micro, job.global_batch_size or micro
+
+
+def with_batch(choice: Choice) -> Choice:
+    """The batch of the job, or the nearest one that the layout allows.
+
+    The micro batch shrinks before the global batch changes: that alone leaves training as it was.
+    """
+    micro, whole = batch_of(choice.job)
+    data = choice.layout.data
+    fitting = next((size for size in range(micro, 0, -1) if whole % (size * data) == 0), None)
+    if fitting is not None:
+        kept = replace(choice, micro_batch=fitting, global_batch=whole)
+        if kept.layout.virtual_pipeline == 1 or kept.microbatches % kept.layout.pipeline == 0:
+            return kept
+    step = micro * data * (choice.layout.pipeline if choice.layout.virtual_pipeline > 1 else 1)
+    return replace(choice, micro_batch=micro, global_batch=max(1, round(whole / step)) * step)

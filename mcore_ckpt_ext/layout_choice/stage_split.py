@@ -1,0 +1,159 @@
+"""How the layers of a model are divided among pipeline stages, and the flags that make Megatron divide them so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk
+from mcore_ckpt_ext.versions import Version
+
+# `--pipeline-model-parallel-layout`: megatron/training/arguments.py, core_v0.13.0 to 0.19.2.
+_SINCE_LAYOUT_STRINGS = Version(0, 13)
+_SPLIT_ARGUMENTS = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class StageSplit:
+    """One way to divide the decoder layers among the pipeline stages.
+
+    Attributes:
+        layers: number of decoder layers by `[pipeline rank][virtual stage]`.
+        arguments: the values of Megatron's arguments that produce it, beside the pipeline sizes; every argument that
+            concerns the split is named, so that one of the old layout cannot survive by accident.
+    """
+
+    layers: tuple[tuple[int, ...], ...]
+    arguments: tuple[tuple[str, Any], ...]
+
+    @property
+    def largest(self) -> int:
+        """The most decoder layers that one pipeline rank holds."""
+        return max(map(sum, self.layers))
+
+    def ranges(self) -> list[list[range]]:
+        """Global decoder layers by `[pipeline rank][virtual stage]`, in Megatron's interleaved order."""
+        found: list[list[range]] = [[] for _ in self.layers]
+        following = 0
+        for stage in range(len(self.layers[0])):
+            for rank, counts in enumerate(self.layers):
+                found[rank].append(range(following, following + counts[stage]))
+                following += counts[stage]
+        return found
+
+
+def stage_splits(
+    job: JobArguments, pipeline: int, virtual: int, version: Version, extra_layers: int = 0
+) -> Iterator[StageSplit]:
+    """Ways to divide the layers among `pipeline` ranks with `virtual` stages each, the simplest one first.
+
+    The flags of the job are kept where they divide the layers. An even split needs no flag. Otherwise the last stage,
+    or the first and the last one, may hold fewer layers (`--decoder-last-pipeline-num-layers`,
+    `--decoder-first-pipeline-num-layers`); failing that, a layout string names every stage.
+
+    Args:
+        job: arguments of the model.
+        pipeline: pipeline-parallel size.
+        virtual: model chunks per pipeline rank.
+        version: the Megatron release that will run.
+        extra_layers: layers of multi-token prediction, which a layout string has to name.
+    """
+    total = job.num_layers
+    if total is None:
+        return
+    seen: set[tuple[tuple[int, ...], ...]] = set()
+    for arguments in _candidates(job, total, pipeline, virtual, version, extra_layers):
+        split = applied_split(job, arguments, pipeline, virtual, extra_layers)
+        if split is not None and split.layers not in seen:
+            seen.add(split.layers)
+            yield split
+
+
+def _candidates(
+    job: JobArguments, total: int, pipeline: int, virtual: int, version: Version, extra_layers: int
+) -> Iterator[dict[str, Any]]:
+    if is_hybrid(job):
+        # A pattern may name its segments; whether these fit is answered by `layers_by_chunk`.
+        yield {name: job.value(name) for name in _SPLIT_ARGUMENTS}
+        return
+    accounted = {name: bool(job.value(name)) for name in _SPLIT_ARGUMENTS if name.startswith("account_for")}
+    if any(accounted.values()):
+        yield accounted
+    yield {}
+    share = -(-total // pipeline)
+    for full in (share, share + share % virtual):
+        last = total - full * (pipeline - 1)
+        if pipeline > 1 and 0 < last < full:
+            yield {"decoder_last_pipeline_num_layers": last}
+        ends = total - full * (pipeline - 2)
+        if pipeline > 2 and 1 < ends < 2 * full:
+            yield {
+                "decoder_first_pipeline_num_layers": -(-ends // 2),
+                "decoder_last_pipeline_num_layers": ends // 2,
+            }
+    if version >= _SINCE_LAYOUT_STRINGS and total >= pipeline * virtual - 2 and pipeline > 1:
+        yield {"pipeline_model_parallel_layout": layout_string(_balanced(total, pipeline * virtual), extra_layers)}
+
+
+def _balanced(total: int, stages: int) -> list[int]:
+    """Layers of each stage, as even as can be; the stages with the embedding and the loss get fewer first."""
+    least, more = divmod(total, stages)
+    counts = [least] * stages
+    middle_first = [*range(1, stages - 1), 0, stages - 1]
+    for stage in middle_first[:more]:
+        counts[stage] += 1
+    return counts
+
+
+def layout_string(counts: list[int], extra_layers: int = 0) -> str:
+    """The value of `--pipeline-model-parallel-layout` for stages with these numbers of decoder layers.
+
+    `E` is the embedding, `t` a decoder layer, `m` a layer of multi-token prediction, `L` the loss; `|` separates
+    stages, and `(tt|)*3` repeats (`PipelineParallelLayerLayout.parse_str_to_list`,
+    megatron/core/transformer/pipeline_parallel_layer_layout.py, core_v0.13.0 to 0.19.2).
+    """
+    stages = ["t" * count for count in counts]
+    stages[0] = f"E{stages[0]}"
+    stages[-1] += "m" * extra_layers + "L"
+    parts: list[str] = []
+    position = 0
+    while position < len(stages) - 1:
+        run = 1
+        while position + run < len(stages) - 1 and stages[position + run] == stages[position]:
+            run += 1
+        parts.append(f"({stages[position]}|)*{run}" if run > 1 else f"{stages[position]}|")
+        position += run
+    return "".join([*parts, stages[-1]])
+
+
+def applied_split(
+    job: JobArguments, arguments: Mapping[str, Any], pipeline: int, virtual: int, extra_layers: int = 0
+) -> StageSplit | None:
+    """The split that Megatron makes of these arguments.
+
+    Returns:
+        None where it refuses them, and for a layout string that `layout_string` does not write.
+    """
+    chosen = {name: arguments.get(name) for name in _SPLIT_ARGUMENTS}
+    stated = tuple(chosen.items())
+    if (text := chosen["pipeline_model_parallel_layout"]) and not is_hybrid(job):
+        counts = _balanced(job.num_layers or 0, pipeline * virtual)
+        if layout_string(counts, extra_layers) != text:
+            return None
+        return StageSplit(tuple(tuple(counts[rank::pipeline]) for rank in range(pipeline)), stated)
+    layout = replace(ParallelLayout.from_arguments(job), pipeline=pipeline, virtual_pipeline=virtual)
+    chunks = layers_by_chunk(job.changed(**chosen), layout)
+    if chunks is None or any(span.stop < span.start for rank in chunks for span in rank):
+        return None
+    layers = tuple(tuple(map(len, rank)) for rank in chunks)
+    # Where the first or the last stage is stated, no stage may be left without layers (`TransformerConfig`), and
+    # virtual stages need one between the two (`get_transformer_layer_offset`, transformer_layer.py, divides by them).
+    ends = sum(chosen[f"decoder_{end}_pipeline_num_layers"] is not None for end in ("first", "last"))
+    if ends and (not all(map(sum, layers)) or (virtual > 1 and pipeline == ends)):
+        return None
+    return StageSplit(layers, stated)

@@ -1,0 +1,113 @@
+"""The parameters of a checkpoint's model as the choice of a layout needs them: shapes, places, bytes of state."""
+
+from __future__ import annotations
+
+import torch
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.layout.local_parameters import whole_cut
+from mcore_ckpt_ext.layout_choice.model_table import ModelTable, PaddedRows, Parameter
+from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, language_prefix, pipelined_block, second_names
+from mcore_ckpt_ext.model_space.names import is_module_buffer, parse, split_layer
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT
+from mcore_ckpt_ext.optimizers.table import shows_names
+
+_BEFORE, _AFTER = -1, -2
+_KEPT = ("embedding.", "position_embeddings.")
+
+
+def table_of(checkpoint: Checkpoint, job: JobArguments) -> ModelTable:
+    """The parameters of a checkpoint's model.
+
+    Raises:
+        UnsupportedCheckpointError: it does not say enough of its model.
+    """
+    names = checkpoint.names(WEIGHT)
+    block, twice = pipelined_block(names), second_names(names)
+    if not names or block is None or not job.num_layers:
+        raise UnsupportedCheckpointError(
+            "the checkpoint does not say how a pipeline divides its model",
+            found="no weights" if not names else f"num_layers {job.num_layers}",
+            where=str(checkpoint.folder),
+            helps="state what is missing: --argument num_layers=32",
+        )
+    states = _States(checkpoint, job)
+    prefix = language_prefix(block)
+    parameters = []
+    for name in names:
+        tensor = checkpoint.named_tensor(WEIGHT, name)
+        if name in twice or is_module_buffer(name):
+            continue
+        width = _bytes_of(tensor.dtype)
+        in_memory, stored, is_distributed = states.of(name, width)
+        rows_of_tokens = in_vocabulary(name)
+        shape = tensor.shape
+        if rows_of_tokens and checkpoint.tokens is not None:
+            shape = (min(checkpoint.tokens, shape[0]), *shape[1:])
+        parameters.append(
+            Parameter(
+                name, shape, width, _place(name, block, prefix), whole_cut(name, tensor.shape, job),
+                parse(name).expert, rows_of_tokens, in_memory, stored, is_distributed,
+            )
+        )  # fmt: skip
+    stored_rows = checkpoint.vocabulary_rows or 0
+    padded = PaddedRows(checkpoint.tokens, stored_rows, job.make_vocab_size_divisible_by or 1)
+    return ModelTable(parameters, job.num_layers, tied=not job.untie_embeddings_and_output_weights, padded_rows=padded)
+
+
+def _place(name: str, block: str, prefix: str) -> int:
+    layer, _ = split_layer(name)
+    if layer is not None and layer.block == block:
+        return layer.number
+    own = name.removeprefix(prefix)
+    return _BEFORE if not name.startswith(prefix) or own.startswith(_KEPT) else _AFTER
+
+
+class _States:
+    """The bytes of optimizer state that each parameter has, in memory and in the checkpoint."""
+
+    def __init__(self, checkpoint: Checkpoint, job: JobArguments) -> None:
+        self._state = checkpoint.optimizer if checkpoint.optimizer_format else None
+        self._shows_names = shows_names(checkpoint.optimizer_format)
+        kinds = self._state.kinds if self._state else (FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
+        # A remainder and a weight make the master, which then exists nowhere by itself.
+        self._kinds = [kind for kind in kinds if not (kind == FP32_PARAM and PARAM_REMAINDER in kinds)]
+        self._names = (
+            {kind: set(self._state.names(kind)) for kind in kinds} if self._state and self._shows_names else {}
+        )
+        self._in_memory = _state_dtypes(job)
+        self._has_state = self._state is not None
+        self._distributed = bool(job.use_distributed_optimizer)
+
+    def of(self, name: str, weight_bytes: int) -> tuple[int, int, bool]:
+        """Bytes of an element in memory, bytes of an element in the checkpoint, and whether ranks share them."""
+        in_memory = stored = 0
+        for kind in self._kinds:
+            if self._names and name not in self._names[kind]:
+                continue
+            tensor = self._state.logical_tensor(kind, name) if self._state and self._shows_names else None
+            width = _bytes_of(tensor.dtype) if tensor is not None else (2 if kind == PARAM_REMAINDER else 4)
+            stored += width if self._has_state else 0
+            # Masters of fp32 weights are the weights themselves (`_build_model_and_main_param_groups`,
+            # megatron/core/optimizer/distrib_optimizer.py, core_v0.7.0 to 0.19.2).
+            is_weight = kind == FP32_PARAM and weight_bytes == 4
+            in_memory += 0 if is_weight else self._in_memory.get(kind, width)
+        shared = self._state.is_distributed(name) if self._state and self._shows_names else self._distributed
+        return in_memory, stored, shared
+
+
+def _state_dtypes(job: JobArguments) -> dict[str, int]:
+    """Bytes of the kinds of state whose precision the arguments choose (`--use-precision-aware-optimizer`)."""
+    if not job.use_precision_aware_optimizer:
+        return {FP32_PARAM: 4, EXP_AVG: 4, EXP_AVG_SQ: 4}
+    chosen = {EXP_AVG: "exp_avg_dtype", EXP_AVG_SQ: "exp_avg_sq_dtype", FP32_PARAM: "main_params_dtype"}
+    return {kind: _bytes_of(str(job.stated[name])) for kind, name in chosen.items() if name in job.stated}
+
+
+def _bytes_of(dtype: str) -> int:
+    names = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp8": "uint8"}
+    name = dtype.removeprefix("torch.")
+    found = getattr(torch, names.get(name, name), None)
+    return found.itemsize if isinstance(found, torch.dtype) else 4

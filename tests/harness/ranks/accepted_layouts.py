@@ -1,0 +1,131 @@
+"""Answers which layouts genuine Megatron accepts, and what each pipeline stage then holds; one process, no ranks.
+
+    python accepted_layouts.py CASES.json RESULTS.json [MEGATRON_CHECKOUT]
+
+A case is a list of Megatron's arguments and a world size. `validate_args`, the process groups (of torch's fake backend)
+and the model are Megatron's own; the result of a case is the error that it ended with, or the parameters of each
+pipeline rank: [[name, shape], ...] by model chunk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+if len(sys.argv) > 3:
+    sys.path.insert(0, sys.argv[3])
+
+from megatron_on_cpu import compat, redirect
+
+redirect.install()
+
+import torch  # noqa: E402 - after the redirection
+from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
+compat.apply()
+
+import megatron.core  # noqa: E402
+from megatron.core import num_microbatches_calculator, parallel_state  # noqa: E402
+from megatron.core.models.gpt import GPTModel  # noqa: E402
+from megatron.core.models.gpt.gpt_layer_specs import (  # noqa: E402
+    get_gpt_decoder_block_spec,
+    get_gpt_layer_local_spec,
+    get_gpt_mtp_block_spec,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed  # noqa: E402
+from megatron.training import arguments as megatron_arguments  # noqa: E402
+
+_PLAIN = (int, float, str, bool, list, type(None))
+
+
+def _parsed(words: list[str], world: int, rank: int) -> Any:
+    os.environ |= {"WORLD_SIZE": str(world), "RANK": str(rank), "LOCAL_RANK": "0", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    sys.argv = ["pretrain_gpt.py", *words]
+    args = megatron_arguments.parse_args()
+    megatron_arguments.validate_args(args)
+    return args
+
+
+def _padded(args: Any) -> int:
+    multiple = args.make_vocab_size_divisible_by * args.tensor_model_parallel_size
+    return -(-args.vocab_size // multiple) * multiple
+
+
+def _chunks(args: Any, world: int, rank: int) -> list[list[tuple[str, list[int]]]]:
+    torch.distributed.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    try:
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            create_gloo_process_groups=False,
+            order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        )
+        model_parallel_cuda_manual_seed(1)
+        return [_chunk(args, stage) for stage in range(args.virtual_pipeline_model_parallel_size or 1)]
+    finally:
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()
+
+
+def _chunk(args: Any, stage: int) -> list[tuple[str, list[int]]]:
+    config = megatron_arguments.core_transformer_config_from_args(args)
+    virtual = stage if args.virtual_pipeline_model_parallel_size else None
+    if args.num_experts:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=virtual)
+    else:
+        spec = get_gpt_layer_local_spec(
+            args.num_experts, False, args.qk_layernorm, args.multi_latent_attention, normalization=args.normalization
+        )
+    mtp = None
+    if args.mtp_num_layers:
+        mtp = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=virtual)
+    model = GPTModel(
+        config,
+        spec,
+        vocab_size=_padded(args),
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+        mtp_block_spec=mtp,
+        vp_stage=virtual,
+    )
+    return [(name, list(parameter.shape)) for name, parameter in model.named_parameters()]
+
+
+def _judged(case: dict[str, Any]) -> dict[str, Any]:
+    words, world = case["arguments"], case["world"]
+    try:
+        args = _parsed(words, world, 0)
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+        num_microbatches_calculator.init_num_microbatches_calculator(
+            0, None, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+        )
+        stages = []
+        for pipeline in range(args.pipeline_model_parallel_size):
+            rank = pipeline * (world // args.pipeline_model_parallel_size)
+            stages.append(_chunks(args, world, rank))
+    except (Exception, SystemExit) as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}
+    plain = {name: value for name, value in vars(args).items() if isinstance(value, _PLAIN)}
+    return {"stages": stages, "arguments": plain}
+
+
+def main() -> None:
+    """Judge all cases."""
+    source, destination = map(Path, sys.argv[1:3])  # Megatron's parser is given other arguments below
+    cases = json.loads(source.read_text())
+    answer = {"version": megatron.core.__version__, "results": [_judged(case) for case in cases]}
+    destination.write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()
