@@ -12,11 +12,21 @@ from itertools import chain
 from operator import itemgetter
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk
-from mcore_ckpt_ext.model_space.anatomy import language_prefix, pipelined_block, second_names, word_embeddings_in
+from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk, prediction_chunk
+from mcore_ckpt_ext.model_space.anatomy import (
+    is_of_prediction,
+    language_prefix,
+    pipelined_block,
+    second_names,
+    word_embeddings_in,
+)
 from mcore_ckpt_ext.model_space.names import is_module_buffer, parse, split_layer, split_parameters
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+
+_FINAL_NORM = "decoder.final_layernorm."
+# An argument that only jobs of 0.16 and later have.
+_SINCE_0_16 = "linear_attention_freq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,20 +100,21 @@ class LocalModels:
         """Global decoder layers by `[pipeline rank][virtual stage]`; None where the pipeline split is not known."""
         return self._layers or layers_by_chunk(self.arguments, self.layout)
 
-    @property
+    @cached_property
     def predicts_more_tokens(self) -> bool:
-        """Whether there are layers of multi-token prediction, whose stages are not known."""
-        return any(name.startswith("mtp.") for name in self._parameters())
+        """Whether there are layers of multi-token prediction."""
+        return any(is_of_prediction(name) for name in self._parameters())
 
     @cached_property
     def chunks(self) -> list[list[list[str]]] | None:
         """Names by `[pipeline rank][virtual stage]`; None where the pipeline split is not known.
 
         The last chunk of a tied model lists the word embeddings, too (language_module.py,
-        `setup_embeddings_and_output_layer`).
+        `setup_embeddings_and_output_layer`), as does the one that predicts further tokens (gpt_model.py,
+        `if self.pre_process or self.mtp_process`, core_v0.14.0 to 0.19.2).
         """
         layers = self.layers_by_chunk
-        if layers is None or self.predicts_more_tokens or self._is_divided_otherwise:
+        if layers is None or self._is_divided_otherwise or self._has_idle_output_layer:
             return None
         chunks: list[list[list[str]]] = [[[] for _ in spans] for spans in layers]
         # The layers first, as their numbers are; what stands around them has its place in the order of registration.
@@ -114,18 +125,43 @@ class LocalModels:
                 chunks[place[0]][place[1]].append(name)
         if self.word_embeddings is not None and self.has_tied_copy:
             chunks[-1][-1].append(self.word_embeddings)
+        if self.word_embeddings is not None and (copy := self._predicting_chunk) not in (None, (0, 0)):
+            chunks[copy[0]][copy[1]].append(self.word_embeddings)
         return chunks
+
+    @cached_property
+    def _predicting_chunk(self) -> tuple[int, int] | None:
+        """The pipeline rank and virtual stage that predict further tokens; None where none does, or it is not known."""
+        return prediction_chunk(self.arguments, self.layout) if self.predicts_more_tokens else None
+
+    @property
+    def _has_idle_output_layer(self) -> bool:
+        """Whether the place of prediction is not known, or a buffer holds an output layer that no checkpoint stores.
+
+        So it is in a tied model whose last stage predicts: its output layer has a weight of its own, which is not used,
+        for the copy of the embedding stands in for it (`shared_embedding_or_output_weight`, language_module.py, and
+        `skip_weight_param_allocation`, gpt_model.py, core_v0.14.0 to 0.19.2).
+        """
+        if not self.predicts_more_tokens:
+            return False
+        last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
+        return self._predicting_chunk is None or (self.has_tied_copy and self._predicting_chunk == last)
 
     def chunk_of(self, name: str) -> tuple[int, int] | None:
         """The pipeline rank and virtual stage that hold a tensor; None of a layer that no stage has.
 
         The language model begins with its embedding and ends with its norm and output layer; towers and projectors
-        stand on the first stage (`model_provider` of pretrain_vlm.py, core_v0.13 to 0.19.2).
+        stand on the first stage (`model_provider` of pretrain_vlm.py, core_v0.13 to 0.19.2). Where it predicts further
+        tokens, its norm follows its last layer since 0.16 (`has_final_layernorm_in_this_stage`, transformer_block.py).
         """
         layer, _ = split_layer(name)
         if layer is not None and layer.block == self._divided:
             return self._chunk_of_layer.get(layer.number)
         own = name.removeprefix(self._prefix)
+        if is_of_prediction(name):
+            return self._predicting_chunk
+        if own.startswith(_FINAL_NORM) and self.predicts_more_tokens and not self.arguments.lacks(_SINCE_0_16):
+            return self._chunk_of_layer.get(max(self._chunk_of_layer, default=0))
         begins = not name.startswith(self._prefix) or own.startswith(("embedding.", "position_embeddings."))
         last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
         return (0, 0) if begins or layer is not None else last
@@ -163,6 +199,15 @@ class LocalModels:
     def has_tied_copy(self) -> bool:
         """Whether the last pipeline stage holds a copy of the word embeddings of its own."""
         return self.ties_embeddings and self.layout.pipeline > 1 and self.word_embeddings is not None
+
+    def is_shared_embedding(self, name: str) -> bool:
+        """Whether a parameter is one of several copies of the word embeddings, which get buckets of their own.
+
+        `shared_embedding` marks them on the first stage and on those with a copy (language_module.py,
+        `setup_embeddings_and_output_layer`, core_v0.7.0 to 0.19.2).
+        """
+        copied = self.has_tied_copy or (self.predicts_more_tokens and self.layout.pipeline > 1)
+        return copied and name == self.word_embeddings
 
     def names(self, rank: ModelRank) -> list[list[str]] | None:
         """Names that a rank holds, by virtual stage; None where the pipeline split is not known."""

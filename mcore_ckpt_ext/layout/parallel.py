@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from mcore_ckpt_ext.arguments import MOST_RANKS, JobArguments, is_hybrid
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.layout.stage_layout import StageLayout
 
 # Many times the largest job there has been. Arguments that say more are damaged, and would be walked rank by rank.
 _MOST_OF_A_MODEL = 1 << 14
@@ -112,15 +113,20 @@ def layers_by_chunk(arguments: JobArguments, layout: ParallelLayout) -> list[lis
     """Global decoder layers of every model chunk: `result[pipeline rank][virtual stage]`.
 
     Rules: `get_transformer_layer_offset` (megatron/core/transformer/transformer_layer.py) and
-    `get_num_layers_to_build` (transformer_block.py), the same in core_v0.8.0 to 0.19.0.
+    `get_num_layers_to_build` (transformer_block.py), the same in core_v0.8.0 to 0.19.2, but for
+    `--pipeline-model-parallel-layout` (`stage_layout`), which takes the place of every other rule since 0.13.
 
     Returns:
-        None for layouts that these rules do not describe (`--pipeline-model-parallel-layout`).
+        None for layouts that these rules do not describe.
     """
-    if arguments.pipeline_model_parallel_layout:
-        return None
-    counts = _layers_per_stage(arguments, layout.pipeline)
     virtual = layout.virtual_pipeline
+    if arguments.pipeline_model_parallel_layout:
+        stated = StageLayout.parse(arguments.pipeline_model_parallel_layout)
+        if stated is None or len(stated.stages) != layout.pipeline * virtual:
+            return None
+        stages = stated.layers(layout.pipeline)
+        return stages if stages[-1][-1].stop == arguments.num_layers else None
+    counts = _layers_per_stage(arguments, layout.pipeline)
     if (segments := _hybrid_segments(arguments)) and len(segments) == layout.pipeline * virtual:
         ends = [0, *accumulate(segments)]
         spans = [range(*span) for span in zip(ends, ends[1:], strict=False)]
@@ -169,6 +175,18 @@ def _layers_per_stage(arguments: JobArguments, pipeline: int) -> list[int] | Non
     head = [first] if first is not None else []
     tail = [last] if last is not None else []
     return head + [left // middle if middle else 0] * middle + tail
+
+
+def prediction_chunk(arguments: JobArguments, layout: ParallelLayout) -> tuple[int, int] | None:
+    """The pipeline rank and virtual stage of all layers of multi-token prediction; None where it is not known.
+
+    Rules: `get_mtp_num_layers_to_build` and `mtp_on_this_rank` (megatron/core/transformer/multi_token_prediction.py,
+    core_v0.14.0 to 0.19.2): the last stage, or the one that a layout of stages names.
+    """
+    if not arguments.pipeline_model_parallel_layout:
+        return layout.pipeline - 1, layout.virtual_pipeline - 1
+    stated = StageLayout.parse(arguments.pipeline_model_parallel_layout)
+    return None if stated is None else stated.prediction_chunk(layout.pipeline)
 
 
 # The arguments that decide which parameter lies where in the gradient buffers of a rank: the parallel layout, the

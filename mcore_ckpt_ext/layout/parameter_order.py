@@ -91,7 +91,7 @@ _LANGUAGE_MODEL = (
     "embedding.tokentype_embeddings.weight",
     *(f"{part}_relative_pos_emb.relative_attention_bias.weight" for part in ("encoder", "decoder")),
     "encoder", *_both("encoder.final_layernorm"), "decoder", *_both("decoder.final_layernorm", "decoder.final_norm"),
-    *_both("lm_head.dense", "lm_head.layer_norm", "lm_head.output_layer", "output_layer"),
+    "mtp", *_both("lm_head.dense", "lm_head.layer_norm", "lm_head.output_layer", "output_layer"),
     *_both("binary_head", "pooler.dense"),
 )  # fmt: skip
 _TOWER = (
@@ -114,6 +114,14 @@ _OF_MIMO = (
     (re.compile(r"^modality_submodules\.\w+\.encoders\.\w+\."), "vision_model."),
     (re.compile(r"^modality_submodules\.\w+\.input_projections\.\d+\."), "vision_projection."),
 )
+
+
+# A layer of multi-token prediction (`MultiTokenPredictionLayer`, transformer/multi_token_prediction.py, core_v0.12.0 to
+# 0.19.2): what stands around its decoder layer, in registration order.
+_PREDICTION = re.compile(r"^mtp\.layers\.(\d+)\.(.+)$")
+_INNER = "transformer_layer"
+_AROUND = {item: number for number, item in enumerate((*_both("enorm", "hnorm", "eh_proj"), _INNER,
+                                                       *_both("final_layernorm")))}  # fmt: skip
 
 
 def _rank_in_frame(item: str, prefix: str) -> int | None:
@@ -158,9 +166,21 @@ class KnownOrder:
     def frame(self, items: Sequence[str]) -> list[str] | None:
         """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""
         prefix = max(map(language_prefix, items), default="")
-        ranks = {rank: item for item in items if (rank := _rank_in_frame(item, prefix)) is not None}
+        ranks = {rank: item for item in items if (rank := self._rank_outside(item, prefix)) is not None}
         # Of two towers with parts of the same name, none says which was registered first.
         return [item for _, item in sorted(ranks.items())] if len(ranks) == len(items) else None
+
+    def _rank_outside(self, item: str, prefix: str) -> tuple[int, ...] | None:
+        """Where something outside the layers stands; the decoder layer in one of prediction is as any other."""
+        match = _PREDICTION.match(item.removeprefix(prefix))
+        if match is None:
+            rank = _rank_in_frame(item, prefix)
+            return None if rank is None else (rank,)
+        number, own = int(match[1]), match[2]
+        if not own.startswith(f"{_INNER}."):
+            return (_FRAME["mtp"], number, _AROUND[own]) if own in _AROUND else None
+        inner = self._key(own.removeprefix(f"{_INNER}."))
+        return None if inner is None else (_FRAME["mtp"], number, _AROUND[_INNER], *inner)
 
     def arrange(self, layer: Layer, suffixes: Sequence[str]) -> list[str] | None:
         """The suffixes of one layer in registration order; None if this witness does not know them all."""

@@ -122,10 +122,8 @@ def _pack_buffer(
     known = [region for region in regions if region is not None]
     if len(known) != len(names):
         return None
-    # `shared_embedding` marks the word embeddings of tied models with several pipeline stages
-    # (language_module.py, `setup_embeddings_and_output_layer`).
     parameters = [
-        BufferParameter(numel_of(region), models.has_tied_copy and name == models.word_embeddings)
+        BufferParameter(numel_of(region), models.is_shared_embedding(name))
         for name, region in zip(names, known, strict=True)
     ]
     buckets = pack(

@@ -91,6 +91,11 @@ def is_output_layer(name: str) -> bool:
     return own.removeprefix(_HEAD) == OUTPUT_LAYER
 
 
+def is_of_prediction(name: str) -> bool:
+    """Whether a parameter belongs to the layers of multi-token prediction: `mtp.layers.0.eh_proj.weight`."""
+    return name.removeprefix(language_prefix(name)).startswith("mtp.")
+
+
 def in_vocabulary(name: str) -> bool:
     """Whether a parameter has a row for every token."""
     return is_word_embeddings(name) or is_output_layer(name) or is_output_layer(name.replace(".bias", ".weight"))

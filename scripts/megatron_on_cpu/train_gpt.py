@@ -16,11 +16,22 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
+
+
+def takes_samples(vp_stage: int | None) -> bool:
+    """Whether a stage reads tokens or labels: the first, the last, and the one that predicts further tokens."""
+    args = get_args()
+    stated = args.pipeline_model_parallel_layout
+    layout = PipelineParallelLayerLayout.from_str(stated, args.pipeline_model_parallel_size) if stated else None
+    predicts = mtp_on_this_rank(layout, args.mtp_num_layers, ignore_virtual=False, vp_stage=vp_stage)
+    return predicts or is_first_or_last_pipeline_stage(vp_stage)
 
 
 def build_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
@@ -38,7 +49,7 @@ def build_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
         create_attention_mask=args.create_attention_mask_in_dataloader,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
     )
-    reads_data = partial(is_first_or_last_pipeline_stage, vp_stage)
+    reads_data = partial(takes_samples, vp_stage)
     return BlendedMegatronDatasetBuilder(MockGPTDataset, samples, reads_data, config).build()
 
 
@@ -57,7 +68,7 @@ def summed_loss(loss_mask: Any, output: torch.Tensor) -> tuple[torch.Tensor, tor
 def forward_step(data_iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
     """Run the model chunk on its next microbatch."""
     batch: dict[str, Any] = {}
-    if is_first_or_last_pipeline_stage(get_attr_wrapped_model(model, "vp_stage")):
+    if takes_samples(get_attr_wrapped_model(model, "vp_stage")):
         batch = next(data_iterator)
     if batch and get_args().context_parallel_size > 1:
         batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=get_context_parallel_group())

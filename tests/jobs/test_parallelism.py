@@ -24,7 +24,8 @@ CONTEXT = ("--context-parallel-size", "2")
 INSTANCES = ("--num-distributed-optimizer-instances", "2", "--overlap-grad-reduce")
 DECOUPLED = ["--decoupled-lr", "5e-4", "--decoupled-min-lr", "5e-5"]
 # Large enough for every data-parallel rank to have more than padding: Megatron cannot save otherwise.
-LARGER = ["--hidden-size", "64", "--untie-embeddings-and-output-weights"]
+WIDER = ["--hidden-size", "64"]
+LARGER = [*WIDER, "--untie-embeddings-and-output-weights"]
 HIGH_BANDWIDTH = ("--ddp-pad-buckets-for-high-nccl-busbw",)
 ACCOUNTED = ("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split")
 
@@ -37,6 +38,7 @@ def buckets(number: int) -> tuple[str, ...]:
     return ("--ddp-num-buckets", str(number))
 
 
+PREDICTING = [*GATED, "--mtp-num-layers", "1"]
 CUT_EXPERTS = Layout(2, 1, 4, more=(*SEQUENCE, *expert_sizes(2, 2)))
 WHOLE_EXPERTS = Layout(2, 1, 4, more=(*SEQUENCE, *expert_sizes(2, 1)))
 
@@ -72,18 +74,25 @@ CASES = {
             Layout(1, 4, 4, more=stages("E|tt|tt|L")),
             Layout(1, 2, 2, more=stages("E|tt|t|tL")),
         ],
-        discovered=True,
     ),
-    "an interleaved pipeline layout": Case(
-        [], Layout(1, 2, 2, more=stages("E|tt|t|tL")), [Layout(2, 1, 2)], discovered=True
-    ),
+    "an interleaved pipeline layout": Case([], Layout(1, 2, 2, more=stages("E|tt|t|tL")), [Layout(2, 1, 2)]),
     "embedding and loss accounted as layers": Case(
         [], Layout(1, 3, 3, more=ACCOUNTED), [Layout(1, 2, 2, more=stages("Et|tttL"))]
     ),
     "experts cut by tensor parallelism, to whole": Case(GATED_EXPERTS, CUT_EXPERTS, [WHOLE_EXPERTS]),
     "whole experts, to cut by tensor parallelism": Case(GATED_EXPERTS, WHOLE_EXPERTS, [CUT_EXPERTS]),
-    "multi-token prediction": Case(
-        [*GATED, "--mtp-num-layers", "1"], Layout(1, 2, 4), [Layout(2, 2, 4), Layout(1, 1, 2)], discovered=True
+    "multi-token prediction": Case(PREDICTING, Layout(1, 2, 4), [Layout(2, 2, 4), Layout(1, 1, 2)]),
+    "multi-token prediction, the last layer elsewhere": Case(
+        [*PREDICTING, *WIDER], Layout(1, 2, 2, more=stages("Et|tt|t|mL")), [Layout(2, 1, 2)]
+    ),
+    "multi-token prediction on a stage of its own": Case(
+        [*PREDICTING, *WIDER], Layout(1, 4, 4, more=stages("Ett|tt|m|L")), [Layout(1, 2, 4, more=stages("Ett|ttmL"))]
+    ),
+    "multi-token prediction by one layer twice": Case(
+        [*GATED, "--mtp-num-layers", "2", "--mtp-use-repeated-layer"], Layout(1, 2, 2), [Layout(1, 1, 2)]
+    ),
+    "multi-token prediction with experts": Case(
+        [*GATED_EXPERTS, "--mtp-num-layers", "1"], Layout(1, 2, 4, more=expert_sizes(2, 1)), [Layout(1, 1, 2)]
     ),
     "frozen parameters": Case([], Layout(1, 2, 4), [Layout(2, 2, 4), Layout(1, 1, 2)], ("freeze.py",), True),
 }  # fmt: skip

@@ -1,0 +1,77 @@
+"""What each stage of a pipeline holds where the job states it: `--pipeline-model-parallel-layout`.
+
+Source: `PipelineParallelLayerLayout` (megatron/core/transformer/pipeline_parallel_layer_layout.py, core_v0.13.0 to
+0.19.2 and the head of August 2026): `parse_str_to_list`, `get_num_layers_to_build`, `get_layer_offset`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+EMBEDDING, DECODER, PREDICTION, LOSS = "E", "t", "m", "L"
+_LETTER = {"embedding": EMBEDDING, "decoder": DECODER, "mtp": PREDICTION, "loss": LOSS}
+# `(ab|cd)*3`, then `x*3`, each expanded once and in this order.
+_REPEATED = (re.compile(r"\(([^)]+)\)\*(\d{1,6})"), re.compile(r"(.)\*(\d{1,6})"))
+_MOST = 1 << 16
+"""Letters of a layout: many times the layers and stages that there have been."""
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """What the model chunks hold, in the order in which the model passes them.
+
+    Attributes:
+        stages: one letter for each thing that a chunk holds: the embedding, decoder layers, layers of multi-token
+            prediction, the loss.
+    """
+
+    stages: tuple[str, ...]
+
+    @classmethod
+    def parse(cls, value: object) -> StageLayout | None:
+        """The layout that an argument states, as text or as lists of names; None where it is neither."""
+        if isinstance(value, str):
+            stages = _expanded(value)
+        elif isinstance(value, list) and all(isinstance(stage, list) for stage in value):
+            stages = [_letters(stage) for stage in value]
+        else:
+            return None
+        known = {EMBEDDING, DECODER, PREDICTION, LOSS}
+        if not stages or any(stage is None or not known.issuperset(stage) for stage in stages):
+            return None
+        return cls(tuple(stage for stage in stages if stage is not None))
+
+    def layers(self, pipeline: int) -> list[list[range]]:
+        """Global decoder layers by `[pipeline rank][virtual stage]`: chunks follow each other rank by rank."""
+        spans: list[range] = []
+        for stage in self.stages:
+            first = spans[-1].stop if spans else 0
+            spans.append(range(first, first + stage.count(DECODER)))
+        return [spans[rank::pipeline] for rank in range(pipeline)]
+
+    def prediction_chunk(self, pipeline: int) -> tuple[int, int] | None:
+        """The pipeline rank and virtual stage with the layers of multi-token prediction, which all lie in one chunk.
+
+        None where no chunk has any, or several have (`validate_layer_layout` refuses them).
+        """
+        found = [number for number, stage in enumerate(self.stages) if PREDICTION in stage]
+        return (found[0] % pipeline, found[0] // pipeline) if len(found) == 1 else None
+
+
+def _expanded(text: str) -> list[str | None]:
+    """The stages of a layout that is stated as text, such as `Ettt|(tt|)*29,m|L`; empty where it is too long."""
+    text = text.replace(",", "")
+    for pattern in _REPEATED:
+        if len(text) + sum(len(one[1]) * int(one[2]) for one in pattern.finditer(text)) > _MOST:
+            return []
+        text = pattern.sub(lambda one: one[1] * int(one[2]), text)
+    return list(text.split("|"))
+
+
+def _letters(names: Iterable[object]) -> str | None:
+    """The letters of a stage that is stated as a list of names; None where one is not known."""
+    letters = [_LETTER.get(name.strip().lower()) if isinstance(name, str) else None for name in names]
+    known = [letter for letter in letters if letter is not None]
+    return "".join(known) if len(known) == len(letters) else None
