@@ -16,12 +16,12 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
 from megatron.core.parallel_state import get_context_parallel_group
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
-from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.transformer.multi_token_prediction import get_mtp_ranks, mtp_on_this_rank
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank
 from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
-from megatron.training.arguments import parse_and_validate_args
+from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
 from megatron.training.utils import is_first_or_last_pipeline_stage
 
 
@@ -57,6 +57,13 @@ def build_datasets(samples: list[int], vp_stage: int | None = None) -> Any:
 build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
+def ranks_with_embeddings(ranks: list[int]) -> list[int]:
+    """Return those of a pipeline's ranks that hold a copy of the word embeddings, whose gradients are one sum."""
+    args = get_args()
+    holding = {ranks[0], *get_mtp_ranks(ranks, core_transformer_config_from_args(args))}
+    return sorted(holding if args.untie_embeddings_and_output_weights else {*holding, ranks[-1]})
+
+
 def summed_loss(loss_mask: Any, output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
     """Sum the tokens' losses; Megatron divides by the number of tokens, over all microbatches and ranks."""
     mask = loss_mask.view(-1).float()
@@ -87,7 +94,13 @@ def main() -> None:
     """Train as the command line says."""
     args = parse_and_validate_args()
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
-    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+    pretrain(
+        config,
+        build_datasets,
+        ModelType.encoder_or_decoder,
+        forward_step,
+        get_embedding_ranks=ranks_with_embeddings,
+    )
 
 
 if __name__ == "__main__":
