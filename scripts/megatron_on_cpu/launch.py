@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import TextIO
 
 from megatron_on_cpu.fork_server import NotStartedError, fork_server
+from megatron_on_cpu.time_limit import TimeLimit
 
 TRAIN_GPT = Path(__file__).with_name("train_gpt.py")
 """This package's own training script, for Megatron-LM 0.19, which the PyPI package comes without."""
@@ -88,7 +89,8 @@ def run(
         world_size: number of ranks.
         script: the training script, run as ``__main__`` in every rank.
         arguments: its command line.
-        timeout: seconds after which everything is killed; the return code is then ``TIMED_OUT``.
+        timeout: seconds after which everything is killed; the return code is then ``TIMED_OUT``. Time in which the
+            job waits for a processor does not count.
         megatron: a checkout of Megatron-LM; without it, the installed megatron-core.
         environment: additional environment variables.
         plugin_files: Python files that every rank executes before the script.
@@ -121,9 +123,7 @@ def run(
             expired.set()
             _kill_session(job)
 
-        timer = threading.Timer(timeout, expire)
-        stack.callback(timer.cancel)
-        timer.start()
+        stack.enter_context(TimeLimit(job, timeout, expire))
         try:
             output = _collect(stream, log, echo, shown_ranks={0, world_size - 1})
             returncode = server.wait()
