@@ -30,6 +30,8 @@ PINS = {
 }  # fmt: skip
 """The dimensions that a user can fix, and their names in `ParallelLayout`."""
 _MOST_VIRTUAL_STAGES = 16
+# Smaller differences between idle shares count less than keeping the layout that the user knows.
+_BUBBLE_STEP = 0.05
 
 
 @dataclass(frozen=True)
@@ -78,11 +80,23 @@ class Found:
 
 @dataclass
 class Search:
-    """All layouts that were looked at: those that are accepted, best first, and what excluded the others."""
+    """The result of a search.
+
+    Attributes:
+        found: the accepted layouts, best first.
+        excluded: how many layouts each rule excluded.
+        nearest: for each rule, the excluded layout that is nearest to the old one: (distance, layout, reason).
+    """
 
     found: list[Found] = field(default_factory=list)
     excluded: Counter[str] = field(default_factory=Counter)
-    nearest: list[tuple[float, ParallelLayout, str]] = field(default_factory=list)
+    nearest: dict[str, tuple[float, ParallelLayout, str]] = field(default_factory=dict)
+
+    def exclude(self, rule: str, distance: float, layout: ParallelLayout, reason: str) -> None:
+        """Count a layout that a rule excludes."""
+        self.excluded[rule] += 1
+        if rule not in self.nearest or distance < self.nearest[rule][0]:
+            self.nearest[rule] = (distance, layout, reason)
 
 
 def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Wish, buffers: Buffers) -> Search:
@@ -111,13 +125,11 @@ def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Wish
         broken = next(violations(choice), None)
         if broken is not None:
             rule, reason = broken
-            result.excluded[rule] += 1
-            result.nearest.append((_distance(layout, old), layout, reason))
+            result.exclude(rule, _distance(layout, old), layout, reason)
         elif split is not None:
             held = holdings(split, layout.tensor, layout.expert_tensor, layout.expert)
             result.found.append(_weighed(choice, held, wish, buffers))
     result.found.sort(key=lambda one: _rank(one, old, wish))
-    result.nearest.sort(key=lambda one: one[0])
     return result
 
 
@@ -149,7 +161,7 @@ def _rank(one: Found, old: ParallelLayout, wish: Wish) -> tuple[object, ...]:
         not one.fits,
         one.fits is False,
         not one.keeps_batch,
-        round(one.bubble, 2),
+        int(one.bubble / _BUBBLE_STEP),
         crosses,
         _distance(layout, old),
         one.memory.total,

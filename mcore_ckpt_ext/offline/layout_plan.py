@@ -76,7 +76,7 @@ class LayoutPlan:
         gpu_memory: bytes of a GPU; where they are not given, what the old layout needs by the same estimate.
         gpu_memory_source: where that number is from.
         excluded: how many combinations each rule of Megatron excluded.
-        nearest: the excluded layouts that are nearest to the old one, and why: (layout, reason).
+        nearest: for each rule, the excluded layout that is nearest to the old one, and why: (layout, reason).
         unknown: arguments of the job that are not known, and count as their defaults.
     """
 
@@ -314,14 +314,10 @@ def _notes_of(one: Found, job: JobArguments, keeps_random_state: bool) -> list[s
     return notes
 
 
-def _nearest(result: Search, most: int = 5) -> tuple[tuple[str, str], ...]:
-    """The excluded layouts nearest to the old one, each reason once."""
-    found: dict[str, str] = {}
-    for _, layout, reason in result.nearest:
-        found.setdefault(reason, str(layout))
-        if len(found) == most:
-            break
-    return tuple((layout, reason) for reason, layout in found.items())
+def _nearest(result: Search) -> tuple[tuple[str, str], ...]:
+    """For each rule the excluded layout that is nearest to the old one, nearest first."""
+    by_distance = sorted(result.nearest.values(), key=lambda one: one[0])
+    return tuple((str(layout), reason) for _, layout, reason in by_distance)
 
 
 _NEEDED: Sequence[str] = (
