@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.offline.difference_map import DifferenceMap
     from mcore_ckpt_ext.offline.findings import Check, Finding, Verification
     from mcore_ckpt_ext.offline.inspection import BufferMap, Inspection, StoredFile, StoredTensor, inspect
+    from mcore_ckpt_ext.offline.resumed_settings import Setting
     from mcore_ckpt_ext.offline.stages import Stage
     from mcore_ckpt_ext.offline.verification import verify
     from mcore_ckpt_ext.offline.versions import Evidence, Resumption, Writer
@@ -75,6 +76,7 @@ __all__ = [
     "Resumption",
     "SaveFailedError",
     "SeamStatus",
+    "Setting",
     "Stage",
     "StoredFile",
     "StoredTensor",
@@ -112,6 +114,7 @@ _HOMES = {
     "DifferenceMap": "mcore_ckpt_ext.offline.difference_map",
     "Evidence": "mcore_ckpt_ext.offline.versions",
     "Fact": "mcore_ckpt_ext.offline.beside",
+    "Setting": "mcore_ckpt_ext.offline.resumed_settings",
     "Facts": "mcore_ckpt_ext.loops.facts",
     "Finding": "mcore_ckpt_ext.offline.findings",
     "FsdpDtensor": "mcore_ckpt_ext.targets",

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, h
 from mcore_ckpt_ext.cli.page import check_place, comparison_page, write_page
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
-from mcore_ckpt_ext.errors import readable
+from mcore_ckpt_ext.errors import readable, some
 from mcore_ckpt_ext.offline.comparison import KINDS, Comparison, KindComparison, TensorDifference, compare
 from mcore_ckpt_ext.offline.copies import in_words
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
@@ -24,11 +24,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in ("a", "b"):
         parser.add_argument(name, metavar=name.upper(), help="run, iteration, Hugging Face or canonical folder")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"compare only these: {', '.join(KINDS)}")
+    parser.add_argument("--tensors-only", action="store_true", help="leave settings out of the verdict and exit code")
     parser.add_argument("--family", metavar="NAME", help="family of a Hugging Face folder, where it is not recognised")
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page with pictures")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
-    parser.epilog = "Equal means bit by bit: NaNs with the same bits are equal, 0.0 and -0.0 are not."
+    parser.epilog = (
+        "Equal means bit by bit: NaNs with the same bits are equal, 0.0 and -0.0 are not; and that a resume takes up "
+        "the same settings, unless --kinds or --tensors-only is given, or one of the two has no optimizer."
+    )
     add_weights(parser)
     add_facts(parser)
 
@@ -47,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
         workers=arguments.workers,
         progress=Progress(),
         pictures=arguments.html is not None,
+        tensors_only=arguments.tensors_only,
     )
     if arguments.html is not None:
         write_page(arguments.html, comparison_page(found))
@@ -81,13 +86,27 @@ def _show(found: Comparison) -> None:
     for side, copies in (("A", found.differing_copies_a), ("B", found.differing_copies_b)):
         if copies:
             line(f"  in {side}: {in_words(copies, len(copies))}")
+    _show_settings(found)
     line()
     line(Painted(_conclusion(found, len(unread)), GOOD if found.equal else BAD))
 
 
+def _show_settings(found: Comparison) -> None:
+    if not found.settings:
+        return
+    heading("settings")
+    differing = [setting for setting in found.settings if not setting.equal]
+    judged = "" if found.settings_equal is not None else ", not part of the verdict"
+    line(f"  {len(found.settings)} compared, {len(differing) or 'none'} different{judged}")
+    table([(setting.name, setting.a, setting.b) for setting in differing], ("", "A", "B") if differing else ())
+
+
 def _conclusion(found: Comparison, unread: int) -> str:
     if found.equal:
-        return "equal in every bit"
+        return "equal in every bit" if found.settings_equal is None else "equal in every bit, and in all settings"
+    if found.tensors_equal:
+        names = [setting.name for setting in found.settings if not setting.equal]
+        return f"DIFFERENT SETTINGS, tensors equal in every bit: {some(names)}"
     if not all(kind.equal for kind in found.kinds):
         return "DIFFERENT"
     if unread:

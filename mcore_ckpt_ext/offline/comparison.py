@@ -32,10 +32,11 @@ from mcore_ckpt_ext.offline.difference_map import DifferenceMap, MapBuilder, Tal
 from mcore_ckpt_ext.offline.opening import open_both
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.reading import AsStored, Remembering, blocks
+from mcore_ckpt_ext.offline.resumed_settings import Setting, settings_compared
 from mcore_ckpt_ext.planning.extents import Rearranged
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS, Transfer, read_slice
 
-SCHEMA = 3
+SCHEMA = 4
 KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
 _Where = str | os.PathLike[str]
 
@@ -103,15 +104,21 @@ class KindComparison:
 class Comparison:
     """The result; `facts` do not count for equality.
 
-    Nothing is equal while one of the two has keys that nothing here reads (`unread_a`, `unread_b`), or copies of one
-    tensor, held by several ranks, that are not the same (`differing_copies_a`, `differing_copies_b`).
+    `equal`: tensors and settings are. `settings` are those that a resume takes up. They count where both checkpoints
+    have an optimizer, and neither kinds nor tensors alone were asked for; otherwise `settings_equal` is None.
+
+    Tensors are not equal while one of the two has keys that nothing here reads (`unread_a`, `unread_b`), or copies of
+    one tensor, held by several ranks, that are not the same (`differing_copies_a`, `differing_copies_b`).
     """
 
     schema: int
     a: str
     b: str
     equal: bool
+    tensors_equal: bool
+    settings_equal: bool | None
     kinds: tuple[KindComparison, ...]
+    settings: tuple[Setting, ...]
     facts: tuple[Fact, ...]
     unread_a: tuple[Unread, ...] = ()
     unread_b: tuple[Unread, ...] = ()
@@ -130,6 +137,7 @@ def compare(
     workers: int = DEFAULT_WORKERS,
     progress: Progress = lambda done, total: None,
     pictures: bool = False,
+    tensors_only: bool = False,
 ) -> Comparison:
     """Compare two checkpoints.
 
@@ -145,6 +153,7 @@ def compare(
         workers: threads.
         progress: told the bytes compared so far and the bytes to compare.
         pictures: also say where in each tensor the differences are, and how large.
+        tensors_only: whether settings (learning rates, decay, scheduler, counters, random states) do not count.
 
     Raises:
         CheckpointError: one of them cannot be read, or has none of the asked kinds.
@@ -156,7 +165,13 @@ def compare(
         (True, [('weight', 27), ('fp32_param', 27), ('exp_avg', 27), ('exp_avg_sq', 27)])
     """
     with interpreting(f"{a} or {b}"):
-        return _comparison(_sides(a, b, family, facts, weights), kinds, workers, progress, pictures)
+        sides = _sides(a, b, family, facts, weights)
+        compared = _comparison(sides, kinds, workers, progress, pictures)
+        settings = settings_compared(sides[0].checkpoint, sides[1].checkpoint)
+        if tensors_only or kinds is not None or not settings:
+            return replace(compared, settings=settings)
+        equal = all(setting.equal for setting in settings)
+        return replace(compared, settings=settings, settings_equal=equal, equal=compared.tensors_equal and equal)
 
 
 def _comparison(
@@ -185,12 +200,16 @@ def _comparison(
     unread = [_unread(side, kinds, sides) for side in sides]
     differing = [_differing_copies(side, chosen) for side in sides]
     compared = tuple(_kind_comparison(sides, kind, [r for r in results if r.kind == kind]) for kind in chosen)
+    equal = all(comparison.equal for comparison in compared) and not any([*unread, *differing])
     return Comparison(
         schema=SCHEMA,
         a=str(sides[0].checkpoint.folder),
         b=str(sides[1].checkpoint.folder),
-        equal=all(comparison.equal for comparison in compared) and not any([*unread, *differing]),
+        equal=equal,
+        tensors_equal=equal,
+        settings_equal=None,
         kinds=compared,
+        settings=(),
         facts=tuple(_facts(sides)),
         unread_a=unread[0],
         unread_b=unread[1],

@@ -102,7 +102,7 @@ def test_names_of_strangers_stay_names(browser: str, tmp_path: Path, inspected: 
 
 
 def test_nothing_is_loaded_from_elsewhere(inspected: Inspection) -> None:
-    text = inspection_page(inspected) + comparison_page(Comparison(2, "a", "b", True, (), ()))
+    text = inspection_page(inspected) + comparison_page(Comparison(2, "a", "b", True, True, None, (), (), ()))
     outside = re.findall(r"""(?:src|href)\s*=|url\(|@import|fetch\(|XMLHttpRequest|https?://[^"' ]+""", text)
     assert [found for found in outside if "www.w3.org/2000/svg" not in found] == []
     assert "default-src 'none'" in text
@@ -173,7 +173,9 @@ def test_names_of_strangers_stay_names_in_a_comparison(browser: str, tmp_path: P
     tensor = TensorDifference("weight", HOSTILE, ((1,), (1,)), ("float32", "float32"), 1, 1, problem=HOSTILE)
     kind = KindComparison("weight", 1, 1, (HOSTILE,), (HOSTILE,), (tensor,))
     unread = Unread(HOSTILE, HOSTILE, 1)
-    found = Comparison(2, HOSTILE, HOSTILE, False, (kind,), (Fact(HOSTILE, HOSTILE, "b"),), (unread,), (unread,))
+    found = Comparison(
+        2, HOSTILE, HOSTILE, False, False, None, (kind,), (), (Fact(HOSTILE, HOSTILE, "b"),), (unread,), (unread,)
+    )
     assert_it_stays_text(browser, tmp_path / "page.html", comparison_page(found), times=8)
 
 

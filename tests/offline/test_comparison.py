@@ -187,20 +187,26 @@ def test_what_a_checkpoint_lost_is_not_called_equal() -> None:
     assert all("does not hold every element" in tensor.problem for tensor in problems)
 
 
-def test_other_steps_are_told_and_not_judged(damaged: Fixture) -> None:
+def test_another_iteration_is_a_setting(damaged: Fixture) -> None:
     common = torch.load(damaged.iteration / "common.pt", weights_only=False)
     common["iteration"] = 9
     torch.save(common, damaged.iteration / "common.pt")
     found = compare(damaged.run, fixture_named("p01").run)
-    assert found.equal
+    assert found.tensors_equal
+    assert not found.equal
+    assert [(one.name, one.a, one.b) for one in found.settings if not one.equal] == [("iteration", "9", "4")]
+    assert compare(damaged.run, fixture_named("p01").run, tensors_only=True).equal
     assert ("iteration", "9", "4") in [(fact.what, fact.a, fact.b) for fact in found.facts]
 
 
 def test_the_schema_is_stable(damaged: Fixture) -> None:
     flip(*payload_position(open_checkpoint(damaged.run), WEIGHT, MATRIX, 700))
     document = json.loads(json.dumps(asdict(compare(damaged.run, fixture_named("p01").run)), allow_nan=False))
-    assert set(document) == {"schema", "a", "b", "equal", "kinds", "facts", *BESIDE}
-    assert document["schema"] == 3
+    assert set(document) == {
+        "schema", "a", "b", "equal", "tensors_equal", "settings_equal", "kinds", "settings", "facts", *BESIDE,
+    }  # fmt: skip
+    assert document["schema"] == 4
+    assert set(document["settings"][0]) == {"name", "a", "b", "equal"}
     kind = document["kinds"][0]
     assert set(kind) == {"kind", "compared", "elements", "only_in_a", "only_in_b", "different"}
     assert set(kind["different"][0]) == {

@@ -61,12 +61,14 @@ const missing = data.kinds.flatMap((kind) => [
 ]);
 const unread = [...data.unread_a.map((item) => ["A", item]), ...data.unread_b.map((item) => ["B", item])];
 const isEqual = (kind) => !(kind.only_in_a.length + kind.only_in_b.length + kind.different.length);
-const verdict = data.equal ? "equal in every bit" : data.kinds.every(isEqual) ? "not known to be equal" : "different";
+const settings = data.settings.filter((setting) => !setting.equal);
+const verdict = data.equal ? "equal in every bit" : data.tensors_equal ? "different settings, tensors equal in every bit" : data.kinds.every(isEqual) ? "not known to be equal" : "different";
 document.title = `${verdict}: ${data.a} and ${data.b} - mcore-ckpt diff`;
 const page = document.getElementById("page");
 page.append(
   ...headed(verdict, `A is ${data.a}, B is ${data.b}`),
   card("Beside the tensors", grid(["", "A", "B", ""], data.facts.map((fact) => [fact.what, fact.a, fact.b, fact.a === fact.b ? "" : "differs"]))),
+  ...(settings.length ? [card("Settings that differ", grid(["", "A", "B"], settings.map((setting) => [setting.name, setting.a, setting.b])))] : []),
   card("Tensors", grid(["kind", "compared", "elements", "different", "only in A", "only in B"], data.kinds.map((kind) => [
     kind.kind, count(kind.compared), count(kind.elements), element("span", { class: kind.different.length ? "bad" : "good" }, count(kind.different.length)),
     count(kind.only_in_a.length), count(kind.only_in_b.length)]), [1, 2, 3, 4, 5])),

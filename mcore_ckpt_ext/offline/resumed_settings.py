@@ -1,0 +1,138 @@
+"""Settings that a resume takes up from a checkpoint beside its tensors, compared between two checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, shown, some
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.common_state import scheduler_in
+from mcore_ckpt_ext.formats.portable_state import portable_group
+from mcore_ckpt_ext.storage.json_tree import encode
+
+# What every version takes for a multiplier that a group does not have (`_get_param_groups`, megatron/core/optimizer/
+# __init__.py, core_v0.8.0 to 0.19.2).
+_DEFAULTS = {"wd_mult": 1.0, "lr_mult": 1.0}
+# Of a parameter group: how a job computes its steps, and which ranks do, but nothing that changes the result.
+_WITHOUT_EFFECT = {
+    "is_expert_parallel", "default_config", "offload_fraction", "param_update_in_fp32", "pin_cpu_grads",
+    "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "fused", "foreach", "capturable", "differentiable",
+}  # fmt: skip
+_COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+_ABSENT = "none"
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting that a resume takes up: its name, what it is in A and in B as text, and whether that is the same."""
+
+    name: str
+    a: str
+    b: str
+    equal: bool
+
+
+def settings_compared(a: Checkpoint, b: Checkpoint) -> tuple[Setting, ...]:
+    """The settings of two checkpoints from which training can go on.
+
+    Returns:
+        Nothing where one of them has no optimizer: weights alone are loaded without settings.
+    """
+    if a.optimizer_format is None or b.optimizer_format is None:
+        return ()
+    found = [_setting("iteration", a.iteration, b.iteration)]
+    found += _of_groups(_groups(a), _groups(b))
+    found += _of_mappings("scheduler", *(_mapping(scheduler_in(one.common)) for one in (a, b)))
+    found += _of_mappings("grad scaler", *(_mapping(one.grad_scaler()) for one in (a, b)))
+    for name in _COUNTERS:
+        if name in a.args and name in b.args:
+            found.append(_setting(name.replace("_", " "), a.args[name], b.args[name]))
+    return (*found, *_of_random_states(a, b))
+
+
+def _setting(name: str, a: Any, b: Any) -> Setting:
+    return Setting(name, _text(a), _text(b), _plain(a) == _plain(b))
+
+
+def _plain(value: Any) -> Any:
+    """A value as it is compared: a number is the same in a tensor of one element, a tuple the same as a list."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    if isinstance(value, (bool, int, float)):
+        return repr(float(value))  # one NaN is the same as another
+    return value if isinstance(value, (str, type(None))) else repr(encode(value))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
+    return _ABSENT if value is None else shown(value)
+
+
+def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """The settings of each group, with the defaults of those that a writer leaves out.
+
+    Adam's groups of a HybridDeviceOptimizer have a step on some ranks only; it is the same for all.
+    """
+    stored = [portable_group(group) for group in checkpoint.param_groups()]
+    steps = {repr(_plain(group["step"])): {"step": group["step"]} for group in stored if group.get("step") is not None}
+    defaults = {**_DEFAULTS, **(next(iter(steps.values())) if len(steps) == 1 else {})}
+    groups = [{**defaults, **{key: value for key, value in group.items() if value is not None}} for group in stored]
+    return [{key: value for key, value in group.items() if _counts(key)} for group in groups]
+
+
+def _counts(key: str) -> bool:
+    return key not in _WITHOUT_EFFECT and not key.startswith("pre_")
+
+
+def _of_groups(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> Iterator[Setting]:
+    """One setting for each key, with its distinct values; and one for the groups, where only their make-up differs."""
+    keys = sorted({key for group in (*a, *b) for key in group})
+    all_equal = True
+    for key in keys:
+        values = [_distinct([group.get(key) for group in groups]) for groups in (a, b)]
+        equal = values[0].keys() == values[1].keys()
+        all_equal = all_equal and equal
+        texts = [", ".join(one.values()) for one in values]
+        yield Setting(key, texts[0], texts[1], equal)
+    made_up = [{repr(sorted((key, _plain(group.get(key))) for key in keys)) for group in groups} for groups in (a, b)]
+    if all_equal:
+        texts = [f"{len(one)} different groups" for one in made_up]
+        yield Setting("parameter groups", texts[0], texts[1], made_up[0] == made_up[1])
+
+
+def _distinct(values: Sequence[Any]) -> dict[str, str]:
+    found = {repr(_plain(value)): _text(value) for value in values}
+    return dict(sorted(found.items()))
+
+
+def _mapping(value: Any) -> Mapping[str, Any] | None:
+    return value if isinstance(value, Mapping) else None if value is None else {"": value}
+
+
+def _of_mappings(name: str, a: Mapping[str, Any] | None, b: Mapping[str, Any] | None) -> Iterator[Setting]:
+    if a is None or b is None:
+        if a is not b:
+            texts = [_ABSENT if one is None else f"{len(one)} entries" for one in (a, b)]
+            yield Setting(name, texts[0], texts[1], equal=False)
+        return
+    for key in sorted({*map(str, a), *map(str, b)}):
+        yield _setting(f"{name}: {key}" if key else name, a.get(key), b.get(key))
+
+
+def _of_random_states(a: Checkpoint, b: Checkpoint) -> Iterator[Setting]:
+    """The states of the random generators, where both have them for the same ranks: other ranks begin anew."""
+    with suppress(UnreadableCheckpointError):
+        states = [{place: repr(encode(state)) for place, state in one.random_states().items()} for one in (a, b)]
+        if states[0] and states[0].keys() == states[1].keys():
+            differing = [str(place) for place in states[0] if states[0][place] != states[1][place]]
+            text = f"of {len(states[0])} ranks"
+            other = f"others at {some(differing)}" if differing else text
+            yield Setting("random states", text, other, not differing)
