@@ -26,8 +26,8 @@ PUBLIC = {
     "Canonical", "Facts", "FsdpDtensor", "HuggingFace", "Legacy", "TorchDist",
     # what the results are made of
     "BufferMap", "Check", "Checkpoint", "Comparison", "DifferenceMap", "Evidence", "Fact", "Finding", "Inspection",
-    "KindComparison", "PaddingRows", "ParallelLayout", "Report", "Resumption", "SeamStatus", "Setting", "Stage", "StoredFile",
-    "StoredTensor", "TensorDifference", "TensorHandle", "Unread", "Verification", "Writer",
+    "KindComparison", "PaddingRows", "ParallelLayout", "Report", "Resumption", "SeamStatus", "Setting", "Stage",
+    "StoredFile", "StoredTensor", "TensorDifference", "TensorHandle", "Unread", "Verification", "Writer",
     # the errors
     "CheckpointError", "DestinationError", "ModelMismatchError", "PackingError", "ProofError", "ResumeRefusedError",
     "SaveFailedError", "UnreadableCheckpointError", "UnsafePickleError", "UnsupportedCheckpointError", "UsageError",
