@@ -246,20 +246,22 @@ class _Load:
             result = self._original(None, None, *self._positional, **self._keywords)
         summary = prepared.prove().fill()
         if self._scheduler is not None:
-            self._scheduler.load_state_dict(prepared.schedule)
-            if own_bounds:
-                self._follow_new_rates()
+            self._load_schedule(prepared.schedule, follows_samples=own_bounds)
         grown = f"; {kept_message(new)}, with moments of zero" if new else ""
         announce(f"{summary}{grown}{f'; {_ANEW}, as in stock Megatron on a changed layout' if fresh else ''}")
         return result, prepared.checkpoint.proof
 
-    def _follow_new_rates(self) -> None:
-        """Have the scheduler set the rates anew where it stands; since 0.20, where the samples do (`load_checkpoint`).
+    def _load_schedule(self, schedule: Mapping[str, Any] | None, *, follows_samples: bool) -> None:
+        """Load the scheduler, and have it set every parameter group's learning rate and weight decay.
 
-        It has counted fewer where steps were skipped, as in fp16, or where it once began anew.
+        Stock's `load_state_dict` does the latter before it takes up the weight decay of the checkpoint, so that the
+        next step would still be made with the command line's (megatron/core/optimizer_param_scheduler.py, core_v0.7.0
+        to 0.19.2). Under --override-opt_param-scheduler, 0.20 goes on where the samples stand (`load_checkpoint`): the
+        scheduler has counted fewer where steps were skipped, as in fp16, or where it once began anew.
         """
+        self._scheduler.load_state_dict(schedule)
         samples = self._arguments.consumed_train_samples
-        if megatron_version() >= (0, 20) and self._scheduler.num_steps != samples:
+        if follows_samples and megatron_version() >= (0, 20) and self._scheduler.num_steps != samples:
             announce(f"the scheduler goes on at {samples} consumed samples, as Megatron has it under "
                      f"--override-opt_param-scheduler; it had counted {self._scheduler.num_steps}")  # fmt: skip
             self._scheduler.num_steps = samples

@@ -13,14 +13,18 @@ from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.optimizers.groups import ADAM, BOUNDS, IDENTITY, REFINED_IDENTITY, Group, identity, rule_of
 
 _SETTINGS = tuple(key for key in IDENTITY if key != "is_expert_parallel")
-# What a group belongs to, and how its steps are computed, not what they compute: the live optimizer's own stay
+# What a group belongs to, and how its steps are computed, not what they compute: the live optimizer's own stay. So does
+# whether its learning rate is the job's, by which Megatron picks the one to log (`default_config`, `_get_param_groups`)
 # (HybridDeviceOptimizer.__init__, megatron/core/optimizer/cpu_offloading/hybrid_optimizer.py, core_v0.11.0 to 0.19.2;
 # torch.optim.AdamW).
 _OWN = frozenset({
     "params", "is_expert_parallel", "offload_fraction", "cpu_optimizer_cls", "gpu_optimizer_cls",
     "param_update_in_fp32", "pin_cpu_grads", "pin_cpu_params", "overlap_cpu_optimizer_d2h_h2d", "fused", "foreach",
-    "capturable", "differentiable",
+    "capturable", "differentiable", "default_config",
 })  # fmt: skip
+# What the scheduler writes into a group at every step, and what it computes that from (`step`, `get_lr` and `get_wd`,
+# megatron/core/optimizer_param_scheduler.py, core_v0.13.0 to 0.19.2): settings, which do not say whose group it is.
+_SCHEDULED = ("lr", "weight_decay", "start_wd", "end_wd", *BOUNDS)
 
 
 def carried_groups(live: Sequence[Group], stored: Sequence[Group], own_bounds: bool = False) -> list[dict[str, Any]]:
@@ -85,13 +89,17 @@ def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_b
     if not matches:
         # Experts are ordinary parameters as long as there is one expert-parallel rank.
         matches = [candidate for candidate in stored if identity(candidate, _SETTINGS) == identity(group, _SETTINGS)]
+    of_kind = [one for one in matches if _has_rate_of_same_kind(one, group)]
+    matches = of_kind or matches
     refined = [one for one in matches if identity(one, REFINED_IDENTITY) == identity(group, REFINED_IDENTITY)]
     if refined:
         matches = refined
-    elif _distinct(matches) > 1 or _has_sibling(group, live):  # nothing but bounds tells which of them it is
+    elif _distinct(matches) > 1 or _has_sibling(
+        group, live, bool(of_kind)
+    ):  # nothing but settings tells which of them it is
         # Of --use-mup, also what the width makes of Adam's epsilon (`get_mup_config_overrides`, since core_v0.17.0).
         matches = [one for one in matches if one.get("eps") == group.get("eps")] or matches
-        matches = matches[:1] if own_bounds and _distinct(matches, "lr", *BOUNDS) == 1 else []
+        matches = matches[:1] if own_bounds and _distinct(matches, *_SCHEDULED) == 1 else []
     if _distinct(matches) == 1:
         kept = (*_OWN, *BOUNDS) if own_bounds else _OWN
         return {**own, **{key: value for key, value in matches[0].items() if key not in kept}}
@@ -114,10 +122,23 @@ def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_b
     )
 
 
-def _has_sibling(group: Group, live: Sequence[Group]) -> bool:
-    """Whether another group that trains something differs from it in its bounds alone, as with --decoupled-lr."""
+def _has_rate_of_same_kind(stored: Group, live: Group) -> bool:
+    """Whether both groups have the job's learning rate, or both one of their own, as of --decoupled-lr."""
+    kinds = stored.get("default_config"), live.get("default_config")
+    return None not in kinds and kinds[0] == kinds[1]
+
+
+def _has_sibling(group: Group, live: Sequence[Group], kinds_are_known: bool) -> bool:
+    """Whether another group that trains something differs from it in its bounds alone, as with --decoupled-lr.
+
+    Args:
+        group: a live group.
+        live: all live groups.
+        kinds_are_known: groups that have the job's learning rate are told from those that have one of their own.
+    """
     alike = (one for one in live if one["params"] and rule_of(one) == rule_of(group))
     alike = (one for one in alike if identity(one) == identity(group))
+    alike = (one for one in alike if not kinds_are_known or _has_rate_of_same_kind(one, group))
     return any(identity(one, BOUNDS) != identity(group, BOUNDS) for one in alike)
 
 

@@ -15,9 +15,10 @@ import torch
 from megatron_on_cpu.dump_optimizer import parameter_settings
 
 from mcore_ckpt_ext import TorchDist, convert
-from tests.harness.checkouts import checkout_job, version, with_checkout
+from tests.harness.checkouts import EITHER, checkout_job, version, with_checkout
 from tests.harness.jobs import OFF, SAVED, Job, resume, run_job, train_and_save
 from tests.harness.layouts import Layout
+from tests.harness.turns import Results, Turn, run_in_turn
 
 ONE = Layout(1, 1, 1)
 NEW = ("--lr", "5e-4", "--min-lr", "5e-5")
@@ -62,6 +63,82 @@ def test_rates_that_belong_to_some_parameters_stay_theirs(tmp_path: Path) -> Non
     resumed = resume(tmp_path / "resumed", ONE, saved.run, more=[*decoupled, *BUCKETS, OVERRIDE], until=until)
     assert "optimizer resumed from" in resumed.output
     assert resumed.losses == {step: saved.losses[step] for step in (SAVED + 1, until)}
+
+
+DECOUPLED = ("--decoupled-lr", "5e-4", "--decoupled-min-lr", "5e-5")
+OTHERS = ("--decoupled-lr", "2e-4", "--decoupled-min-lr", "2e-5")
+NEW_RATES = {"lr": (*NEW, *DECOUPLED), "decoupled": OTHERS, "both": (*NEW, *OTHERS), "no longer decoupled": NEW}
+SCHEDULED = ("lr", "max_lr", "min_lr", "weight_decay")
+
+
+def scheduled(job_dump: Path) -> dict[str, tuple[float, ...]]:
+    """What the scheduler owns, of every parameter's group."""
+    return {name: tuple(one.get(key) for key in SCHEDULED) for name, one in parameter_settings(job_dump).items()}
+
+
+@pytest.fixture(scope="module", params=EITHER)
+def decoupled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Of each new rate, a job that had it from the start, and those that resume with it, by flag and layout."""
+    folder, of_checkout = tmp_path_factory.mktemp("decoupled"), request.param
+    at_once = {"saves": True, "until": SAVED}
+    load = folder / "saved" / "checkpoints"
+    turns = [Turn(folder / "saved", ONE, more=DECOUPLED, **at_once)]
+    for name, new in NEW_RATES.items():
+        turns.append(Turn(folder / name, ONE, more=new, **at_once))
+        for layout, changed in (("same", ()), ("moved", BUCKETS)):
+            for flag in (OVERRIDE, KEEP):
+                more = [*new, *changed, flag]
+                turns.append(Turn(folder / f"{name} {layout} {flag}", ONE, load=load, more=more))
+    return run_in_turn(folder, turns, of_checkout=of_checkout)
+
+
+@pytest.mark.parametrize("layout", ["same", "moved"])
+@pytest.mark.parametrize("new", NEW_RATES)
+def test_new_rates_beside_decoupled_ones(new: str, layout: str, decoupled: Results) -> None:
+    """Groups that are otherwise the same differ in their rates, and in whether these are the job's."""
+    if decoupled.megatron == "0.16" and layout == "same":
+        pytest.skip("left to stock, where groups keep their bounds")
+    overridden = decoupled.job(f"{new} {layout} {OVERRIDE}")
+    stored_counts = decoupled.megatron == "0.16"
+    assert "optimizer resumed from" in overridden.output
+    assert scheduled(overridden.at_load) == scheduled(decoupled.job("saved" if stored_counts else new).at_save)
+    if new != "no longer decoupled":
+        assert scheduled(decoupled.job(f"{new} {layout} {KEEP}").at_load) == scheduled(decoupled.job("saved").at_save)
+
+
+DECAY = ("--start-weight-decay", "0.01", "--end-weight-decay", "0.1", "--weight-decay-incr-style", "linear")
+OTHER_DECAY = ("--start-weight-decay", "0.2", "--end-weight-decay", "0.4", "--weight-decay-incr-style", "cosine")
+LONGER = ("--lr-warmup-iters", "5", "--lr-decay-iters", "50", "--lr-decay-style", "cosine")
+CHANGES = {
+    "constant decay": (("--weight-decay", "0.05"), ("--weight-decay", "0.5")),
+    "ramps": (DECAY, OTHER_DECAY),
+    "a ramp from none": (("--weight-decay", "0.05"), DECAY),
+    "warm-up and style": ((), LONGER),
+}
+
+
+@pytest.fixture(scope="module", params=EITHER)
+def changed_schedules(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """Of each change, the job that never had it, the one that always had it, and those that resume with it."""
+    folder = tmp_path_factory.mktemp("schedules")
+    turns = []
+    for name, (before, after) in CHANGES.items():
+        for when, flags in (("before", before), ("after", after)):
+            turns.append(Turn(folder / f"{name}, {when}", ONE, saves=True, until=SAVED, more=flags))
+        load = folder / f"{name}, before" / "checkpoints"
+        turns += [
+            Turn(folder / f"{name} {flag}", ONE, load=load, more=[*after, *BUCKETS, flag]) for flag in (OVERRIDE, KEEP)
+        ]
+    return run_in_turn(folder, turns, of_checkout=request.param)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_first_step_has_the_schedule_that_the_flag_asks_for(change: str, changed_schedules: Results) -> None:
+    """Both ramps, before a step is made; stock makes the first one with the command line's weight decay."""
+    for flag, when in ((OVERRIDE, "after"), (KEEP, "before")):
+        resumed = changed_schedules.job(f"{change} {flag}")
+        assert "optimizer resumed from" in resumed.output
+        assert scheduled(resumed.at_load) == scheduled(changed_schedules.job(f"{change}, {when}").at_save), flag
 
 
 @pytest.mark.parametrize("changed", [BUCKETS, ()], ids=["another layout", "the same layout"])
