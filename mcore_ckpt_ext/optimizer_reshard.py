@@ -25,6 +25,7 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
+from mcore_ckpt_ext.layout.weight_shards import check_gates
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.admission import (
     check_adapters,
@@ -135,6 +136,7 @@ def prepare(
         check_stored_once(checkpoint)
         check_names(checkpoint, set(map(spell, names)))
         check_tokens(checkpoint.tokens, arguments, checkpoint.folder)
+        check_gates(checkpoint.arguments, arguments, str(checkpoint.folder))
         check_adapters(checkpoint, ParallelLayout.from_arguments(arguments), arguments)
         if verify_all:
             verify_checksums(checkpoint, *rank_and_size())

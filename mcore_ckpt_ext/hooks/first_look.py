@@ -24,6 +24,7 @@ from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.hooks.stock_groups import forgets_rates, has_the_same_groups, loses_its_groups
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.sidecar import orders_of
+from mcore_ckpt_ext.layout.weight_shards import check_gates
 from mcore_ckpt_ext.megatron.random_states import are_lacking, are_too_few, may_differ
 from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
 from mcore_ckpt_ext.online.agreement import agreed, attempt, is_first_rank
@@ -152,6 +153,7 @@ def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], direc
     if written.no_save_optim:
         return None
     check_tokens(written.tokens, running, folder)
+    check_gates(written, running, str(folder))
     is_switched = bool(_switched(folder, written, call, arguments)) or forgets_rates(written, chain, arguments)
     is_moved = is_foreign or becomes_hybrid(written, running) or bool(placement_changes(written, running))
     look = _look_at_optimizer(folder, common, written, call, is_switched, is_moved)

@@ -13,6 +13,7 @@ from operator import itemgetter
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk, prediction_chunk
+from mcore_ckpt_ext.layout.weight_shards import ShardOfWeight, band, weight_shards
 from mcore_ckpt_ext.model_space.anatomy import (
     is_of_prediction,
     language_prefix,
@@ -42,16 +43,19 @@ class ModelRank:
     """A rank's place in the model, as far as its parameters depend on it.
 
     `expert` is None for everything but experts, and `tensor` the tensor-parallel rank; for the experts of one
-    expert-parallel rank, `tensor` is the expert-tensor-parallel rank.
+    expert-parallel rank, `tensor` is the expert-tensor-parallel rank. `shard`: which part it holds of weights that
+    generalized tensor parallelism cuts once more.
     """
 
     pipeline: int
     tensor: int
     expert: int | None = None
+    shard: int = 0
 
     def __str__(self) -> str:
         expert = "" if self.expert is None else f", expert rank {self.expert}"
-        return f"tensor rank {self.tensor}, pipeline rank {self.pipeline}{expert}"
+        shard = f", weight shard {self.shard}" if self.shard else ""
+        return f"tensor rank {self.tensor}, pipeline rank {self.pipeline}{expert}{shard}"
 
 
 class LocalModels:
@@ -226,7 +230,24 @@ class LocalModels:
         expert = self._expert_ranks.get(name)
         whole = all(len(offsets) == 1 for offsets in self.weights[name].grid)
         tensor_ranks = range(1 if whole else self._tensor_size(name))
-        return [ModelRank(stage, part, expert) for stage in self._pipeline_ranks(name) for part in tensor_ranks]
+        shards = range(self.weight_shards if self._is_sharded(name) else 1)
+        return [
+            ModelRank(stage, part, expert, shard)
+            for stage in self._pipeline_ranks(name)
+            for part in tensor_ranks
+            for shard in shards
+        ]
+
+    @cached_property
+    def weight_shards(self) -> int:
+        """Into how many parts generalized tensor parallelism cuts what a tensor-parallel rank holds of a weight."""
+        return weight_shards(self.arguments)
+
+    def _is_sharded(self, name: str) -> bool:
+        """Whether generalized tensor parallelism cuts a parameter: a matrix, along its rows (`weight_shards.py`)."""
+        weight = self.weights[name]
+        is_cut = len(weight.tensor.shape) > 1 and len(weight.grid[0]) > 1
+        return self.weight_shards > 1 and is_cut and name not in self._expert_of
 
     def _pipeline_ranks(self, name: str) -> Iterable[int]:
         if self.chunks is None:
@@ -252,17 +273,28 @@ class LocalModels:
     def _tensor_size(self, name: str) -> int:
         return self.layout.expert_tensor if name in self._expert_of else self.layout.tensor
 
-    def regions(self, name: str, tensor_rank: int) -> tuple[Region, ...] | None:
+    def regions(self, name: str, tensor_rank: int, shard: int = 0) -> tuple[Region, ...] | None:
         """What one tensor-parallel rank (for experts: expert-tensor-parallel) holds, in the order of its memory.
 
-        These are all parts, where a parameter is stored in parts and `name` is that of the first one.
+        These are all parts, where a parameter is stored in parts and `name` is that of the first one. `shard`: as in
+        `ModelRank`.
 
         Returns:
             None where the stored chunks follow another pattern.
         """
-        parts = [self._part_regions(part, tensor_rank) for part in self._parts.get(name, [name])]
+        parts = [
+            self._regions_of_shard(part, tensor_rank, shard)
+            if self._is_sharded(part)
+            else self._part_regions(part, tensor_rank)
+            for part in self._parts.get(name, [name])
+        ]
         known = [part for part in parts if part is not None]
         return tuple(chain.from_iterable(known)) if len(known) == len(parts) else None
+
+    def _regions_of_shard(self, name: str, tensor_rank: int, shard: int) -> tuple[Region, ...] | None:
+        weight = self.weights[name]
+        part = ShardOfWeight(tensor_rank, self._tensor_size(name), shard, self.weight_shards)
+        return part.regions(name, weight.tensor.shape, weight.grid)
 
     def _part_regions(self, name: str, tensor_rank: int) -> tuple[Region, ...] | None:
         """The regions of one stored array.
@@ -286,18 +318,12 @@ class LocalModels:
             return None
         ends = (*offsets[1:], shape[axis])
         chosen = range(tensor_rank, len(offsets), ranks)
-        return tuple(_band(name, shape, axis, offsets[index], ends[index]) for index in chosen)
+        return tuple(band(name, shape, axis, offsets[index], ends[index]) for index in chosen)
 
     def candidates(self, rank: ModelRank) -> Iterable[tuple[str, tuple[Region, ...]]]:
         """All parameters that a rank can hold, with the rank's regions of each."""
         for name in self._parameters():
             if self._expert_ranks.get(name) == rank.expert and rank.pipeline in self._pipeline_ranks(name):
-                regions = self.regions(name, rank.tensor)
+                regions = self.regions(name, rank.tensor, rank.shard)
                 if regions is not None:
                     yield name, regions
-
-
-def _band(name: str, shape: tuple[int, ...], axis: int, first: int, last: int) -> Region:
-    offsets = tuple(first if position == axis else 0 for position in range(len(shape)))
-    sizes = tuple(last - first if position == axis else size for position, size in enumerate(shape))
-    return Region(name, offsets, sizes)

@@ -8,6 +8,7 @@ from itertools import accumulate
 from mcore_ckpt_ext.arguments import MOST_RANKS, JobArguments, is_hybrid
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
+from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 
 # Many times the largest job there has been. Arguments that say more are damaged, and would be walked rank by rank.
 _MOST_OF_A_MODEL = 1 << 14
@@ -204,8 +205,6 @@ _PLACING_ARGUMENTS = (
 )  # fmt: skip
 SWITCHES = ("mla_down_proj_fusion", "moe_single_grouped_weight", "moe_single_grouped_bias")
 """Of the model's configuration, likewise; off where a version, or a source, does not know them."""
-WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
-"""Of generalized tensor parallelism: into how many parts weights are cut beside those of tensor parallelism."""
 # An argument that only jobs have whose Mamba mixers register their filter as their own parameter, before what is in
 # them, and not as a module's behind `in_proj` (`MambaMixer`, megatron/core/ssm/mamba_mixer.py, since core_v0.19.0).
 _SINCE_0_19 = "gtp_weight_remat_size"

@@ -50,7 +50,7 @@ def by_sidecar(models: LocalModels, sidecar: Sidecar) -> Proposal:
             origins[bucket.buffer] = origin + bucket.numel_unpadded
             for parameter in bucket.parameters:
                 known = parameter.name in models.weights
-                regions = models.regions(parameter.name, group.rank.tensor) if known else None
+                regions = models.regions(parameter.name, group.rank.tensor, group.rank.shard) if known else None
                 if regions is None or numel_of(regions) != parameter.stop - parameter.start:
                     return None
                 placements.append(Placement(parameter.name, regions, origin + parameter.start))
@@ -118,7 +118,7 @@ def _packed(models: LocalModels, order: ParameterOrder, rule: PackingRule, group
 def _pack_buffer(
     models: LocalModels, rank: ModelRank, stage: int, names: Sequence[str], rule: PackingRule
 ) -> PackedBuffer | None:
-    regions = [models.regions(name, rank.tensor) for name in names]
+    regions = [models.regions(name, rank.tensor, rank.shard) for name in names]
     known = [region for region in regions if region is not None]
     if len(known) != len(names):
         return None
@@ -176,7 +176,7 @@ def _bucket_size(models: LocalModels, rank: ModelRank, stage: int) -> int | None
         return None
     if arguments.ddp_num_buckets:
         held = models.chunks[rank.pipeline] if models.chunks else []
-        total = sum(numel_of(models.regions(name, rank.tensor) or ()) for chunk in held for name in chunk)
+        total = sum(numel_of(models.regions(name, rank.tensor, rank.shard) or ()) for chunk in held for name in chunk)
         return max(1, total // arguments.ddp_num_buckets)
     if arguments.ddp_bucket_size:
         return arguments.ddp_bucket_size

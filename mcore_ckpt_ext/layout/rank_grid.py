@@ -23,8 +23,13 @@ class RankGrid:
 
     @property
     def is_known(self) -> bool:
-        """Whether the sizes are known that say where a rank stands."""
-        return self.layout.unknown.isdisjoint(("tensor", "pipeline", "context", "data", "world"))
+        """Whether the sizes are known that say where a rank stands, and are all that there are.
+
+        Generalized tensor parallelism adds a dimension (`_inject_gtp_remat_axis`, parallel_state.py, 0.19.2).
+        """
+        layout = self.layout
+        are_all = layout.tensor * layout.pipeline * layout.context * layout.data == layout.world
+        return are_all and layout.unknown.isdisjoint(("tensor", "pipeline", "context", "data", "world"))
 
     def coordinates(self, rank: int) -> tuple[int, int, int, int]:
         """(tensor, context, data, pipeline) of a global rank."""

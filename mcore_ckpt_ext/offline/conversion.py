@@ -18,6 +18,7 @@ from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
 from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.layout.weight_shards import check_gates_stand
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.offline.account import settle
@@ -143,6 +144,8 @@ def convert(
     folders = [*(one.folder for one in read), *([as_path(weights)] if weights is not None else [])]
     before = [seen[folder] if folder in seen else state_of(folder) for folder in folders]
     with interpreting(checkpoint.folder):
+        for one in read:
+            check_gates_stand(one.arguments, str(one.folder))
         checkpoint, unread = settle(checkpoint, target, drop)
         laid_out = lay_out(checkpoint, target, of_family)
     output = with_digests(laid_out.output, laid_out.folder)

@@ -11,7 +11,8 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UsageError, interpreting
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.layout.parallel import WEIGHT_SHARDS, ParallelLayout, placement_changes
+from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
+from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, Recomputation
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.search import PINS, Found, Search, Wish, batch_of, search

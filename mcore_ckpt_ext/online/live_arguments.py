@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.layout.parallel import SWITCHES, WEIGHT_SHARDS
+from mcore_ckpt_ext.layout.parallel import SWITCHES
+from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.online.homes.recognition import Chain
 
 _OF_MODEL = (

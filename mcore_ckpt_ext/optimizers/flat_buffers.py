@@ -271,8 +271,9 @@ class FlatBuffers(OptimizerState):
 
         Source: megatron/core/optimizer/__init__.py, core_v0.7.0 to 0.19.2. `dp_group_idx` is the rank in the
         model-parallel group: tensor ranks run fastest, then, for experts, expert ranks, then pipeline ranks; up to
-        0.9, which had no expert tensor parallelism, expert ranks ran slowest. Experts are the last chained optimizer;
-        with `--overlap-param-gather-with-optimizer-step` the first model chunk has an optimizer of its own.
+        0.9, which had no expert tensor parallelism, expert ranks ran slowest. Shards of generalized tensor parallelism
+        run after tensor ranks (`mp_group`, parallel_state.py, 'tp-gtp_remat-pp', 0.19.2). Experts are the last chained
+        optimizer; with `--overlap-param-gather-with-optimizer-step` the first model chunk has an optimizer of its own.
         """
         layout = self.models.layout
         first_chunk_apart = bool(self.models.arguments.overlap_param_gather_with_optimizer_step)
@@ -285,8 +286,9 @@ class FlatBuffers(OptimizerState):
                 pipeline, expert = divmod(rest, layout.expert)
             rank = ModelRank(pipeline, tensor, expert)
         else:
-            pipeline, tensor = divmod(index, layout.tensor)
-            rank = ModelRank(pipeline, tensor)
+            rest, tensor = divmod(index, layout.tensor)
+            pipeline, shard = divmod(rest, self.models.weight_shards)
+            rank = ModelRank(pipeline, tensor, shard=shard)
             if first_chunk_apart:
                 stages = stages[:1] if child == 0 else stages[1:]
         if pipeline >= layout.pipeline:

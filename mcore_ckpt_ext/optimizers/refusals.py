@@ -6,9 +6,9 @@ import re
 from collections.abc import Sequence
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shown
-from mcore_ckpt_ext.layout.parallel import WEIGHT_SHARDS
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.quantised import QUANTISED, quantises
+from mcore_ckpt_ext.layout.weight_shards import expert_weight_shards, weight_shards
 from mcore_ckpt_ext.optimizers.encoding import Holder, StoredKeys
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
@@ -50,12 +50,12 @@ def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[
             helps="state it (--tensor-model-parallel-size and so on; of a source --source-tensor-model-parallel-size); "
             "--drop optimizer converts its weights alone",
         )
-    shards = {name: holder.arguments.stated.get(name) or 1 for name in WEIGHT_SHARDS}
-    if in_flat_buffers and any(str(number) != "1" for number in shards.values()):
+    shards, of_experts = weight_shards(holder.arguments), expert_weight_shards(holder.arguments)
+    if in_flat_buffers and holder.arguments.num_experts and max(shards, of_experts) > 1:
         raise UnsupportedCheckpointError(
-            "the optimizer state lies in flat buffers of generalized tensor parallelism, of which it is not known here "
-            "which part of a weight lies where",
-            found=", ".join(f"{name} {shown(number)}" for name, number in shards.items()),
+            "the optimizer state of experts lies in flat buffers of generalized tensor parallelism, of which it is not "
+            "known here which part of a weight lies where",
+            found=f"{shards} shards of dense weights, {of_experts} of those of experts",
             where=str(holder.folder),
             helps="resume under the layout, and with the --tensor-parallel-num-weight-shards, that it was written "
             "with, which is left to Megatron; or resume with --no-load-optim",

@@ -1,0 +1,146 @@
+"""Which part of a weight a rank holds where generalized tensor parallelism cuts it once more.
+
+`--tensor-parallel-num-weight-shards` cuts the rows of what a tensor-parallel rank holds of a matrix into shards: of the
+weights of linear layers and of word embeddings. Norms, biases, and embeddings of positions are whole in every shard.
+Sources: `wrap_module_params_gtp` and `_gtp_slice_one_param`
+(megatron/core/tensor_parallel/generalized_tensor_parallelism.py) and `make_tp_sharded_tensor_for_checkpoint`
+(megatron/core/utils.py), core_v0.19.2 and the head of August 2026.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shown
+from mcore_ckpt_ext.model_space.names import is_first_linear
+from mcore_ckpt_ext.model_space.slices import Region
+
+WEIGHT_SHARDS = ("gtp_weight_remat_size", "expert_gtp_weight_remat_size")
+"""Arguments: into how many parts weights are cut beside those of tensor parallelism, of dense layers and of experts."""
+_MOST_SHARDS = 1 << 14
+Grid = tuple[tuple[int, ...], ...]
+"""Where the stored chunks of a weight begin, axis by axis."""
+
+
+def weight_shards(arguments: JobArguments) -> int:
+    """Into how many parts a job cuts what a tensor-parallel rank holds of a dense weight; 1 where it does not.
+
+    Raises:
+        UnreadableCheckpointError: it is no such number.
+    """
+    return _number(arguments, WEIGHT_SHARDS[0])
+
+
+def expert_weight_shards(arguments: JobArguments) -> int:
+    """The same of an expert's weight; errors as of `weight_shards`."""
+    return _number(arguments, WEIGHT_SHARDS[1])
+
+
+def _number(arguments: JobArguments, name: str) -> int:
+    stated = arguments.stated.get(name)
+    number = 1 if stated is None else stated
+    if type(number) is not int or not 0 < number <= _MOST_SHARDS:
+        raise UnreadableCheckpointError(
+            "the arguments of the job name an impossible number of weight shards", found=f"{name} {shown(stated)}"
+        )
+    return number
+
+
+def misplaces_gates(arguments: JobArguments) -> bool:
+    """Whether a job files the rows of its gated linears under places that depend on its shards.
+
+    A shard of a gated first linear is a stretch of the gate's rows, or of those beside it.
+    `apply_swiglu_sharded_factory` (megatron/core/transformer/mlp.py, core_v0.19.2 and the head of August 2026) does not
+    count shards: it files the first half of every shard as rows of the gate, and the second half as rows beside it. A
+    job with the same shards gets back what it saved; any other one gets rows of the one for rows of the other.
+    """
+    is_gated = arguments.swiglu or arguments.quick_geglu or arguments.gated_linear_unit
+    return bool(is_gated) and weight_shards(arguments) > 1
+
+
+def check_gates(written: JobArguments, running: JobArguments, where: str) -> None:
+    """Refuse a resume that would take rows of a gate for rows of what stands beside it.
+
+    Raises:
+        UnsupportedCheckpointError: Megatron itself loads the weights of this model wrongly.
+    """
+    cuts = [(job.tensor_model_parallel_size or 1, weight_shards(job)) for job in (written, running)]
+    if cuts[0] == cuts[1] or not (misplaces_gates(written) or misplaces_gates(running)):
+        return
+    found, expected = (f"TP{tensor} and {tensor * shards} weight shards" for tensor, shards in reversed(cuts))
+    raise UnsupportedCheckpointError(
+        "Megatron itself confuses the rows of gated linears when the shards of generalized tensor parallelism change",
+        found=found, expected=expected, where=where,
+        helps="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "
+        "written with",
+    )  # fmt: skip
+
+
+def check_gates_stand(arguments: JobArguments, where: str) -> None:
+    """Refuse to convert a model whose gates are filed by shard: what is written would have other jobs misread them.
+
+    Raises:
+        UnsupportedCheckpointError: it is such a model.
+    """
+    if misplaces_gates(arguments):
+        raise UnsupportedCheckpointError(
+            "the rows of gated linears lie where only a job with the same weight shards looks for them",
+            found=f"gated linears, and {weight_shards(arguments)} weight shards of generalized tensor parallelism",
+            where=where,
+            helps="resume under the --tensor-model-parallel-size and --tensor-parallel-num-weight-shards that it was "
+            "written with",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardOfWeight:
+    """Number `shard` of the `shards` of what tensor-parallel rank `tensor` of `ranks` holds."""
+
+    tensor: int
+    ranks: int
+    shard: int
+    shards: int
+
+    def regions(self, name: str, shape: tuple[int, ...], grid: Grid) -> tuple[Region, ...] | None:
+        """Its regions of a weight, in the order of the rank's memory; None where the chunks follow another pattern.
+
+        Of a matrix that tensor parallelism cuts along its rows, the shards of one rank follow those of the rank before;
+        of another one, both cuts cross.
+        """
+        if len(shape) != 2 or len(grid[1]) not in (1, self.ranks):
+            return None
+        rows, columns = grid
+        if len(columns) > 1:
+            return self._crossed(name, shape, grid) if len(rows) == self.shards else None
+        if is_first_linear(name) and len(rows) == 2 * self.ranks * self.shards:
+            chosen = self._of_gated()
+        elif len(rows) == self.ranks * self.shards:
+            chosen = [self.tensor * self.shards + self.shard]
+        elif len(rows) == self.shards:
+            chosen = [self.shard]
+        else:
+            return None
+        ends = (*rows[1:], shape[0])
+        return tuple(band(name, shape, 0, rows[index], ends[index]) for index in chosen)
+
+    def _crossed(self, name: str, shape: tuple[int, ...], grid: Grid) -> tuple[Region, ...]:
+        rows, columns = grid
+        ends, sides = (*rows[1:], shape[0]), (*columns[1:], shape[1])
+        first, left = rows[self.shard], columns[self.tensor]
+        return (Region(name, (first, left), (ends[self.shard] - first, sides[self.tensor] - left)),)
+
+    def _of_gated(self) -> list[int]:
+        """The chunks of a shard of a gated first linear: the two halves of its rows, each filed as one of the gate's.
+
+        See `misplaces_gates`.
+        """
+        first = self.tensor * self.shards + self.shard
+        return [first, self.ranks * self.shards + first]
+
+
+def band(name: str, shape: tuple[int, ...], axis: int, first: int, last: int) -> Region:
+    """The region of a tensor from `first` to `last` along one axis, and whole along the others."""
+    offsets = tuple(first if position == axis else 0 for position in range(len(shape)))
+    sizes = tuple(last - first if position == axis else size for position, size in enumerate(shape))
+    return Region(name, offsets, sizes)
