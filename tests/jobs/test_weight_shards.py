@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from megatron_on_cpu import launch
-from megatron_on_cpu.dump_optimizer import assemble
+from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE, assemble
 
 from mcore_ckpt_ext import TorchDist, convert, open_checkpoint, verify
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
@@ -68,7 +68,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
         resumes = [
             Turn(
                 folder / name, layout, more=SAVES[source][1], load=load(source, has_sidecar), saves=True, until=LAST,
-                newest=LAST,
+                newest=LAST, environment={MOMENTS_VARIABLE: "load,save"},
             )
             for name, (source, layout, has_sidecar) in RESUMES.items()
         ] + [
