@@ -67,3 +67,81 @@ def test_what_it_finds(path: str, source: str) -> None:
 )
 def test_what_it_allows(path: str, source: str) -> None:
     assert not mistakes(TESTS / path, source)
+
+
+PACKAGE = TESTS.parent / "mcore_ckpt_ext"
+TABLE = "job/releases.py"
+# Files that still compare versions of frameworks themselves: the list only shrinks.
+NOT_CONVERTED = {
+    "cli/doctor.py",
+    "formats/chained_optimizers.py",
+    "formats/fsdp_target.py",
+    "formats/legacy_flat_state.py",
+    "formats/legacy_target.py",
+    "formats/reader_order.py",
+    "formats/torch_dist_target.py",
+    "hooks/megatron.py",
+    "hooks/megatron_arguments.py",
+    "hooks/run_folder.py",
+    "hooks/stock_groups.py",
+    "layout_choice/rules.py",
+    "layout_choice/stage_split.py",
+    "megatron/random_states.py",
+    "model_space/names.py",
+    "offline/versions.py",
+    "online/homes/recognition.py",
+    "targets.py",
+}
+_ORDERING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
+
+
+def compares_versions(source: str) -> list[int]:
+    """The lines on which a source orders versions, or takes an argument that jobs lack for their release."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Compare) and any(isinstance(how, _ORDERING) for how in node.ops):
+            if any(map(_is_version, (node.left, *node.comparators))):
+                found.append(node.lineno)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "lacks":
+            found.append(node.lineno)
+    return found
+
+
+def _is_version(node: ast.expr) -> bool:
+    if isinstance(node, ast.Tuple):
+        numbers = [one.value for one in node.elts if isinstance(one, ast.Constant) and type(one.value) is int]
+        return len(numbers) == len(node.elts) == 2 and numbers[0] == 0
+    if isinstance(node, ast.Call):
+        return _is_version(node.func)
+    name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+    is_release = "version" in name.lower() and name != "version_info"  # which is Python's
+    return is_release or "SINCE" in name or name in ("OLDEST", "NEWEST")
+
+
+def test_releases_are_told_apart_in_one_table() -> None:
+    """Whatever depends on a release of Megatron is a row with its source; see `job/releases.py`."""
+    sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
+    found = {path for path, source in sources.items() if compares_versions(source)}
+    others = found - {TABLE}
+    assert others - NOT_CONVERTED == set(), "add a row to job/releases.py instead"
+    assert NOT_CONVERTED - others == set(), "take what is converted off the list"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "version >= (0, 14)",
+        "(0, 14) <= job.version < newest",
+        "megatron_version() < limit",
+        "found < Version(0, 16)",
+        "found >= _SPLIT_POSSIBLE_SINCE",
+        "arguments.lacks('moe_grouped_gemm')",
+    ],
+)
+def test_what_compares_versions(source: str) -> None:
+    assert compares_versions(source)
+
+
+@pytest.mark.parametrize("source", ["rows >= (first, last)", "version == other", "a < b", "lacks(name)"])
+def test_what_does_not(source: str) -> None:
+    assert not compares_versions(source)

@@ -132,11 +132,11 @@ class RankFolders:
         """
         folder = folder_names(self._folder)[0]
         state = self._load(folder)
-        version = state.get("checkpoint_version", 0)
-        if "args" not in state or not isinstance(version, (int, float)) or version < 3.0:
+        generation = state.get("checkpoint_version", 0)
+        if "args" not in state or not isinstance(generation, (int, float)) or generation < 3.0:
             raise UnsupportedCheckpointError(
                 "the checkpoint was written before Megatron-LM 2.6, which ordered the rows of attention differently",
-                found=f"checkpoint version {version}",
+                found=f"checkpoint version {generation}",
                 expected="3.0, and the job's arguments",
                 where=str(self._folder),
             )

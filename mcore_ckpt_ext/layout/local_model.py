@@ -12,6 +12,7 @@ from itertools import chain
 from operator import itemgetter
 
 from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.job.releases import FINAL_NORM_FOLLOWS_LAST_LAYER
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk, prediction_chunk
 from mcore_ckpt_ext.layout.weight_shards import ShardOfWeight, band, weight_shards
 from mcore_ckpt_ext.model_space.anatomy import (
@@ -26,8 +27,6 @@ from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 
 _FINAL_NORM = "decoder.final_layernorm."
-# An argument that only jobs of 0.16 and later have.
-_SINCE_0_16 = "linear_attention_freq"
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +163,11 @@ class LocalModels:
         own = name.removeprefix(self._prefix)
         if is_of_prediction(name):
             return self._predicting_chunk
-        if own.startswith(_FINAL_NORM) and self.predicts_more_tokens and not self.arguments.lacks(_SINCE_0_16):
+        if (
+            own.startswith(_FINAL_NORM)
+            and self.predicts_more_tokens
+            and FINAL_NORM_FOLLOWS_LAST_LAYER.is_shown_by(self.arguments)
+        ):
             return self._chunk_of_layer.get(max(self._chunk_of_layer, default=0))
         begins = not name.startswith(self._prefix) or own.startswith(("embedding.", "position_embeddings."))
         last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)

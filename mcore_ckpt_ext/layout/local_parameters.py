@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.job.releases import KEEPS_DOWN_PROJECTIONS_WHOLE
 from mcore_ckpt_ext.model_space.anatomy import (
     block_of,
     is_language_block,
@@ -283,7 +284,11 @@ def _cut(
             return Cut(1) if leaf == "weight" else None
         if module in _DOWN_PROJECTIONS:
             whole = sum(arguments.value(size) or 0 for size in _DOWN_PROJECTIONS[module])
-            is_cut = shape[0] != whole if version is None else _is_local(arguments) or version < (0, 14)
+            is_cut = (
+                shape[0] != whole
+                if version is None
+                else _is_local(arguments) or not KEEPS_DOWN_PROJECTIONS_WHOLE.is_of(version)
+            )
             return Cut(0) if is_cut else None
     raise UnsupportedCheckpointError(
         "no rule says how tensor parallelism cuts a parameter",

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 from mcore_ckpt_ext.arguments import MOST_RANKS, JobArguments, is_hybrid
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.layout.stage_layout import StageLayout
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 
@@ -205,9 +206,6 @@ _PLACING_ARGUMENTS = (
 )  # fmt: skip
 SWITCHES = ("mla_down_proj_fusion", "moe_single_grouped_weight", "moe_single_grouped_bias")
 """Of the model's configuration, likewise; off where a version, or a source, does not know them."""
-# An argument that only jobs have whose Mamba mixers register their filter as their own parameter, before what is in
-# them, and not as a module's behind `in_proj` (`MambaMixer`, megatron/core/ssm/mamba_mixer.py, since core_v0.19.0).
-_SINCE_0_19 = "gtp_weight_remat_size"
 
 
 def placement_changes(written: JobArguments, running: JobArguments) -> list[str]:
@@ -229,7 +227,7 @@ def placement_changes(written: JobArguments, running: JobArguments) -> list[str]
     if all(map(is_hybrid, jobs)):
         stages = [layers_by_chunk(job, layout) for job, layout in zip(jobs, ranks, strict=True)]
         changes += ["hybrid_layer_pattern"] if stages[0] != stages[1] else []
-        ages = {job.lacks(_SINCE_0_19) for job in jobs}
+        ages = {FILTERS_ARE_FIRST.is_shown_by(job) for job in jobs}
         changes += ["the order of a Mamba mixer's parameters"] if len(ages) > 1 else []
     # The default bucket size follows the number of data-parallel ranks.
     if running.overlap_grad_reduce and not (running.ddp_bucket_size or running.ddp_num_buckets):

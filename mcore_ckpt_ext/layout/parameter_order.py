@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.model_space.anatomy import (
     WORD_EMBEDDINGS,
     is_language_block,
@@ -161,7 +162,7 @@ class KnownOrder:
 
     def of_version(self, version: tuple[int, int]) -> KnownOrder:
         """The same spec in a version of Megatron."""
-        return KnownOrder(self.label, self._template, self._experts_by_matrix, version >= (0, 19))
+        return KnownOrder(self.label, self._template, self._experts_by_matrix, FILTERS_ARE_FIRST.is_of(version))
 
     def frame(self, items: Sequence[str]) -> list[str] | None:
         """Parameters outside the layers, and blocks, in registration order; None if it does not know them all."""

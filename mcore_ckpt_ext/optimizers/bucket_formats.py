@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
+from mcore_ckpt_ext.job.releases import LOADS_BUCKET_SPACE, LOADS_DP_RESHARDABLE
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
@@ -89,11 +90,11 @@ def _read(
 
 
 def _reshardable_by_stock(placement_changed: bool, version: Version) -> bool:
-    return version >= (0, 15) and not placement_changed
+    return LOADS_DP_RESHARDABLE.is_of(version) and not placement_changed
 
 
 def _bucket_space_by_stock(placement_changed: bool, version: Version) -> bool:
-    return version < (0, 13) and not placement_changed
+    return LOADS_BUCKET_SPACE.is_of(version) and not placement_changed
 
 
 ENCODINGS = (

@@ -13,6 +13,7 @@ import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import PackingError
+from mcore_ckpt_ext.job.releases import ALIGNS_PARAMETERS, EXPERT_RANKS_RUN_SLOWEST
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
 from mcore_ckpt_ext.layout.discovery import irregularity
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, PackingRule
@@ -280,7 +281,7 @@ class FlatBuffers(OptimizerState):
         stages = range(layout.virtual_pipeline)
         if self.models.experts_apart and child == self._last_child:
             rest, tensor = divmod(index, layout.expert_tensor)
-            if self.models.arguments.lacks("expert_tensor_parallel_size"):
+            if EXPERT_RANKS_RUN_SLOWEST.is_shown_by(self.models.arguments):
                 expert, pipeline = divmod(rest, layout.pipeline)
             else:
                 pipeline, expert = divmod(rest, layout.expert)
@@ -302,8 +303,7 @@ class FlatBuffers(OptimizerState):
             if kind in MASTERS:
                 borders = {border for piece in array.pieces for border in (piece.start, piece.stop)}
                 buckets[key] = StoredBucket(array.numel, tuple(sorted(borders)) if self._state.chunked else None)
-        # Parameters are aligned since core_v0.8.0 (commit 5467bef3); an argument that came with it tells.
-        alignment = 1 if self.models.arguments.lacks("dist_ckpt_strictness") else PARAMETER_ALIGNMENT
+        alignment = PARAMETER_ALIGNMENT if ALIGNS_PARAMETERS.is_shown_by(self.models.arguments) else 1
         return OptimizerGroup(child, index, rank, stages, buckets, self._state.joined, alignment)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mcore_ckpt_ext.errors import PackingError
+from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR, LOADS_FULLY_RESHARDABLE, LOADS_MODEL_SPACE
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.proof import first_mismatch
 from mcore_ckpt_ext.model_space.slices import Slice
@@ -98,20 +99,20 @@ def _holds_numbers(state: ModelSpaceState, holder: Holder) -> bool:
 
 
 def _reshardable_by_stock(placement_changed: bool, version: Version) -> bool:
-    return version >= (0, 15)
+    return LOADS_FULLY_RESHARDABLE.is_of(version)
 
 
 def _model_space_by_stock(placement_changed: bool, version: Version) -> bool:
-    """Refused since 0.16 (commit 5ab481cb).
+    """Refused since commit 5ab481cb.
 
     Up to 0.13 its parameter groups are taken by position, which exchanges weight decay between them on later pipeline
     stages.
     """
-    return (0, 14) <= version < (0, 16)
+    return LOADS_MODEL_SPACE.is_of(version)
 
 
 def _fsdp_by_stock(placement_changed: bool, version: Version) -> bool:
-    return version >= (0, 14)
+    return LOADS_FSDP_DTENSOR.is_of(version)
 
 
 def _always_by_stock(placement_changed: bool, version: Version) -> bool:

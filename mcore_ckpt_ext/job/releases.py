@@ -1,0 +1,110 @@
+"""What releases of Megatron Core do differently: one row for each capability, and no other place compares versions.
+
+A row says from which release on something is so, and from which on no longer. Where the version of a job is not
+recorded, one of its arguments shows it: what every release has from there on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from mcore_ckpt_ext.versions import Version
+
+
+class Arguments(Protocol):
+    """What a job states."""
+
+    def lacks(self, name: str) -> bool:
+        """Whether the version of the job did not have an argument yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Something that only some releases do.
+
+    Attributes:
+        what: it, as the end of a sentence that begins with "Megatron".
+        source: where it was read, in Megatron-LM.
+        since: the first release that does it; None where the oldest one does.
+        until: the first release that no longer does it; None where the newest one does.
+        shown_by: an argument that jobs have from `since` on, or that those have which no longer do it.
+    """
+
+    what: str
+    source: str
+    since: Version | None = None
+    until: Version | None = None
+    shown_by: str | None = None
+
+    def is_of(self, version: tuple[int, int]) -> bool:
+        """Whether a release does it."""
+        begun = self.since is None or version >= self.since
+        return begun and (self.until is None or version < self.until)
+
+    def is_shown_by(self, arguments: Arguments) -> bool:
+        """Whether the release of a job does it, by its arguments; a job that tells little is taken for a recent one.
+
+        Raises:
+            ValueError: no argument shows this one.
+        """
+        if self.shown_by is None or (self.since is None) == (self.until is None):
+            raise ValueError(f"no argument shows whether Megatron {self.what}")
+        return arguments.lacks(self.shown_by) == (self.since is None)
+
+
+ALIGNS_PARAMETERS = Capability(
+    "aligns parameters in gradient buffers",
+    "megatron/core/distributed/param_and_grad_buffer.py, commit 5467bef3",
+    since=Version(0, 8),
+    shown_by="dist_ckpt_strictness",
+)
+EXPERT_RANKS_RUN_SLOWEST = Capability(
+    "numbers expert ranks after pipeline ranks in an optimizer's groups",
+    "megatron/core/parallel_state.py; expert tensor parallelism, which came in 0.10, changed it",
+    until=Version(0, 10),
+    shown_by="expert_tensor_parallel_size",
+)
+KEEPS_DOWN_PROJECTIONS_WHOLE = Capability(
+    "keeps the down projections of latent attention whole on every tensor-parallel rank",
+    "megatron/core/models/gpt/gpt_layer_specs.py, `linear()` of the Transformer Engine spec",
+    since=Version(0, 14),
+)
+FINAL_NORM_FOLLOWS_LAST_LAYER = Capability(
+    "puts the final norm of a model that predicts further tokens behind its last decoder layer",
+    "megatron/core/transformer/transformer_block.py, `has_final_layernorm_in_this_stage`",
+    since=Version(0, 16),
+    shown_by="linear_attention_freq",
+)
+FILTERS_ARE_FIRST = Capability(
+    "registers the filter of a Mamba mixer as its own parameter, before what is in it",
+    "megatron/core/ssm/mamba_mixer.py, `MambaMixer`",
+    since=Version(0, 19),
+    shown_by="gtp_weight_remat_size",
+)
+LOADS_DP_RESHARDABLE = Capability(
+    "loads the optimizer format dp_reshardable",
+    "megatron/core/optimizer/distrib_optimizer.py, `load_state_dict`",
+    since=Version(0, 15),
+)
+LOADS_FULLY_RESHARDABLE = Capability(
+    "loads the optimizer format fully_reshardable",
+    "megatron/core/optimizer/distrib_optimizer.py, `load_state_dict`",
+    since=Version(0, 15),
+)
+LOADS_BUCKET_SPACE = Capability(
+    "loads the optimizer format fully_sharded_bucket_space",
+    "megatron/core/optimizer/distrib_optimizer.py, `load_state_dict`",
+    until=Version(0, 13),
+)
+LOADS_MODEL_SPACE = Capability(
+    "loads the optimizer format fully_sharded_model_space with each group's own settings",
+    "megatron/core/optimizer/distrib_optimizer.py; refused since commit 5ab481cb",
+    since=Version(0, 14),
+    until=Version(0, 16),
+)
+LOADS_FSDP_DTENSOR = Capability(
+    "loads the checkpoint format fsdp_dtensor",
+    "megatron/training/checkpointing.py, `load_checkpoint`",
+    since=Version(0, 14),
+)

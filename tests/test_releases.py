@@ -1,0 +1,48 @@
+"""The table of what releases of Megatron do differently."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_ckpt_ext import open_checkpoint
+from mcore_ckpt_ext.job import releases
+from mcore_ckpt_ext.job.releases import Capability
+from mcore_ckpt_ext.versions import KNOWN, Version
+from tests.harness.checkpoints import fixture_named
+
+ROWS = {name: row for name, row in vars(releases).items() if isinstance(row, Capability)}
+SHOWN = {name: row for name, row in ROWS.items() if row.shown_by}
+# Checkpoints with all of Megatron's arguments, and the release that wrote them.
+WRITTEN = {
+    "p07": Version(0, 7),
+    "p06": Version(0, 8),
+    "p05": Version(0, 12),
+    "p01": Version(0, 16),
+    "p10": Version(0, 19),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_divides_the_releases(name: str) -> None:
+    row = ROWS[name]
+    assert {row.is_of(version) for version in KNOWN} == {True, False}
+    assert row.what
+    assert "/" in row.source
+
+
+def test_first_and_last() -> None:
+    row = releases.LOADS_MODEL_SPACE
+    assert [version.minor for version in KNOWN if row.is_of(version)] == [14, 15]
+    assert [version.minor for version in KNOWN if releases.LOADS_BUCKET_SPACE.is_of(version)] == list(range(7, 13))
+
+
+@pytest.mark.parametrize("fixture", WRITTEN)
+@pytest.mark.parametrize("name", SHOWN)
+def test_what_an_argument_shows_is_so(name: str, fixture: str) -> None:
+    arguments = open_checkpoint(fixture_named(fixture).run).arguments
+    assert SHOWN[name].is_shown_by(arguments) == SHOWN[name].is_of(WRITTEN[fixture])
+
+
+def test_what_no_argument_shows() -> None:
+    with pytest.raises(ValueError, match="no argument shows whether Megatron loads"):
+        releases.LOADS_DP_RESHARDABLE.is_shown_by(open_checkpoint(fixture_named("p01").run).arguments)
