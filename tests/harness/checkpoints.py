@@ -191,7 +191,8 @@ def recorded_layout(fixture: Fixture) -> Sidecar:
                 buffers = [buffer for buffer in rank["buffers"] if buffer["kind"] == kind]
                 buckets = [b for number, buffer in enumerate(buffers) for b in recorded_buckets(number, buffer, names)]
                 groups.append(RecordedGroup(child, (optimizer["dp_group_idx"],), tuple(buckets)))
-    return Sidecar("test", "0", 4, {"tensor": 1}, tuple(groups))
+    written = open_checkpoint(fixture.iteration)
+    return Sidecar("test", "0", written.iteration, written.layout.sizes(), tuple(groups))
 
 
 def recorded_buckets(

@@ -13,6 +13,7 @@ from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble
 
 from mcore_ckpt_ext import verify
+from tests.harness.checkouts import EITHER, checkout_job
 from tests.harness.jobs import OFF, SAVED, differing, resume, train_and_save
 from tests.harness.layouts import Layout
 from tests.harness.models import GATED
@@ -25,10 +26,11 @@ WARMING_UP = ["--lr", "1e-7", "--min-lr", "1e-8"]
 REMAINDERS = ["--use-precision-aware-optimizer"]
 
 
+@pytest.mark.parametrize("of_checkout", EITHER)
 @pytest.mark.parametrize("options", [REMAINDERS, WARMING_UP], ids=["remainders", "early warm-up"])
-def test_resumes_under_another_layout_without_a_sidecar(options: list[str], tmp_path: Path) -> None:
+def test_resumes_under_another_layout_without_a_sidecar(options: list[str], of_checkout: bool, tmp_path: Path) -> None:
     plugins = [launch.PRECISION_AWARE] if options is REMAINDERS else []
-    model = {"more": [*PREDICTING, *options], "plugins": plugins}
+    model = {"more": [*PREDICTING, *options], "plugins": plugins, **(checkout_job() if of_checkout else {})}
     source = Layout(1, 2, 2, more=STATED)
     saved = train_and_save(tmp_path / "saved", source, until=SAVED + 1, environment=OFF, **model)
     assert verify(saved.run).sound
