@@ -40,6 +40,14 @@ from mcore_ckpt_ext.writing import RecordWriter, lay_out
 _DTYPES = (torch.bfloat16, torch.float32)
 _STATES = {"param": FP32_PARAM, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
 _NOISE = 1 << 22
+_GROUP = {
+    "wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 1000, "lr": 1e-3, "max_lr": 1e-3, "min_lr": 1e-4,
+    "weight_decay": 0.1, "eps": 1e-8, "betas": (0.9, 0.95), "bias_correction": True,
+}  # fmt: skip
+_SCHEDULER = {
+    "max_lr": 1e-3, "lr_warmup_steps": 0, "num_steps": 8000, "lr_decay_style": "cosine", "lr_decay_steps": 80_000,
+    "min_lr": 1e-4, "start_wd": 0.1, "end_wd": 0.1, "wd_incr_style": "constant", "wd_incr_steps": 80_000,
+}  # fmt: skip
 
 
 # The axis that tensor-parallel ranks cut, and how many pieces a rank holds of it: gate and up projection are two.
@@ -159,6 +167,7 @@ def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFil
             "args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 1000,
             "optimizer": {"param_state_sharding_type": "dp_reshardable"},
             "content_metadata": {"distrib_optim_sharding_type": "dp_reshardable"},
+            "opt_param_scheduler": _SCHEDULER,
         },
     )  # fmt: skip
     for array in _weights(models):
@@ -166,8 +175,8 @@ def describe(arguments: dict[str, Any], file_bytes: int) -> tuple[list[OutputFil
     for number in range(models.layout.world if arguments.get("num_experts") else 0):  # beside experts, every rank's own
         writer.add_object(f"rng_state/shard_0.0.{number}_1.1.{models.layout.world}", {"seed": number})
     for prefix, rank in _groups(models):
-        group = {"wd_mult": 1.0, "lr_mult": 1.0, "is_decoupled_lr": False, "step": 1000}
-        groups = [group | {"is_expert_parallel": rank.expert is not None}]
+        group = _GROUP | {"is_expert_parallel": rank.expert is not None}
+        groups = [group, group | {"wd_mult": 0.0, "weight_decay": 0.0}]
         writer.add_object(f"{prefix}optimizer/shard_0_1", {"param_groups": groups})
         sizes = []
         for array, numel in _buckets(models, rank, prefix):
