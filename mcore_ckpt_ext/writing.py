@@ -14,9 +14,9 @@ import torch
 from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.crc32 import Piece, checksum, crc32
+from mcore_ckpt_ext.storage.direct import ALIGNMENT, BlockFile, write_all
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.storage.publish import cannot_write
-from mcore_ckpt_ext.storage.writeback import begin_to_flush
 
 BLOCK_BYTES = 64 << 20
 # Of a record: what a thread fills before it looks for other work.
@@ -46,7 +46,7 @@ def _lay_out_file(file: OutputFile, folder: Folder) -> None:
         try:
             os.ftruncate(descriptor, file.length)
             for position, data in file.literals:
-                _write(descriptor, memoryview(data), position)
+                write_all(descriptor, memoryview(data), position)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -78,7 +78,7 @@ class RecordWriter:
         self._fill = fill
         self._workers = workers
         self._block_bytes = block_bytes
-        self._descriptors: dict[str, int] = {}
+        self._files: dict[str, BlockFile] = {}
         self._lock = threading.Lock()
         self._memory = threading.local()
 
@@ -141,7 +141,7 @@ class RecordWriter:
         for block in record.blocks(self._block_bytes):
             position = record.offset + block.start * size
             try:
-                data = os.pread(self._descriptor(record.file), (block.stop - block.start) * size, position)
+                data = os.pread(self._file(record.file).descriptor, (block.stop - block.start) * size, position)
             except OSError as error:
                 raise cannot_write(self._folder.path / record.file, error) from error
             crc = crc32(data, crc)
@@ -156,7 +156,7 @@ class RecordWriter:
         record = whole.record
         crc, size = 0, ITEM_SIZE[record.dtype]
         try:
-            descriptor = self._descriptor(record.file)
+            file = self._file(record.file)
             for block in record.blocks(self._block_bytes, begin, end):
                 if stop.is_set():
                     return None
@@ -165,8 +165,7 @@ class RecordWriter:
                 data = memoryview(elements.view(torch.uint8).numpy())
                 crc = checksum(data, known or (), crc)
                 position = record.offset + block.start * size
-                _write(descriptor, data, position)
-                begin_to_flush(descriptor, position, len(data))
+                file.write_block(data, position, elements.data_ptr())
                 moved(len(data))
         except OSError as error:
             raise cannot_write(self._folder.path / record.file, error) from error
@@ -176,11 +175,18 @@ class RecordWriter:
         return found
 
     def _room(self, record: Record, block: Block) -> torch.Tensor:
-        """This thread's memory for a block, the same for each: fresh pages cost more than what is read into them."""
+        """This thread's memory for a block, the same for each: fresh pages cost more than what is read into them.
+
+        Its address is as far from a boundary as the position of the block in the file, as a direct write needs it.
+        """
         if not hasattr(self._memory, "bytes"):
-            self._memory.bytes = torch.empty(max(self._block_bytes, 16), dtype=torch.uint8)
-        count = block.stop - block.start
-        room: torch.Tensor = self._memory.bytes[: count * ITEM_SIZE[record.dtype]].view(getattr(torch, record.dtype))
+            self._memory.bytes = torch.empty(max(self._block_bytes, 16) + 2 * ALIGNMENT, dtype=torch.uint8)
+        count, size = block.stop - block.start, ITEM_SIZE[record.dtype]
+        position = record.offset + block.start * size
+        # What is not aligned to its own elements cannot be read as them.
+        shift = (position - self._memory.bytes.data_ptr()) % ALIGNMENT if position % size == 0 else 0
+        memory = self._memory.bytes[shift : shift + count * size]
+        room: torch.Tensor = memory.view(getattr(torch, record.dtype))
         if sum(placed.wanted.slice.numel for placed in block.content) < count:
             room.zero_()
         return room
@@ -188,24 +194,18 @@ class RecordWriter:
     def _write_checksums(self, record: Record, crc: int) -> None:
         try:
             for place in record.checksums:
-                _write(self._descriptor(record.file), memoryview(struct.pack("<I", crc)), place)
+                self._file(record.file).write(memoryview(struct.pack("<I", crc)), place)
             for place in record.checksum_texts:
-                _write(self._descriptor(record.file), memoryview(f"{crc:08x}".encode()), place)
+                self._file(record.file).write(memoryview(f"{crc:08x}".encode()), place)
         except OSError as error:
             raise cannot_write(self._folder.path / record.file, error) from error
 
-    def _descriptor(self, file: str) -> int:
+    def _file(self, name: str) -> BlockFile:
         with self._lock:
-            if file not in self._descriptors:
-                self._descriptors[file] = self._folder.open(file, os.O_RDWR)
-            return self._descriptors[file]
+            if name not in self._files:
+                self._files[name] = BlockFile(self._folder, name)
+            return self._files[name]
 
     def _close(self) -> None:
-        while self._descriptors:
-            os.close(self._descriptors.popitem()[1])
-
-
-def _write(descriptor: int, data: memoryview, position: int) -> None:
-    done = 0
-    while done < len(data):
-        done += os.pwrite(descriptor, data[done:], position + done)
+        while self._files:
+            self._files.popitem()[1].close()

@@ -18,6 +18,9 @@ from mcore_ckpt_ext.storage.inert import placeholder_class
 from mcore_ckpt_ext.storage.pickling import INDEX_PROTOCOL, DeclaredTensor, dumps, named_object
 
 FILE_BYTES = 4 << 30
+# Of archives in a file, as of records in an archive: elements lie where a direct write can take them, see
+# `storage/direct.py`.
+_ALIGNMENT = 64
 _METADATA = "torch.distributed.checkpoint.metadata"
 
 
@@ -95,6 +98,7 @@ class DistcpFiles:
         return self._files, self._records, dumps(named_object(_METADATA, "Metadata", state), INDEX_PROTOCOL)[0]
 
     def _file_away(self, draft: ArchiveDraft, key: str, offsets: tuple[int, ...] | None) -> str:
+        self._position = -(-self._position // _ALIGNMENT) * _ALIGNMENT
         if self._position and self._position + draft.length > self._file_bytes:
             self._close()
         name = self._name
