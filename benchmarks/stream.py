@@ -26,13 +26,17 @@ def readied(source: str, scratch: str) -> None:
 def main(source: str, destination: str) -> None:
     """Copy all files of a folder into a new one, and print seconds, processor seconds and bytes."""
     readied(source, f"{destination}.touched")
-    Path(destination).mkdir()
-    before, begun, written = resource.getrusage(resource.RUSAGE_SELF), time.monotonic(), 0
-    for number, path in enumerate(_files(Path(source))):
-        written += _copied(path, Path(destination) / str(number))
+    before, begun = resource.getrusage(resource.RUSAGE_SELF), time.monotonic()
+    written = copy(source, destination)
     seconds, after = time.monotonic() - begun, resource.getrusage(resource.RUSAGE_SELF)
     busy = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     print(json.dumps({"seconds": seconds, "busy": busy, "bytes": written}))
+
+
+def copy(source: str, destination: str) -> int:
+    """Copy all files of a folder into a new one, flush them, and return how many bytes they have."""
+    Path(destination).mkdir()
+    return sum(_copied(path, Path(destination) / str(number)) for number, path in enumerate(_files(Path(source))))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -85,6 +85,8 @@ def arguments_of(layers: int, hidden: int, feed_forward: int, vocabulary: int, *
         "num_layers": layers, "hidden_size": hidden, "ffn_hidden_size": feed_forward, "num_attention_heads": 16,
         "padded_vocab_size": vocabulary, "swiglu": True, "bf16": True, "transformer_impl": "local",
         "untie_embeddings_and_output_weights": True, "accumulate_allreduce_grads_in_fp32": True,
+        "normalization": "RMSNorm", "position_embedding_type": "rope", "add_bias_linear": False,
+        "norm_epsilon": 1e-5, "max_position_embeddings": 4096, "rotary_base": 10000, "group_query_attention": False,
         "use_distributed_optimizer": True, "dist_ckpt_strictness": "assume_ok_unexpected",
         "expert_tensor_parallel_size": sizes["tensor_model_parallel_size"], "world_size": world, **sizes,
     }  # fmt: skip
