@@ -327,8 +327,18 @@ def _bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().view(torch.uint8).numpy())
 
 
-def read_slice(source: Source, transfer: Transfer, kind: str, wanted: Slice, accept_lost: bool = False) -> torch.Tensor:
-    """Read a slice of model space into a new 1-D tensor of the tensor's dtype; what is derived is computed.
+Allocate = Callable[[int, torch.dtype], torch.Tensor]
+"""Makes a 1-D tensor of so many elements, of a dtype; what is in it does not matter."""
+
+
+def _fresh(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device="cpu")
+
+
+def read_slice(
+    source: Source, transfer: Transfer, kind: str, wanted: Slice, accept_lost: bool = False, allocate: Allocate = _fresh
+) -> torch.Tensor:
+    """Read a slice of model space into a 1-D tensor of the tensor's dtype; what is derived is computed.
 
     Args:
         source: the checkpoint.
@@ -336,6 +346,7 @@ def read_slice(source: Source, transfer: Transfer, kind: str, wanted: Slice, acc
         kind: of the tensors.
         wanted: the elements.
         accept_lost: elements that are stored nowhere become zero.
+        allocate: the memory for what is stored as it is read; by default memory of its own.
 
     Raises:
         ModelMismatchError: the checkpoint does not hold all of it.
@@ -347,10 +358,12 @@ def read_slice(source: Source, transfer: Transfer, kind: str, wanted: Slice, acc
         if tensor is None:
             raise KeyError(f"no {kind} {region.name} in this checkpoint")
         tensors[region.name] = tensor
-    return read_wanted(source, transfer, WantedSlice(kind, wanted, tensors), accept_lost)
+    return read_wanted(source, transfer, WantedSlice(kind, wanted, tensors), accept_lost, allocate)
 
 
-def read_wanted(source: Source, transfer: Transfer, wanted: WantedSlice, accept_lost: bool = False) -> torch.Tensor:
+def read_wanted(
+    source: Source, transfer: Transfer, wanted: WantedSlice, accept_lost: bool = False, allocate: Allocate = _fresh
+) -> torch.Tensor:
     """Like `read_slice`, for tensors as a target knows them, in their dtype."""
     names = [region.name for region in wanted.slice.regions]
     derivation = derivation_of(source, wanted.kind, names[0])
@@ -358,7 +371,7 @@ def read_wanted(source: Source, transfer: Transfer, wanted: WantedSlice, accept_
         return _derived(derivation, transfer, wanted, accept_lost)
     # The plan comes first and fails where elements are missing, so that nothing is allocated for them.
     plan = make_plan([wanted], source, accept_lost)
-    result = torch.empty(wanted.slice.numel, dtype=getattr(torch, wanted.tensors[names[0]].dtype), device="cpu")
+    result = allocate(wanted.slice.numel, getattr(torch, wanted.tensors[names[0]].dtype))
     transfer.execute(plan, [result])
     return result
 

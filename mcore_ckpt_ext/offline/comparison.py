@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -31,7 +30,7 @@ from mcore_ckpt_ext.offline.coverage import check_stored_once, refuse_contradict
 from mcore_ckpt_ext.offline.difference_map import DifferenceMap, MapBuilder, Tally
 from mcore_ckpt_ext.offline.opening import open_both
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
-from mcore_ckpt_ext.offline.reading import AsStored, Remembering, blocks
+from mcore_ckpt_ext.offline.reading import AsStored, Remembering, Rooms, blocks, threads
 from mcore_ckpt_ext.offline.resumed_settings import Setting, settings_compared
 from mcore_ckpt_ext.planning.extents import Rearranged
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS, Transfer, read_slice
@@ -195,7 +194,7 @@ def _comparison(
     def one(pair: tuple[str, str]) -> TensorDifference:
         return _compare_tensor(sides, *pair, counter, pictures)
 
-    with ThreadPoolExecutor(max(1, workers)) as pool:
+    with threads(workers) as pool:
         results = list(pool.map(one, shared))
     unread = [_unread(side, kinds, sides) for side in sides]
     differing = [_differing_copies(side, chosen) for side in sides]
@@ -271,6 +270,7 @@ class _Side:
         self.rows = rows
         self.source = Remembering(AsStored(checkpoint) if as_stored else checkpoint)
         self.transfer = Transfer(checkpoint.reader, workers=1)
+        self._rooms = Rooms()
         self.kinds = checkpoint.kinds()
         self._names = {kind: checkpoint.names(kind) for kind in self.kinds}
 
@@ -303,7 +303,7 @@ class _Side:
         return sum(any(isinstance(extent, Rearranged) and extent.shift for extent in found) for found in extents)
 
     def read(self, kind: str, wanted: Slice) -> torch.Tensor:
-        return read_slice(self.source, self.transfer, kind, wanted)
+        return read_slice(self.source, self.transfer, kind, wanted, allocate=self._rooms.of(kind))
 
 
 def _compare_tensor(

@@ -85,9 +85,11 @@ class Tally:
         """Take note of two blocks, 1-D and of one length, whose first element is number `start` of the tensor."""
         if a.dtype != b.dtype:
             a, b = a.double(), b.double()
-        positions = (bits_of(a) != bits_of(b)).nonzero().flatten()
-        if not len(positions):
+        bits_of_a, bits_of_b = bits_of(a), bits_of(b)
+        # Most blocks are equal, which one pass shows that stores nothing.
+        if torch.equal(bits_of_a, bits_of_b):
             return
+        positions = (bits_of_a != bits_of_b).nonzero().flatten()
         first, second = a[positions].double(), b[positions].double()
         self.different += len(positions)
         self.signed_zeros += int(((first == 0) & (second == 0)).sum())

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
+
+import torch
 
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.extents import Rearranged
 from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of
 
-BLOCK_ELEMENTS = 1 << 22
+# A block of each kind, of each of two threads, stays in a processor's last cache until it has been looked at.
+BLOCK_ELEMENTS = 1 << 20
 
 
 class Remembering:
@@ -48,3 +54,33 @@ def blocks(regions: tuple[Region, ...], numel: int | None = None) -> Iterator[Sl
     end = Slice.whole(regions).stop if numel is None else numel
     for start in range(0, end, BLOCK_ELEMENTS):
         yield Slice(regions, start, min(start + BLOCK_ELEMENTS, end))
+
+
+class Rooms:
+    """Memory for blocks, the same for each block of a thread: fresh pages cost more than what is read into them."""
+
+    def __init__(self) -> None:
+        self._memory = threading.local()
+
+    def of(self, use: str) -> Callable[[int, torch.dtype], torch.Tensor]:
+        """What allocates the memory for one use; what it gave before for that use, in that thread, is overwritten."""
+        return partial(self._allocate, use)
+
+    def _allocate(self, use: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        held: dict[str, torch.Tensor] = self._memory.__dict__
+        nbytes = numel * dtype.itemsize
+        if use not in held or held[use].numel() < nbytes:
+            held[use] = torch.empty(nbytes, dtype=torch.uint8)
+        return held[use][:nbytes].view(dtype)
+
+
+@contextmanager
+def threads(workers: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads of which each computes alone: those that torch adds to each spin while they wait for each other."""
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(max(1, workers), "mcore_ckpt_ext", torch.set_num_threads, (1,)) as pool:
+            yield pool
+    finally:
+        # What one thread sets is the number of all that begin later.
+        torch.set_num_threads(before)

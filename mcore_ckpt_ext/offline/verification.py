@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -52,6 +51,7 @@ from mcore_ckpt_ext.offline.findings import (
 from mcore_ckpt_ext.offline.group_settings import check_group_of_each, check_settings
 from mcore_ckpt_ext.offline.integrity import Archive, check_archives, check_bare_arrays, check_manifest, manifest_bytes
 from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
+from mcore_ckpt_ext.offline.reading import threads
 from mcore_ckpt_ext.optimizers.digests import differing
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata
@@ -297,7 +297,7 @@ class _Run:
             return report
 
         names = dict.fromkeys([*checkpoint.names(WEIGHT), *(checkpoint.optimizer.names() if state else ())])
-        with ThreadPoolExecutor(self._workers) as pool:
+        with threads(self._workers) as pool:
             reports = list(pool.map(check, names))
         self.findings.extend(finding for report in reports for finding in report.findings)
         self._counter.finish()
