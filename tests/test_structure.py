@@ -76,9 +76,7 @@ NOT_CONVERTED = {
     "cli/doctor.py",
     "formats/chained_optimizers.py",
     "formats/fsdp_target.py",
-    "formats/legacy_flat_state.py",
     "formats/legacy_target.py",
-    "formats/reader_order.py",
     "formats/torch_dist_target.py",
     "hooks/megatron.py",
     "hooks/megatron_arguments.py",
@@ -86,10 +84,7 @@ NOT_CONVERTED = {
     "hooks/stock_groups.py",
     "layout_choice/rules.py",
     "layout_choice/stage_split.py",
-    "megatron/random_states.py",
-    "model_space/names.py",
     "offline/versions.py",
-    "online/homes/recognition.py",
     "targets.py",
 }
 _ORDERING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)

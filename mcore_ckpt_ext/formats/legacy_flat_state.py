@@ -16,6 +16,7 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.legacy_models import TargetModels
 from mcore_ckpt_ext.formats.legacy_ranks import LegacyRank
 from mcore_ckpt_ext.formats.portable_state import distinct_groups
+from mcore_ckpt_ext.job.releases import CLOSES_BUCKETS_AT_ALIGNED_ENDS, MATCHES_GROUPS_BY_SETTINGS
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import ModelRank
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -59,7 +60,7 @@ class FlatStates:
     def _settings(self, rank: LegacyRank, child: int) -> dict[str, Any]:
         """The param groups and the scaler of one chained optimizer."""
         groups = distinct_groups(self._checkpoint.param_groups(), self._layout.expert > 1)[child]
-        if self._version < (0, 14):
+        if not MATCHES_GROUPS_BY_SETTINGS.is_of(self._version):
             groups = self._by_first_use(groups, rank, child)
         settings: dict[str, Any] = {"optimizer": {"param_groups": groups}}
         scaler = self._checkpoint.grad_scaler()
@@ -92,7 +93,8 @@ class FlatStates:
         experts = child == 1
         tensor = rank.tensor % self._layout.expert_tensor if experts else rank.tensor
         place = ModelRank(rank.pipeline, tensor, rank.expert if experts else None)
-        rule = PackingRule.SINCE_0_13 if self._version >= (0, 13) else PackingRule.UNTIL_0_12
+        is_later = CLOSES_BUCKETS_AT_ALIGNED_ENDS.is_of(self._version)
+        rule = PackingRule.SINCE_0_13 if is_later else PackingRule.UNTIL_0_12
         packed = packed_buffers(self._models.local, self._models.order, rule, place, self._models.stages)
         if packed is None:
             raise UnsupportedCheckpointError("it is not known how that layout packs its buffers", where=str(place))

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, filters_first, known_orders
 from mcore_ckpt_ext.model_space.names import Layer, of_experts, split_layer
 
@@ -32,7 +33,7 @@ def order_for(
     for order in known_orders(arguments):
         if all(_agrees(order, names) for names in registered):
             return order.of_version(version)
-    if any(filters_first(names) not in (None, version >= (0, 19)) for names in registered):
+    if any(filters_first(names) not in (None, FILTERS_ARE_FIRST.is_of(version)) for names in registered):
         raise UnsupportedCheckpointError(
             "the model registers its parameters in an order that no known layer spec has, and that version registers "
             "what Mamba mixers hold in another one",

@@ -31,6 +31,16 @@ from mcore_ckpt_ext.formats.portable_state import (
     distinct_groups,
     known_arguments,
 )
+from mcore_ckpt_ext.job.releases import (
+    DESCRIBES_CONTENT,
+    EXTENDS_INDEX_WITH_SHAPES,
+    GRID_OF_EXPERTS_HAS_DATA_RANKS,
+    MARKS_CHAINED_KEYS,
+    RESHAPES_STATE,
+    RESHAPES_STATE_OF_ONE_AXIS,
+    STORES_COMMON_STATE_AS_OBJECT,
+    STORES_FULLY_RESHARDABLE,
+)
 from mcore_ckpt_ext.model_space.anatomy import block_of, leaves_out_state
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -89,7 +99,7 @@ class TorchDistTarget:
         objects = dict(self._objects())
         common = self._common(objects)
         small: list[OutputFile] = []
-        if self._version >= (0, 19):
+        if STORES_COMMON_STATE_AS_OBJECT.is_of(self._version):
             objects["common_state/shard_0_1"] = common
         else:
             archive = draft_archive(common)
@@ -98,7 +108,7 @@ class TorchDistTarget:
             writer.add_object(key, value)
         for array in self._arrays():
             writer.add_array(array)
-        files, records, metadata = writer.finish(with_shapes=self._version < (0, 16))
+        files, records, metadata = writer.finish(with_shapes=EXTENDS_INDEX_WITH_SHAPES.is_of(self._version))
         small.append(_small_file(".metadata", metadata))
         small.append(replace(_small_file("metadata.json", self._config()), last=True))
         afresh = "the state of the random generators is not carried: they start anew on resuming"
@@ -114,7 +124,7 @@ class TorchDistTarget:
     def _config(self) -> bytes:
         """`CheckpointingConfig` (megatron/core/dist_checkpointing/core.py); without common backend since 0.19."""
         config: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-        if self._version < (0, 19):
+        if not STORES_COMMON_STATE_AS_OBJECT.is_of(self._version):
             config |= {"common_backend": "torch", "common_backend_version": 1}
         return json.dumps(config).encode()
 
@@ -129,7 +139,8 @@ class TorchDistTarget:
                 names = [name for name in optimizer.names(kind) if self._chain.is_distributed(name) == distributed]
                 if kind == FP32_PARAM and not distributed:
                     names = [name for name in names if self._checkpoint.named_tensor(WEIGHT, name).dtype != "float32"]
-                gathered = kind == FP32_PARAM and distributed and self._version >= (0, 15)
+                renamed = STORES_FULLY_RESHARDABLE.is_of(self._version)
+                gathered = kind == FP32_PARAM and distributed and renamed
                 state = "param" if gathered else kind
                 yield from self._arrays_of(kind, names, f"optimizer.state.{state}.", distributed)
 
@@ -158,11 +169,12 @@ class TorchDistTarget:
 
     def _reshapes(self, shape: tuple[int, ...]) -> bool:
         """Whether that version stores optimizer arrays of a natural shape reshaped; of one axis only since 0.11."""
-        return self._version < (0, 15) and (len(shape) > 1 or self._version >= (0, 11))
+        row = RESHAPES_STATE if len(shape) > 1 else RESHAPES_STATE_OF_ONE_AXIS
+        return row.is_of(self._version)
 
     def _child_prefix(self, kind: str, key: str) -> str:
         """Chained optimizers mark their keys in 0.8 to 0.13 (`ChainedOptimizer.sharded_state_dict`)."""
-        if kind == WEIGHT or not self._experts_apart or self._version >= (0, 14):
+        if kind == WEIGHT or not self._experts_apart or not MARKS_CHAINED_KEYS.is_of(self._version):
             return ""
         return f"chained_{int(of_experts(key))}."
 
@@ -199,7 +211,7 @@ class TorchDistTarget:
         grid = tuple(max(axis) + 1 for axis in zip(*states, strict=True)) if states else ()
         layout = self._checkpoint.layout
         # In 0.16 with several expert ranks, and only there, the grid has a data-parallel axis (`get_rng_state`).
-        axes = 3 if self._version == (0, 16) and layout.expert > 1 else 2
+        axes = 3 if GRID_OF_EXPERTS_HAS_DATA_RANKS.is_of(self._version) and layout.expert > 1 else 2
         if len(grid) == axes and len(states) == prod(grid):
             for place, value in states.items():
                 yield f"rng_state/shard_{_dotted(place)}_{_dotted(grid)}", value
@@ -216,19 +228,19 @@ class TorchDistTarget:
         arguments.no_save_rng = not any(key.startswith("rng_state/") for key in objects)
         content: dict[str, Any] = {}
         if source.optimizer_format is not None:
-            encoding = FULLY_RESHARDABLE if self._version >= (0, 15) else MODEL_SPACE
+            encoding = FULLY_RESHARDABLE if STORES_FULLY_RESHARDABLE.is_of(self._version) else MODEL_SPACE
             children = self._chain.entries(encoding) or self._distributed(encoding)
             common["optimizer"] = dict(enumerate(children)) if len(children) > 1 else children[0]
             if any(SHARDING_MARK in child for child in children):
                 content["distrib_optim_sharding_type"] = encoding
             arguments.use_distributed_optimizer = all(SHARDING_MARK in child for child in children)
             arguments.ckpt_fully_parallel_save = True  # up to 0.12 this chooses `fully_sharded_model_space`
-        if self._version >= (0, 13):
+        if DESCRIBES_CONTENT.is_of(self._version):
             written = source.common.get("content_metadata")
             singletons = written.get("singleton_local_shards") if isinstance(written, dict) else None
             content["singleton_local_shards"] = singletons is True
-            content["chained_optim_avoid_prefix"] = self._version >= (0, 14)
-            if self._version >= (0, 15):
+            content["chained_optim_avoid_prefix"] = not MARKS_CHAINED_KEYS.is_of(self._version)
+            if STORES_FULLY_RESHARDABLE.is_of(self._version):
                 content["distrib_optim_fully_reshardable_mem_efficient"] = False
             common["content_metadata"] = content
         if not self._with_arguments:

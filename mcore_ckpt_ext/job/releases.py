@@ -108,3 +108,65 @@ LOADS_FSDP_DTENSOR = Capability(
     "megatron/training/checkpointing.py, `load_checkpoint`",
     since=Version(0, 14),
 )
+MATCHES_GROUPS_BY_SETTINGS = Capability(
+    "matches the parameter groups of a checkpoint by their settings, and not by their position",
+    "megatron/core/optimizer/distrib_optimizer.py, `make_needed_groups`",
+    since=Version(0, 14),
+)
+CLOSES_BUCKETS_AT_ALIGNED_ENDS = Capability(
+    "starts a parameter of the shared embedding at the padded end of the bucket before it",
+    "megatron/core/distributed/param_and_grad_buffer.py, commit afb755f5",
+    since=Version(0, 13),
+)
+STORES_COMMON_STATE_AS_OBJECT = Capability(
+    "stores the common state as an object of the index, and names no common backend",
+    "megatron/core/dist_checkpointing/serialization.py and core.py",
+    since=Version(0, 19),
+)
+EXTENDS_INDEX_WITH_SHAPES = Capability(
+    "extends the index with natural shapes (`mcore_data`)",
+    "megatron/core/dist_checkpointing/strategies/torch.py",
+    until=Version(0, 16),
+)
+RESHAPES_STATE = Capability(
+    "stores optimizer arrays of a natural shape reshaped",
+    "megatron/core/dist_checkpointing/strategies/torch.py and resharding.py",
+    until=Version(0, 15),
+)
+RESHAPES_STATE_OF_ONE_AXIS = Capability(
+    "stores those of one axis reshaped, too",
+    "megatron/core/dist_checkpointing/strategies/resharding.py",
+    since=Version(0, 11),
+    until=Version(0, 15),
+)
+MARKS_CHAINED_KEYS = Capability(
+    "marks the keys of chained optimizers",
+    "megatron/core/optimizer/optimizer.py, `ChainedOptimizer.sharded_state_dict`",
+    until=Version(0, 14),
+)
+STORES_FULLY_RESHARDABLE = Capability(
+    "stores optimizers that any layout loads as fully_reshardable, their masters under `param`",
+    "megatron/core/optimizer/distrib_optimizer.py, `sharded_state_dict`",
+    since=Version(0, 15),
+)
+DESCRIBES_CONTENT = Capability(
+    "keeps content_metadata in the common state",
+    "megatron/training/checkpointing.py, `_build_sharded_state_dict_metadata`",
+    since=Version(0, 13),
+)
+GRID_OF_EXPERTS_HAS_DATA_RANKS = Capability(
+    "gives the grid of random states a data-parallel axis where there are several expert ranks",
+    "megatron/training/checkpointing.py, `get_rng_state`",
+    since=Version(0, 16),
+    until=Version(0, 17),
+)
+STARTS_RANDOM_STATES_ANEW = Capability(
+    "requests no random state where pipeline or tensor parallelism has changed",
+    "megatron/training/checkpointing.py, `load_checkpoint`",
+    since=Version(0, 14),
+)
+TAKES_STEPS_OF_PRECISION_AWARE = Capability(
+    "takes the step of a precision-aware optimizer for a tensor only where it is one",
+    "megatron/core/optimizer/distrib_optimizer.py, `_set_main_param_and_optimizer_states`",
+    since=Version(0, 17),
+)

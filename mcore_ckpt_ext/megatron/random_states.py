@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.job.releases import STARTS_RANDOM_STATES_ANEW
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 
 _FOR_EACH_RANK = "data_parallel_random_init"
@@ -46,7 +47,7 @@ def are_lacking(
         written: the arguments of the job that saved, by name.
     """
     requested = requested_grid(arguments, version)
-    is_requested = version < (0, 14) or stored is None or stored[:2] == requested[:2]
+    is_requested = not STARTS_RANDOM_STATES_ANEW.is_of(version) or stored is None or stored[:2] == requested[:2]
     return is_requested and not written.get("no_save_rng") and stored != requested
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
+from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.model_space.anatomy import BLOCK, is_language_block
 
 EXTRA_STATE = "_extra_state"
@@ -173,7 +174,7 @@ def own_name(name: ParameterName, spec: LayerSpec, grouped_experts: bool, versio
     A parameter that model space has in parts is one there. `version`: of Megatron.
     """
     separate = {key: own for own, key in _OWN_TO_KEY[spec].items()}
-    if version >= (0, 19):
+    if FILTERS_ARE_FIRST.is_of(version):
         separate[_FILTERS[1]] = _FILTERS[0]
     is_mapped = name.block is not None and is_language_block(name.block)
     name = replace(name, rest=joined_name(f".{name.rest}").removeprefix("."))

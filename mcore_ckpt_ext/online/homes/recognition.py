@@ -10,6 +10,7 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.job.releases import TAKES_STEPS_OF_PRECISION_AWARE
 from mcore_ckpt_ext.layout.proof import half_precision
 from mcore_ckpt_ext.online.homes.distributed import DistributedHome
 from mcore_ckpt_ext.online.homes.home import Home
@@ -220,7 +221,8 @@ def stock_stumbles(chain: Chain, resumes_in_place: bool, version: tuple[int, int
         return False
     if any(map(is_offloaded, optimizers)):
         return True
-    if any(map(is_precision_aware, optimizers)) and resumes_in_place and version < (0, 17):
+    takes_steps = TAKES_STEPS_OF_PRECISION_AWARE.is_of(version)
+    if any(map(is_precision_aware, optimizers)) and resumes_in_place and not takes_steps:
         return True
     if any(map(keeps_remainders, optimizers)) and not resumes_in_place:
         return True
