@@ -128,7 +128,8 @@ def write_tensors(state: Mapping[Any, Any], path: Path) -> None:
     if path.suffix == ".safetensors":
         from safetensors.torch import save_file
 
-        save_file(dict(state), path, metadata={"format": "pt"})
+        # The format has no strides, and the library refuses tensors that have some.
+        save_file({name: value.contiguous() for name, value in state.items()}, path, metadata={"format": "pt"})
     else:
         torch.save(state, path)
 

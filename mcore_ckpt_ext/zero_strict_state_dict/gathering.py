@@ -70,9 +70,14 @@ def whole_values(
 
 
 def own_copy(value: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The value in contiguous memory that nobody else uses."""
-    copied = torch.empty(value.shape, dtype=dtype, device=device)
-    return copied.copy_(value.detach())
+    """The value in memory that nobody else uses, with its strides where it fills its memory; a plain tensor.
+
+    ColossalAI's subclasses of tensors make theirs of whatever an operation returns (tensor/colo_tensor.py).
+    """
+    with torch._C.DisableTorchFunction():
+        copied = torch.empty_like(value, dtype=dtype, device=device, requires_grad=False)
+        copied.copy_(value.detach())
+    return copied
 
 
 def in_pinned(values: Any, pinned: dict[str, Any] | None) -> Any:

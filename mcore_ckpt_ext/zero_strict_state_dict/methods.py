@@ -30,7 +30,7 @@ from mcore_ckpt_ext.zero_strict_state_dict.files import (
 from mcore_ckpt_ext.zero_strict_state_dict.gathering import in_pinned
 from mcore_ckpt_ext.zero_strict_state_dict.loading import zero_strict_load_state_dict
 from mcore_ckpt_ext.zero_strict_state_dict.shards import handed_over, iter_zero_strict_state_dict
-from mcore_ckpt_ext.zero_strict_state_dict.state import Precision, Ties, zero_strict_state_dict
+from mcore_ckpt_ext.zero_strict_state_dict.state import Precision, Ties, precision_of, zero_strict_state_dict
 from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Wrapped, wrapped
 
 ORIGINAL = "_non_strict_"
@@ -66,7 +66,7 @@ class WrapperMethods:
         if strict:
             return zero_strict_state_dict(
                 self, destination=destination, prefix=prefix, keep_vars=keep_vars,
-                dtype=self._strict_dtype if dtype is None else dtype, only_rank_0=only_rank_0, device=device,
+                dtype=_default_precision(self) if dtype is None else dtype, only_rank_0=only_rank_0, device=device,
                 ties=ties or self._strict_ties,
             )  # fmt: skip
         _same_call(self, "state_dict(strict=False)", only_rank_0=only_rank_0)
@@ -87,7 +87,7 @@ class WrapperMethods:
             yield from self._non_strict_state_dict_shard(prefix, keep_vars, max_shard_size, only_rank_0)
             return
         yield from iter_zero_strict_state_dict(
-            self, int(max_shard_size * _MIB), prefix=prefix, dtype=self._strict_dtype if dtype is None else dtype,
+            self, int(max_shard_size * _MIB), prefix=prefix, dtype=_default_precision(self) if dtype is None else dtype,
             only_rank_0=only_rank_0, ties=ties or self._strict_ties, pinned=pinned_state_dicts,
         )  # fmt: skip
 
@@ -293,6 +293,12 @@ def _state_shards(
     fate.meet()
 
 
+def _default_precision(model: Any) -> Precision:
+    """What `install` was told; its "master" means the values that are trained, where there are no masters."""
+    precision: Precision = model._strict_dtype
+    return precision_of(model, None) if precision == "master" else precision
+
+
 def _same_call(model: Any, call: str, **arguments: object) -> None:
     wrapped(model).ranks.same_call(call, arguments, lambda: None)
 
@@ -328,7 +334,8 @@ def _write_config(model: Any, folder: Path) -> None:
 
     save_config_file(model.unwrap(), str(folder))
     config = folder / "config.json"
-    if config.is_file() and model._strict_dtype != "compute":
-        dtype = torch.float32 if model._strict_dtype == "master" else model._strict_dtype
+    precision = _default_precision(model)
+    if config.is_file() and precision != "compute":
+        dtype = torch.float32 if precision == "master" else precision
         content = {**json.loads(config.read_text()), "torch_dtype": str(dtype).removeprefix("torch.")}
         config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")

@@ -20,6 +20,7 @@ from mcore_ckpt_ext.zero_strict_state_dict.state import (
     begun,
     dtype_of,
     parameter_values,
+    precision_of,
     standing_in,
 )
 from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Wrapped, wrapped
@@ -75,7 +76,7 @@ def shapes_of(zero: Wrapped) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def iter_zero_strict_state_dict(
-    model: Any, max_shard_bytes: int, *, prefix: str = "", dtype: Precision = "master", only_rank_0: bool = True,
+    model: Any, max_shard_bytes: int, *, prefix: str = "", dtype: Precision | None = None, only_rank_0: bool = True,
     device: torch.device | str = "cpu", ties: Ties = "share", pinned: dict[str, Any] | None = None,
 ) -> Generator[Shard]:  # fmt: skip
     """The strict state dict in shards, in the order in which the chunks come; all ranks must iterate to the end.
@@ -100,7 +101,7 @@ def iter_zero_strict_state_dict(
     Raises:
         CheckpointError: on every rank; but for running out of memory, before the first shard.
     """
-    device = torch.device(device)
+    device, dtype = torch.device(device), precision_of(model, dtype)
     arguments = {"prefix": prefix, "max_shard_bytes": max_shard_bytes, "device": device.type, "ties": ties}
     # Enumerated twice: whether that can be done must be agreed on, too.
     zero = begun(model, "state_dict_shard", dtype, only_rank_0, **arguments, keys=_digest(model, prefix))

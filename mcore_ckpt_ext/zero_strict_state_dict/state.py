@@ -32,7 +32,7 @@ Ties = Literal["share", "copy", "omit"]
 
 
 def zero_strict_state_dict(
-    model: Any, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, dtype: Precision = "master",
+    model: Any, *, destination: Any = None, prefix: str = "", keep_vars: bool = False, dtype: Precision | None = None,
     only_rank_0: bool = True, device: torch.device | str = "cpu", ties: Ties = "share",
 ) -> Any:  # fmt: skip
     """The state dict of the unwrapped module, as PyTorch would give it; all ranks must call this.
@@ -42,9 +42,10 @@ def zero_strict_state_dict(
         destination: a dict to fill, as in PyTorch.
         prefix: goes before every key.
         keep_vars: give parameters instead of detached tensors; they are copies all the same.
-        dtype: "master" for the fp32 masters bit for bit, "compute" for what forward computes in, or any dtype. What is
-            not held in chunks (buffers, frozen and ignored parameters) ColossalAI rounds to the compute dtype when it
-            wraps the module; "master" gives it back in fp32, so that the dict is of one kind.
+        dtype: "master" for the fp32 masters bit for bit, "compute" for what forward computes in, or any dtype; without
+            it "master", or "compute" where the wrapper keeps no masters (`master_weights=False`). What is not held in
+            chunks (buffers, frozen and ignored parameters) ColossalAI rounds to the compute dtype when it wraps the
+            module; "master" gives it back in fp32, so that the dict is of one kind.
         only_rank_0: rank 0 of each ZeRO group receives everything, the others an empty dict; else all receive it.
         device: where the values go.
         ties: names of one tensor: "share" one storage as in PyTorch, "copy" for a storage each, or "omit" all but the
@@ -70,7 +71,7 @@ def zero_strict_state_dict(
 
 
 def get_static_torch_model(
-    zero_ddp_model: Any, device: torch.device | str = "cpu", dtype: Precision = "master", only_rank_0: bool = True
+    zero_ddp_model: Any, device: torch.device | str = "cpu", dtype: Precision | None = None, only_rank_0: bool = True
 ) -> nn.Module | None:
     """An ordinary module with the values of the wrapped one, which can compute; all ranks must call this.
 
@@ -103,10 +104,11 @@ _Values = dict[int, torch.Tensor]
 
 
 def _with_values(
-    model: Any, work: Callable[[Wrapped, _Values], None], call: str, dtype: Precision, only_rank_0: bool,
+    model: Any, work: Callable[[Wrapped, _Values], None], call: str, dtype: Precision | None, only_rank_0: bool,
     device: torch.device, **arguments: object,
 ) -> None:  # fmt: skip
     """Gather all values, and do `work` with them on the ranks that receive them; all ranks learn of its errors."""
+    dtype = precision_of(model, dtype)
     # Each rank may name its own GPU.
     zero = begun(model, call, dtype, only_rank_0, device=device.type, **arguments)
     fate = SharedFate(zero.ranks, f"calling {call}", "no rank has a result")
@@ -124,6 +126,17 @@ def _with_values(
     if everywhere or zero.is_first:
         fate.attempt(finish)
     fate.meet()
+
+
+def precision_of(model: Any, dtype: Precision | None) -> Precision:
+    """The precision that is asked for, or the one that holds the values exactly where none is asked for.
+
+    `GeminiDDP(master_weights=False)`, since ColossalAI 0.3.2, trains the compute values themselves
+    (zero/gemini/gemini_ddp.py); other wrappers keep masters.
+    """
+    if dtype is not None:
+        return dtype
+    return "master" if getattr(model, "master_weights", True) else "compute"
 
 
 def begun(model: Any, call: str, dtype: Precision, only_rank_0: bool, **arguments: object) -> Wrapped:
@@ -163,7 +176,7 @@ def source_of(zero: Wrapped, dtype: Precision) -> Mapping[nn.Parameter, Place]:
             "there are no fp32 masters to save",
             found="a wrapper made with master_weights=False",
             expected='dtype="compute" or a torch.dtype',
-            helps='install(dtype="compute"), or master_weights=True',
+            helps="leave the dtype out, which gives what is trained; or master_weights=True",
         )
     refuse_no_precision(dtype)
     return zero.masters or zero.working
@@ -215,7 +228,8 @@ def parameter_values(
             yield parameter, None
             continue
         # Tensor-parallel ranks of one kind receive together, so they gather among themselves.
-        whole = tensor_parallel.whole(parameter, parameter.detach().contiguous(), room)
+        local = parameter.detach() if room is None else parameter.detach().contiguous()
+        whole = tensor_parallel.whole(parameter, local, room)
         yield parameter, fate.attempt(partial(own_copy, whole, dtype_of(zero, parameter, dtype), device))
 
 

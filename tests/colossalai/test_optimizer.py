@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from colossalai_on_cpu import ranks
@@ -179,3 +180,21 @@ def test_masters_without_a_copy_in_fp32() -> None:
         assert "no fp32 masters" in refusal(lambda: model.state_dict(dtype="master"))
 
     ranks.run(2, job)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_masters_the_plain_installation_gives_what_is_trained(world_size: int) -> None:
+    def job() -> None:
+        strict.install()
+        model, optimizer = wrap(TinyGPT, master_weights=False)
+        train(model, optimizer, range(3))
+        own = model.state_dict(only_rank_0=False, strict=False)
+        state = model.state_dict(only_rank_0=False)
+        assert {value.dtype for value in state.values()} == {torch.bfloat16}
+        assert same_bits({name: state[name] for name in own}, own)
+        shards = [shard for shard, _ in model.state_dict_shard(only_rank_0=False)]
+        gathered = {name: value for shard in shards for name, value in shard.items()}
+        assert same_bits({name: gathered[name] for name in state}, state)
+        assert same_bits(strict.get_static_torch_model(model, only_rank_0=False).state_dict(), state)
+
+    ranks.run(world_size, job)

@@ -64,6 +64,29 @@ def test_extra_state_and_buffers() -> None:
     ranks.run(2, job)
 
 
+class Strided(TinyGPT):
+    """A frozen parameter and a buffer with strides of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turned = nn.Parameter(torch.randn(HIDDEN, 2 * HIDDEN).t(), requires_grad=False)
+        self.register_buffer("image", torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+
+
+@pytest.mark.parametrize("keep_vars", [True, False])
+def test_types_and_strides_are_those_of_pytorch(keep_vars: bool) -> None:
+    def job() -> None:
+        plain = Strided().state_dict(keep_vars=keep_vars)
+        state = strict.zero_strict_state_dict(wrap(Strided)[0], keep_vars=keep_vars, only_rank_0=False)
+        assert {name: type(value) for name, value in state.items()} == {n: type(v) for n, v in plain.items()}
+        assert {name: value.stride() for name, value in state.items()} == {n: v.stride() for n, v in plain.items()}
+        assert {name: value.requires_grad for name, value in state.items()} == {
+            name: value.requires_grad for name, value in plain.items()
+        }
+
+    ranks.run(2, job)
+
+
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_prefix_and_destination_as_in_pytorch(world_size: int) -> None:
     def job() -> None:
