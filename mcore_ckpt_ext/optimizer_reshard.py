@@ -20,7 +20,6 @@ import torch
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof, weaker_of
@@ -128,8 +127,9 @@ def prepare(
         return (checkpoint, job, spell) if spell is str else (opened(spell), LiveJob(chunks, optimizer, spell), spell)
 
     checkpoint, job, spell = agreed_here("opening the checkpoint", under_its_names)
-    if isinstance(checkpoint, TorchDistCheckpoint) and not checkpoint.names(WEIGHT):
-        checkpoint.borrow({name: weight for lent in gather(job.lent()) for name, weight in lent.items()})
+    if not checkpoint.names(WEIGHT):
+        live = {name: weight for lent in gather(job.lent()) for name, weight in lent.items()}
+        checkpoint = checkpoint.format_reader.with_weights_of_a_job(live).view
 
     def plan() -> Prepared:
         check_same_kinds(views)

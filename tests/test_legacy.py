@@ -23,7 +23,7 @@ from mcore_ckpt_ext.errors import (
     UnsafePickleError,
     UnsupportedCheckpointError,
 )
-from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.layout.local_parameters import TensorPart, model_space_name, regions_of
 from mcore_ckpt_ext.model_space.slices import Region
@@ -50,9 +50,9 @@ def plain(tmp_path: Path) -> Fixture:
     return fixture_named("p08c").copy_to(tmp_path / "p08c")
 
 
-def opened(fixture: Fixture) -> LegacyCheckpoint:
+def opened(fixture: Fixture) -> Checkpoint:
     checkpoint = open_checkpoint(fixture.run)
-    assert isinstance(checkpoint, LegacyCheckpoint)
+    assert isinstance(checkpoint.format_reader, LegacyCheckpoint)
     return checkpoint
 
 
@@ -74,7 +74,7 @@ def test_all_copies_of_a_weight_are_equal(prefix: str, norm_copies: int, embeddi
 class _Alone:
     """A source that knows one stored slice."""
 
-    def __init__(self, checkpoint: LegacyCheckpoint, name: str, stored: Any) -> None:
+    def __init__(self, checkpoint: Checkpoint, name: str, stored: Any) -> None:
         self._tensor = checkpoint.logical_tensor("weight", name)
         self._stored = stored
 
@@ -196,7 +196,7 @@ def test_a_master_changed_beyond_the_sample_is_seen_by_the_proof(plain: Fixture)
 @pytest.mark.parametrize("missing", ["fp32_from_fp16_params", "exp_avg_sq", "step"])
 def test_an_optimizer_that_lacks_what_it_keeps_is_refused(missing: str) -> None:
     checkpoint = opened(fixture_named("p08c"))
-    optimizer = checkpoint._ranks[0].optimizers[0]
+    optimizer = checkpoint.format_reader._ranks[0].optimizers[0]
     groups, state = optimizer["optimizer"]["param_groups"], optimizer["optimizer"]["state"]
     for holder in (optimizer, *groups, *state.values()):
         holder.pop(missing, None)

@@ -199,7 +199,7 @@ def test_what_is_written_is_the_kind_of_optimizer_that_it_was(tmp_path: Path) ->
     convert(fixture_named("p42").run, tmp_path / "fp32", TorchDist(megatron_version="0.19"))
     fp32 = open_checkpoint(tmp_path / "fp32")
     assert set(fp32.common["optimizer"]) == {"param_groups"}
-    assert not [key for key in fp32.index.arrays if "fp32_param" in key]
+    assert not [key for key in fp32.format_reader.index.arrays if "fp32_param" in key]
 
 
 def test_classes_of_an_offloaded_optimizer_are_not_written(tmp_path: Path) -> None:

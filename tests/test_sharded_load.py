@@ -54,7 +54,7 @@ class Asked:
 
 @pytest.fixture
 def checkpoint() -> TorchDistCheckpoint:
-    found = open_checkpoint(fixture_named("p10").run)
+    found = open_checkpoint(fixture_named("p10").run).format_reader
     assert isinstance(found, TorchDistCheckpoint)
     return found
 

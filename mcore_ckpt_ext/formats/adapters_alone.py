@@ -14,7 +14,8 @@ from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
-from mcore_ckpt_ext.formats.view import CheckpointView, renamed, view_of
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.views import renamed
 from mcore_ckpt_ext.model_space.adapters import as_bridge_s, is_adapter, is_swift_s
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
@@ -27,8 +28,7 @@ def has_adapters_alone(checkpoint: Checkpoint) -> bool:
 
 def for_model(checkpoint: Checkpoint, model: Checkpoint) -> CheckpointView:
     """Adapters alone, for a model that another folder describes."""
-    view = view_of(checkpoint)
-    return replace(view, adapters=replace(view.adapters, model=model))
+    return replace(checkpoint, adapters=replace(checkpoint.adapters, model=model))
 
 
 def under_bridge_s_names(checkpoint: Checkpoint) -> Checkpoint:
@@ -77,8 +77,9 @@ def fit_of_adapters(checkpoint: Checkpoint, family: Family | None, stated: Mappi
     """
     if checkpoint.adapters.model is not None:
         return fit_of_adapters(checkpoint.adapters.model, family, stated)
-    if isinstance(checkpoint, HuggingFaceCheckpoint):
-        return Fit(checkpoint.family, checkpoint.model, [])
+    own = checkpoint.format_reader
+    if isinstance(own, HuggingFaceCheckpoint):
+        return Fit(own.family, own.model, [])
     where, known = str(checkpoint.folder), checkpoint.arguments
     model = complete(known.changed(source=where, **stated) if stated else known)
     # No adapter depends on the number of tokens.

@@ -18,10 +18,11 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown, some
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.portable_state import known_arguments
+from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, Unread, in_common_state, joined
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import ShardedKey, name_at
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -54,7 +55,7 @@ def is_canonical(folder: Path) -> bool:
     return (folder / COMMON_FILE).exists() and (folder / INDEX_FILE).exists()
 
 
-class CanonicalCheckpoint(Checkpoint):
+class CanonicalCheckpoint(FormatReader):
     """A folder in `canonical`."""
 
     format = NAME
@@ -96,7 +97,7 @@ class CanonicalCheckpoint(Checkpoint):
     @override
     def optimizer(self) -> OptimizerState:
         undistributed = frozenset(map(str, self._about.get("undistributed", ())))
-        return with_masters(_Optimizer(self._arrays, undistributed), self._arrays, lambda: self.models.weights)
+        return with_masters(_Optimizer(self._arrays, undistributed), self._arrays, lambda: self.view.models.weights)
 
     @property
     @override
@@ -247,7 +248,7 @@ class _Optimizer(OptimizerState):
         return self._arrays.stored(kind, name)
 
 
-def canonical_output(checkpoint: Checkpoint) -> Output:
+def canonical_output(checkpoint: CheckpointView) -> Output:
     """The files of a checkpoint in this format, and where each tensor goes."""
     batches: list[list[tuple[str, LogicalTensor]]] = [[]]
     size = 0
@@ -282,11 +283,11 @@ def canonical_output(checkpoint: Checkpoint) -> Output:
     return Output(files, records)
 
 
-def _common(checkpoint: Checkpoint) -> dict[str, Any]:
+def _common(checkpoint: CheckpointView) -> dict[str, Any]:
     return {key: value for key, value in checkpoint.common.items() if key != "optimizer"}
 
 
-def _about(checkpoint: Checkpoint) -> dict[str, Any]:
+def _about(checkpoint: CheckpointView) -> dict[str, Any]:
     """Everything except the arrays."""
     state = checkpoint.optimizer if checkpoint.optimizer_format else None
     undistributed = [name for name in state.names() if not state.is_distributed(name)] if state else []

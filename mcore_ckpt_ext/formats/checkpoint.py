@@ -24,6 +24,7 @@ from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.nemo_folder import NemoCheckpoint, is_nemo
 from mcore_ckpt_ext.formats.peft_folder import PeftCheckpoint
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
+from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.torch_dcp import NAME as TORCH_DCP
 from mcore_ckpt_ext.formats.torch_dcp import TorchDcpCheckpoint
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
@@ -40,7 +41,7 @@ from mcore_ckpt_ext.storage.runs import iteration_folder, no_checkpoint
 
 __all__ = ["Checkpoint", "TensorHandle", "open_checkpoint"]
 
-_BACKENDS = {
+_BACKENDS: dict[str, type[TorchDistCheckpoint]] = {
     TORCH_DIST: TorchDistCheckpoint,
     ZARR: ZarrCheckpoint,
     FSDP_DTENSOR: FsdpCheckpoint,
@@ -89,14 +90,15 @@ def open_checkpoint(
     with interpreting(path):
         folder = iteration_folder(as_path(path))
         if weights is not None and is_peft(folder):
-            return PeftCheckpoint(folder, open_checkpoint(weights, family=family), family)
+            return PeftCheckpoint(folder, open_checkpoint(weights, family=family), family).view
         if weights is not None:
             lender = open_checkpoint(weights, family=family, transformer_impl=transformer_impl)
             try:
                 return _with_weights(folder, lender, witnesses, facts)
             except ProofError:
                 # The optimizer may name its parameters as the other layer spec does.
-                if not isinstance(lender, HuggingFaceCheckpoint) or lender.family.needs_engine:
+                own = lender.format_reader
+                if not isinstance(own, HuggingFaceCheckpoint) or own.family.needs_engine:
                     raise
                 lender = open_checkpoint(weights, family=family, transformer_impl=LOCAL)
                 return _with_weights(folder, lender, witnesses, facts)
@@ -105,30 +107,30 @@ def open_checkpoint(
         if facts != NOTHING and not _may_lack_arguments(folder):
             refuse_facts(facts, folder)
         if is_colossalai(folder):
-            return ColossalAICheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl)
+            return ColossalAICheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl).view
         if is_huggingface(folder):
-            return HuggingFaceCheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl)
-        return _open(folder, witnesses, facts)
+            return HuggingFaceCheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl).view
+        return _open(folder, witnesses, facts).view
 
 
 def _with_weights(folder: Path, lender: Checkpoint, witnesses: Sequence[ParameterOrder], facts: Facts) -> Checkpoint:
     checkpoint = open_checkpoint(folder, witnesses=witnesses, facts=facts)
     if has_adapters_alone(checkpoint):
         return for_model(checkpoint, lender)
-    if not isinstance(checkpoint, TorchDistCheckpoint):
+    own = checkpoint.format_reader
+    if not isinstance(own, TorchDistCheckpoint):
         raise UsageError(
             "weights that lie elsewhere are for an optimizer in a distributed checkpoint", found=checkpoint.format,
             where=str(folder), helps="leave --weights out",
         )  # fmt: skip
-    checkpoint.lend(lender)
-    return checkpoint
+    return own.with_weights_of(lender).view
 
 
 def _may_lack_arguments(folder: Path) -> bool:
     return not (is_colossalai(folder) or is_huggingface(folder) or is_canonical(folder) or is_legacy(folder))
 
 
-def _open(folder: Path, witnesses: Sequence[ParameterOrder], facts: Facts) -> Checkpoint:
+def _open(folder: Path, witnesses: Sequence[ParameterOrder], facts: Facts) -> FormatReader:
     if is_canonical(folder):
         return CanonicalCheckpoint(folder, witnesses)
     if is_legacy(folder):

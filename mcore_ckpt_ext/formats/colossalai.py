@@ -103,7 +103,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
 
         Args:
             folder: with the weights and, where there is one, the optimizer; or with a folder for each.
-            witnesses: see `Checkpoint`.
+            witnesses: see `FormatReader`.
             family: see `HuggingFaceCheckpoint`.
             transformer_impl: likewise.
 

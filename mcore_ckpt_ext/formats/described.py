@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from typing_extensions import override
+from typing_extensions import Self, override
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import PackingError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import (
     ARGUMENTS,
     Description,
@@ -29,7 +30,9 @@ from mcore_ckpt_ext.formats.elsewhere import (
     not_of_it,
     told_of_the_model,
 )
+from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.shown import layout_shown, model_shown, possible_layouts
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights
 from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.layout.local_model import LocalModels
@@ -41,31 +44,74 @@ from mcore_ckpt_ext.storage.two_folders import TwoFolders
 from mcore_ckpt_ext.transfer import Transfer
 
 
-class DescribedCheckpoint(Checkpoint):
+@dataclass(frozen=True)
+class ExternalModel:
+    """The model of an optimizer that is stored without its weights.
+
+    Attributes:
+        weights: what each weight is, by model-space name.
+        checkpoint: the one that holds them; None where a live job does.
+        layout: sizes of the layout of the optimizer's job, under Megatron's names, that are assumed.
+    """
+
+    weights: Mapping[str, LentWeight] = field(default_factory=dict)
+    checkpoint: CheckpointView | None = None
+    layout: Mapping[str, int] = field(default_factory=dict)
+
+
+class DescribedCheckpoint(FormatReader):
     """A checkpoint with an index of its arrays and objects."""
 
-    def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = (), facts: Facts = NOTHING) -> None:
-        """As there; `facts`: what the user states of the job, for a checkpoint without Megatron's arguments.
+    index: DcpIndex
+
+    def __init__(
+        self,
+        folder: Path,
+        witnesses: Sequence[ParameterOrder] = (),
+        facts: Facts = NOTHING,
+        *,
+        external: ExternalModel | None = None,
+        opened: Self | None = None,
+    ) -> None:
+        """Open a folder.
+
+        Args:
+            folder: see `FormatReader`.
+            witnesses: likewise.
+            facts: what the user states of the job, for a checkpoint without Megatron's arguments.
+            external: the model, where the weights are not in the checkpoint.
+            opened: the same checkpoint without it, whose index and common state are not read again.
 
         Raises:
-            UsageError: the checkpoint has them, or shows something else.
+            UsageError: the checkpoint has arguments, or shows something else.
         """
         super().__init__(folder, witnesses)
-        self._facts = facts
-        self._lent: Mapping[str, LentWeight] = {}
-        self._tried: Mapping[str, int] = {}
-        self._lender: Checkpoint | None = None
-        self._elsewhere: RelocatedWeights | None = None
-        # What the index is read as may depend on the job, of which only the rest tells by then.
-        self.index = DcpIndex({}, {}, {})
-        self.index = self._read_index()
-        self._forget_the_job()
+        self._facts, self._external, self._opened = facts, external or ExternalModel(), opened
+        self._lender = self._external.checkpoint
+        self._weights_of_lender: RelocatedWeights | None = None
+        if self._lender is not None:
+            self.reader = reader = TwoFolders(self.reader, self._lender.reader)
+            self.transfer = Transfer(reader)
+            self._weights_of_lender = RelocatedWeights(self._lender.weights, reader.name_of)
+        if opened is not None:
+            self.index, self.rounds_weights = opened.index, opened.rounds_weights
+        else:
+            self.index = self._read_index()
         if facts != NOTHING and ARGUMENTS in self.common and self.arguments.tells_all:
             refuse_facts(facts, folder)
 
     @abstractmethod
     def _read_index(self) -> DcpIndex:
-        """What `.metadata` says."""
+        """What `.metadata` says; of the job only `stated_arguments` are known by then."""
+
+    @abstractmethod
+    def _read_common(self) -> dict[str, Any]:
+        """The common state."""
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """The common state: arguments, iteration, scheduler and the like."""
+        return self._opened.common if self._opened is not None else self._read_common()
 
     @cached_property
     @override
@@ -74,9 +120,19 @@ class DescribedCheckpoint(Checkpoint):
         return own if own is not None and own.tells_all else self.description.arguments
 
     @cached_property
+    def stated_arguments(self) -> JobArguments:
+        """What is known of the job without a look at the index."""
+        own = self._stated_by_megatron
+        return own if own is not None and own.tells_all else self._described().arguments
+
+    @cached_property
     def _stated_by_megatron(self) -> JobArguments | None:
         """Megatron's arguments, all or some; None where the checkpoint has none."""
         return stated_by_megatron(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
+
+    def _described(self) -> Description:
+        """What lies beside the checkpoint, or its user, says of the job."""
+        return described(self.reader, self._stated_by_megatron, self.sidecar, self._facts)
 
     @cached_property
     def description(self) -> Description:
@@ -88,26 +144,31 @@ class DescribedCheckpoint(Checkpoint):
         own = self._stated_by_megatron
         if own is not None and own.tells_all:
             return Description(own, problems=contradicting(own, self.folder))
-        found = described(self.reader, own, self.sidecar, self._facts)
+        found, external = self._described(), self._external
         if self._lender is not None:
             found = found.with_model(told_of_the_model(self._lender))
-        shown = layout_shown(self.index, self.random_state_grid(), {**found.arguments.stated, **self._tried})
-        shown_of_model = model_shown(self.index.arrays, self.weights.names() or self._lent)
+        shown = layout_shown(self.index, self.random_state_grid(), {**found.arguments.stated, **external.layout})
+        shown_of_model = model_shown(self.index.arrays, self.weights.names() or external.weights)
         return completed(found, {**shown_of_model, **shown}, self._facts, self.folder)
 
-    def borrow(self, lent: Mapping[str, LentWeight]) -> None:
-        """Take the model from elsewhere, where an optimizer is stored without its weights.
+    @property
+    @override
+    def described_by(self) -> str:
+        return self.description.source
 
-        Args:
-            lent: what each weight is, by model-space name; nothing of the model may have been asked for before.
-        """
-        self._lent = lent
-        self._forget_the_job()
+    @property
+    @override
+    def problems(self) -> Sequence[str]:
+        return self.description.problems
+
+    @override
+    def with_weights_of_a_job(self, weights: Mapping[str, LentWeight]) -> Self:
+        found = self._with(ExternalModel(weights))
         # Whoever fills an optimizer from here proves every element, so a layout may be tried that only fits.
-        self._try_layouts(self._fits)
+        return found._under_a_layout(_fits) or found
 
-    def lend(self, lender: Checkpoint) -> None:
-        """Take the weights from another checkpoint, where an optimizer is stored without them.
+    def with_weights_of(self, lender: CheckpointView) -> Self:
+        """The same with the weights of another checkpoint, where an optimizer is stored without them.
 
         Args:
             lender: the checkpoint.
@@ -116,16 +177,15 @@ class DescribedCheckpoint(Checkpoint):
             CheckpointError: they are not those of this optimizer, or nothing would prove that they are.
             UsageError: this checkpoint has weights of its own, or the other has none.
         """
-        check_lender(lender, self)
-        self.reader = reader = TwoFolders(self.reader, lender.reader)
-        self.transfer, self._lender = Transfer(reader), lender
-        self._elsewhere = RelocatedWeights(lender.weights, reader.name_of)
-        self._forget_the_job()
-        self._lent = lent_weights(lender, self.arguments)
-        self._forget_the_job()
-        if not self._try_layouts(self._is_proven):
-            raise not_of_it("they fit under no layout that its buffers allow", self, lender.folder)
-        check_belonging(self, lender.folder)
+        check_lender(lender, self.view)
+        external = ExternalModel(checkpoint=lender)
+        external = replace(external, weights=lent_weights(lender, self._with(external).arguments))
+        unproven = self._with(external)
+        found = unproven._under_a_layout(_is_proven)
+        if found is None:
+            raise not_of_it("they fit under no layout that its buffers allow", unproven.view, lender.folder)
+        check_belonging(found.view, lender.folder)
+        return found
 
     @property
     def has_weights_elsewhere(self) -> bool:
@@ -138,39 +198,22 @@ class DescribedCheckpoint(Checkpoint):
             for file, offset, length in self._lender.archives():
                 yield self.reader.name_of(file), offset, length
 
-    def _try_layouts(self, holds: Callable[[], bool]) -> bool:
-        """Find a layout of the job under which something holds, where nothing tells of it; whether there is one."""
+    def _with(self, external: ExternalModel) -> Self:
+        return type(self)(self.folder, self._witnesses, self._facts, external=external, opened=self._opened or self)
+
+    def _under_a_layout(self, holds: Callable[[Self], bool]) -> Self | None:
+        """The same under a layout of the job for which something holds, where nothing else shows it; None without."""
         if "tensor" not in self.layout.unknown or not (sizes_to_try := possible_layouts(self.index)):
-            return True
-        for sizes in sizes_to_try:
-            self._tried = sizes
-            self._forget_the_job()
-            if holds():
-                return True
-        self._tried = {}
-        self._forget_the_job()
-        return False
+            return self
+        candidates = (self._with(replace(self._external, layout=sizes)) for sizes in sizes_to_try)
+        return next((candidate for candidate in candidates if holds(candidate)), None)
 
-    def _fits(self) -> bool:
-        return all(found is not None for one in self.optimizer.buffers for found in one.proposed_packings().values())
-
-    def _is_proven(self) -> bool:
-        with contextlib.suppress(PackingError):
-            return all(one.packing_of(group) for one in self.optimizer.buffers for group in one.groups.values())
-        return False
-
-    def _forget_the_job(self) -> None:
-        known = "description", "arguments", "layout", "models", "experts_apart", "optimizer", "proof", "_own_weights"
-        for name in known:
-            vars(self).pop(name, None)
-
-    @cached_property
     @override
     def models(self) -> LocalModels:
-        if not self._lent:
-            return super().models
-        layout = self.layout
-        stored = {name: weight.stored(layout.tensor, layout.expert_tensor) for name, weight in self._lent.items()}
+        if not self._external.weights:
+            return super().models()
+        layout, weights = self.layout, self._external.weights
+        stored = {name: weight.stored(layout.tensor, layout.expert_tensor) for name, weight in weights.items()}
         return LocalModels(stored, self.arguments, layout, self.experts_apart, self.layers())
 
     @property
@@ -186,6 +229,16 @@ class DescribedCheckpoint(Checkpoint):
         return self._lender.vocabulary if self._lender else None
 
     @override
-    def notices_of(self, view: Checkpoint) -> list[str]:
+    def notices_of(self, view: CheckpointView) -> list[str]:
         lent = [f"the weights are those of {self._lender.folder}", *self._lender.notices()] if self._lender else []
         return [*self.description.problems, *super().notices_of(view), *lent]
+
+
+def _fits(reader: FormatReader) -> bool:
+    return all(found is not None for one in reader.optimizer.buffers for found in one.proposed_packings().values())
+
+
+def _is_proven(reader: FormatReader) -> bool:
+    with contextlib.suppress(PackingError):
+        return all(one.packing_of(group) for one in reader.optimizer.buffers for group in one.groups.values())
+    return False

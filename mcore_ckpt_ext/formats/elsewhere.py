@@ -56,7 +56,7 @@ def check_lender(lender: Checkpoint, checkpoint: Checkpoint) -> None:
         UnsupportedCheckpointError: it cannot hold all weights of the optimizer.
         ModelMismatchError: the optimizer's job says otherwise what the model is than the folder's `config.json`.
     """
-    if checkpoint.names(WEIGHT) or checkpoint.stored_optimizer_format is None:
+    if checkpoint.names(WEIGHT) or checkpoint.optimizer_format is None:
         raise UsageError(
             "weights that lie elsewhere are for an optimizer that is stored without any",
             found="a checkpoint with weights of its own" if checkpoint.names(WEIGHT) else "no optimizer",
@@ -64,17 +64,18 @@ def check_lender(lender: Checkpoint, checkpoint: Checkpoint) -> None:
         )  # fmt: skip
     if not lender.names(WEIGHT):
         raise UsageError("the folder has no weights either", where=str(lender.folder), helps=NAME_THEM)
-    if not isinstance(lender, HuggingFaceCheckpoint):
+    own = lender.format_reader
+    if not isinstance(own, HuggingFaceCheckpoint):
         return
-    if (rows := checkpoint.arguments.padded_vocab_size or 0) > lender.vocabulary:
+    if (rows := checkpoint.arguments.padded_vocab_size or 0) > own.vocabulary:
         raise UnsupportedCheckpointError(
             "the job of the optimizer padded its vocabulary, and a Hugging Face folder holds no such rows",
-            found=f"{rows} rows, of which {rows - lender.vocabulary} are padding", where=str(lender.folder),
+            found=f"{rows} rows, of which {rows - own.vocabulary} are padding", where=str(lender.folder),
             helps="name a checkpoint of Megatron's with the weights of that step: --weights RUN",
         )  # fmt: skip
     if not checkpoint.arguments.tells_all:
         return
-    if found := contradictions(lender.family, lender.model, checkpoint.arguments):
+    if found := contradictions(own.family, own.model, checkpoint.arguments):
         raise ModelMismatchError(
             "the job of the optimizer trained another model than config.json describes, though the weights may fit",
             found="; ".join(found), where=str(lender.folder / CONFIG),

@@ -13,7 +13,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, RERUN_STATE, UNKNOWN, Unread, joined, of_the_job
 from mcore_ckpt_ext.model_space.names import ShardedKey
@@ -90,4 +90,4 @@ class FlattenedCheckpoint(TorchDistCheckpoint):
 
     @override
     def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        return Checkpoint.sharded_keys(self)  # as Megatron would have them: here no key stacks layers
+        return FormatReader.sharded_keys(self)  # as Megatron would have them: here no key stacks layers

@@ -48,7 +48,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         arrays: dict[str, StoredArray] = {}
         halves: dict[str, list[StoredArray | None]] = {}
         for key, array in self._parameters():
-            name, half = parameter_of(key, self.arguments)
+            name, half = parameter_of(key, self.stated_arguments)
             if half is None:
                 _add(arrays, replace(array, key=self._prefix(array.key) + name))
             else:
@@ -76,10 +76,10 @@ class FsdpCheckpoint(FlattenedCheckpoint):
             UnsupportedCheckpointError: there are fewer layers than the job had.
         """
         found = len({parse(key).layer for key in keys} - {None})
-        if found and found < (self.arguments.num_layers or 0):
+        if found and found < (self.stated_arguments.num_layers or 0):
             raise UnsupportedCheckpointError(
                 "it is not known how pipeline stages number their layers in this format",
-                found=f"{found} layers", expected=f"{self.arguments.num_layers}, as the job's arguments have it",
+                found=f"{found} layers", expected=f"{self.stated_arguments.num_layers}, as the job's arguments have it",
                 where=str(self.folder), helps="Megatron itself resumes it",
             )  # fmt: skip
 
@@ -98,7 +98,8 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     def _weight_and_master(self, array: StoredArray) -> dict[str, StoredArray]:
         """The two that an fp32 array is; another one, or a module's buffer, is a weight and no more."""
-        computes_in = "bfloat16" if self.arguments.bf16 else "float16" if self.arguments.fp16 else "float32"
+        known = self.stated_arguments
+        computes_in = "bfloat16" if known.bf16 else "float16" if known.fp16 else "float32"
         if array.dtype != "float32" or is_module_buffer(array.key):
             return {}
         weight = {array.key: replace(array, dtype=computes_in)}
@@ -114,9 +115,9 @@ class FsdpCheckpoint(FlattenedCheckpoint):
         Raises:
             UnsupportedCheckpointError: their parts take turns in it.
         """
-        gated = self.arguments.quick_geglu or self.arguments.gated_linear_unit
-        takes_turns = is_first_linear(key) and gated and not self.arguments.swiglu
-        if ".mixer." in key or (takes_turns and (self.arguments.tensor_model_parallel_size or 1) > 1):
+        gated = self.stated_arguments.quick_geglu or self.stated_arguments.gated_linear_unit
+        takes_turns = is_first_linear(key) and gated and not self.stated_arguments.swiglu
+        if ".mixer." in key or (takes_turns and (self.stated_arguments.tensor_model_parallel_size or 1) > 1):
             raise UnsupportedCheckpointError(
                 "Megatron-FSDP stores this parameter with the parts of its tensor-parallel ranks in turn, which is not "
                 "read", where=key,
@@ -152,7 +153,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
 
     @override
     def extra_states(self) -> Mapping[str, Any]:
-        return fresh_extra_states(self.weights.names(), self.arguments.transformer_impl == "transformer_engine")
+        return fresh_extra_states(self.weights.names(), self.stated_arguments.transformer_impl == "transformer_engine")
 
     @override
     def kind_of(self, key: str) -> str:
@@ -160,7 +161,7 @@ class FsdpCheckpoint(FlattenedCheckpoint):
             return key.rpartition(".")[2]
         if not key.startswith(_MODEL):
             return OTHER
-        is_master = _MASTER + parameter_of(key.removeprefix(_MODEL), self.arguments).name in self.index.arrays
+        is_master = _MASTER + parameter_of(key.removeprefix(_MODEL), self.stated_arguments).name in self.index.arrays
         return FP32_PARAM if is_master else WEIGHT
 
 

@@ -22,12 +22,12 @@ from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.images_known import IMAGES
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, StoredTensor, read_tensors
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE, described_model
 from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.quantised import dequantised
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.weights_alone import WeightsAlone
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.extents import Scaled
@@ -64,7 +64,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
         Args:
             folder: the folder.
-            witnesses: see `Checkpoint`.
+            witnesses: see `FormatReader`.
             family: of the model; by default as `config.json` says.
             transformer_impl: the layer spec of the job that will read it, because its names differ.
             below: the folder in it that the model lies in.
@@ -258,7 +258,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return [name for name in self.left_out if name in self._images]
 
     @override
-    def notices_of(self, view: Checkpoint) -> list[str]:
+    def notices_of(self, view: CheckpointView) -> list[str]:
         found = self.family.notices(self.model)
         if self.whole:
             whole = "; --for bridge carries what sees images, too" if self.whole in IMAGES else ""

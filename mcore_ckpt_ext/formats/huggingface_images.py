@@ -15,14 +15,15 @@ from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.images import PREFIX, Images, sections_of
 from mcore_ckpt_ext.families.images_known import IMAGES, kind_of
 from mcore_ckpt_ext.families.text_parts import text_config, turned_stack
-from mcore_ckpt_ext.formats.base import Checkpoint, WholeModel
+from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.fresh_states import fresh, fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import StoredTensor
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.parts import lazy
-from mcore_ckpt_ext.formats.view import renamed
+from mcore_ckpt_ext.formats.view import WholeModel
+from mcore_ckpt_ext.formats.views import renamed
 from mcore_ckpt_ext.loops.transformer import is_plain
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from mcore_ckpt_ext.model_space.slices import Region
@@ -74,10 +75,10 @@ class WithImages(HuggingFaceCheckpoint):
 
     @override
     def extra_states(self) -> Mapping[str, Any]:
-        text = [name.removeprefix(PREFIX) for name in self.names(WEIGHT) if name.startswith(PREFIX)]
+        text = [name.removeprefix(PREFIX) for name in self.weights.names() if name.startswith(PREFIX)]
         of_engine = self.model.transformer_impl == TRANSFORMER_ENGINE
         states = {f"{PREFIX}{name}": state for name, state in fresh_extra_states(text, of_engine).items()}
-        seeing = self._kind.states_of([name for name in self.names(WEIGHT) if not name.startswith(PREFIX)])
+        seeing = self._kind.states_of([name for name in self.weights.names() if not name.startswith(PREFIX)])
         return {**states, **{f"{module}.{EXTRA_STATE}": fresh(engine) for module, engine in seeing.items()}}
 
     @override
@@ -101,15 +102,17 @@ class WithAll(HuggingFaceCheckpoint):
 
 def with_images(checkpoint: Checkpoint) -> Checkpoint:
     """The whole of a Hugging Face folder that only the text was read of, where it is known how Bridge holds it."""
-    if not isinstance(checkpoint, HuggingFaceCheckpoint) or checkpoint.whole not in IMAGES:
+    own = checkpoint.format_reader
+    if not isinstance(own, HuggingFaceCheckpoint) or own.whole not in IMAGES:
         return checkpoint
-    return checkpoint.read_again(WithImages)
+    return own.read_again(WithImages).view
 
 
 def compared_whole(opened: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Two checkpoints to compare: two folders of wholes with all that they hold, anything else as it is."""
-    folders = [one for one in opened if isinstance(one, HuggingFaceCheckpoint) and one.whole]
-    return [one.read_again(WithAll) for one in folders] if len(folders) == len(opened) else [*opened]
+    readers = [one.format_reader for one in opened]
+    folders = [one for one in readers if isinstance(one, HuggingFaceCheckpoint) and one.whole]
+    return [one.read_again(WithAll).view for one in folders] if len(folders) == len(opened) else [*opened]
 
 
 def text_beside(checkpoint: Checkpoint) -> Checkpoint:

@@ -18,7 +18,6 @@ import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.expert_states import grouped_experts, split_state
 from mcore_ckpt_ext.formats.legacy_ranks import (
     MODEL_FILE,
@@ -39,6 +38,7 @@ from mcore_ckpt_ext.formats.portable_state import (
     portable_group,
     several_steps,
 )
+from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.unread import (
     COMMON_KEYS,
     UNKNOWN,
@@ -78,7 +78,7 @@ def is_legacy(folder: Path) -> bool:
     return not (folder / "metadata.json").exists() and bool(folder_names(folder))
 
 
-class LegacyCheckpoint(Checkpoint):
+class LegacyCheckpoint(FormatReader):
     """One iteration folder in the legacy format."""
 
     format = NAME
@@ -112,9 +112,9 @@ class LegacyCheckpoint(Checkpoint):
     @cached_property
     @override
     def optimizer(self) -> OptimizerState:
-        check_provable(self, None, [str(self.optimizer_format)])
-        if self.optimizer_format == LEGACY:
-            return legacy_optimizer(self, FlatState(self._flat_arrays(), joined=True, chunked=False))
+        check_provable(self.view, None, [str(self.stored_optimizer_format)])
+        if self.stored_optimizer_format == LEGACY:
+            return legacy_optimizer(self.view, FlatState(self._flat_arrays(), joined=True, chunked=False))
         if files := [file.name for own in self._ranks for file in self._folders.layer_wise_files(own.folder)]:
             # The model's file has what the first data-parallel rank stepped, which looks like an optimizer of its own.
             raise UnsupportedCheckpointError(
@@ -124,7 +124,7 @@ class LegacyCheckpoint(Checkpoint):
                 helps="resume under its own layout and number of data-parallel ranks with --ckpt-format torch, which "
                 "Megatron does by itself; or with --no-load-optim",
             )
-        if self.optimizer_format is None or self.arguments.use_distributed_optimizer:
+        if self.stored_optimizer_format is None or self.arguments.use_distributed_optimizer:
             raise UnreadableCheckpointError(
                 "the checkpoint holds no optimizer state",
                 expected=f"{OPTIMIZER_FILE} in the rank folders, or `optimizer` in each {MODEL_FILE}",
@@ -132,12 +132,12 @@ class LegacyCheckpoint(Checkpoint):
                 helps="resume with --no-load-optim for the weights alone",
             )
         masters = LegacyMasters(self._rank_optimizers(), self.arguments, self.layout, self.transfer)
-        return with_masters(masters, self.weights, lambda: self.models.weights)
+        return with_masters(masters, self.weights, lambda: self.view.models.weights)
 
     @cached_property
     def experts_apart(self) -> bool:
         """Whether there is one chained optimizer more than the dense chunks need, or groups of experts alone."""
-        if self.optimizer_format == PER_PARAMETER:
+        if self.stored_optimizer_format == PER_PARAMETER:
             return has_experts(child for rank in self._ranks for child in rank.optimizers)
         return self._children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
 
@@ -187,7 +187,7 @@ class LegacyCheckpoint(Checkpoint):
 
     def chain(self) -> list[dict[str, Any]]:
         """A stage has no groups that it has no parameter for: each optimizer's are those of all ranks."""
-        if self.optimizer_format != PER_PARAMETER:
+        if self.stored_optimizer_format != PER_PARAMETER:
             return []
         return [self._portable(number, child) for number, child in enumerate(self._ranks[0].optimizers)]
 

@@ -12,20 +12,12 @@ from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.storage.runs import iteration_number
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.base import Checkpoint
+    from mcore_ckpt_ext.formats.view import CheckpointView
 
 
-def vocabulary_contradiction(checkpoint: Checkpoint) -> str | None:
-    """What the arguments say of the vocabulary's rows, and is not so; None where they agree."""
-    stated, rows = checkpoint.arguments.padded_vocab_size, checkpoint.vocabulary_rows
-    if stated is None or stated == rows:
-        return None
-    return f"the arguments say padded_vocab_size {stated}, but the vocabulary has {rows} rows, which count"
-
-
-def contradictions(checkpoint: Checkpoint) -> list[str]:
+def contradictions(checkpoint: CheckpointView) -> list[str]:
     """What the arguments, and the folder's name, say of the content, and is not so."""
-    about_vocabulary = vocabulary_contradiction(checkpoint)
+    about_vocabulary = checkpoint.vocabulary_contradiction
     found = [about_vocabulary] if about_vocabulary else []
     names, stated = checkpoint.names(WEIGHT), checkpoint.arguments.num_layers
     block = pipelined_block(names)
@@ -40,7 +32,7 @@ def contradictions(checkpoint: Checkpoint) -> list[str]:
     return found
 
 
-def general_notices(checkpoint: Checkpoint) -> list[str]:
+def general_notices(checkpoint: CheckpointView) -> list[str]:
     """What a user who converts a checkpoint of any format should know."""
     found, sidecar_problem = list(checkpoint.contradictions), checkpoint.sidecar_problem
     found += [f"{SIDECAR_FILE} is not believed: {sidecar_problem}"] if sidecar_problem else []

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.loops.nemo import PREFIX, WEIGHTS
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, read_index
 
@@ -45,11 +45,10 @@ class NemoCheckpoint(TorchDistCheckpoint):
 
     @cached_property
     def _stored_common(self) -> dict[str, Any]:
-        return self._read_common()
+        return super()._read_common()
 
-    @cached_property
     @override
-    def common(self) -> dict[str, Any]:
+    def _read_common(self) -> dict[str, Any]:
         stored = self._stored_common
         found = {name: stored[name] for name in COMMON_KEYS if name in stored}
         optimizers = stored.get("optimizer")
@@ -59,7 +58,7 @@ class NemoCheckpoint(TorchDistCheckpoint):
         return found | ({"iteration": step} if isinstance(step, int) else {})
 
     @override
-    def notices_of(self, view: Checkpoint) -> list[str]:
+    def notices_of(self, view: CheckpointView) -> list[str]:
         known = {*COMMON_KEYS, "optimizer", _STEP}
         left = sorted(str(name) for name, value in self._stored_common.items() if name not in known and value)
         told = [f"left out of the common state, for it is Lightning's own: {', '.join(left)}"] if left else []

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.extents import RawArray
@@ -113,7 +113,7 @@ class Job:
         vocabulary: tokens without padding, where the format itself gives their number.
         layers: global decoder layers by `[pipeline rank][virtual stage]`, where the format itself shows them.
         orders: evidence of the order in which parameters were registered.
-        sidecar: the packing recorded beside the checkpoint, and why one that is there cannot be read.
+        sidecar: the packing recorded beside the checkpoint, and why one that is there is not used.
         unbuildable: why a version of Megatron has no such model; None where it has.
     """
 
@@ -124,7 +124,7 @@ class Job:
     vocabulary: Callable[[], int | None]
     layers: Callable[[], list[list[range]] | None]
     orders: Callable[[], Sequence[ParameterOrder]]
-    sidecar: Callable[[], tuple[Sidecar | None, str | None]]
+    sidecar: Callable[[], FoundSidecar]
     unbuildable: Callable[[tuple[int, int]], str | None]
 
 

@@ -25,9 +25,9 @@ from mcore_ckpt_ext.families.gpt2 import GPT2
 from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.adapters_alone import fit_of_adapters
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import ADAPTER, StoredTensor, tensors_of
 from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.weights_alone import WeightsAlone
 from mcore_ckpt_ext.storage.safetensors import read_json
 
@@ -59,7 +59,7 @@ class PeftCheckpoint(WeightsAlone):
     format = NAME
     kind: ClassVar[str] = "a PEFT folder"
 
-    def __init__(self, folder: Path, base: Checkpoint, family: Family | None = None) -> None:
+    def __init__(self, folder: Path, base: CheckpointView, family: Family | None = None) -> None:
         """Read the configuration, the header, and whether linears share their `lora_A`.
 
         Args:
@@ -167,7 +167,7 @@ class PeftCheckpoint(WeightsAlone):
         Raises:
             UnsupportedCheckpointError: it has none like them.
         """
-        scaling = scaling_of(self, None)
+        scaling = scaling_of(self.view, None)
         if scaling.by_root:
             raise UnsupportedCheckpointError(
                 "Megatron-Bridge divides alpha by the rank, not by its root", found="use_rslora: true",
@@ -195,7 +195,7 @@ class PeftCheckpoint(WeightsAlone):
         return {}
 
     @override
-    def notices_of(self, view: Checkpoint) -> list[str]:
+    def notices_of(self, view: CheckpointView) -> list[str]:
         found = [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
         told = self.config.get("base_model_name_or_path")
         if told and PurePath(str(told)).name != self._base.name:

@@ -53,7 +53,7 @@ def order_for(
 def _registered(checkpoint: Checkpoint) -> list[list[str]]:
     """Names in registration order, a list for each buffer whose packing is proven; the buffers hold them in reverse."""
     # Under another layer spec parameters are registered in another order.
-    shown = checkpoint.optimizer_format and checkpoint.shows_registration
+    shown = checkpoint.optimizer_format and checkpoint.trained.shows_registration
     buffers = checkpoint.optimizer.buffers if shown else ()
     found = []
     for packing in (part.packing_of(group).packing for part in buffers for group in part.groups.values()):

@@ -13,7 +13,6 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError
-from mcore_ckpt_ext.formats.base import grid_of
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.described import DescribedCheckpoint
 from mcore_ckpt_ext.formats.parts import Weights
@@ -71,23 +70,14 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     @property
     @override
     def weights(self) -> Weights:
-        return self._elsewhere or self._own_weights
-
-    @override
-    def _grid(self, name: str) -> tuple[tuple[int, ...], ...]:
-        weights = self.weights
-        return grid_of(weights.offsets(name)) if isinstance(weights, StackedWeights) else super()._grid(name)
+        return self._weights_of_lender or self._own_weights
 
     @cached_property
     def _own_weights(self) -> StackedWeights:
         arrays = self.index.arrays
         return StackedWeights({k: a for k, a in arrays.items() if not k.startswith(_OPTIMIZER_PREFIXES)})
 
-    @cached_property
-    def common(self) -> dict[str, Any]:
-        """The common state: arguments, iteration, scheduler and the like."""
-        return self._read_common()
-
+    @override
     def _read_common(self) -> dict[str, Any]:
         if (self.folder / COMMON_FILE).exists():
             archive = TorchArchive(self.reader, COMMON_FILE)
@@ -143,8 +133,8 @@ class TorchDistCheckpoint(DescribedCheckpoint):
         """
         if self._keeps_nothing:
             nothing = ModelSpaceState(self._optimizer_keys, distributed=False)
-            return with_masters(nothing, self.weights, lambda: self.models.weights)
-        return open_optimizer(self, self._optimizer_keys)
+            return with_masters(nothing, self.weights, lambda: self.view.models.weights)
+        return open_optimizer(self.view, self._optimizer_keys)
 
     @override
     def unread(self, *, objects: bool = True) -> list[Unread]:
@@ -198,7 +188,7 @@ class TorchDistCheckpoint(DescribedCheckpoint):
 
     @override
     def chain(self) -> list[dict[str, Any]]:
-        if all(encoding.distributed for encoding in encodings_named(self.optimizer_format)):
+        if all(encoding.distributed for encoding in encodings_named(self.stored_optimizer_format)):
             return []
         found = []
         for number, child in enumerate(self._common_optimizers()):

@@ -12,7 +12,8 @@ from mcore_ckpt_ext.formats.expert_states import content_of
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface import NORM_IN_QUERY
 from mcore_ckpt_ext.formats.parts import lazy
-from mcore_ckpt_ext.formats.view import CheckpointView, renamed
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.views import renamed
 from mcore_ckpt_ext.model_space.layer_spec import names_under_spec
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +48,8 @@ class VerlCheckpoint(TorchDistCheckpoint):
             objects |= {key: place for key, place in found.items() if key != COMMON_OBJECT}
         return DcpIndex(arrays, objects, shapes, has_plans=True)
 
-    @cached_property
     @override
-    def common(self) -> dict[str, Any]:
+    def _read_common(self) -> dict[str, Any]:
         found: dict[str, Any] = {}
         for part in _parts(self.folder):
             found |= _common(self.folder / part)

@@ -1,37 +1,90 @@
 """A checkpoint as a value made of parts, of which each can be replaced: other names, other weights, no optimizer.
 
 `dataclasses.replace` makes such a view; what is not replaced answers as before, because it is the same object.
+Everything else follows from the parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from operator import ne
-from typing import Any
-
-from typing_extensions import override
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.formats.base import Adapters, Checkpoint, Merger, WholeModel
-from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights, lazy
-from mcore_ckpt_ext.formats.renamed import NameMap, RenamedOrder, RenamedState, RenamedWeights
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.description import ARGUMENTS
+from mcore_ckpt_ext.formats.handle import TensorHandle
+from mcore_ckpt_ext.formats.messages import contradictions
+from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
 from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.vocabulary import vocabulary_contradiction, vocabulary_rows
+from mcore_ckpt_ext.layout.grad_buffer import PackingRule
+from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, known_orders
+from mcore_ckpt_ext.layout.proof import Proof, proof_of
+from mcore_ckpt_ext.layout.proposals import Proposal, by_order, by_sidecar
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.model_space.names import ShardedKey, spelled_as_in
-from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.model_space.names import ShardedKey
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.extents import RawArray
-from mcore_ckpt_ext.planning.plan import Derivation, derivation_of
+from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.transfer import Transfer
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.reader import FormatReader
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What is known of adapters alone.
+
+    Attributes:
+        model: the checkpoint that describes their model; None where they do so themselves.
+        by_rank: rows of both projections of a gated `linear_fc1` lie rank by rank, as ms-swift stores them.
+    """
+
+    model: CheckpointView | None = None
+    by_rank: bool = False
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """Of a model that also sees images, under the names that its text would have alone.
+
+    Attributes:
+        kind: the `model_type` of the whole.
+        text: the names of its text.
+    """
+
+    kind: str
+    text: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Where a model with merged adapters comes from.
+
+    Attributes:
+        sources: the base and the adapters; one where they lie beside each other.
+        messages: what a user of the merged model should know.
+    """
+
+    sources: Sequence[CheckpointView]
+    messages: Sequence[str]
 
 
 @dataclass(frozen=True, eq=False)
-class CheckpointView(Checkpoint):
+class CheckpointView:
     """An open checkpoint.
 
     Attributes:
         format: the name of its format.
+        format_reader: what the format itself answers.
         files: where its bytes lie.
         model: its weights.
         trained: its optimizer.
@@ -39,234 +92,293 @@ class CheckpointView(Checkpoint):
         states: extra states and random states.
         unread_keys: every stored key that nothing here reads; given whether small pickled objects are looked at.
         messages: what a user should know who converts it, or a view of it, which is given.
+        ranks: the local parameters of the ranks that wrote it, under the names of the format's reader.
         adapters: of a checkpoint with adapters alone, what is known of their model.
-        whole: of a model that also sees images, which part is its text.
+        whole_model: of a model that also sees images, which part is its text.
         merger: of a model with merged adapters, where it comes from.
     """
 
     format: str
+    format_reader: FormatReader
     files: Files
     model: StoredWeights
     trained: StoredOptimizer
     job: Job
     states: States
     unread_keys: Callable[[bool], list[Unread]]
-    messages: Callable[[Checkpoint], list[str]]
-    adapters: Adapters = Adapters()
+    messages: Callable[[CheckpointView], list[str]]
+    ranks: Callable[[], LocalModels]
+    adapters: Adapters = field(default_factory=Adapters)
     whole_model: WholeModel | None = None
     merger: Merger | None = None
 
-    def __post_init__(self) -> None:
-        """Offer the parts of the files under the names that all checkpoints have."""
-        own = self.files
-        vars(self).update(folder=own.folder, reader=own.reader, transfer=own.transfer)
-        vars(self).update(rounds_weights=self.trained.rounds_weights)
+    # The files.
 
     @property
-    @override
-    def common(self) -> dict[str, Any]:
-        return self.job.common()
+    def folder(self) -> Path:
+        """The `iter_XXXXXXX` or `release` folder."""
+        return self.files.folder
 
     @property
-    @override
-    def arguments(self) -> JobArguments:
-        return self.job.arguments()
+    def reader(self) -> FolderReader:
+        """Reads the folder's files."""
+        return self.files.reader
 
     @property
-    @override
-    def iteration(self) -> int:
-        return self.job.iteration()
+    def transfer(self) -> Transfer:
+        """Reads tensors from them."""
+        return self.files.transfer
 
-    @property
-    @override
-    def released(self) -> bool:
-        return self.job.released
-
-    @property
-    @override
-    def vocabulary(self) -> int | None:
-        return self.job.vocabulary()
-
-    @override
-    def layers(self) -> list[list[range]] | None:
-        return self.job.layers()
-
-    @override
-    def orders(self) -> list[ParameterOrder]:
-        return [*self.job.orders(), *known_orders(self.arguments)]
-
-    @property
-    @override
-    def sidecar(self) -> Sidecar | None:
-        return self.job.sidecar()[0]
-
-    @property
-    @override
-    def sidecar_problem(self) -> str | None:
-        return self.job.sidecar()[1]
-
-    @override
-    def unbuildable(self, version: tuple[int, int]) -> str | None:
-        return self.job.unbuildable(version)
-
-    @property
-    @override
-    def weights(self) -> Weights:
-        return self.model.source()
-
-    @override
-    def sharded_keys(self) -> Mapping[str, ShardedKey]:
-        return self.model.sharded_keys()
-
-    @override
-    def derivation(self, kind: str, name: str) -> Derivation | None:
-        return derivation_of(self.weights if kind == WEIGHT else self.optimizer, kind, name)
-
-    @property
-    @override
-    def stored_optimizer_format(self) -> str | None:
-        return self.trained.format()
-
-    @property
-    @override
-    def optimizer_format(self) -> str | None:
-        return self.trained.format()
-
-    @property
-    @override
-    def optimizer(self) -> OptimizerState:
-        return self.trained.state()
-
-    @property
-    @override
-    def experts_apart(self) -> bool:
-        return self.trained.experts_apart()
-
-    @property
-    @override
-    def shows_registration(self) -> bool:
-        return self.trained.shows_registration
-
-    @override
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.trained.param_groups()
-
-    @override
-    def chain(self) -> list[dict[str, Any]]:
-        return self.trained.chain()
-
-    @override
-    def grad_scaler(self) -> dict[str, Any] | None:
-        return self.trained.grad_scaler()
-
-    @override
-    def extra_states(self) -> Mapping[str, Any]:
-        return self.states.extra()
-
-    @override
-    def random_states(self) -> Mapping[tuple[int, ...], Any]:
-        return self.states.random()
-
-    @override
-    def random_state_grid(self) -> tuple[int, ...] | None:
-        return self.states.random_grid()
-
-    @override
     def archives(self) -> Iterator[tuple[str, int, int]]:
+        """Every archive of the checkpoint: (file, offset, length)."""
         return self.files.archives()
 
-    @override
     def checked_arrays(self) -> Iterator[RawArray]:
+        """Every array that lies bare in a file and whose checksum is known; only some formats have them."""
         return self.files.checked_arrays()
 
-    @override
     def companions(self) -> dict[str, bytes]:
+        """Small files that belong to the model, such as its tokenizer, by name."""
         return self.files.companions()
 
     @property
-    @override
     def companions_below(self) -> str:
+        """The folder within the checkpoint that holds them; empty for the checkpoint itself."""
         return self.files.companions_below
 
-    @override
+    # The job.
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """The common state: arguments, iteration, scheduler and the like."""
+        return self.job.common()
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """Megatron's parsed arguments of the job that wrote the checkpoint, by name."""
+        return dict(vars(self.common[ARGUMENTS])) if ARGUMENTS in self.common else {}
+
+    @property
+    def arguments(self) -> JobArguments:
+        """What is known of the arguments of that job.
+
+        Raises:
+            UnreadableCheckpointError: one has a value that it cannot have.
+        """
+        return self.job.arguments()
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        """The parallel layout of the job that wrote the checkpoint."""
+        return ParallelLayout.from_arguments(self.arguments)
+
+    @property
+    def iteration(self) -> int:
+        """The training iteration; that of its folder, where the checkpoint itself does not say it.
+
+        Raises:
+            UnreadableCheckpointError: it says something else.
+        """
+        return self.job.iteration()
+
+    @property
+    def released(self) -> bool:
+        """Whether it is a model to start from, not an iteration of a job (Megatron's `release` folder)."""
+        return self.job.released
+
+    def layers(self) -> list[list[range]] | None:
+        """Global decoder layers by `[pipeline rank][virtual stage]`, where the format itself shows them."""
+        return self.job.layers()
+
+    @property
+    def sidecar(self) -> Sidecar | None:
+        """The packing recorded beside the checkpoint, if there is a readable one that belongs to it."""
+        return self.job.sidecar().sidecar
+
+    @property
+    def sidecar_problem(self) -> str | None:
+        """Why the sidecar that is there cannot be read, is none, or is stale."""
+        return self.job.sidecar().problem
+
+    def unbuildable(self, version: tuple[int, int]) -> str | None:
+        """Why a version of Megatron has no such model; None where it has."""
+        return self.job.unbuildable(version)
+
+    def orders(self) -> list[ParameterOrder]:
+        """Evidence of the order in which parameters were registered."""
+        return [*self.job.orders(), *known_orders(self.arguments)]
+
+    @cached_property
+    def models(self) -> LocalModels:
+        """The local parameters of the ranks that wrote the checkpoint."""
+        return self.ranks()
+
+    def proposals(self, rules: Sequence[PackingRule], models: LocalModels) -> list[Proposal]:
+        """Proposals of the gradient buffers' packing, the one to believe first at the front.
+
+        Args:
+            rules: the packing rules that may have been followed.
+            models: the parameters that the buffers hold.
+        """
+        recorded = [by_sidecar(models, self.sidecar)] if self.sidecar else []
+        return recorded + [by_order(models, order, rule) for order in self.orders() for rule in rules]
+
+    # The vocabulary.
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of tokens in the vocabulary without padding, where the format itself gives it."""
+        return self.job.vocabulary()
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens of the vocabulary without padding, by the format or by the arguments; None where neither says."""
+        return self.arguments.tokens if self.vocabulary is None else self.vocabulary
+
+    @cached_property
+    def vocabulary_rows(self) -> int | None:
+        """Rows of the vocabulary, padding included: as they are stored, whatever the arguments say of them.
+
+        A model to begin with may lack its padding; then it is what its arguments say that a job makes of it.
+        """
+        return vocabulary_rows(self)
+
+    # Messages.
+
+    @property
+    def vocabulary_contradiction(self) -> str | None:
+        """What the arguments say of the vocabulary's rows, and is not so; None where they agree."""
+        return vocabulary_contradiction(self)
+
+    @cached_property
+    def contradictions(self) -> list[str]:
+        """What the arguments, and the folder's name, say of the content, and is not so."""
+        return contradictions(self)
+
+    def notices(self) -> list[str]:
+        """What a user who converts it should know."""
+        return self.messages(self)
+
     def unread(self, *, objects: bool = True) -> list[Unread]:
+        """Every stored key that nothing here reads, from metadata; with `objects` also from small pickled objects."""
         return self.unread_keys(objects)
 
-    @override
-    def notices_of(self, view: Checkpoint) -> list[str]:
-        return self.messages(view)
+    # The optimizer, and states.
 
+    @property
+    def optimizer_format(self) -> str | None:
+        """The name of the stored optimizer's encoding, Megatron's own where it has one; None without an optimizer."""
+        return self.trained.format()
 
-def view_of(checkpoint: Checkpoint) -> CheckpointView:
-    """A checkpoint as a view of itself."""
-    if isinstance(checkpoint, CheckpointView):
-        return checkpoint
-    own = checkpoint
-    return CheckpointView(
-        format=own.format,
-        files=Files(
-            own.folder, own.reader, own.transfer, own.archives, own.checked_arrays, own.companions, own.companions_below
-        ),
-        model=StoredWeights(lambda: own.weights, own.sharded_keys),
-        trained=StoredOptimizer(
-            format=lambda: own.optimizer_format,
-            state=lambda: own.optimizer,
-            experts_apart=lambda: own.experts_apart,
-            param_groups=own.param_groups,
-            chain=own.chain,
-            grad_scaler=own.grad_scaler,
-            rounds_weights=own.rounds_weights,
-        ),
-        job=Job(
-            common=lambda: own.common,
-            arguments=lambda: own.arguments,
-            iteration=lambda: own.iteration,
-            released=own.released,
-            vocabulary=lambda: own.vocabulary,
-            layers=own.layers,
-            orders=own.witnessed_orders,
-            sidecar=lambda: (own.sidecar, own.sidecar_problem),
-            unbuildable=own.unbuildable,
-        ),
-        states=States(own.extra_states, own.random_states, own.random_state_grid),
-        unread_keys=lambda objects: own.unread(objects=objects),
-        messages=own.notices_of,
-    )
+    @property
+    def optimizer(self) -> OptimizerState:
+        """The optimizer's state.
 
+        Raises:
+            UnsupportedCheckpointError: it is in a format that is not read.
+        """
+        return self.trained.state()
 
-def renamed(checkpoint: Checkpoint, names: Mapping[str, str]) -> CheckpointView:
-    """A checkpoint of which some names are others.
+    @property
+    def experts_apart(self) -> bool:
+        """Whether experts have an optimizer of their own."""
+        return self.trained.experts_apart()
 
-    Args:
-        checkpoint: the checkpoint.
-        names: what each of its names is to be.
-    """
-    view, known = view_of(checkpoint), NameMap(names)
-    if not known:
-        return view
-    return replace(
-        view,
-        model=replace(
-            view.model,
-            source=lazy(lambda: RenamedWeights(view.weights, known)),
-            sharded_keys=lazy(lambda: known.sharded_keys(view.sharded_keys())),
-        ),
-        trained=replace(
-            view.trained, state=lazy(lambda: RenamedState(view.optimizer, known)), shows_registration=False
-        ),
-        job=replace(view.job, orders=lambda: [RenamedOrder(order, known) for order in view.job.orders()]),
-    )
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether masters alone are stored, and the weights are their roundings."""
+        return self.trained.rounds_weights
 
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups as each rank group stored them, with repetitions."""
+        return self.trained.param_groups()
 
-def without_optimizer(checkpoint: Checkpoint) -> CheckpointView:
-    """A checkpoint as one of weights alone."""
-    view = view_of(checkpoint)
-    return replace(view, trained=replace(view.trained, format=lambda: None))
+    def chain(self) -> list[dict[str, Any]]:
+        """The settings of each chained optimizer, see `FormatReader.chain`."""
+        return self.trained.chain()
 
+    def grad_scaler(self) -> dict[str, Any] | None:
+        """The state of the gradient scaler (fp16 only)."""
+        return self.trained.grad_scaler()
 
-def spelled_as(checkpoint: Checkpoint, other: Checkpoint) -> Checkpoint:
-    """A checkpoint under the names that another has, if the two differ in nothing but their layer spec's names."""
-    known = set(other.names(WEIGHT))
-    names = {name: spelled_as_in(known, name) for name in checkpoint.names(WEIGHT)}
-    one_for_one = len(set(names.values())) == len(names)
-    return renamed(checkpoint, names) if one_for_one and any(map(ne, names, names.values())) else checkpoint
+    def extra_states(self) -> Mapping[str, Any]:
+        """The modules' extra states (fp8 scales; nothing in other precisions), by model-space name."""
+        return self.states.extra()
+
+    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+        """The state of the random generators by rank: (pipeline, tensor[, data])."""
+        return self.states.random()
+
+    def random_state_grid(self) -> tuple[int, ...] | None:
+        """Ranks for which the state of the random generators is stored as one array; None where it is not."""
+        return self.states.random_grid()
+
+    # Tensors.
+
+    @property
+    def weights(self) -> Weights:
+        """The model's arrays."""
+        return self.model.source()
+
+    def sharded_keys(self) -> Mapping[str, ShardedKey]:
+        """The array of each name in `torch_dist`, and its index on the axes that count layers and experts."""
+        return self.model.sharded_keys()
+
+    def kinds(self) -> tuple[str, ...]:
+        """All kinds that the checkpoint holds."""
+        return (WEIGHT, *(self.optimizer.kinds if self.optimizer_format else ()))
+
+    def carried_kinds(self) -> tuple[str, ...]:
+        """The kinds that together hold everything, without those from which others are derived."""
+        return (WEIGHT, *(self.optimizer.carried_kinds if self.optimizer_format else ()))
+
+    def names(self, kind: str) -> list[str]:
+        """Model-space names of one kind."""
+        if kind == WEIGHT:
+            return self.weights.names()
+        return self.optimizer.names(kind) if kind in self.optimizer.kinds else []
+
+    def _source(self, kind: str) -> Source:
+        return self.weights if kind == WEIGHT else self.optimizer
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        return self._source(kind).logical_tensor(kind, name)
+
+    def named_tensor(self, kind: str, name: str) -> LogicalTensor:
+        """A tensor that is among the `names` of its kind.
+
+        Raises:
+            UnsupportedCheckpointError: the checkpoint does not know it all the same.
+        """
+        tensor = self.logical_tensor(kind, name)
+        if tensor is None:
+            raise UnsupportedCheckpointError("the checkpoint lacks a tensor that it names", where=f"{kind} {name}")
+        return tensor
+
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        """All slices that hold elements of a tensor."""
+        return self._source(kind).stored(kind, name)
+
+    def derivation(self, kind: str, name: str) -> Derivation | None:
+        """How a tensor is derived; None where it is stored."""
+        return derivation_of(self._source(kind), kind, name)
+
+    @cached_property
+    def proof(self) -> Proof:
+        """How the masters that the checkpoint stores are proven."""
+        return proof_of(self.arguments)
+
+    def follow_from_weights(self, name: str) -> bool:
+        """Whether a parameter's masters and weights are derived from each other, which leaves nothing to prove."""
+        return self.rounds_weights or self.derivation(FP32_PARAM, name) is not None
+
+    def tensor(self, kind: str, name: str) -> TensorHandle:
+        """The handle of one tensor.
+
+        Raises:
+            KeyError: the checkpoint has none of that kind and name.
+        """
+        if (logical := self.logical_tensor(kind, name)) is None:
+            raise KeyError(f"no {kind} {name} in {self.folder}")
+        return TensorHandle(self, kind, logical)

@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
+from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.extents import RawArray, Scaled
 
 
-class WeightsAlone(Checkpoint):
+class WeightsAlone(FormatReader):
     """Such a folder."""
 
     kind: ClassVar[str]

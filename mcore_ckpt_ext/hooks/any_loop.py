@@ -21,7 +21,6 @@ from typing import Any
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.any_save import ToBeSaved
 from mcore_ckpt_ext.hooks.attended import Attended
@@ -195,8 +194,8 @@ def _fits(folder: Path, request: LoadRequest) -> bool:
     if not serves(request.optimizer):
         return True
     with suppress(CheckpointError):
-        checkpoint = open_checkpoint(folder)
-        return isinstance(checkpoint, TorchDistCheckpoint) and is_stored_alike(request, checkpoint.index)
+        index = open_checkpoint(folder).format_reader.index
+        return index is not None and is_stored_alike(request, index)
     return False
 
 
@@ -237,7 +236,8 @@ def _goes_wrong(checkpoint: Checkpoint, chain: Chain) -> bool:
     if FULLY_RESHARDABLE in names and checkpoint.names(WEIGHT) and not _is_as_named(checkpoint):
         return True
     joins = any(map(keeps_remainders, chain.distributed))
-    if isinstance(checkpoint, TorchDistCheckpoint) and has_remainders(checkpoint.index) != joins:
+    index = checkpoint.format_reader.index
+    if index is not None and has_remainders(index) != joins:
         return True
     return stock_stumbles(chain, DP_RESHARDABLE in names, megatron_version())
 

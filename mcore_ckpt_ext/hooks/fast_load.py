@@ -104,8 +104,8 @@ def _load(
         except UnsupportedCheckpointError as error:
             return str(error)
         empty.extend(extra_states_of_nobody(leaves.objects, checkpoint))
-        if VERIFY_ALL.value and checkpoint is not opened:  # of one that is open already, it is done
-            verify_checksums(checkpoint, *rank_and_size())
+        if VERIFY_ALL.value and checkpoint.view is not opened:  # of one that is open already, it is done
+            verify_checksums(checkpoint.view, *rank_and_size())
         return "some of it is stored quantized" if planned[0].is_quantized else None
 
     def plan() -> tuple[str | None, bool, int]:
@@ -161,9 +161,10 @@ def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoin
             opened = open_checkpoint(folder)
         except UnsupportedCheckpointError as error:
             return None, str(error)
-    if type(opened) is not TorchDistCheckpoint:
+    own = opened.format_reader
+    if type(own) is not TorchDistCheckpoint:
         return None, f"a checkpoint in {opened.format}"
-    return opened, None
+    return own, None
 
 
 @dataclass(frozen=True)

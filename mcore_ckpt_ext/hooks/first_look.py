@@ -18,7 +18,6 @@ from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.legacy_ranks import LAYER_WISE_FILES
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
 from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.hooks.stock_groups import forgets_rates, has_the_same_groups, loses_its_groups
@@ -170,7 +169,7 @@ def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | No
     if not may_differ(arguments) or not is_first_rank():
         return False
     checkpoint = open_checkpoint(folder)
-    if not isinstance(checkpoint, TorchDistCheckpoint):
+    if checkpoint.format_reader.index is None:
         return False
     stated = (written or checkpoint.arguments).stated
     return are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), stated)
@@ -279,8 +278,8 @@ def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
 
 def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], arguments: Any) -> Sequence[str]:
     def stored_remainders() -> bool:
-        checkpoint = open_checkpoint(folder)
-        return isinstance(checkpoint, TorchDistCheckpoint) and has_remainders(checkpoint.index)
+        index = open_checkpoint(folder).format_reader.index
+        return index is not None and has_remainders(index)
 
     return switched(call["optimizer"], written, kind_named(vars(arguments)), stored_remainders)
 

@@ -18,6 +18,7 @@ from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.forward_pass import told
+from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, is_model
 from mcore_ckpt_ext.formats.huggingface_model import LOCAL, TRANSFORMER_ENGINE, described_model
@@ -128,7 +129,7 @@ def start_from(
     new = agreed("comparing the vocabularies", lambda: _new_tokens(folder, arguments), "nothing is loaded")[0]
     left_out: list[str] = []
 
-    def opened(live: set[str]) -> HuggingFaceCheckpoint:
+    def opened(live: set[str]) -> Checkpoint:
         checkpoint = HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments))
         if checkpoint.has_mtp and not any(name.startswith("mtp.") for name in live):
             checkpoint = checkpoint.without_mtp()
@@ -136,7 +137,7 @@ def start_from(
         _check_vocabulary(checkpoint, chunks)
         if checkpoint.left_out:
             left_out.append(f"{len(checkpoint.left_out)} tensors that Megatron has no place for")
-        return checkpoint
+        return checkpoint.view
 
     exists = rebound(scope, checkpoint_exists=lambda path: path is not None and Path(path) == folder)
     with exists, fed(scope, folder, chunks, opened), initialization_kept(chunks, new, optimizer):

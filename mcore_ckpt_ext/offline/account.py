@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, readable, some
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.unread import OTHER, Unread
-from mcore_ckpt_ext.formats.view import without_optimizer
+from mcore_ckpt_ext.formats.views import without_optimizer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.offline.accounting import stored_parts
 from mcore_ckpt_ext.offline.coverage import check_kinds, refuse_contradictions

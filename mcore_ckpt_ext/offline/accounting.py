@@ -34,14 +34,15 @@ class StoredPart(NamedTuple):
 
 def stored_parts(checkpoint: Checkpoint) -> Iterator[StoredPart]:
     """Every stored part of every array and object; nothing but metadata is read."""
-    if isinstance(checkpoint, FlattenedCheckpoint):
-        return _flattened(checkpoint)
-    if isinstance(checkpoint, TorchDistCheckpoint):
-        return _torch_dist(checkpoint)
-    if isinstance(checkpoint, LegacyCheckpoint):
-        return _legacy(checkpoint)
-    if isinstance(checkpoint, ColossalAICheckpoint):
-        return chain(_by_name(checkpoint), _colossalai(checkpoint))
+    own = checkpoint.format_reader
+    if isinstance(own, FlattenedCheckpoint):
+        return _flattened(own)
+    if isinstance(own, TorchDistCheckpoint):
+        return _torch_dist(own)
+    if isinstance(own, LegacyCheckpoint):
+        return _legacy(own)
+    if isinstance(own, ColossalAICheckpoint):
+        return chain(_by_name(checkpoint), _colossalai(own))
     return _by_name(checkpoint)
 
 
@@ -65,7 +66,7 @@ def _torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]:
     if gathered:
         yield from _gathered(checkpoint, gathered)
     if checkpoint.has_weights_elsewhere:
-        yield from _by_name(checkpoint, [WEIGHT])
+        yield from _by_name(checkpoint.view, [WEIGHT])
 
 
 def _flattened(checkpoint: FlattenedCheckpoint) -> Iterator[StoredPart]:

@@ -69,8 +69,8 @@ def _models(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
 
 def _left_out(checkpoint: Checkpoint) -> str:
     """What of a Hugging Face folder sees images, where the other has none; empty where nothing does."""
-    names = checkpoint.not_looked_at if isinstance(checkpoint, HuggingFaceCheckpoint) else []
-    return some(names, 1)
+    own = checkpoint.format_reader
+    return some(own.not_looked_at if isinstance(own, HuggingFaceCheckpoint) else [], 1)
 
 
 def _format(checkpoint: Checkpoint) -> str:

@@ -7,7 +7,8 @@ from math import prod
 from operator import sub
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint, grid_of
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.grid import grid_of
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.findings import COVERED, Finding, error, warning

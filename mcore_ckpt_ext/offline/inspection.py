@@ -14,7 +14,6 @@ from mcore_ckpt_ext.errors import interpreting
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import OTHER
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
@@ -153,7 +152,6 @@ def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
     files = _files(checkpoint, grid)
     ranks = {file.rank for file in files if file.rank is not None}
     silent = tuple(rank for rank in range(layout.world) if rank not in ranks) if ranks and grid.is_known else ()
-    description = checkpoint.description if isinstance(checkpoint, TorchDistCheckpoint) else None
     by_kind: dict[str, int] = {}
     for file in files:
         for kind, size in file.bytes_by_kind.items():
@@ -184,8 +182,8 @@ def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
         tensors=_tensors(checkpoint),
         buffers=_buffers(checkpoint) if buffers else (),
         stages=stages_of(checkpoint, grid),
-        described_by=description.source if description else "",
-        unbelieved=description.problems if description else (),
+        described_by=checkpoint.format_reader.described_by,
+        unbelieved=tuple(checkpoint.format_reader.problems),
     )
 
 
@@ -210,8 +208,9 @@ def _explained(checkpoint: Checkpoint, name: str, grid: RankGrid) -> StoredFile:
     if (match := _DISTCP.match(name)) and path.is_relative_to(checkpoint.folder):  # else of another job
         rank = int(match[1])
         return StoredFile(name, rank, int(match[2]), grid.place(rank), size)
-    if isinstance(checkpoint, LegacyCheckpoint):
-        (owner,) = (rank for file, rank, _ in checkpoint.rank_files() if file == name)
+    own = checkpoint.format_reader
+    if isinstance(own, LegacyCheckpoint):
+        (owner,) = (rank for file, rank, _ in own.rank_files() if file == name)
         return StoredFile(name, None, None, grid.model_place(owner.tensor, owner.pipeline, owner.expert), size)
     return StoredFile(name, None, None, "", size)
 

@@ -11,7 +11,6 @@ from typing import TypeVar
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.offline.findings import CHECKSUMS, MANIFEST, Finding, error
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.storage.checked_files import open_file, read_file
@@ -31,11 +30,12 @@ Item = TypeVar("Item")
 def labels(checkpoint: Checkpoint) -> dict[tuple[str, int], str]:
     """What the archive at a place in a file holds, by Megatron's key, where the checkpoint says so."""
     found: dict[tuple[str, int], str] = {}
-    if isinstance(checkpoint, TorchDistCheckpoint):
-        for key, array in checkpoint.stored_index.arrays.items():
+    index = checkpoint.format_reader.stored_index
+    if index is not None:
+        for key, array in index.arrays.items():
             for chunk in array.chunks:
                 found[chunk.extent.file, chunk.extent.offset] = f"{key}, chunk at {chunk.offsets}"
-        for key, stored in checkpoint.stored_index.objects.items():
+        for key, stored in index.objects.items():
             found[stored.file, stored.offset] = key
     return found
 

@@ -153,8 +153,9 @@ def _torch_dist(checkpoint: Checkpoint, target: TorchDist) -> Output:
     experts_apart = checkpoint.experts_apart if expert is None else expert > 1
     version, for_bridge = version_number(target.megatron_version), target.loop == "bridge"
     written = TorchDistTarget(checkpoint, version, experts_apart, with_arguments=not for_bridge)
-    if isinstance(checkpoint, (HuggingFaceCheckpoint, PeftCheckpoint)):
-        return _beside(written.output(), _file(RUN_CONFIG, checkpoint.run_config().encode()))
+    own = checkpoint.format_reader
+    if isinstance(own, (HuggingFaceCheckpoint, PeftCheckpoint)):
+        return _beside(written.output(), _file(RUN_CONFIG, own.run_config().encode()))
     if not for_bridge:
         return written.output()
     run_config, notes = run_config_file(checkpoint, written.carries_random_states)
@@ -171,7 +172,8 @@ def _file(name: str, content: bytes, last: bool = False) -> OutputFile:
 
 def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
     arguments = reader_arguments(checkpoint, target)
-    is_wide = isinstance(checkpoint, HuggingFaceCheckpoint) and isinstance(checkpoint.family, WithWideNorms)
+    own = checkpoint.format_reader
+    is_wide = isinstance(own, HuggingFaceCheckpoint) and isinstance(own.family, WithWideNorms)
     if is_wide and (arguments.tensor_model_parallel_size or 1) > 1:
         raise UnsupportedCheckpointError(
             "it is not known how tensor-parallel ranks would hold the norms of this model's queries and keys",

@@ -55,10 +55,11 @@ def open_source(
         checkpoint = under_bridge_s_names(checkpoint)
     if merge is not None:
         return _merged(checkpoint, target, family, merge)
-    from_hugging_face = isinstance(checkpoint, HuggingFaceCheckpoint)
-    if isinstance(target, Legacy) and isinstance(checkpoint, HuggingFaceCheckpoint):
+    own = checkpoint.format_reader
+    from_hugging_face = isinstance(own, HuggingFaceCheckpoint)
+    if isinstance(target, Legacy) and isinstance(own, HuggingFaceCheckpoint) and own.has_mtp:
         # Which rank of a pipeline holds the MTP layers, no legacy file says.
-        checkpoint = checkpoint.without_mtp() if checkpoint.has_mtp else checkpoint
+        checkpoint = own.without_mtp().view
     if isinstance(target, TorchDist) and target.loop == "bridge":
         checkpoint = with_images(checkpoint)
     elif isinstance(target, HuggingFace):
@@ -127,7 +128,7 @@ def _merged(checkpoint: Checkpoint, target: Target, family: Family | None, path:
     base = open_checkpoint(path, family=family)
     if isinstance(target, HuggingFace):
         stated, alpha = target.stated_arguments(), target.lora_alpha
-    elif isinstance(base, HuggingFaceCheckpoint) or target.transformer_impl is not None:
+    elif isinstance(base.format_reader, HuggingFaceCheckpoint) or target.transformer_impl is not None:
         raise UsageError(
             "adapters are merged into a Hugging Face folder to be written as one, into a checkpoint of Megatron under "
             "its own layer spec", found=f"--merge {path} --to {target.name}", where=str(checkpoint.folder),
@@ -146,7 +147,7 @@ def _under_layer_spec(checkpoint: Checkpoint, target: Target, spec: str) -> Chec
         UnsupportedCheckpointError: the other spec has no such layers.
     """
     for_bridge = isinstance(target, TorchDist) and target.loop == "bridge"
-    if for_bridge or isinstance(checkpoint, ColossalAICheckpoint):
+    if for_bridge or isinstance(checkpoint.format_reader, ColossalAICheckpoint):
         raise UsageError(
             "the layer spec is chosen for jobs of Megatron-LM, from checkpoints of Megatron or from Hugging Face",
             found=f"--transformer-impl {spec}, {'--for bridge' if for_bridge else f'a source in {checkpoint.format}'}",

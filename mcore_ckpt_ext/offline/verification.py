@@ -23,7 +23,6 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 from mcore_ckpt_ext.formats.portable_state import once, portable_group
 from mcore_ckpt_ext.formats.steps import check_step
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.proof import BY_ROUNDING
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
@@ -145,9 +144,8 @@ class _Run:
         if checkpoint.sidecar_problem:
             what = f"it is not believed: {checkpoint.sidecar_problem}"
             self.findings.append(warning(COMPLETE, str(self.folder / SIDECAR_FILE), what))
-        if isinstance(checkpoint, TorchDistCheckpoint):
-            problems = checkpoint.description.problems
-            self.findings.extend(warning(COMPLETE, str(self.folder), problem) for problem in problems)
+        problems = checkpoint.format_reader.problems
+        self.findings.extend(warning(COMPLETE, str(self.folder), problem) for problem in problems)
         self.findings.extend(warning(COMPLETE, str(self.folder), what) for what in checkpoint.contradictions)
         failed = self.failed = self._check_files(checkpoint)
         self.findings.extend(check_weights(checkpoint))
@@ -202,12 +200,13 @@ class _Run:
         self.checks.append(Check(KNOWN, others if unread else "all"))
 
     def _check_files(self, checkpoint: Checkpoint) -> set[str]:
-        if not isinstance(checkpoint, TorchDistCheckpoint):
+        index = checkpoint.format_reader.stored_index
+        if index is None:
             self.checks.append(Check(COMPLETE, "the files of all ranks"))
             return set()
-        findings, failed, files = check_index(checkpoint.reader, checkpoint.stored_index)
+        findings, failed, files = check_index(checkpoint.reader, index)
         self.findings.extend(findings)
-        if not self._quick and checkpoint.stored_index.has_plans:
+        if not self._quick and index.has_plans:
             self.findings.extend(check_index_file(self.folder))
         self.checks.append(Check(COMPLETE, f"{files:,} files"))
         return failed

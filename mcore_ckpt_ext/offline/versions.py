@@ -73,9 +73,10 @@ class Resumption:
 
 def writer_of(checkpoint: Checkpoint) -> Writer:
     """Recognise the writer; where bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
-    if isinstance(checkpoint, ColossalAICheckpoint):
+    own = checkpoint.format_reader
+    if isinstance(own, ColossalAICheckpoint):
         return Writer("no Megatron: ColossalAI's Booster wrote it", (), OLDEST)
-    if isinstance(checkpoint, HuggingFaceCheckpoint):
+    if isinstance(own, HuggingFaceCheckpoint):
         return Writer("no Megatron: it is a Hugging Face folder", (), OLDEST)
     recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
     if recorded:
@@ -103,7 +104,7 @@ def _written_for(checkpoint: Checkpoint) -> str:
 
 
 def _is_of_bridge(checkpoint: Checkpoint) -> bool:
-    return isinstance(checkpoint, TorchDistCheckpoint) and checkpoint.description.source == RUN_CONFIG
+    return checkpoint.format_reader.described_by == RUN_CONFIG
 
 
 def _by_loop(checkpoint: Checkpoint, version: str) -> str:
@@ -115,13 +116,14 @@ _Bound = tuple[str, Version | None, Version | None]
 
 
 def _bounds(checkpoint: Checkpoint) -> Iterator[_Bound]:
-    if isinstance(checkpoint, FsdpCheckpoint):
+    own = checkpoint.format_reader
+    if isinstance(own, FsdpCheckpoint):
         yield "Megatron-FSDP has written this format since 0.14", Version(0, 14), None
-    elif isinstance(checkpoint, TorchDcpCheckpoint):
+    elif isinstance(own, TorchDcpCheckpoint):
         yield "jobs with --use-torch-fsdp2 have written this format since 0.12", Version(0, 12), None
-    elif isinstance(checkpoint, TorchDistCheckpoint):
-        yield from _bounds_of_files(checkpoint)
-        yield from _bounds_of_metadata(checkpoint)
+    elif isinstance(own, TorchDistCheckpoint):
+        yield from _bounds_of_files(own)
+        yield from _bounds_of_metadata(own)
     arguments = checkpoint.arguments
     if not arguments.tells_all:
         return
@@ -171,25 +173,26 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
 
     Nothing is promised about releases older than the writer.
     """
-    if not isinstance(checkpoint, (TorchDistCheckpoint, LegacyCheckpoint)):
+    own = checkpoint.format_reader
+    if not isinstance(own, (TorchDistCheckpoint, LegacyCheckpoint)):
         return [Resumption("nobody as it is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")]
-    if isinstance(checkpoint, FsdpCheckpoint):
+    if isinstance(own, FsdpCheckpoint):
         return [*_of_fsdp(checkpoint, writer, "--use-megatron-fsdp", Version(0, 14))]
-    if isinstance(checkpoint, TorchDcpCheckpoint):
+    if isinstance(own, TorchDcpCheckpoint):
         return [*_of_torch_fsdp(checkpoint, writer)]
     if not checkpoint.arguments.tells_all:
         return [*_of_another_loop(checkpoint)]
     # The format zarr left the loader in 0.16 (commit faa6037b).
-    last = Version(0, 15) if isinstance(checkpoint, ZarrCheckpoint) else NEWEST
+    last = Version(0, 15) if isinstance(own, ZarrCheckpoint) else NEWEST
     readable = [version for version in KNOWN if min(writer.first, NEWEST) <= version <= last]
-    own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
+    same_layout = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
     same = [v for v in readable if _stock(checkpoint, False, v)]
     other = [v for v in readable if _stock(checkpoint, True, v)]
     found = []
     if other:
         found.append(Resumption("stock Megatron", _span(other), "any", _stock_note(checkpoint)))
     if rest := [v for v in same if v not in other]:
-        found.append(Resumption("stock Megatron", _span(rest), own, _stock_note(checkpoint)))
+        found.append(Resumption("stock Megatron", _span(rest), same_layout, _stock_note(checkpoint)))
     if not found:
         found.append(Resumption("stock Megatron", "none", "none", _stock_note(checkpoint)))
     if checkpoint.optimizer_format is None or encodings_named(checkpoint.optimizer_format):
@@ -217,7 +220,7 @@ def _of_torch_fsdp(checkpoint: Checkpoint, writer: Writer) -> Iterator[Resumptio
     yield Resumption("Megatron with mcore_ckpt_ext, without it", known, "any", "tested with 0.19.2")
 
 
-def _of_another_loop(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> Iterator[Resumption]:
+def _of_another_loop(checkpoint: Checkpoint) -> Iterator[Resumption]:
     """Who resumes a checkpoint without Megatron's arguments, which `load_checkpoint` there asks for its layout."""
     described = _is_of_bridge(checkpoint)
     other = stock_can_load(checkpoint.optimizer_format, True, NEWEST)
@@ -232,7 +235,7 @@ def _of_another_loop(checkpoint: TorchDistCheckpoint | LegacyCheckpoint) -> Iter
 
 def _stock(checkpoint: Checkpoint, placement_changed: bool, version: Version) -> bool:
     # Rank folders are found by the running layout (`get_checkpoint_name`), whatever lies in them.
-    legacy = isinstance(checkpoint, LegacyCheckpoint)
+    legacy = isinstance(checkpoint.format_reader, LegacyCheckpoint)
     return not (legacy and placement_changed) and stock_can_load(
         checkpoint.optimizer_format, placement_changed, version
     )

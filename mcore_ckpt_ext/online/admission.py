@@ -15,7 +15,6 @@ from mcore_ckpt_ext.errors import (
 )
 from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
 from mcore_ckpt_ext.model_space.names import spelled_as_in
@@ -158,8 +157,8 @@ def check_stored_once(checkpoint: Checkpoint) -> None:
     Raises:
         UnreadableCheckpointError: there are such.
     """
-    overlapping = checkpoint.stored_index.overlapping if isinstance(checkpoint, TorchDistCheckpoint) else frozenset()
-    if overlapping:
+    index = checkpoint.format_reader.stored_index
+    if index is not None and (overlapping := index.overlapping):
         raise UnreadableCheckpointError(
             "the checkpoint stores elements more than once, and it is not known which of them count",
             found=f"overlapping chunks of {some(sorted(overlapping), 3)}",

@@ -43,8 +43,13 @@ def is_of_group(key: str) -> bool:
 class Holder(Protocol):
     """What an encoding needs from the checkpoint that holds it."""
 
-    folder: Path
-    transfer: Transfer
+    @property
+    def folder(self) -> Path:
+        """The iteration folder."""
+
+    @property
+    def transfer(self) -> Transfer:
+        """Reads the checkpoint's files."""
 
     @property
     def arguments(self) -> JobArguments:

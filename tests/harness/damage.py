@@ -58,7 +58,7 @@ def verify_checksums(checkpoint: Checkpoint) -> None:
 def wrong_masters(fixture: Fixture) -> set[str]:
     """Parameters whose masters, read as the arrays' names say, are not the live ones."""
     checkpoint = mcore_ckpt_ext.open_checkpoint(fixture.run)
-    written = ModelSpaceState(checkpoint.index)
+    written = ModelSpaceState(checkpoint.format_reader.index)
     wrong = set()
     for key, expected in fixture.truth.items():
         kind, _, name = key.partition(".")

@@ -398,7 +398,7 @@ def test_what_no_flag_says_is_told(tmp_path: Path) -> None:
         config["rope_parameters"] |= changes
         (folder / "config.json").write_text(json.dumps(config))
         checkpoint = open_checkpoint(folder)
-        assert isinstance(checkpoint, HuggingFaceCheckpoint)
+        assert isinstance(checkpoint.format_reader, HuggingFaceCheckpoint)
         notices = " ".join(checkpoint.notices())
         assert f"pretrain_gpt.py cannot train this model as it is: {told}" in notices
         assert "train it with:" not in notices

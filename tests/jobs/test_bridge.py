@@ -121,7 +121,7 @@ def test_a_model_that_also_sees_images(ran: Programs, kind: str, tmp_path: Path)
 
 def _model_keys(run: Path) -> tuple[dict[str, tuple[int, ...]], set[str]]:
     """Shapes of the weights but for the vocabulary's, and extra states."""
-    checkpoint = open_checkpoint(run)
+    checkpoint = open_checkpoint(run).format_reader
     assert isinstance(checkpoint, TorchDistCheckpoint)
     arrays = {key: array.shape for key, array in checkpoint.index.arrays.items() if "optimizer" not in key}
     states = {key for key in checkpoint.index.objects if EXTRA_STATE in key}

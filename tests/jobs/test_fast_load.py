@@ -92,7 +92,7 @@ def cut_short(run: Path) -> Path:
 def damaged_object(run: Path) -> Path:
     """A copy in which the pickled state of a random generator is none."""
     copy = copy_of(fixture_named("p10").run, run)
-    checkpoint = open_checkpoint(copy)
+    checkpoint = open_checkpoint(copy).format_reader
     assert isinstance(checkpoint, TorchDistCheckpoint)
     for key, extent in checkpoint.index.objects.items():
         if key.startswith("rng_state/"):

@@ -33,7 +33,7 @@ JOB = (
 
 
 def flags_of(folder: Path) -> list[str]:
-    checkpoint = open_checkpoint(folder, transformer_impl=LOCAL)
+    checkpoint = open_checkpoint(folder, transformer_impl=LOCAL).format_reader
     assert isinstance(checkpoint, HuggingFaceCheckpoint)
     return checkpoint.training_flags()
 

@@ -149,7 +149,7 @@ def _case(
         run = model
     else:
         mcore_ckpt_ext.convert(model, run, mcore_ckpt_ext.TorchDist(transformer_impl=spec), family=family)
-    checkpoint = open_checkpoint(model, transformer_impl=spec)
+    checkpoint = open_checkpoint(model, transformer_impl=spec).format_reader
     assert isinstance(checkpoint, HuggingFaceCheckpoint)
     return {
         "name": name, "layout": layout, "run": str(run),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +53,4 @@ def test_a_job_without_the_layout_keeps_its_optimizer_whole() -> None:
 
 
 def _with(source: Checkpoint, arguments: JobArguments) -> Checkpoint:
-    changed = copy.copy(source)
-    changed.arguments = arguments
-    return changed
+    return replace(source, job=replace(source.job, arguments=lambda: arguments))

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.layout.sidecar import Sidecar
@@ -159,7 +158,7 @@ def test_a_map_that_the_chunks_contradict_is_not_shown(monkeypatch: pytest.Monke
     """The local spec first, for a checkpoint of Transformer Engine's: its borders are not those of the chunks."""
     run = fixture_named("p21").run
     orders = mcore_ckpt_ext.open_checkpoint(run).orders()
-    monkeypatch.setattr(TorchDistCheckpoint, "orders", lambda self: orders[::-1])
+    monkeypatch.setattr(mcore_ckpt_ext.Checkpoint, "orders", lambda self: orders[::-1])
     found = inspect(run, buffers=True)
     assert all(item.witness.startswith("the Transformer Engine layer spec") for item in found.buffers)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,8 @@ def test_a_model_that_0_19_does_not_build_of_the_other_layers() -> None:
 
 def test_a_third_layer_spec() -> None:
     source = open_checkpoint(fixture_named("p21").run)
-    vars(source)["arguments"] = source.arguments.changed(transformer_impl="inference_optimized")
+    other = source.arguments.changed(transformer_impl="inference_optimized")
+    source = replace(source, job=replace(source.job, arguments=lambda: other))
     with pytest.raises(UnsupportedCheckpointError, match="other layer specs.*found: inference_optimized"):
         under_layer_spec(source, "local")
 

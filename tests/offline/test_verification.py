@@ -124,7 +124,9 @@ def test_a_flipped_byte_is_named(damaged: Fixture, kind: str) -> None:
 
 def test_a_flipped_byte_in_a_pickle_is_named(damaged: Fixture) -> None:
     checkpoint = open_checkpoint(damaged.run)
-    place = next(stored for key, stored in checkpoint.index.objects.items() if key.startswith("rng_state"))
+    place = next(
+        stored for key, stored in checkpoint.format_reader.index.objects.items() if key.startswith("rng_state")
+    )
     path = damaged.iteration / place.file
     position = path.read_bytes().index(b"data.pkl", place.offset) + 200
     flip(path, position)
@@ -499,11 +501,11 @@ def test_flat_arrays_hold_every_element_once(intervals: list[tuple[int, int]], e
 def test_chunks_taken_out_of_the_index_are_missed(damaged: Fixture) -> None:
     """A real index that lacks one chunk of a weight, and one of a bucket."""
     checkpoint = open_checkpoint(damaged.run)
-    arrays = dict(checkpoint.index.arrays)
+    arrays = dict(checkpoint.format_reader.index.arrays)
     bucket = next(key for key in arrays if key.endswith("exp_avg"))
     for key in ("decoder.layers.mlp.linear_fc1.weight", bucket):
         arrays[key] = replace(arrays[key], chunks=arrays[key].chunks[1:])
-    checkpoint.index = replace(checkpoint.index, arrays=arrays)
+    checkpoint.format_reader.index = replace(checkpoint.format_reader.index, arrays=arrays)
     (weight,) = coverage.check_weights(checkpoint)
     assert (weight.check, weight.where) == (COVERED, "weight decoder.layers.0.mlp.linear_fc1.weight")
     (flat,) = coverage.check_arrays(checkpoint.optimizer)
@@ -512,7 +514,7 @@ def test_chunks_taken_out_of_the_index_are_missed(damaged: Fixture) -> None:
 
 def test_records_that_overlap_are_seen(damaged: Fixture) -> None:
     checkpoint = open_checkpoint(damaged.run)
-    index, reader = checkpoint.index, checkpoint.reader
+    index, reader = checkpoint.format_reader.index, checkpoint.reader
     assert check_index(reader, index)[:2] == ([], set())
     key, place = next((k, place) for k, place in index.objects.items() if place.offset > 0)
     objects = {**index.objects, key: place._replace(offset=place.offset - 1)}

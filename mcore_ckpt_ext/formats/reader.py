@@ -1,0 +1,298 @@
+"""What every format answers of a checkpoint that it has opened; a `CheckpointView` is made of these answers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, shown
+from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
+from mcore_ckpt_ext.formats.grid import weight_grid
+from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
+from mcore_ckpt_ext.formats.messages import general_notices
+from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
+from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
+from mcore_ckpt_ext.formats.stacking import sharded_keys
+from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.layout.lent import LentWeight
+from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.model_space.names import ShardedKey
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.extents import RawArray
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.remote import folder_reader
+from mcore_ckpt_ext.storage.runs import RELEASE, iteration_number
+from mcore_ckpt_ext.transfer import Transfer
+
+_MOST_ITERATIONS = 1 << 40
+
+
+class FormatReader(ABC):
+    """Reader of one iteration folder. Nothing but metadata is read until a tensor is asked for.
+
+    Attributes:
+        format: the name of the format.
+        rounds_weights: whether masters alone are stored, and the weights are their roundings.
+        index: the arrays and objects under Megatron's keys, where the format has an index of them.
+    """
+
+    format: str
+    rounds_weights = False
+    index: DcpIndex | None = None
+
+    def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
+        """Open a folder.
+
+        Args:
+            folder: the `iter_XXXXXXX` or `release` folder.
+            witnesses: parameter orders to try after the sidecar and before the known ones.
+
+        Raises:
+            UnreadableCheckpointError: metadata is missing or damaged.
+            UnsupportedCheckpointError: its kind is not read.
+        """
+        self.folder = folder
+        self.reader = folder_reader(folder)
+        self.transfer = Transfer(self.reader)
+        self._witnesses = tuple(witnesses)
+
+    @cached_property
+    def view(self) -> CheckpointView:
+        """The checkpoint."""
+        return CheckpointView(
+            format=self.format,
+            format_reader=self,
+            files=Files(
+                self.folder,
+                self.reader,
+                self.transfer,
+                self.archives,
+                self.checked_arrays,
+                self.companions,
+                self.companions_below,
+            ),
+            model=StoredWeights(lambda: self.weights, self.sharded_keys),
+            trained=StoredOptimizer(
+                format=lambda: self.stored_optimizer_format,
+                state=lambda: self.optimizer,
+                experts_apart=lambda: self.experts_apart,
+                param_groups=self.param_groups,
+                chain=self.chain,
+                grad_scaler=self.grad_scaler,
+                rounds_weights=self.rounds_weights,
+            ),
+            job=Job(
+                common=lambda: self.common,
+                arguments=lambda: self.arguments,
+                iteration=lambda: self.iteration,
+                released=self.released,
+                vocabulary=lambda: self.vocabulary,
+                layers=self.layers,
+                orders=self.witnessed_orders,
+                sidecar=lambda: self.found_sidecar,
+                unbuildable=self.unbuildable,
+            ),
+            states=States(self.extra_states, self.random_states, self.random_state_grid),
+            unread_keys=lambda objects: self.unread(objects=objects),
+            messages=self.notices_of,
+            ranks=self.models,
+        )
+
+    @property
+    @abstractmethod
+    def common(self) -> dict[str, Any]:
+        """The common state: arguments, iteration, scheduler and the like."""
+
+    @property
+    @abstractmethod
+    def weights(self) -> Weights:
+        """The model's arrays."""
+
+    @property
+    @abstractmethod
+    def stored_optimizer_format(self) -> str | None:
+        """The name of the stored optimizer's encoding, Megatron's own where it has one; None without an optimizer."""
+
+    @property
+    @abstractmethod
+    def optimizer(self) -> OptimizerState:
+        """The optimizer's state.
+
+        Raises:
+            UnsupportedCheckpointError: it is in a format that is not read.
+        """
+
+    @property
+    @abstractmethod
+    def experts_apart(self) -> bool:
+        """Whether experts have an optimizer of their own."""
+
+    @abstractmethod
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups as each rank group stored them, with repetitions."""
+
+    def chain(self) -> list[dict[str, Any]]:
+        """The settings of each chained optimizer, as the common state of `torch_dist` has them.
+
+        Groups without their parameters, and the step where no group has it. Empty where DistributedOptimizers hold
+        everything, or can: their groups follow from `param_groups`.
+        """
+        return []
+
+    @abstractmethod
+    def grad_scaler(self) -> dict[str, Any] | None:
+        """The state of the gradient scaler (fp16 only)."""
+
+    @abstractmethod
+    def extra_states(self) -> Mapping[str, Any]:
+        """The modules' extra states (fp8 scales; nothing in other precisions), by model-space name."""
+
+    @abstractmethod
+    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+        """The state of the random generators by rank: (pipeline, tensor[, data])."""
+
+    def random_state_grid(self) -> tuple[int, ...] | None:
+        """Ranks for which the state of the random generators is stored as one array; None where it is not."""
+        return None
+
+    @abstractmethod
+    def archives(self) -> Iterator[tuple[str, int, int]]:
+        """Every archive of the checkpoint: (file, offset, length)."""
+
+    def checked_arrays(self) -> Iterator[RawArray]:
+        """Every array that lies bare in a file and whose checksum is known; only some formats have them."""
+        return iter(())
+
+    def unread(self, *, objects: bool = True) -> list[Unread]:
+        """Every stored key that nothing here reads, from metadata; with `objects` also from small pickled objects."""
+        return []
+
+    @property
+    def args(self) -> dict[str, Any]:
+        """Megatron's parsed arguments of the job that wrote the checkpoint, by name."""
+        return dict(vars(self.common[ARGUMENTS])) if ARGUMENTS in self.common else {}
+
+    @cached_property
+    def arguments(self) -> JobArguments:
+        """What is known of the arguments of that job.
+
+        Raises:
+            UnreadableCheckpointError: one has a value that it cannot have.
+        """
+        return stated_by_megatron(self.args, self.folder, self.sidecar)
+
+    @cached_property
+    def layout(self) -> ParallelLayout:
+        """The parallel layout of the job that wrote the checkpoint."""
+        return ParallelLayout.from_arguments(self.arguments)
+
+    @property
+    def iteration(self) -> int:
+        """The training iteration; that of its folder, where the checkpoint itself does not say it.
+
+        Raises:
+            UnreadableCheckpointError: it says something else.
+        """
+        stated = self.common.get("iteration", iteration_number(self.folder) or 0)
+        if type(stated) is not int or not 0 <= stated < _MOST_ITERATIONS:
+            raise UnreadableCheckpointError(
+                "the checkpoint says of its iteration what no iteration is", found=shown(stated),
+                expected="a whole number", where=str(self.folder), helps="its common state was edited: use another one",
+            )  # fmt: skip
+        return stated
+
+    @property
+    def released(self) -> bool:
+        """Whether it is a model to start from, not an iteration of a job (Megatron's `release` folder)."""
+        return self.folder.name == RELEASE
+
+    @property
+    def vocabulary(self) -> int | None:
+        """The number of tokens in the vocabulary without padding, where the format itself gives it."""
+        return None
+
+    def notices_of(self, view: CheckpointView) -> list[str]:
+        """What a user should know who converts a view of it: itself, or itself with some parts replaced."""
+        return general_notices(view)
+
+    def companions(self) -> dict[str, bytes]:
+        """Small files that belong to the model, such as its tokenizer, by name."""
+        return companions(self.folder, self.companions_below)
+
+    @property
+    def companions_below(self) -> str:
+        """The folder within the checkpoint that holds them; empty for the checkpoint itself."""
+        return TOKENIZER_FOLDER
+
+    def unbuildable(self, version: tuple[int, int]) -> str | None:
+        """Why a version of Megatron has no such model; None where it has."""
+        return None
+
+    def models(self) -> LocalModels:
+        """The local parameters of the ranks that wrote the checkpoint."""
+        weights, stored = self.weights, {}
+        for name in weights.names():
+            tensor = weights.logical_tensor(WEIGHT, name)
+            if tensor is not None:
+                stored[name] = StoredWeight(tensor, weight_grid(weights, name))
+        return LocalModels(stored, self.arguments, self.layout, self.experts_apart, self.layers())
+
+    def layers(self) -> list[list[range]] | None:
+        """Global decoder layers by `[pipeline rank][virtual stage]`, where the format itself shows them."""
+        return None
+
+    def sharded_keys(self) -> Mapping[str, ShardedKey]:
+        """The array of each name in `torch_dist`, and its index on the axes that count layers and experts."""
+        return sharded_keys(self.weights.names(), self.arguments)
+
+    def witnessed_orders(self) -> Sequence[ParameterOrder]:
+        """Evidence of the order in which the parameters of this very model were registered."""
+        return self._witnesses
+
+    def with_weights_of_a_job(self, weights: Mapping[str, LentWeight]) -> FormatReader:
+        """The same for an optimizer that is stored without its weights, which a live job has.
+
+        Args:
+            weights: what each weight is, by model-space name.
+        """
+        return self
+
+    @property
+    def sidecar(self) -> Sidecar | None:
+        """The packing recorded beside the checkpoint, if there is a readable one that belongs to it."""
+        return self.found_sidecar.sidecar
+
+    @cached_property
+    def found_sidecar(self) -> FoundSidecar:
+        """What was found in the place of a sidecar."""
+        stated, iteration = None, None
+        with suppress(CheckpointError):  # whoever uses the common state reports what is wrong with it
+            iteration = self.common.get("iteration")
+            own = stated_by_megatron(self.args, self.folder, None)
+            stated = own if self.args and own.tells_all else None
+        return find_sidecar(self.folder, stated, iteration)
+
+    @property
+    def stored_index(self) -> DcpIndex | None:
+        """What the index says, under the keys that stand in it; None where the format has none."""
+        return self.index
+
+    @property
+    def described_by(self) -> str:
+        """The name of the file that describes the job; empty where none does."""
+        return ""
+
+    @property
+    def problems(self) -> Sequence[str]:
+        """What is not believed of the sources of the job's arguments, and why."""
+        return ()

@@ -1,0 +1,32 @@
+"""The rows of a checkpoint's vocabulary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.view import CheckpointView
+
+
+def vocabulary_rows(checkpoint: CheckpointView) -> int | None:
+    """Rows of the vocabulary, padding included: as they are stored, whatever the arguments say of them.
+
+    A model to begin with may lack its padding; then it is what its arguments say that a job makes of it.
+    """
+    stated, table = checkpoint.arguments.padded_vocab_size, word_embeddings_in(checkpoint.names(WEIGHT))
+    tensor = checkpoint.logical_tensor(WEIGHT, table) if table else None
+    if tensor is None:
+        return stated
+    rows, multiple = tensor.shape[0], checkpoint.arguments.make_vocab_size_divisible_by or 1
+    return stated if checkpoint.released and stated == -(-rows // multiple) * multiple else rows
+
+
+def vocabulary_contradiction(checkpoint: CheckpointView) -> str | None:
+    """What the arguments say of the vocabulary's rows, and is not so; None where they agree."""
+    stated, rows = checkpoint.arguments.padded_vocab_size, checkpoint.vocabulary_rows
+    if stated is None or stated == rows:
+        return None
+    return f"the arguments say padded_vocab_size {stated}, but the vocabulary has {rows} rows, which count"
