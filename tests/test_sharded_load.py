@@ -69,7 +69,7 @@ def loaded(asked: Sequence[Any], checkpoint: TorchDistCheckpoint) -> list[torch.
 
 
 def test_any_part_of_an_array_can_be_asked_for(checkpoint: TorchDistCheckpoint) -> None:
-    truth = checkpoint.tensor("weight", EMBEDDING).read()
+    truth = checkpoint.view.tensor("weight", EMBEDDING).read()
     assert torch.equal(loaded([rows(16, 40)], checkpoint)[0], truth[16:56])
     columns = Asked(EMBEDDING, torch.zeros(128, 8, dtype=torch.bfloat16), torch.bfloat16, (128, 8), (128, 32), (0, 24))
     (found,) = loaded([columns], checkpoint)
@@ -80,13 +80,13 @@ def test_any_part_of_an_array_can_be_asked_for(checkpoint: TorchDistCheckpoint) 
 
 def test_a_layer_of_a_stacked_array(checkpoint: TorchDistCheckpoint) -> None:
     layer = Asked(LAYERS, None, torch.bfloat16, (16, 64), (4, 32, 128), (2, 16, 64), prepend_axis_num=1)
-    truth = checkpoint.tensor("weight", "decoder.layers.2.mlp.linear_fc2.weight").read()
+    truth = checkpoint.view.tensor("weight", "decoder.layers.2.mlp.linear_fc2.weight").read()
     assert torch.equal(loaded([layer], checkpoint)[0], truth[16:, 64:])
 
 
 def test_other_dtypes_and_memory_that_is_not_contiguous(checkpoint: TorchDistCheckpoint) -> None:
     """Megatron copies, and so converts."""
-    truth = checkpoint.tensor("weight", EMBEDDING).read()
+    truth = checkpoint.view.tensor("weight", EMBEDDING).read()
     memory = torch.nn.Parameter(torch.zeros(32, 128))
     asked = Asked(EMBEDDING, memory.t(), torch.float32, (128, 32), (128, 32), (0, 0))
     loaded([asked], checkpoint)
@@ -94,7 +94,7 @@ def test_other_dtypes_and_memory_that_is_not_contiguous(checkpoint: TorchDistChe
 
 
 def test_rows_of_padding_become_zero(checkpoint: TorchDistCheckpoint) -> None:
-    truth = checkpoint.tensor("weight", EMBEDDING).read()
+    truth = checkpoint.view.tensor("weight", EMBEDDING).read()
     memory = torch.full((64, 32), 7.0, dtype=torch.bfloat16)
     padded = replace(rows(100, 64, 256, allow_shape_mismatch=True), data=memory)
     loaded([padded], checkpoint)

@@ -140,3 +140,66 @@ def test_what_compares_versions(source: str) -> None:
 @pytest.mark.parametrize("source", ["rows >= (first, last)", "version == other", "a < b", "lacks(name)"])
 def test_what_does_not(source: str) -> None:
     assert not compares_versions(source)
+
+
+# Modules that still look at the class of a format's reader, and how often. It may only shrink: what they need to know
+# of a format is to be a member of `FormatReader`.
+LOOKING_AT_READERS = {
+    "formats/adapters_alone.py": 1,
+    "formats/checkpoint.py": 2,
+    "formats/elsewhere.py": 1,
+    "formats/huggingface_images.py": 2,
+    "hooks/fast_load.py": 1,
+}
+
+
+def reader_classes() -> set[str]:
+    """The names of the classes that read a format."""
+    classes = {
+        node.name: {base.id for base in node.bases if isinstance(base, ast.Name)}
+        for path in (PACKAGE / "formats").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    }
+    found = {"FormatReader"}
+    while more := {name for name, bases in classes.items() if bases & found} - found:
+        found |= more
+    return found
+
+
+def looks_at_readers(source: str, readers: set[str]) -> int:
+    """How often a source looks at the class of a reader."""
+    count = 0
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("isinstance", "issubclass")
+        ):
+            count += any(isinstance(name, ast.Name) and name.id in readers for name in ast.walk(node.args[1]))
+        elif (
+            isinstance(node, ast.Compare) and isinstance(node.left, ast.Call) and ast.unparse(node.left.func) == "type"
+        ):
+            count += any(isinstance(name, ast.Name) and name.id in readers for name in ast.walk(node.comparators[0]))
+    return count
+
+
+def test_readers_answer_for_themselves() -> None:
+    readers = reader_classes()
+    assert {"TorchDistCheckpoint", "LegacyCheckpoint", "PeftCheckpoint", "ColossalAICheckpoint"} <= readers
+    found = {
+        str(path.relative_to(PACKAGE)): looks_at_readers(path.read_text(), readers) for path in PACKAGE.rglob("*.py")
+    }
+    assert {path: count for path, count in found.items() if count} == LOOKING_AT_READERS
+
+
+@pytest.mark.parametrize(
+    ("source", "count"),
+    [
+        ("isinstance(one.format_reader, LegacyCheckpoint)", 1),
+        ("isinstance(one, (str, TorchDistCheckpoint)) or type(one) is not LegacyCheckpoint", 2),
+        ("isinstance(one, Path)", 0),
+    ],
+)
+def test_which_looks_are_counted(source: str, count: int) -> None:
+    assert looks_at_readers(source, {"LegacyCheckpoint", "TorchDistCheckpoint"}) == count

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import INDICES, is_huggingface
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
+from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_of_colossalai
 from mcore_ckpt_ext.formats.unread import UNKNOWN, Unread, joined
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
@@ -90,6 +92,7 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
     """A folder that ColossalAI's Booster saved."""
 
     format = NAME
+    foreign_writer = "no Megatron: ColossalAI's Booster wrote it"
 
     def __init__(
         self,
@@ -139,6 +142,10 @@ class ColossalAICheckpoint(HuggingFaceCheckpoint):
         below = index.parent.relative_to(self.folder)
         self._group_file = str(below / groups)
         return ((str(below / file), keys) for file, keys in files.items())
+
+    @override
+    def stored_parts(self) -> Iterator[StoredPart]:
+        return chain(super().stored_parts(), parts_of_colossalai(self))
 
     @cached_property
     def optimizer_shards(self) -> list[OptimizerShard]:

@@ -14,6 +14,7 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.formats.reader import FormatReader
+from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_of_flattened
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, RERUN_STATE, UNKNOWN, Unread, joined, of_the_job
 from mcore_ckpt_ext.model_space.names import ShardedKey
@@ -27,6 +28,10 @@ RANDOM_STATE = "rng_state."
 
 class FlattenedCheckpoint(TorchDistCheckpoint):
     """One iteration folder of torch's distributed checkpoint, as Megatron writes it without its own."""
+
+    @override
+    def stored_parts(self) -> Iterator[StoredPart]:
+        return parts_of_flattened(self)
 
     @cached_property
     @override

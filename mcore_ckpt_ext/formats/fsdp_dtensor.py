@@ -17,6 +17,7 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.flattened import MODEL, FlattenedCheckpoint
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.fsdp_names import HALVES, parameter_of
@@ -27,6 +28,7 @@ from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
+from mcore_ckpt_ext.versions import Version
 
 NAME = FSDP_DTENSOR
 _MODEL, _STATE = MODEL, "optimizer.state."
@@ -42,6 +44,11 @@ class FsdpCheckpoint(FlattenedCheckpoint):
     """One iteration folder in `fsdp_dtensor`."""
 
     format = NAME
+    loading = Loading(in_megatron=True, flag="--use-megatron-fsdp", since=Version(0, 14))
+
+    @override
+    def evidence(self) -> Iterator[Bound]:
+        yield "Megatron-FSDP has written this format since 0.14", Version(0, 14), None
 
     @override
     def _read_index(self) -> DcpIndex:

@@ -22,6 +22,7 @@ from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.images_known import IMAGES
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
+from mcore_ckpt_ext.families.wide_norms import WithWideNorms
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, StoredTensor, read_tensors
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE, described_model
@@ -48,6 +49,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
     """A folder that transformers loads."""
 
     format = NAME
+    is_model_folder = True
+    foreign_writer = "no Megatron: it is a Hugging Face folder"
     kind: ClassVar[str] = "a Hugging Face folder"
 
     def __init__(
@@ -253,8 +256,18 @@ class HuggingFaceCheckpoint(WeightsAlone):
         return self._below
 
     @property
+    @override
+    def has_norms_of_all_heads(self) -> bool:
+        return isinstance(self.family, WithWideNorms)
+
+    @override
+    def for_legacy_files(self) -> HuggingFaceCheckpoint:
+        # Which rank of a pipeline holds the MTP layers, no legacy file says.
+        return self.without_mtp() if self.has_mtp else self
+
+    @property
+    @override
     def not_looked_at(self) -> list[str]:
-        """Tensors of what sees images that are left out."""
         return [name for name in self.left_out if name in self._images]
 
     @override
@@ -301,8 +314,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
         rest = f"unlike the rest, so that a job in {self._weights.dtypes[0]} rounds them"
         return [f"in {dtypes}, {rest}: {some([tensor.name for tensor in odd], _SHOWN)}"] if odd else []
 
+    @override
     def unbuildable(self, version: tuple[int, int]) -> str | None:
-        """Why a version of Megatron has no such model; None where it has."""
         model = self.model
         if model.multi_latent_attention and not model.q_lora_rank and version == NORM_IN_QUERY:
             return "0.19 fuses a norm into linear_q_proj, which a model without compressed queries does not have"
@@ -312,8 +325,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
         """The words of the command line of `pretrain_gpt.py` that describe this model."""
         return training_flags(complete(self.arguments))
 
+    @override
     def run_config(self) -> str:
-        """What Megatron-Bridge asks for in a checkpoint of this model."""
         return run_config(self.family, complete(self.arguments))
 
     def extra_states(self) -> Mapping[str, Any]:

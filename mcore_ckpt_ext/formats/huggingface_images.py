@@ -21,8 +21,7 @@ from mcore_ckpt_ext.formats.fresh_states import fresh, fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import StoredTensor
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
-from mcore_ckpt_ext.formats.parts import lazy
-from mcore_ckpt_ext.formats.view import WholeModel
+from mcore_ckpt_ext.formats.parts import WholeModel, lazy
 from mcore_ckpt_ext.formats.views import renamed
 from mcore_ckpt_ext.loops.transformer import is_plain
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE

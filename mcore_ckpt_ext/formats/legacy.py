@@ -18,6 +18,7 @@ import torch
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.evidence import Loading
 from mcore_ckpt_ext.formats.expert_states import grouped_experts, split_state
 from mcore_ckpt_ext.formats.legacy_ranks import (
     MODEL_FILE,
@@ -39,6 +40,7 @@ from mcore_ckpt_ext.formats.portable_state import (
     several_steps,
 )
 from mcore_ckpt_ext.formats.reader import FormatReader
+from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_of_legacy
 from mcore_ckpt_ext.formats.unread import (
     COMMON_KEYS,
     UNKNOWN,
@@ -82,6 +84,17 @@ class LegacyCheckpoint(FormatReader):
     """One iteration folder in the legacy format."""
 
     format = NAME
+    # Rank folders are found by the running layout (`get_checkpoint_name`), whatever lies in them.
+    loading = Loading(in_megatron=True, by_rank=True)
+
+    @override
+    def stored_parts(self) -> Iterator[StoredPart]:
+        return parts_of_legacy(self)
+
+    @override
+    def rank_of(self, file: str) -> tuple[int, int, int] | None:
+        (owner,) = (rank for name, rank, _ in self.rank_files() if name == file)
+        return owner.tensor, owner.pipeline, owner.expert
 
     def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
         super().__init__(folder, witnesses)

@@ -16,9 +16,9 @@ from mcore_ckpt_ext.formats.adapter_scaling import Scaling
 from mcore_ckpt_ext.formats.adapters_alone import adapters_in, fit_of_adapters
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.low_rank import Merged, Part, parts_of
-from mcore_ckpt_ext.formats.parts import StoredWeights, Weights, lazy
+from mcore_ckpt_ext.formats.parts import Merger, StoredWeights, Weights, lazy
 from mcore_ckpt_ext.formats.unread import Unread
-from mcore_ckpt_ext.formats.view import CheckpointView, Merger
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
 from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights, WrappedWeights
 from mcore_ckpt_ext.model_space.adapters import is_adapter

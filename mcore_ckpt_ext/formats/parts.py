@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar
@@ -21,6 +21,9 @@ from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import Copies, Source
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.transfer import Transfer
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.view import CheckpointView
 
 Value = TypeVar("Value")
 
@@ -141,3 +144,42 @@ class States:
     extra: Callable[[], Mapping[str, Any]]
     random: Callable[[], Mapping[tuple[int, ...], Any]]
     random_grid: Callable[[], tuple[int, ...] | None]
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """What is known of adapters alone.
+
+    Attributes:
+        model: the checkpoint that describes their model; None where they do so themselves.
+        by_rank: rows of both projections of a gated `linear_fc1` lie rank by rank, as ms-swift stores them.
+    """
+
+    model: CheckpointView | None = None
+    by_rank: bool = False
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """Of a model that also sees images, under the names that its text would have alone.
+
+    Attributes:
+        kind: the `model_type` of the whole.
+        text: the names of its text.
+    """
+
+    kind: str
+    text: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Merger:
+    """Where a model with merged adapters comes from.
+
+    Attributes:
+        sources: the base and the adapters; one where they lie beside each other.
+        messages: what a user of the merged model should know.
+    """
+
+    sources: Sequence[CheckpointView]
+    messages: Sequence[str]

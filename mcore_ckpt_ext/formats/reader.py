@@ -7,17 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, shown
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
+from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.grid import weight_grid
 from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.messages import general_notices
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
 from mcore_ckpt_ext.formats.stacking import sharded_keys
+from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_by_name
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.lent import LentWeight
@@ -44,11 +46,17 @@ class FormatReader(ABC):
         format: the name of the format.
         rounds_weights: whether masters alone are stored, and the weights are their roundings.
         index: the arrays and objects under Megatron's keys, where the format has an index of them.
+        is_model_folder: whether it is a folder of transformers', whose layer spec is chosen when it is opened.
+        loading: how Megatron's own loader takes the format.
+        foreign_writer: who wrote it, where that was not Megatron.
     """
 
     format: str
     rounds_weights = False
     index: DcpIndex | None = None
+    is_model_folder: ClassVar[bool] = False
+    loading: ClassVar[Loading] = Loading()
+    foreign_writer: ClassVar[str] = ""
 
     def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
         """Open a folder.
@@ -258,6 +266,36 @@ class FormatReader(ABC):
     def witnessed_orders(self) -> Sequence[ParameterOrder]:
         """Evidence of the order in which the parameters of this very model were registered."""
         return self._witnesses
+
+    def stored_parts(self) -> Iterator[StoredPart]:
+        """Every stored part of every array and object; nothing but metadata is read."""
+        return parts_by_name(self.view)
+
+    def rank_of(self, file: str) -> tuple[int, int, int] | None:
+        """The model-parallel rank (tensor, pipeline, expert) that wrote a file; None where nothing shows it."""
+        return None
+
+    def evidence(self) -> Iterator[Bound]:
+        """What shows which Megatron wrote it, beside the arguments of the job."""
+        return iter(())
+
+    def run_config(self) -> str | None:
+        """What Megatron-Bridge asks for in a checkpoint of this model; None where the source of it is Megatron's."""
+        return None
+
+    @property
+    def not_looked_at(self) -> list[str]:
+        """Tensors of what sees images that are left out."""
+        return []
+
+    @property
+    def has_norms_of_all_heads(self) -> bool:
+        """Whether norms of queries and keys are of all heads together, which Megatron Core does not have."""
+        return False
+
+    def for_legacy_files(self) -> FormatReader:
+        """The same without what legacy files have no place for."""
+        return self
 
     def with_weights_of_a_job(self, weights: Mapping[str, LentWeight]) -> FormatReader:
         """The same for an optimizer that is stored without its weights, which a live job has.

@@ -21,6 +21,7 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.flattened import MODEL, FlattenedCheckpoint
 from mcore_ckpt_ext.formats.group_rule import group_that_holds
 from mcore_ckpt_ext.formats.unread import OTHER
@@ -30,6 +31,7 @@ from mcore_ckpt_ext.model_space.names import is_extra_state, is_module_buffer
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
+from mcore_ckpt_ext.versions import Version
 
 NAME = "torch_dcp"
 _STATE = "optimizer.state."
@@ -43,6 +45,14 @@ class TorchDcpCheckpoint(FlattenedCheckpoint):
     """One iteration folder in `torch_dcp`."""
 
     format = NAME
+    loading = Loading(
+        in_megatron=True, flag="--use-torch-fsdp2", since=Version(0, 12),
+        stumbles="its loader calls ChainedOptimizer.state_dict with an argument that this does not know",
+    )  # fmt: skip
+
+    @override
+    def evidence(self) -> Iterator[Bound]:
+        yield "jobs with --use-torch-fsdp2 have written this format since 0.12", Version(0, 12), None
 
     @override
     def _read_index(self) -> DcpIndex:

@@ -15,9 +15,11 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.described import DescribedCheckpoint
+from mcore_ckpt_ext.formats.evidence import Bound, Loading, bounds_of_index, bounds_of_metadata
 from mcore_ckpt_ext.formats.parts import Weights
 from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
 from mcore_ckpt_ext.formats.stacked_weights import StackedWeights
+from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_of_torch_dist
 from mcore_ckpt_ext.formats.unread import (
     COMMON_KEYS,
     RERUN_STATE,
@@ -43,6 +45,7 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, read_index
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from mcore_ckpt_ext.versions import Version
 
 NAME = "torch_dist"
 COMMON_FILE = "common.pt"
@@ -57,6 +60,26 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     """One iteration folder in `torch_dist`."""
 
     format = NAME
+    loading = Loading(in_megatron=True)
+
+    @override
+    def stored_parts(self) -> Iterator[StoredPart]:
+        return parts_of_torch_dist(self)
+
+    @override
+    def evidence(self) -> Iterator[Bound]:
+        yield from self._evidence_of_files()
+        yield from bounds_of_metadata(self.common)
+
+    def _evidence_of_files(self) -> Iterator[Bound]:
+        if COMMON_OBJECT in self.index.objects:
+            yield "the common state is an object of the checkpoint (common_state)", Version(0, 19), None
+        if (self.folder / COMMON_FILE).exists():
+            yield "the common state is a file of its own (common.pt)", None, Version(0, 18)
+        yield from self._evidence_of_index()
+
+    def _evidence_of_index(self) -> Iterator[Bound]:
+        return bounds_of_index(self.index)
 
     @override
     def _read_index(self) -> DcpIndex:

@@ -17,7 +17,17 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.messages import contradictions
-from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
+from mcore_ckpt_ext.formats.parts import (
+    Adapters,
+    Files,
+    Job,
+    Merger,
+    States,
+    StoredOptimizer,
+    StoredWeights,
+    Weights,
+    WholeModel,
+)
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.formats.vocabulary import vocabulary_contradiction, vocabulary_rows
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
@@ -37,45 +47,6 @@ from mcore_ckpt_ext.transfer import Transfer
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.reader import FormatReader
-
-
-@dataclass(frozen=True)
-class Adapters:
-    """What is known of adapters alone.
-
-    Attributes:
-        model: the checkpoint that describes their model; None where they do so themselves.
-        by_rank: rows of both projections of a gated `linear_fc1` lie rank by rank, as ms-swift stores them.
-    """
-
-    model: CheckpointView | None = None
-    by_rank: bool = False
-
-
-@dataclass(frozen=True)
-class WholeModel:
-    """Of a model that also sees images, under the names that its text would have alone.
-
-    Attributes:
-        kind: the `model_type` of the whole.
-        text: the names of its text.
-    """
-
-    kind: str
-    text: frozenset[str]
-
-
-@dataclass(frozen=True)
-class Merger:
-    """Where a model with merged adapters comes from.
-
-    Attributes:
-        sources: the base and the adapters; one where they lie beside each other.
-        messages: what a user of the merged model should know.
-    """
-
-    sources: Sequence[CheckpointView]
-    messages: Sequence[str]
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,8 +15,11 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import override
+
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
 from mcore_ckpt_ext.formats.backend import sharded_backend
+from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
@@ -25,6 +28,7 @@ from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredChunk, StoredObject
 from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.versions import Version
 
 NAME = "zarr"
 _DESCRIPTION = ".zarray"
@@ -41,6 +45,12 @@ class ZarrCheckpoint(TorchDistCheckpoint):
     """One iteration folder in `zarr`."""
 
     format = NAME
+    # It left the loader in 0.16 (commit faa6037b).
+    loading = Loading(in_megatron=True, last=Version(0, 15))
+
+    @override
+    def _evidence_of_index(self) -> Iterator[Bound]:
+        yield "its arrays are in the format zarr, which megatron.training wrote up to 0.11", None, Version(0, 11)
 
     def _read_index(self) -> DcpIndex:
         return read_index(self.folder)

@@ -9,7 +9,6 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.unread import OTHER, Unread
 from mcore_ckpt_ext.formats.views import without_optimizer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.offline.accounting import stored_parts
 from mcore_ckpt_ext.offline.coverage import check_kinds, refuse_contradictions
 from mcore_ckpt_ext.targets import Canonical, FsdpDtensor, HuggingFace, Legacy, Target
 
@@ -116,7 +115,7 @@ def _check_can_be_held(checkpoint: Checkpoint, target: Target) -> None:
 def _stored_optimizer(checkpoint: Checkpoint, why: str) -> list[Unread]:
     """The whole optimizer, kind by kind."""
     sizes: dict[str, int] = {}
-    for part in stored_parts(checkpoint):
+    for part in checkpoint.format_reader.stored_parts():
         if part.kind not in (WEIGHT, OTHER):
             sizes[part.kind] = sizes.get(part.kind, 0) + part.nbytes
     return [Unread(f"optimizer state {kind}", kind, nbytes, why) for kind, nbytes in sizes.items()]

@@ -15,7 +15,6 @@ from mcore_ckpt_ext.formats import adapter_scaling
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.expert_states import content_of, scaling_of
-from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.storage.engine_state import UnknownStateError
@@ -69,8 +68,7 @@ def _models(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
 
 def _left_out(checkpoint: Checkpoint) -> str:
     """What of a Hugging Face folder sees images, where the other has none; empty where nothing does."""
-    own = checkpoint.format_reader
-    return some(own.not_looked_at if isinstance(own, HuggingFaceCheckpoint) else [], 1)
+    return some(checkpoint.format_reader.not_looked_at, 1)
 
 
 def _format(checkpoint: Checkpoint) -> str:

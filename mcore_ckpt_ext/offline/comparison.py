@@ -14,7 +14,6 @@ from mcore_ckpt_ext.families.images_known import kind_of
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_images import with_images
 from mcore_ckpt_ext.formats.huggingface_model import LOCAL
 from mcore_ckpt_ext.formats.unread import Unread
@@ -177,7 +176,7 @@ def _comparison(
     sides: tuple[_Side, _Side], kinds: Sequence[str] | None, workers: int, progress: Progress, pictures: bool
 ) -> Comparison:
     known = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
-    if any(_is_hugging_face(side.checkpoint) for side in sides):
+    if any(side.checkpoint.format_reader.is_model_folder for side in sides):
         known = [kind for kind in known if all(kind in side.kinds for side in sides)]
     if kinds is not None and (unknown := [kind for kind in kinds if kind not in known]):
         raise UnsupportedCheckpointError(
@@ -234,7 +233,7 @@ def _differing_copies(side: _Side, kinds: Sequence[str]) -> tuple[str, ...]:
 
 def _unread(side: _Side, kinds: Sequence[str] | None, sides: tuple[_Side, _Side]) -> tuple[Unread, ...]:
     """What of one checkpoint nobody looks at, and should: of the chosen kinds, and of more than weights."""
-    if any(_is_hugging_face(one.checkpoint) for one in sides):
+    if any(one.checkpoint.format_reader.is_model_folder for one in sides):
         return ()
     return tuple(one for one in side.checkpoint.unread() if not one.why and (kinds is None or one.kind in kinds))
 
@@ -251,19 +250,15 @@ def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Whe
     rows: list[int | None] = [None, None]
     for index, path in enumerate((a, b)):
         this, other = opened[index], opened[1 - index]
-        if _is_hugging_face(this) and not isinstance(other.format_reader, HuggingFaceCheckpoint):
+        if this.format_reader.is_model_folder and not other.format_reader.is_model_folder:
             rows[1 - index] = this.vocabulary
             if kind_of(other.names(WEIGHT)) is not None:
                 opened[index] = with_images(this)
             elif set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
                 opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
-    as_stored = all(_is_hugging_face(checkpoint) for checkpoint in opened)  # neither is rounded then
+    as_stored = all(checkpoint.format_reader.is_model_folder for checkpoint in opened)  # neither is rounded then
     of_a, of_b = opened[0], spelled_as(opened[1], opened[0])
     return _Side(of_a, rows[0], as_stored), _Side(of_b, rows[1], as_stored)
-
-
-def _is_hugging_face(checkpoint: Checkpoint) -> bool:
-    return isinstance(checkpoint.format_reader, HuggingFaceCheckpoint)
 
 
 class _Side:

@@ -13,13 +13,11 @@ from typing import Any
 from mcore_ckpt_ext.errors import interpreting
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
 from mcore_ckpt_ext.formats.unread import OTHER
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.slices import numel_of
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.offline.accounting import stored_parts
 from mcore_ckpt_ext.offline.ranks import why_silent
 from mcore_ckpt_ext.offline.stages import Stage, stages_of
 from mcore_ckpt_ext.offline.versions import Resumption, Writer, resumptions, writer_of
@@ -189,7 +187,7 @@ def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
 
 def _files(checkpoint: Checkpoint, grid: RankGrid) -> list[StoredFile]:
     files: dict[str, StoredFile] = {}
-    for part in stored_parts(checkpoint):
+    for part in checkpoint.format_reader.stored_parts():
         file = files.get(part.file)
         if file is None:
             file = files[part.file] = _explained(checkpoint, part.file, grid)
@@ -208,10 +206,8 @@ def _explained(checkpoint: Checkpoint, name: str, grid: RankGrid) -> StoredFile:
     if (match := _DISTCP.match(name)) and path.is_relative_to(checkpoint.folder):  # else of another job
         rank = int(match[1])
         return StoredFile(name, rank, int(match[2]), grid.place(rank), size)
-    own = checkpoint.format_reader
-    if isinstance(own, LegacyCheckpoint):
-        (owner,) = (rank for file, rank, _ in own.rank_files() if file == name)
-        return StoredFile(name, None, None, grid.model_place(owner.tensor, owner.pipeline, owner.expert), size)
+    if (rank_of_file := checkpoint.format_reader.rank_of(name)) is not None:
+        return StoredFile(name, None, None, grid.model_place(*rank_of_file), size)
     return StoredFile(name, None, None, "", size)
 
 

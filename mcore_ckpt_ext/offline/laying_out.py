@@ -11,7 +11,6 @@ from typing import Any
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.wide_norms import WithWideNorms
 from mcore_ckpt_ext.formats.adapter_order import about_order
 from mcore_ckpt_ext.formats.adapters_alone import check_names
 from mcore_ckpt_ext.formats.base import Checkpoint
@@ -19,7 +18,6 @@ from mcore_ckpt_ext.formats.bridge_files import run_config_file, train_state
 from mcore_ckpt_ext.formats.canonical import canonical_output
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.fsdp_target import FsdpTarget
-from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import (
     CONFIG,
     GENERATION_CONFIG,
@@ -30,7 +28,6 @@ from mcore_ckpt_ext.formats.huggingface_folder import (
 from mcore_ckpt_ext.formats.huggingface_images import text_beside, with_images
 from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceTarget
 from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
-from mcore_ckpt_ext.formats.peft_folder import PeftCheckpoint
 from mcore_ckpt_ext.formats.peft_target import PeftTarget
 from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.steps import check_step
@@ -153,9 +150,8 @@ def _torch_dist(checkpoint: Checkpoint, target: TorchDist) -> Output:
     experts_apart = checkpoint.experts_apart if expert is None else expert > 1
     version, for_bridge = version_number(target.megatron_version), target.loop == "bridge"
     written = TorchDistTarget(checkpoint, version, experts_apart, with_arguments=not for_bridge)
-    own = checkpoint.format_reader
-    if isinstance(own, (HuggingFaceCheckpoint, PeftCheckpoint)):
-        return _beside(written.output(), _file(RUN_CONFIG, own.run_config().encode()))
+    if (own := checkpoint.format_reader.run_config()) is not None:
+        return _beside(written.output(), _file(RUN_CONFIG, own.encode()))
     if not for_bridge:
         return written.output()
     run_config, notes = run_config_file(checkpoint, written.carries_random_states)
@@ -172,9 +168,7 @@ def _file(name: str, content: bytes, last: bool = False) -> OutputFile:
 
 def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
     arguments = reader_arguments(checkpoint, target)
-    own = checkpoint.format_reader
-    is_wide = isinstance(own, HuggingFaceCheckpoint) and isinstance(own.family, WithWideNorms)
-    if is_wide and (arguments.tensor_model_parallel_size or 1) > 1:
+    if checkpoint.format_reader.has_norms_of_all_heads and (arguments.tensor_model_parallel_size or 1) > 1:
         raise UnsupportedCheckpointError(
             "it is not known how tensor-parallel ranks would hold the norms of this model's queries and keys",
             found="norms of all heads together, which Megatron Core does not have",

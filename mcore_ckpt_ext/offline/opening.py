@@ -11,9 +11,7 @@ from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.adapters_alone import under_bridge_s_names
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
-from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_peft
 from mcore_ckpt_ext.formats.huggingface_images import compared_whole, text_beside, with_images
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
@@ -55,11 +53,9 @@ def open_source(
         checkpoint = under_bridge_s_names(checkpoint)
     if merge is not None:
         return _merged(checkpoint, target, family, merge)
-    own = checkpoint.format_reader
-    from_hugging_face = isinstance(own, HuggingFaceCheckpoint)
-    if isinstance(target, Legacy) and isinstance(own, HuggingFaceCheckpoint) and own.has_mtp:
-        # Which rank of a pipeline holds the MTP layers, no legacy file says.
-        checkpoint = own.without_mtp().view
+    from_hugging_face = checkpoint.format_reader.is_model_folder
+    if isinstance(target, Legacy):
+        checkpoint = _for_legacy_files(checkpoint)
     if isinstance(target, TorchDist) and target.loop == "bridge":
         checkpoint = with_images(checkpoint)
     elif isinstance(target, HuggingFace):
@@ -128,7 +124,7 @@ def _merged(checkpoint: Checkpoint, target: Target, family: Family | None, path:
     base = open_checkpoint(path, family=family)
     if isinstance(target, HuggingFace):
         stated, alpha = target.stated_arguments(), target.lora_alpha
-    elif isinstance(base.format_reader, HuggingFaceCheckpoint) or target.transformer_impl is not None:
+    elif base.format_reader.is_model_folder or target.transformer_impl is not None:
         raise UsageError(
             "adapters are merged into a Hugging Face folder to be written as one, into a checkpoint of Megatron under "
             "its own layer spec", found=f"--merge {path} --to {target.name}", where=str(checkpoint.folder),
@@ -139,6 +135,11 @@ def _merged(checkpoint: Checkpoint, target: Target, family: Family | None, path:
     return merged_view(base, checkpoint, scaling_of(checkpoint, alpha), family, stated)
 
 
+def _for_legacy_files(checkpoint: Checkpoint) -> Checkpoint:
+    found = checkpoint.format_reader.for_legacy_files()
+    return checkpoint if found is checkpoint.format_reader else found.view
+
+
 def _under_layer_spec(checkpoint: Checkpoint, target: Target, spec: str) -> Checkpoint:
     """A checkpoint of Megatron under the names of a layer spec, which may be its own.
 
@@ -147,10 +148,10 @@ def _under_layer_spec(checkpoint: Checkpoint, target: Target, spec: str) -> Chec
         UnsupportedCheckpointError: the other spec has no such layers.
     """
     for_bridge = isinstance(target, TorchDist) and target.loop == "bridge"
-    if for_bridge or isinstance(checkpoint.format_reader, ColossalAICheckpoint):
+    if for_bridge:
         raise UsageError(
             "the layer spec is chosen for jobs of Megatron-LM, from checkpoints of Megatron or from Hugging Face",
-            found=f"--transformer-impl {spec}, {'--for bridge' if for_bridge else f'a source in {checkpoint.format}'}",
+            found=f"--transformer-impl {spec}, --for bridge",
             where=str(checkpoint.folder), helps="leave the option out",
         )  # fmt: skip
     return checkpoint if checkpoint.arguments.transformer_impl == spec else under_layer_spec(checkpoint, spec)

@@ -11,17 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
-from mcore_ckpt_ext.formats.common_state import sharding_type
-from mcore_ckpt_ext.formats.fsdp_dtensor import FsdpCheckpoint
-from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
+from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
-from mcore_ckpt_ext.formats.torch_dcp import TorchDcpCheckpoint
-from mcore_ckpt_ext.formats.torch_dist import COMMON_FILE, COMMON_OBJECT, TorchDistCheckpoint
-from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.loops.bridge import RUN_CONFIG
-from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version, parse_version
@@ -73,11 +65,8 @@ class Resumption:
 
 def writer_of(checkpoint: Checkpoint) -> Writer:
     """Recognise the writer; where bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
-    own = checkpoint.format_reader
-    if isinstance(own, ColossalAICheckpoint):
-        return Writer("no Megatron: ColossalAI's Booster wrote it", (), OLDEST)
-    if isinstance(own, HuggingFaceCheckpoint):
-        return Writer("no Megatron: it is a Hugging Face folder", (), OLDEST)
+    if foreign := checkpoint.format_reader.foreign_writer:
+        return Writer(foreign, (), OLDEST)
     recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
     if recorded:
         only = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)
@@ -112,18 +101,8 @@ def _by_loop(checkpoint: Checkpoint, version: str) -> str:
     return f"Megatron-Bridge on Megatron Core {version}" if _is_of_bridge(checkpoint) else version
 
 
-_Bound = tuple[str, Version | None, Version | None]
-
-
-def _bounds(checkpoint: Checkpoint) -> Iterator[_Bound]:
-    own = checkpoint.format_reader
-    if isinstance(own, FsdpCheckpoint):
-        yield "Megatron-FSDP has written this format since 0.14", Version(0, 14), None
-    elif isinstance(own, TorchDcpCheckpoint):
-        yield "jobs with --use-torch-fsdp2 have written this format since 0.12", Version(0, 12), None
-    elif isinstance(own, TorchDistCheckpoint):
-        yield from _bounds_of_files(own)
-        yield from _bounds_of_metadata(own)
+def _bounds(checkpoint: Checkpoint) -> Iterator[Bound]:
+    yield from checkpoint.format_reader.evidence()
     arguments = checkpoint.arguments
     if not arguments.tells_all:
         return
@@ -138,61 +117,29 @@ def _bounds(checkpoint: Checkpoint) -> Iterator[_Bound]:
         yield f"its arguments lack {_ARGUMENT_SINCE[oldest]}", None, Version(0, oldest.minor - 1)
 
 
-def _bounds_of_files(checkpoint: TorchDistCheckpoint) -> Iterator[_Bound]:
-    if COMMON_OBJECT in checkpoint.index.objects:
-        yield "the common state is an object of the checkpoint (common_state)", Version(0, 19), None
-    if (checkpoint.folder / COMMON_FILE).exists():
-        yield "the common state is a file of its own (common.pt)", None, Version(0, 18)
-    if isinstance(checkpoint, ZarrCheckpoint):
-        yield "its arrays are in the format zarr, which megatron.training wrote up to 0.11", None, Version(0, 11)
-        return
-    if checkpoint.index.natural_shapes:
-        yield ".metadata records natural shapes (mcore_data)", Version(0, 8), Version(0, 15)
-    if checkpoint.index.has_plans:
-        yield ".metadata keeps the plans of all ranks", Version(0, 11), None
-    else:
-        yield ".metadata keeps no plans of the ranks", None, Version(0, 10)
-
-
-def _bounds_of_metadata(checkpoint: TorchDistCheckpoint) -> Iterator[_Bound]:
-    content = checkpoint.common.get("content_metadata")
-    if not isinstance(content, dict):
-        yield "no content metadata", None, Version(0, 12)
-        return
-    label = sharding_type(checkpoint.common)
-    if label in (DP_RESHARDABLE, FULLY_RESHARDABLE):
-        yield f"the content metadata name the optimizer format {label}", Version(0, 15), None
-    elif "singleton_local_shards" in content:
-        yield "the content metadata have singleton_local_shards", Version(0, 14), None
-    else:
-        yield "the content metadata lack singleton_local_shards", Version(0, 13), Version(0, 13)
-
-
 def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
     """Who resumes the checkpoint with its optimizer: stock Megatron, and Megatron with this package.
 
     Nothing is promised about releases older than the writer.
     """
-    own = checkpoint.format_reader
-    if not isinstance(own, (TorchDistCheckpoint, LegacyCheckpoint)):
+    loading = checkpoint.format_reader.loading
+    if not loading.in_megatron:
         return [Resumption("nobody as it is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")]
-    if isinstance(own, FsdpCheckpoint):
-        return [*_of_fsdp(checkpoint, writer, "--use-megatron-fsdp", Version(0, 14))]
-    if isinstance(own, TorchDcpCheckpoint):
-        return [*_of_torch_fsdp(checkpoint, writer)]
+    if loading.stumbles:
+        return [*_of_torch_fsdp(writer, loading)]
+    if loading.flag:
+        return [*_of_fsdp(checkpoint, writer, loading)]
     if not checkpoint.arguments.tells_all:
         return [*_of_another_loop(checkpoint)]
-    # The format zarr left the loader in 0.16 (commit faa6037b).
-    last = Version(0, 15) if isinstance(own, ZarrCheckpoint) else NEWEST
-    readable = [version for version in KNOWN if min(writer.first, NEWEST) <= version <= last]
-    same_layout = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
+    readable = [version for version in KNOWN if min(writer.first, NEWEST) <= version <= loading.last]
+    own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
     same = [v for v in readable if _stock(checkpoint, False, v)]
     other = [v for v in readable if _stock(checkpoint, True, v)]
     found = []
     if other:
         found.append(Resumption("stock Megatron", _span(other), "any", _stock_note(checkpoint)))
     if rest := [v for v in same if v not in other]:
-        found.append(Resumption("stock Megatron", _span(rest), same_layout, _stock_note(checkpoint)))
+        found.append(Resumption("stock Megatron", _span(rest), own, _stock_note(checkpoint)))
     if not found:
         found.append(Resumption("stock Megatron", "none", "none", _stock_note(checkpoint)))
     if checkpoint.optimizer_format is None or encodings_named(checkpoint.optimizer_format):
@@ -201,22 +148,21 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
     return found
 
 
-def _of_fsdp(checkpoint: Checkpoint, writer: Writer, flag: str, since: Version) -> Iterator[Resumption]:
-    readable = [version for version in KNOWN if max(writer.first, since) <= version]
+def _of_fsdp(checkpoint: Checkpoint, writer: Writer, loading: Loading) -> Iterator[Resumption]:
+    readable = [version for version in KNOWN if max(writer.first, loading.since) <= version]
     own = f"its own: {checkpoint.layout}; another DP"
-    yield Resumption(f"stock Megatron with {flag}", _span(readable), own, _stock_note(checkpoint))
+    yield Resumption(f"stock Megatron with {loading.flag}", _span(readable), own, _stock_note(checkpoint))
     yield Resumption(
         "stock Megatron without it", "none", "none", "mcore-ckpt convert --to torch_dist makes it one of its own"
     )
     yield Resumption("Megatron with mcore_ckpt_ext, without it", _span(readable), "any", "tested with 0.19.2")
 
 
-def _of_torch_fsdp(checkpoint: Checkpoint, writer: Writer) -> Iterator[Resumption]:
+def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
     """See `hooks/torch_fsdp_feed.py` for what stock Megatron makes of its own."""
-    known = _span([version for version in KNOWN if max(writer.first, Version(0, 12)) <= version])
-    stumbles = "its loader calls ChainedOptimizer.state_dict with an argument that this does not know"
-    yield Resumption("stock Megatron", "none", "none", stumbles)
-    yield Resumption("Megatron with mcore_ckpt_ext, --use-torch-fsdp2", known, "TP1, any DP", "tested with 0.19.2")
+    known = _span([version for version in KNOWN if max(writer.first, loading.since) <= version])
+    yield Resumption("stock Megatron", "none", "none", loading.stumbles)
+    yield Resumption(f"Megatron with mcore_ckpt_ext, {loading.flag}", known, "TP1, any DP", "tested with 0.19.2")
     yield Resumption("Megatron with mcore_ckpt_ext, without it", known, "any", "tested with 0.19.2")
 
 
@@ -235,8 +181,8 @@ def _of_another_loop(checkpoint: Checkpoint) -> Iterator[Resumption]:
 
 def _stock(checkpoint: Checkpoint, placement_changed: bool, version: Version) -> bool:
     # Rank folders are found by the running layout (`get_checkpoint_name`), whatever lies in them.
-    legacy = isinstance(checkpoint.format_reader, LegacyCheckpoint)
-    return not (legacy and placement_changed) and stock_can_load(
+    by_rank = checkpoint.format_reader.loading.by_rank
+    return not (by_rank and placement_changed) and stock_can_load(
         checkpoint.optimizer_format, placement_changed, version
     )
 

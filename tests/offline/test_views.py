@@ -18,7 +18,7 @@ from mcore_ckpt_ext import TorchDist, convert, open_checkpoint
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.adapters_alone import for_model
 from mcore_ckpt_ext.formats.merged import merged_view
-from mcore_ckpt_ext.formats.parts import Weights
+from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
 from mcore_ckpt_ext.formats.renamed import NameMap
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -63,7 +63,7 @@ def leaves(part: Any, path: str = "") -> dict[str, Any]:
     found: dict[str, Any] = {}
     for field in fields(part):
         value, own = getattr(part, field.name), f"{path}{field.name}"
-        is_part = is_dataclass(value) and type(value).__module__ == "mcore_ckpt_ext.formats.parts"
+        is_part = isinstance(value, (Files, Job, States, StoredOptimizer, StoredWeights))
         found |= leaves(value, f"{own}.") if is_part else {own: value}
     return found
 

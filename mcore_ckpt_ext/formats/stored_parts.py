@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from math import prod
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
-from mcore_ckpt_ext.formats.flattened import FlattenedCheckpoint
-from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import OTHER, UNKNOWN, optimizer_kind
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS, Buffers
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
+    from mcore_ckpt_ext.formats.flattened import FlattenedCheckpoint
+    from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
+    from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+    from mcore_ckpt_ext.formats.view import CheckpointView
 
 _GATHERED = ".param_state/shard_"
 
@@ -32,27 +33,14 @@ class StoredPart(NamedTuple):
     nbytes: int
 
 
-def stored_parts(checkpoint: Checkpoint) -> Iterator[StoredPart]:
-    """Every stored part of every array and object; nothing but metadata is read."""
-    own = checkpoint.format_reader
-    if isinstance(own, FlattenedCheckpoint):
-        return _flattened(own)
-    if isinstance(own, TorchDistCheckpoint):
-        return _torch_dist(own)
-    if isinstance(own, LegacyCheckpoint):
-        return _legacy(own)
-    if isinstance(own, ColossalAICheckpoint):
-        return chain(_by_name(checkpoint), _colossalai(own))
-    return _by_name(checkpoint)
-
-
 def kind_of(key: str) -> str:
     """The kind of the array stored under Megatron's sharded key."""
     kind = optimizer_kind(key)
     return WEIGHT if kind == OTHER else kind
 
 
-def _torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]:
+def parts_of_torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]:
+    """Arrays and objects of an index under Megatron's keys."""
     for key, array in checkpoint.index.arrays.items():
         kind, size = kind_of(key), ITEM_SIZE[array.dtype]
         if kind == FP32_PARAM and array.dtype == "int16":
@@ -66,10 +54,11 @@ def _torch_dist(checkpoint: TorchDistCheckpoint) -> Iterator[StoredPart]:
     if gathered:
         yield from _gathered(checkpoint, gathered)
     if checkpoint.has_weights_elsewhere:
-        yield from _by_name(checkpoint.view, [WEIGHT])
+        yield from parts_by_name(checkpoint.view, [WEIGHT])
 
 
-def _flattened(checkpoint: FlattenedCheckpoint) -> Iterator[StoredPart]:
+def parts_of_flattened(checkpoint: FlattenedCheckpoint) -> Iterator[StoredPart]:
+    """Arrays and objects of an index under torch's own keys."""
     for key, array in checkpoint.stored_index.arrays.items():
         for chunk in array.chunks:
             nbytes = chunk.extent.numel * ITEM_SIZE[array.dtype]
@@ -99,12 +88,14 @@ def _flat(buffers: Buffers) -> Iterator[StoredPart]:
                 yield StoredPart(piece.extent.file, kind, label, (piece.stop - piece.start) * size)
 
 
-def _colossalai(checkpoint: ColossalAICheckpoint) -> Iterator[StoredPart]:
+def parts_of_colossalai(checkpoint: ColossalAICheckpoint) -> Iterator[StoredPart]:
+    """States of ColossalAI's optimizer."""
     for shard in checkpoint.optimizer_shards:
         yield StoredPart(shard.file, shard.kind, f"{shard.kind} of parameter {shard.parameter}", shard.nbytes)
 
 
-def _legacy(checkpoint: LegacyCheckpoint) -> Iterator[StoredPart]:
+def parts_of_legacy(checkpoint: LegacyCheckpoint) -> Iterator[StoredPart]:
+    """Tensors in the pickles of all ranks."""
     for file, _, content in checkpoint.rank_files():
         for path, tensor in _tensors(content, ()):
             kind = _legacy_kind(path)
@@ -132,7 +123,8 @@ def _tensors(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...]
             yield from _tensors(value, (*path, str(number)))
 
 
-def _by_name(checkpoint: Checkpoint, kinds: Sequence[str] | None = None) -> Iterator[StoredPart]:
+def parts_by_name(checkpoint: CheckpointView, kinds: Sequence[str] | None = None) -> Iterator[StoredPart]:
+    """Every slice of every tensor; of some `kinds` only."""
     for kind in checkpoint.kinds() if kinds is None else kinds:
         for name in checkpoint.names(kind):
             for stored in checkpoint.stored(kind, name):
