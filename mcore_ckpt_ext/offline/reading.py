@@ -14,7 +14,7 @@ import torch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.planning.extents import Rearranged
-from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of
+from mcore_ckpt_ext.planning.plan import Derivation, Source, StoredSlice, derivation_of, slices_in
 
 # A block of each kind, of each of two threads, stays in a processor's last cache until it has been looked at.
 BLOCK_ELEMENTS = 1 << 20
@@ -27,6 +27,10 @@ class Remembering:
         self.stored: Callable[[str, str], Sequence[StoredSlice]] = lru_cache(maxsize=None)(source.stored)
         self.logical_tensor: Callable[[str, str], LogicalTensor | None] = lru_cache(maxsize=None)(source.logical_tensor)
         self._source = source
+
+    def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
+        """At least the slices that hold elements of a region."""
+        return slices_in(self._source, kind, region)
 
     def derivation(self, kind: str, name: str) -> Derivation | None:
         """How a tensor is derived; None where it is stored. What `stored` answers is then what it is made from."""
@@ -42,11 +46,22 @@ class AsStored:
 
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         """The slices of a tensor."""
-        found = self._source.stored(kind, name)
-        return [
-            replace(one, extent=replace(one.extent, shift=0.0)) if isinstance(one.extent, Rearranged) else one
-            for one in found
-        ]
+        return _without_shifts(self._source.stored(kind, name))
+
+    def stored_in(self, kind: str, region: Region) -> Sequence[StoredSlice]:
+        """At least the slices that hold elements of a region."""
+        return _without_shifts(slices_in(self._source, kind, region))
+
+    def derivation(self, kind: str, name: str) -> Derivation | None:
+        """How a tensor is derived; None where it is stored."""
+        return derivation_of(self._source, kind, name)
+
+
+def _without_shifts(slices: Sequence[StoredSlice]) -> list[StoredSlice]:
+    return [
+        replace(one, extent=replace(one.extent, shift=0.0)) if isinstance(one.extent, Rearranged) else one
+        for one in slices
+    ]
 
 
 def blocks(regions: tuple[Region, ...], numel: int | None = None) -> Iterator[Slice]:

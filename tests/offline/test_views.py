@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.adapters_alone import for_model
 from mcore_ckpt_ext.formats.merged import merged_view
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
-from mcore_ckpt_ext.formats.renamed import NameMap
+from mcore_ckpt_ext.formats.renamed import NameMap, RenamedSource, RenamedState
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed, without_optimizer
@@ -27,8 +27,11 @@ from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights, WrappedWeig
 from mcore_ckpt_ext.model_space.names import parse
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.offline.reading import AsStored, Remembering
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.plan import Deriving, Selecting
+from mcore_ckpt_ext.optimizers.table import Composition
+from mcore_ckpt_ext.optimizers.wrapper import WrappedState
+from mcore_ckpt_ext.planning.plan import Deriving, Selecting, Source
 from tests.harness.checkpoints import CORRUPTED, FIXTURES, fixture_named
 from tests.harness.peft import adapter, peft_folder
 
@@ -41,6 +44,8 @@ MERGED = NO_OPTIMIZER | {
 }  # fmt: skip
 # Under other names: a permutation of these is not the same model, and not what a conversion writes.
 NAMED = [name for name in FIXTURES if name not in CORRUPTED]
+# What a class of these sets on its instances.
+INSTANCE = {Remembering: ("stored", "logical_tensor"), AsStored: ("logical_tensor",)}
 LLAMA_LIKE = ("p02", "p42", "p48")
 
 
@@ -169,9 +174,21 @@ def test_names_are_all_that_changes(name: str) -> None:
             assert comparable(given) == comparable(under(names, answer)), key
 
 
-@pytest.mark.parametrize("of", [Weights, Deriving, Selecting])
-def test_wrapped_weights_answer_every_question(of: type) -> None:
-    assert set(members(of)) <= set(vars(WrappedWeights))
+@pytest.mark.parametrize(
+    ("wrapper", "protocols"),
+    [
+        (WrappedWeights, (Weights, Deriving, Selecting)),
+        (RenamedSource, (Source, Deriving, Selecting)),
+        (Remembering, (Source, Deriving, Selecting)),
+        (AsStored, (Source, Deriving, Selecting)),
+        *((wrapper, (OptimizerState, Deriving)) for wrapper in (WrappedState, Composition, RenamedState)),
+    ],
+    ids=lambda one: one.__name__ if isinstance(one, type) else "",
+)
+def test_what_wraps_a_source_answers_every_question(wrapper: type, protocols: Sequence[type]) -> None:
+    """What a class does not say itself, its base would answer in the place of what is wrapped."""
+    answered = {*vars(wrapper), *INSTANCE.get(wrapper, ())}
+    assert {name for protocol in protocols for name in members(protocol)} - answered == set()
 
 
 @pytest.mark.parametrize("name", ["p02", "p08", "p41"])
