@@ -98,7 +98,7 @@ def test_damage_in_the_part_of_the_index_that_only_megatron_reads_is_named(damag
     path = damaged.iteration / METADATA_FILE
     data = path.read_bytes()
     path.write_bytes(data[:-200] + b"\xff" + data[-199:])
-    assert open_checkpoint(damaged.run).index.has_plans, "this package resumes from the rest"
+    assert open_checkpoint(damaged.run).format_reader.index.has_plans, "this package resumes from the rest"
     (finding,) = findings(verify(damaged.run))
     assert finding.startswith(f"error {path}: the ranks' plans at its end cannot be read")
 
