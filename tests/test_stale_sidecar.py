@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext import open_checkpoint, verify
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.hooks.first_look import packs_otherwise
 from mcore_ckpt_ext.layout.digest import digest_of, written
@@ -100,6 +102,24 @@ def test_a_stale_sidecar_is_reported_and_ignored(way: str, remainders: Fixture, 
     checkpoint = open_checkpoint(remainders.run)
     assert differing(remainders.truth, everything_in(checkpoint)) == []
     assert any(f"{FILE_NAME} is not believed: " in notice and why in notice for notice in checkpoint.notices())
+
+
+def test_what_nothing_shows_is_no_damage(remainders: Fixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modules of the user's own may lie in any order: without their sidecar no one knows it, and nothing is wrong."""
+    edit(remainders, STALE["another index"][0])
+    monkeypatch.setattr(JobArguments, "of", with_own_modules(JobArguments.of))
+    found = verify(remainders.run)
+    assert found.sound
+    assert any("not certain which parameter lies where" in finding.what for finding in found.findings)
+    assert [check.done for check in found.checks if "not certain" in check.extent] != []
+    assert not any(check.done for check in found.checks if "not certain" in check.extent)
+    with pytest.raises(PackingError, match="expected: a sidecar, or chunk borders"):
+        open_checkpoint(remainders.run).names("fp32_param")
+
+
+def with_own_modules(original: Callable[..., JobArguments]) -> Callable[..., JobArguments]:
+    """Arguments of a job with `--spec`."""
+    return lambda stated, **others: original({**stated, "spec": ["my.spec", "layers"]}, **others)
 
 
 def test_what_is_damaged_is_not_taken_for_stale(remainders: Fixture) -> None:

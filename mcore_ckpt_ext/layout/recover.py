@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from mcore_ckpt_ext.errors import PackingError, some
+from mcore_ckpt_ext.errors import PackingError, UnsupportedCheckpointError, some
 from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement, misfit
 from mcore_ckpt_ext.layout.discovery import discover
 from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
@@ -21,6 +21,10 @@ from mcore_ckpt_ext.model_space.slices import numel_of
 
 # Elements of a parameter; and parameters that are compared together.
 _SAMPLE, _AT_ONCE = 64, 32
+
+
+class UncertainPackingError(PackingError, UnsupportedCheckpointError):
+    """The checkpoint is intact as far as is seen, and nothing in it shows which parameter lies where."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,8 @@ def recover_unproven(
         is_recorded: whether there are such digests.
 
     Raises:
-        PackingError: it is not certain.
+        PackingError: the recorded digests fit no packing.
+        UncertainPackingError: it is not certain.
     """
     fitting: list[tuple[Proposal, Packing]] = []
     tried: list[str] = []
@@ -148,7 +153,8 @@ def recover_unproven(
     alike = all(_placed(packing) == _placed(fitting[0][1]) for _, packing in fitting)
     if fitting and bordered and alike:
         return RecoveredPacking(fitting[0][0].label, fitting[0][1])
-    raise PackingError(
+    refusal = PackingError if is_recorded else UncertainPackingError
+    raise refusal(
         "it is not certain which parameter lies where, and remainders of masters, unlike masters, cannot show it",
         found="; ".join(tried),
         expected="a sidecar, or chunk borders that leave one known order of parameters",

@@ -266,13 +266,14 @@ class _Run:
         if failed & {piece.extent.file for array in arrays for piece in array.pieces}:
             self.checks.append(Check(PROOF, _FILES_GONE, done=False))
             return False
-        before = len(self.findings)
+        before, looked_at = len(self.findings), len(self.checks)
         for group in optimizer.groups.values():
             with _Noting(self, PROOF, str(group)):
                 if reason := optimizer.packing_of(group).disbelieved:
                     what = f"it is not believed, of {group}: {reason}"
                     self.findings.append(warning(PROOF, str(self.folder / SIDECAR_FILE), what))
-        recovered = not any(finding.severity == "error" for finding in self.findings[before:])
+        wrong = any(finding.severity == "error" for finding in self.findings[before:])
+        recovered = not wrong and all(check.done for check in self.checks[looked_at:])
         if recovered and optimizer.digests:
             problems = differing(optimizer)
             self.findings.extend(error(DIGESTS, str(self.folder / SIDECAR_FILE), problem) for problem in problems)
