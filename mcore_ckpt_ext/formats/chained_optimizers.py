@@ -22,12 +22,10 @@ from mcore_ckpt_ext.formats.portable_state import (
     portable_chain,
     undistributed,
 )
+from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, SPLITS_LAYER_WISE
 from mcore_ckpt_ext.optimizers.description import MOMENTUM
 from mcore_ckpt_ext.optimizers.groups import MOMENTUM as BY_MOMENTUM
 from mcore_ckpt_ext.optimizers.groups import rule_of
-
-_SPLIT_POSSIBLE_SINCE = (0, 19)
-_SPLIT_BY_DEFAULT_SINCE = (0, 20)
 
 
 class ChainedOptimizers:
@@ -55,7 +53,7 @@ class ChainedOptimizers:
             return True
         if self._is_resplit:
             return name not in self._stepped_by_muon
-        return self._version >= _SPLIT_POSSIBLE_SINCE and self._checkpoint.optimizer.is_distributed(name)
+        return MAY_SPLIT_LAYER_WISE.is_of(self._version) and self._checkpoint.optimizer.is_distributed(name)
 
     def entries(self, encoding: str) -> list[dict[str, Any]]:
         """The entry of each optimizer in the common state, distributed ones marked; empty where all are distributed."""
@@ -63,7 +61,7 @@ class ChainedOptimizers:
         if self._is_resplit:
             by_muon = [child for child in children if _is_muons(child)]
             return [*by_muon, *(_distributed(child, encoding) for child in children if not _is_muons(child))]
-        if self._version < _SPLIT_POSSIBLE_SINCE:
+        if not MAY_SPLIT_LAYER_WISE.is_of(self._version):
             return undistributed(children)
         return [{**child, SHARDING_MARK: encoding} if SHARDING_MARK in child else child for child in children]
 
@@ -74,9 +72,9 @@ class ChainedOptimizers:
                 "what Muon does not step is written for a DistributedOptimizer of its own, as that version has it; a "
                 "job with --no-use-layer-wise-param-layout resumes it with this package only"
             )
-        elif self._was_split and self._version < _SPLIT_POSSIBLE_SINCE:
+        elif self._was_split and not MAY_SPLIT_LAYER_WISE.is_of(self._version):
             yield "all of the optimizer is written as a layer-wise one has it: that version has no other beside it"
-        elif self._was_split and self._version < _SPLIT_BY_DEFAULT_SINCE:
+        elif self._was_split and not SPLITS_LAYER_WISE.is_of(self._version):
             yield (
                 "a part of the optimizer is written for a DistributedOptimizer of its own, as it was: core_v0.19.1 and "
                 "later have one beside a layer-wise optimizer, where the model is built by a function; other jobs "
@@ -93,7 +91,7 @@ class ChainedOptimizers:
         arguments = self._checkpoint.arguments
         others = [child for child in self._source if not _is_muons(child)]
         return (
-            self._version >= _SPLIT_BY_DEFAULT_SINCE
+            SPLITS_LAYER_WISE.is_of(self._version)
             and _is_layer_wise(arguments)
             and arguments.stated.get("use_layer_wise_param_layout") is not False
             and 0 < len(others) < len(self._source)

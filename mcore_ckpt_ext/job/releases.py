@@ -170,3 +170,13 @@ TAKES_STEPS_OF_PRECISION_AWARE = Capability(
     "megatron/core/optimizer/distrib_optimizer.py, `_set_main_param_and_optimizer_states`",
     since=Version(0, 17),
 )
+MAY_SPLIT_LAYER_WISE = Capability(
+    "may have a DistributedOptimizer beside a layer-wise one, where the model is built by a function (0.19.1)",
+    "megatron/core/optimizer/__init__.py, `_get_megatron_emerging_optimizer`; megatron/training/training.py",
+    since=Version(0, 19),
+)
+SPLITS_LAYER_WISE = Capability(
+    "has a DistributedOptimizer beside a layer-wise one, unless --no-use-layer-wise-param-layout is given",
+    "megatron/core/optimizer/__init__.py, `_get_megatron_emerging_optimizer`, the head of August 2026",
+    since=Version(0, 20),
+)
