@@ -13,7 +13,7 @@ from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble
 
 from mcore_ckpt_ext import verify
-from tests.harness.checkouts import EITHER, checkout_job
+from tests.harness.checkouts import EITHER, checkout_job, version
 from tests.harness.jobs import OFF, SAVED, differing, resume, train_and_save
 from tests.harness.layouts import Layout
 from tests.harness.models import GATED
@@ -29,6 +29,8 @@ REMAINDERS = ["--use-precision-aware-optimizer"]
 @pytest.mark.parametrize("of_checkout", EITHER)
 @pytest.mark.parametrize("options", [REMAINDERS, WARMING_UP], ids=["remainders", "early warm-up"])
 def test_resumes_under_another_layout_without_a_sidecar(options: list[str], of_checkout: bool, tmp_path: Path) -> None:
+    if of_checkout and version() not in ("0.16", "0.19"):
+        pytest.skip("from 0.20 on, layers that predict need Transformer Engine: their norms are looked for among its")
     plugins = [launch.PRECISION_AWARE] if options is REMAINDERS else []
     model = {"more": [*PREDICTING, *options], "plugins": plugins, **(checkout_job() if of_checkout else {})}
     source = Layout(1, 2, 2, more=STATED)
