@@ -8,6 +8,7 @@ import pytest
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.online.param_groups import carried_groups, with_step
+from mcore_ckpt_ext.optimizers.groups import with_defaults
 
 
 def group(wd_mult: float = 1.0, parameters: int = 1, **values: Any) -> dict[str, Any]:
@@ -147,3 +148,18 @@ def test_muon_counts_no_steps_where_adam_does() -> None:
 
 def test_an_optimizer_without_steps_gets_none() -> None:
     assert "step" not in with_step([group(momentum=0.9)], SCHEDULED, None)[0]
+
+
+def test_a_multiplier_that_a_writer_left_out() -> None:
+    """Those of ms-swift 4.1 lack `lr_mult`; without `wd_mult`, the weight decay shows which group has none."""
+    whole = [group(1.0, weight_decay=0.1, lr=0.5, step=4), group(0.0, weight_decay=0.0, lr=0.25, step=4)]
+    live = [group(0.0), group(1.0)]
+    for key in ("lr_mult", "wd_mult"):
+        stored = [{name: value for name, value in one.items() if name != key} for one in whole]
+        assert [one["lr"] for one in carried_groups(live, stored)] == [0.25, 0.5]
+        assert [one[key] for one in with_defaults(stored)] == [one[key] for one in whole]
+
+
+def test_a_multiplier_under_the_name_that_nemo_gives_it() -> None:
+    (found,) = with_defaults([{"pre_wd_mult": 0.0, "pre_lr_mult": 2.0}])
+    assert {"wd_mult", "lr_mult"}.isdisjoint(found)

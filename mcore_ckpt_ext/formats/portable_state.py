@@ -12,7 +12,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import PARTIAL
 from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, of_each_expert
-from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity, rule_of
+from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity, rule_of, with_defaults
 from mcore_ckpt_ext.storage.engine_state import UnknownStateError
 from mcore_ckpt_ext.storage.writable import first_unwritable
 
@@ -151,7 +151,7 @@ def distinct_groups(groups: Iterable[Mapping[str, Any]], experts_apart: bool) ->
     A job whose experts are ordinary parameters has no group of experts; where it is to get them, they have the
     settings of the dense groups.
     """
-    plain = [portable_group(group) for group in groups]
+    plain = with_defaults(map(portable_group, groups))
     dense = [{**group, "is_expert_parallel": False} for group in plain if not group.get("is_expert_parallel")]
     experts = [dict(group) for group in plain if group.get("is_expert_parallel")]
     if not experts_apart:
@@ -211,7 +211,7 @@ def inner_state(child: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def portable_child(child: Mapping[str, Any]) -> dict[str, Any]:
     """The settings of one chained optimizer: its groups, its scaler, and the step where no group has it."""
-    inner: dict[str, Any] = {"param_groups": [portable_group(group) for group in inner_state(child)["param_groups"]]}
+    inner: dict[str, Any] = {"param_groups": with_defaults(map(portable_group, inner_state(child)["param_groups"]))}
     step = (inner_state(child).get("state") or {}).get("common_step")
     if step is not None:
         inner["state"] = {"common_step": step}

@@ -10,7 +10,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
-from mcore_ckpt_ext.optimizers.groups import ADAM, BOUNDS, IDENTITY, REFINED_IDENTITY, Group, identity, rule_of
+from mcore_ckpt_ext.optimizers.groups import (
+    ADAM,
+    BOUNDS,
+    IDENTITY,
+    REFINED_IDENTITY,
+    Group,
+    identity,
+    rule_of,
+    with_defaults,
+)
 
 _SETTINGS = tuple(key for key in IDENTITY if key != "is_expert_parallel")
 # What a group belongs to, and how its steps are computed, not what they compute: the live optimizer's own stay. So does
@@ -40,7 +49,8 @@ def carried_groups(live: Sequence[Group], stored: Sequence[Group], own_bounds: b
         ModelMismatchError: a live group with parameters has no counterpart, or several that differ, or one that does
             not have its bounds while a group that is otherwise the same has others.
     """
-    return [_carried(group, live, stored, own_bounds) for group in live]
+    whole = with_defaults(stored)
+    return [_carried(group, live, whole, own_bounds) for group in live]
 
 
 def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: int | None) -> list[dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -19,6 +19,10 @@ BOUNDS = ("max_lr", "min_lr")
 """The learning rate's bounds, which the scheduler takes from each group (core_v0.13 and later)."""
 REFINED_IDENTITY = (*IDENTITY, *BOUNDS)
 """With the learning rates' bounds, which 0.19 adds (`param_group_identifier_keys`, megatron/core/optimizer)."""
+DEFAULTS: Mapping[str, Any] = {
+    "wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False
+}  # fmt: skip
+"""What a group has where nothing overrides it (`_get_param_groups`, core/optimizer/__init__.py, 0.7 to 0.19)."""
 _PLAIN_ONES = (*REFINED_IDENTITY, *(f"pre_{key}" for key in IDENTITY))
 
 
@@ -84,6 +88,30 @@ def rule_that_keeps(kinds: Collection[str]) -> str:
 def keeps_nothing(groups: Collection[Group]) -> bool:
     """Whether SGD without momentum steps all of them, which keeps no state (torch/optim/sgd.py, 2.1 to 2.13)."""
     return bool(groups) and all(group.get("momentum") == 0 for group in groups)
+
+
+def with_defaults(groups: Iterable[Group]) -> list[dict[str, Any]]:
+    """The groups of one optimizer with the settings of their identity that their writer left out.
+
+    ms-swift 4.1 and 4.2 remove `lr_mult` before they save. The scheduler writes the product of the job's weight decay
+    and `wd_mult` into every group (`OptimizerParamScheduler.step`, megatron/core/optimizer_param_scheduler.py, 0.7 to
+    0.19): a group without decay beside others with decay has the multiplier 0.
+    """
+    groups = list(groups)
+    decays = any(group.get("weight_decay") for group in groups)
+
+    def default_of(group: Group, key: str) -> Any:
+        has_none = key == "wd_mult" and decays and group.get("weight_decay") == 0
+        return 0.0 if has_none else DEFAULTS[key]
+
+    return [
+        {**{key: default_of(group, key) for key in IDENTITY if lacks(group, key)}, **group} for group in groups
+    ]  # fmt: skip
+
+
+def lacks(group: Group, key: str) -> bool:
+    """Whether a group has a setting of its identity under none of its two names."""
+    return key not in group and f"pre_{key}" not in group
 
 
 def identity(group: Group, keys: Sequence[str] = IDENTITY) -> tuple[Any, ...]:
