@@ -151,6 +151,12 @@ EXPORT_HF = Setting(
     _whole,
     argument="ckpt_ext_export_hf",
 )
+EXPLAIN = Setting(
+    "MCORE_CKPT_EXT_EXPLAIN",
+    "1: a line says who loads the optimizer, stock Megatron or this package, and why",
+    False,
+    _off_or_on,
+)
 WRITER_PATIENCE = Setting(
     "MCORE_CKPT_EXT_WRITER_PATIENCE", "seconds after which a silent writer is given up", 300.0, _seconds
 )
@@ -166,6 +172,7 @@ SETTINGS = (
     READ_ONCE,
     FROM_HF,
     EXPORT_HF,
+    EXPLAIN,
     WRITER_PATIENCE,
 )
 """All of them, in the order in which a user meets them; the documentation's table is made of this."""

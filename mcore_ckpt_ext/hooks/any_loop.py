@@ -14,7 +14,6 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +23,12 @@ from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.any_save import ToBeSaved
 from mcore_ckpt_ext.hooks.attended import Attended
-from mcore_ckpt_ext.hooks.first_look import packs_otherwise
+from mcore_ckpt_ext.hooks.first_look import explain, stored_groups, with_order_compared
 from mcore_ckpt_ext.hooks.process import PROCESS
 from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.hooks.unchecked_loads import UncheckedLoads
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.load_request import (
     LoadPlan,
     LoadRequest,
@@ -38,17 +38,17 @@ from mcore_ckpt_ext.megatron.load_request import (
     with_plans,
     without,
 )
+from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.admission import check_adapters
 from mcore_ckpt_ext.online.agreement import agreed, gather, is_first_rank, rank_and_size
-from mcore_ckpt_ext.online.homes.recognition import Chain, keeps_remainders, stock_stumbles
+from mcore_ckpt_ext.online.homes.recognition import Chain, is_offloaded, is_precision_aware, keeps_remainders
 from mcore_ckpt_ext.online.live_arguments import chunks_of, live_arguments
 from mcore_ckpt_ext.optimizer_reshard import prepare
-from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.refusals import has_remainders
 from mcore_ckpt_ext.optimizers.shifted_state import masters_hold
-from mcore_ckpt_ext.optimizers.table import encodings_named, shows_names, stock_can_load
+from mcore_ckpt_ext.optimizers.table import encodings_named
 from mcore_ckpt_ext.settings import ACCEPT_LOST, READ_ONCE, VERIFY_ALL
 
 Function = Callable[..., Any]
@@ -136,7 +136,7 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
 
     def look() -> None:
         served = [request for request in requests if serves(request.optimizer)] if speaks else []
-        if served and any(_is_ours(open_checkpoint(folder), one.optimizer, _fits(folder, one)) for one in served):
+        if served and any(not _decided(folder, one.optimizer, _fits(folder, one)).is_stock for one in served):
             ranks = ", ".join(str(rank) for rank, asks in enumerate(ask) if not asks)
             raise UnsupportedCheckpointError(
                 "Megatron cannot load this optimizer, and not every rank has one to fill",
@@ -149,15 +149,6 @@ def _all_ask(folder: Path, requests: Sequence[LoadRequest]) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class _Look:
-    """What the first rank sees: whether the optimizer is ours, whether arrays are named, whether stock is unchecked."""
-
-    ours: bool
-    named: bool
-    unchecked: bool = False
-
-
 def _planned(folder: Path, request: LoadRequest) -> LoadPlan | None:
     """The plan for an optimizer that Megatron does not load from a checkpoint; None where it does. Collective.
 
@@ -167,16 +158,20 @@ def _planned(folder: Path, request: LoadRequest) -> LoadPlan | None:
     optimizer = request.optimizer
     fits = all(agreed("looking at the checkpoint", lambda: _fits(folder, request)))
 
-    def look() -> _Look:
+    def look() -> tuple[LoadDecision, bool] | None:
+        """The first rank's decision, and whether nothing shows beforehand that Megatron loads the right state."""
         if not is_first_rank() or not serves(optimizer):
-            return _Look(ours=False, named=True)
-        checkpoint = open_checkpoint(folder)
-        ours = _is_ours(checkpoint, optimizer, fits)
-        return _Look(ours, shows_names(checkpoint.optimizer_format), not ours and _lacks_evidence(checkpoint))
+            return None
+        return _decided(folder, optimizer, fits), not open_checkpoint(folder).names(WEIGHT)
 
     found = agreed("looking at the checkpoint", look)[0]
-    if not found.ours and (found.named or not packs_otherwise(folder, lambda: chunks_of(optimizer), optimizer)):
-        if found.unchecked:
+    if found is None:
+        return None
+    decision, is_unchecked = found
+    decision = with_order_compared(decision, folder, lambda: chunks_of(optimizer), optimizer)
+    explain(decision, folder)
+    if decision.is_stock:
+        if is_unchecked:
             PROCESS.one(UncheckedLoads).add(optimizer, folder)
         return None
     chunks = chunks_of(optimizer)
@@ -199,47 +194,57 @@ def _fits(folder: Path, request: LoadRequest) -> bool:
     return False
 
 
-def _lacks_evidence(checkpoint: Checkpoint) -> bool:
-    """Whether nothing shows beforehand that Megatron loads the right state: an optimizer in a folder of its own."""
-    return not checkpoint.names(WEIGHT)
-
-
-def _is_ours(checkpoint: Checkpoint, optimizer: Any, fits: bool) -> bool:
-    """Whether this package fills an optimizer that it serves.
+def _decided(folder: Path, optimizer: Any, fits: bool) -> LoadDecision:
+    """The decision on an optimizer that this package serves.
 
     Args:
-        checkpoint: what is loaded.
+        folder: of the checkpoint.
         optimizer: the live optimizer.
         fits: every rank finds the arrays that it requests, of the same sizes. Where the stored layout is not known,
             this is all that can be seen beforehand; a load that Megatron then does is checked (`UncheckedLoads`).
     """
+    checkpoint = open_checkpoint(folder)
     if checkpoint.optimizer_format is None:
-        return False
-    running = live_arguments(chunks_of(optimizer), optimizer)
+        return LoadDecision(Loop.CORE)
+    running, chain = live_arguments(chunks_of(optimizer), optimizer), Chain.of(optimizer)
     check_adapters(checkpoint, ParallelLayout.from_arguments(running), running)
     both = [_spelled_out(one) for one in (checkpoint.arguments, running)]
-    # What the sidecar says of every buffer is compared afterwards (`packs_otherwise`).
+    # What the sidecar says of every buffer is compared afterwards (`with_order_compared`).
     by_arrays = checkpoint.sidecar is not None or not checkpoint.layout.unknown.isdisjoint(_PLACING)
-    moved = not fits if by_arrays else bool(placement_changes(*both))
-    if not stock_can_load(checkpoint.optimizer_format, moved, megatron_version()):
-        return True
-    return _goes_wrong(checkpoint, Chain.of(optimizer))
+    facts = LoadFacts(
+        Loop.CORE,
+        megatron_version(),
+        optimizer_format=checkpoint.optimizer_format,
+        is_moved=not fits if by_arrays else bool(placement_changes(*both)),
+        chain=chain,
+        written=checkpoint.arguments,
+        running=running,
+        switched=lambda: _switched(checkpoint, chain),
+        stored_groups=lambda: stored_groups(folder),
+        is_shifted=lambda: _is_shifted(checkpoint),
+    )
+    return decide(facts)
 
 
-def _goes_wrong(checkpoint: Checkpoint, chain: Chain) -> bool:
-    """Whether Megatron itself would load the state, and take it for what it is not; here no proof follows its load.
-
-    What it wrote shifted (`optimizers.shifted_state`) shows beside the weights alone: where these lie elsewhere, the
-    load is checked afterwards.
-    """
-    names = [encoding.name for encoding in encodings_named(checkpoint.optimizer_format)]
-    if FULLY_RESHARDABLE in names and checkpoint.names(WEIGHT) and not _is_as_named(checkpoint):
-        return True
+def _switched(checkpoint: Checkpoint, chain: Chain) -> list[str]:
+    """The optimizer's arguments that differ, as far as the checkpoint states them."""
+    kinds = {"optimizer_cpu_offload": is_offloaded, "use_precision_aware_optimizer": is_precision_aware}
+    stated = {name: bool(value) for name, value in checkpoint.arguments.stated.items() if name in kinds}
+    found = [name for name, value in stated.items() if value != any(map(kinds[name], chain.distributed))]
     joins = any(map(keeps_remainders, chain.distributed))
     index = checkpoint.format_reader.index
     if index is not None and has_remainders(index) != joins:
-        return True
-    return stock_stumbles(chain, DP_RESHARDABLE in names, megatron_version())
+        found.append("store_param_remainders")
+    return found
+
+
+def _is_shifted(checkpoint: Checkpoint) -> bool:
+    """Whether masters are those of other weights than those whose names they bear (`optimizers.shifted_state`).
+
+    This shows beside the weights alone: where these lie elsewhere, the load is checked afterwards.
+    """
+    names = [encoding.name for encoding in encodings_named(checkpoint.optimizer_format)]
+    return FULLY_RESHARDABLE in names and bool(checkpoint.names(WEIGHT)) and not _is_as_named(checkpoint)
 
 
 def _is_as_named(checkpoint: Checkpoint) -> bool:

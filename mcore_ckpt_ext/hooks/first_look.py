@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.errors import ModelMismatchError, printable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
 from mcore_ckpt_ext.formats.description import ARGUMENTS
@@ -18,12 +19,15 @@ from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.legacy_ranks import LAYER_WISE_FILES
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.hooks.announce import own_logger, speaks_for_the_job
 from mcore_ckpt_ext.hooks.legacy_feed import changes_of, folder_to_feed
 from mcore_ckpt_ext.hooks.running_version import megatron_version
-from mcore_ckpt_ext.hooks.stock_groups import forgets_rates, has_the_same_groups, loses_its_groups
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.sidecar import orders_of
 from mcore_ckpt_ext.layout.weight_shards import check_gates
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
+from mcore_ckpt_ext.megatron.param_group_compat import has_as_many_groups
+from mcore_ckpt_ext.megatron.policy import OF_ARGUMENTS, LoadDecision, decide
 from mcore_ckpt_ext.megatron.random_states import are_lacking, are_too_few, may_differ
 from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
 from mcore_ckpt_ext.online.agreement import agreed, attempt, is_first_rank
@@ -31,14 +35,13 @@ from mcore_ckpt_ext.online.homes.recognition import (
     Chain,
     is_another_kind,
     kind_named,
-    stock_stumbles,
     switched,
 )
 from mcore_ckpt_ext.online.record import recorded_groups
-from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
 from mcore_ckpt_ext.optimizers.refusals import has_remainders
-from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, shows_names, stock_can_load
+from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, shows_names
+from mcore_ckpt_ext.settings import EXPLAIN
 from mcore_ckpt_ext.storage.runs import iteration_name
 
 _PHASE = "looking at the checkpoint"
@@ -50,24 +53,30 @@ class Look:
 
     Attributes:
         folder: the iteration folder.
-        optimizer_format: the names of its optimizer's encodings, as far as they were needed.
-        stock_loads: Megatron itself loads the optimizer, correctly.
+        decision: whether Megatron itself loads the optimizer, correctly.
         is_fed: the weights must be fed to it (see `legacy_feed`).
-        is_moved: the parallel layout is another one.
         lacks_random_states: stock Megatron requests random states that are not stored.
     """
 
     folder: Path
-    optimizer_format: str | None
-    stock_loads: bool
+    decision: LoadDecision
     is_fed: bool = False
-    is_moved: bool = False
     lacks_random_states: bool = False
+
+    @property
+    def stock_loads(self) -> bool:
+        """Whether Megatron itself loads the optimizer."""
+        return self.decision.is_stock
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the parallel layout is another one."""
+        return self.decision.is_moved
 
     @property
     def may_be_shifted(self) -> bool:
         """Whether Megatron may have written it shifted (see `optimizers.shifted_state`)."""
-        return FULLY_RESHARDABLE in _names(self.optimizer_format)
+        return FULLY_RESHARDABLE in _names(self.decision.optimizer_format)
 
 
 def first_look(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
@@ -84,6 +93,38 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str
     Raises:
         ResumeRefusedError: on every rank, where some rank cannot.
     """
+    look = _look_of_all(scope, call, directory)
+    if look is not None and look.stock_loads and not look.is_fed:
+        chunks = functools.partial(scope["unwrap_model"], call["ddp_model"])
+        look = replace(look, decision=with_order_compared(look.decision, look.folder, chunks, call["optimizer"]))
+    if look is not None:
+        explain(look.decision, look.folder)
+    return look
+
+
+def with_order_compared(
+    decision: LoadDecision, folder: Path, chunks: Callable[[], Sequence[Any]], optimizer: Any
+) -> LoadDecision:
+    """A decision for stock, reconsidered where arrays do not show names and the sidecar shows others; collective."""
+    if not decision.is_stock or shows_names(decision.optimizer_format):
+        return decision
+    is_packed_otherwise = packs_otherwise(folder, chunks, optimizer)
+    return decide(
+        LoadFacts(
+            decision.loop, megatron_version(), decision.optimizer_format, decision.is_moved,
+            is_packed_otherwise=is_packed_otherwise,
+        )
+    )  # fmt: skip
+
+
+def explain(decision: LoadDecision, folder: Path) -> None:
+    """Print a decision where MCORE_CKPT_EXT_EXPLAIN requests it, each time that it is made."""
+    if EXPLAIN.value and speaks_for_the_job():
+        own_logger().info("%s: %s", printable(str(folder)), decision)
+
+
+def _look_of_all(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
+    """The first rank's look; collective."""
     arguments = scope["get_args"]()
     folder = agreed(_PHASE, lambda: folder_to_feed(directory, arguments))[0]
     if folder is not None:
@@ -91,11 +132,7 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
         return None
     looks = agreed(_PHASE, lambda: _look_with_megatron(scope, call, directory))
-    look = next((look for look in looks if look is not None), None)
-    if look is not None and look.stock_loads and not shows_names(look.optimizer_format):
-        otherwise = packs_otherwise(look.folder, lambda: scope["unwrap_model"](call["ddp_model"]), call["optimizer"])
-        return replace(look, stock_loads=not otherwise)
-    return look
+    return next((look for look in looks if look is not None), None)
 
 
 def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer: Any) -> bool:
@@ -127,9 +164,17 @@ def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) 
         return None
     written = open_checkpoint(folder).arguments
     chain, running = Chain.of(call["optimizer"]), JobArguments.of(vars(arguments))
-    is_switched = bool(_switched(folder, written, call, arguments)) or forgets_rates(written, chain, arguments)
-    stock_loads = not changes_of(folder, arguments) and not is_switched and _has_own_files(folder, chain, arguments)
-    return Look(folder, None, stock_loads, is_fed=True, lacks_random_states=are_too_few(written, running))
+    facts = LoadFacts(
+        Loop.LEGACY,
+        megatron_version(),
+        blockers=changes_of(folder, arguments),
+        chain=chain,
+        written=written,
+        running=running,
+        switched=lambda: _switched(folder, written, call, arguments),
+        has_own_files=lambda: _has_own_files(folder, chain, arguments),
+    )
+    return Look(folder, decide(facts), is_fed=True, lacks_random_states=are_too_few(written, running))
 
 
 def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
@@ -153,15 +198,32 @@ def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], direc
         return None
     check_tokens(written.tokens, running, folder)
     check_gates(written, running, str(folder))
-    is_switched = bool(_switched(folder, written, call, arguments)) or forgets_rates(written, chain, arguments)
-    is_moved = is_foreign or becomes_hybrid(written, running) or bool(placement_changes(written, running))
-    look = _look_at_optimizer(folder, common, written, call, is_switched, is_moved)
-    if look is None:
+    facts = LoadFacts(
+        Loop.MEGATRON,
+        megatron_version(),
+        optimizer_format=_format_of(folder, common, written, chain),
+        is_moved=is_foreign or becomes_hybrid(written, running) or bool(placement_changes(written, running)),
+        chain=chain,
+        written=written,
+        running=running,
+        optimizer_counts=(len(common_optimizers(common)), len(getattr(optimizer, "chained_optimizers", [None]))),
+        switched=lambda: _switched(folder, written, call, arguments),
+        stored_groups=lambda: stored_groups(folder),
+        has_as_many_groups=lambda: has_as_many_groups(common, chain),
+    )
+    decision = decide(facts)
+    if not chain.whole and facts.optimizer_format not in FORMATS and decision.reason not in OF_ARGUMENTS:
         return None
-    # A look that reads more comes last: of what is not left to stock it tells nothing.
-    stock_loads = look.stock_loads and not loses_its_groups(folder, chain)
     lacking = are_too_few(written, running) or lacks_random_states(folder, arguments, written)
-    return replace(look, stock_loads=stock_loads, lacks_random_states=lacking)
+    return Look(folder, decision, lacks_random_states=lacking)
+
+
+def stored_groups(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """The parameter groups of a checkpoint, as the first rank finds them, whose decision counts; none on the others."""
+    found: list[Mapping[str, Any]] = []
+    if is_first_rank():
+        attempt(lambda: found.extend(open_checkpoint(folder).param_groups()))  # stock tells what is wrong
+    return found
 
 
 def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | None = None) -> bool:
@@ -175,28 +237,13 @@ def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | No
     return are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), stated)
 
 
-def _look_at_optimizer(
-    folder: Path,
-    common: Mapping[str, Any],
-    written: JobArguments,
-    call: Mapping[str, Any],
-    is_switched: bool,
-    is_moved: bool,
-) -> Look | None:
-    optimizer = call["optimizer"]
-    chain = Chain.of(optimizer)
-    if chain.whole:
-        return _look_at_whole_parameters(folder, common, written, chain, is_switched, is_moved)
-    optimizer_format, children = sharding_type(common), len(common_optimizers(common))
-    if optimizer_format not in FORMATS and not is_switched:
-        return None
-    version = megatron_version()
-    # Only as many are loaded as were saved; experts have an optimizer of their own as soon as there is more than one
-    # expert-parallel rank (`ChainedOptimizer.load_state_dict`, megatron/core/optimizer/optimizer.py, 0.7.0 to 0.19.2).
-    others = children > 0 and children != len(getattr(optimizer, "chained_optimizers", [None]))
-    stumbles = is_switched or others or stock_stumbles(chain, optimizer_format == DP_RESHARDABLE, version)
-    stock_loads = stock_can_load(optimizer_format, is_moved, version) and not stumbles
-    return Look(folder, optimizer_format, stock_loads, is_moved=is_moved)
+def _format_of(folder: Path, common: Mapping[str, Any], written: JobArguments, chain: Chain) -> str | None:
+    """The stored optimizer format, by the label in the common state as far as that suffices."""
+    label = sharding_type(common)
+    # With a layer-wise optimizer the label speaks of a distributed one all the same: then the keys decide.
+    if not chain.whole or written.use_distributed_optimizer:
+        return label
+    return open_checkpoint(folder).optimizer_format if label else NOT_DISTRIBUTED
 
 
 def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> None:
@@ -240,28 +287,6 @@ def _by_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: s
     arguments = scope["get_args"]()
     context = {key: call[key] for key in ("checkpointing_context",) if key in call}
     return scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
-
-
-def _look_at_whole_parameters(
-    folder: Path, common: Mapping[str, Any], written: JobArguments, chain: Chain, is_switched: bool, is_moved: bool
-) -> Look:
-    """A look for a live optimizer that is not distributed, or not all of it.
-
-    Stock Megatron reshards what it finds under the keys that it looks for. Parameter groups it merges by their
-    position: experts that have an optimizer or a group of their own on one side only end the job (`merge`,
-    megatron/core/dist_checkpointing/dict_utils.py, core_v0.16.1 to 0.19.2).
-    """
-    # With a layer-wise optimizer the label speaks of a distributed one all the same: then the keys decide.
-    label, version = sharding_type(common), megatron_version()
-    if written.use_distributed_optimizer:
-        stored = label
-    else:
-        stored = open_checkpoint(folder).optimizer_format if label else NOT_DISTRIBUTED
-    is_switched = is_switched or any(one.distributed for one in encodings_named(stored)) != bool(chain.distributed)
-    if is_switched or not has_the_same_groups(common, chain):
-        return Look(folder, stored, stock_loads=False, is_moved=is_moved)
-    stumbles = stock_stumbles(chain, DP_RESHARDABLE in _names(stored), version)
-    return Look(folder, stored, stock_can_load(stored, is_moved, version) and not stumbles, is_moved=is_moved)
 
 
 def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:

@@ -14,8 +14,11 @@ from mcore_ckpt_ext.formats.fsdp_names import GROUPS, MODEL, ModuleNames
 from mcore_ckpt_ext.formats.fsdp_target import FsdpArray, FsdpTarget
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.hooks.drafted_feed import STEPS, DraftedFeed
+from mcore_ckpt_ext.hooks.first_look import explain
 from mcore_ckpt_ext.hooks.run_folder import folder_named
 from mcore_ckpt_ext.hooks.running_version import megatron_version
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
+from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
 from mcore_ckpt_ext.offline.opening import open_source
 from mcore_ckpt_ext.online.agreement import agreed, agreed_here
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
@@ -40,12 +43,20 @@ def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock
     """
     arguments = scope["get_args"]()
 
-    def look() -> Path | None:
+    def look() -> tuple[Path, LoadDecision] | None:
         folder = folder_named(directory, arguments)
-        return None if folder is None or plain_backend(folder) == FSDP_DTENSOR else folder
+        if folder is None:
+            return None
+        own = plain_backend(folder) == FSDP_DTENSOR
+        blockers = [] if own else ["another format than its own"]
+        return folder, decide(LoadFacts(Loop.MEGATRON_FSDP, blockers=blockers))
 
-    folder = agreed("looking at the checkpoint", look)[0]
-    if folder is None:
+    found = agreed("looking at the checkpoint", look)[0]
+    if found is None:
+        return stock()
+    folder, decision = found
+    explain(decision, folder)
+    if decision.is_stock:
         return stock()
     return agreed_here("opening the checkpoint", lambda: _Feed(folder, arguments)).load(scope, arguments, stock)
 

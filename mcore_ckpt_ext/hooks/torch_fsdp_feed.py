@@ -28,10 +28,13 @@ from mcore_ckpt_ext.formats.torch_dcp import NAME as TORCH_DCP
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS
 from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.drafted_feed import STEPS, DraftedFeed
+from mcore_ckpt_ext.hooks.first_look import explain
 from mcore_ckpt_ext.hooks.run_folder import folder_named
 from mcore_ckpt_ext.hooks.running_version import megatron_version
 from mcore_ckpt_ext.layout.local_parameters import model_space_name
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
+from mcore_ckpt_ext.megatron.policy import decide
 from mcore_ckpt_ext.model_space.names import is_extra_state
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.online.admission import check_names, spelling_in
@@ -87,6 +90,7 @@ def load_into_torch_fsdp(
     folder = agreed("looking at the checkpoint", lambda: folder_named(directory, arguments))[0]
     if folder is None or optimizer is None:
         return stock()
+    explain(decide(LoadFacts(Loop.TORCH_FSDP)), folder)
     feed = agreed_here("opening the checkpoint", lambda: _Feed(folder, arguments, chunks, optimizer))
     with feed.asked():
         return feed.load(scope, arguments, stock)

@@ -64,6 +64,14 @@ class Programs:
         for number, name in enumerate(self._names):
             self.ended[name] = set(re.findall(rf"^\[rank \d\] === {number} (.*)$", result.output, re.MULTILINE))
 
+    def printed(self, name: str, *texts: str) -> list[str]:
+        """The lines of the first rank, while a program ran, in which one of these texts stands."""
+        own = [line for line in self.output.splitlines() if line.startswith("[rank 0] ")]
+        ends = [place for place, line in enumerate(own) if line.startswith("[rank 0] === ")]
+        number = self._names.index(name)
+        turn = own[ends[number - 1] if number else 0 : ends[number]]
+        return [line for line in turn if any(text in line for text in texts)]
+
     def dump(self, name: str) -> Path:
         """What a program left alive; it must have ended well on all ranks."""
         assert self.ended[name] == {"done"}, self.ended[name]

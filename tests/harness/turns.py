@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class Results(dict[str, launch.RunResult]):
 def run_in_turn(
     folder: Path, turns: Sequence[Turn], plugins: Sequence[Path] = (), *, of_checkout: bool = False
 ) -> Results:
-    """Run the jobs, one after the other; one that fails must do so on all of its ranks.
+    """Run the jobs, one after the other; one that fails with this package must do so on all of its ranks.
 
     `of_checkout`: with the Megatron-LM that MEGATRON_LM_PATH names, and its own script.
     """
@@ -112,13 +112,16 @@ def run_in_turn(
     )
     assert result.returncode == 0, result.output[-6000:]
     results = Results(turns, of_checkout)
-    results.update(_by_name(result))
+    results.update(_by_name(result, {turn.folder.name for turn in turns if turn.order["stock"]}))
     assert results.keys() == {turn.folder.name for turn in turns}
     return results
 
 
-def _by_name(result: launch.RunResult) -> dict[str, launch.RunResult]:
-    """What the ranks printed in each turn, one rank after the other, and the code that they ended it with."""
+def _by_name(result: launch.RunResult, of_stock: Collection[str]) -> dict[str, launch.RunResult]:
+    """What the ranks printed in each turn, one rank after the other, and the code that they ended it with.
+
+    `of_stock`: turns without this package, of which some ranks may have failed alone.
+    """
     printed: defaultdict[str, defaultdict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     codes: defaultdict[str, set[int]] = defaultdict(set)
     turn_of: dict[int, str] = {}
@@ -134,7 +137,8 @@ def _by_name(result: launch.RunResult) -> dict[str, launch.RunResult]:
             printed[turn_of[rank]][rank].append(line)
     results = {}
     for name, of_ranks in printed.items():
-        (code,) = codes[name]
+        code, *others = sorted(codes[name], reverse=True)
+        assert not others or name in of_stock, f"{name} ended with {codes[name]}"
         lines = [line for _, own in sorted(of_ranks.items()) for line in own]
         results[name] = launch.RunResult(code, "".join(lines), result.seconds)
     return results

@@ -10,11 +10,10 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.job.releases import TAKES_STEPS_OF_PRECISION_AWARE
 from mcore_ckpt_ext.layout.proof import half_precision
 from mcore_ckpt_ext.online.homes.distributed import DistributedHome
 from mcore_ckpt_ext.online.homes.home import Home
-from mcore_ckpt_ext.online.homes.inner_optimizers import is_sgd, kept_by
+from mcore_ckpt_ext.online.homes.inner_optimizers import kept_by
 from mcore_ckpt_ext.online.homes.layer_wise import LayerWiseHome
 from mcore_ckpt_ext.online.homes.offloaded import OffloadedHome
 from mcore_ckpt_ext.online.homes.precision_aware import PrecisionAwareHome, keeps_halves
@@ -190,46 +189,3 @@ def kind_named(stated: Mapping[str, Any]) -> str | None:
     """
     name, other = str(stated.get("optimizer") or "").removeprefix("dist_"), stated.get("muon_scalar_optimizer")
     return f"{name} and {other}" if "muon" in name and other not in (None, "adam") else name or None
-
-
-def stock_stumbles(chain: Chain, resumes_in_place: bool, version: tuple[int, int]) -> bool:
-    """Whether stock Megatron dies or goes wrong while it loads an intact torch_dist checkpoint, whatever the layout.
-
-    Sources in megatron/core/optimizer/distrib_optimizer.py: with torch's own Adam (neither Apex nor
-    Transformer Engine is installed) `state_dict` asserts that there is one step before there is any (core_v0.10.0 to
-    0.19.2); `load_parameter_state_from_dp_reshardable`, which lacks `no_grad`, cannot copy into masters that are
-    views of fp32 parameters (core_v0.15.0 to 0.19.2); and with HybridDeviceOptimizer it gives torch's Adam back the
-    step of `dummy_step`, 1, and keeps FusedAdam at the saved step, without a message (core_v0.16.1 to 0.19.2). With
-    `--use-precision-aware-optimizer` `_set_main_param_and_optimizer_states` takes a flag for a tensor (up to
-    core_v0.16.1), and FusedAdam refuses remainders that `fully_reshardable` stores as fp32 (to 0.19.2).
-
-    SGD's `init_state_fn` is None, and `sharded_state_dict` calls it before every load: stock saves such a job and never
-    resumes it (`_get_megatron_optimizer_based_on_param_groups`, __init__.py, and optimizer.py, core_v0.16.1 to 0.19.2
-    and the development head of August 2026).
-
-    Args:
-        chain: the live optimizers.
-        resumes_in_place: it is `load_parameter_state_from_dp_reshardable` that stock would use.
-        version: of the running megatron-core.
-    """
-    if any(is_sgd(child.optimizer) for child, _ in chain.whole):
-        return True
-    optimizers = chain.distributed
-    try:
-        check_supported(optimizers)
-    except UnsupportedCheckpointError:
-        return False
-    if any(map(is_offloaded, optimizers)):
-        return True
-    takes_steps = TAKES_STEPS_OF_PRECISION_AWARE.is_of(version)
-    if any(map(is_precision_aware, optimizers)) and resumes_in_place and not takes_steps:
-        return True
-    if any(map(keeps_remainders, optimizers)) and not resumes_in_place:
-        return True
-    for child in optimizers:
-        inner = child.optimizer
-        if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and not inner.state:
-            return True
-        if resumes_in_place and any(p.dtype == torch.float32 for p in child.model_param_group_index_map):
-            return True
-    return False

@@ -1,0 +1,291 @@
+"""Whether stock Megatron loads an optimizer or this package fills it: one ordered list of checks for every loop.
+
+A check names one way in which a load of an intact checkpoint by stock Megatron fails, or ends in another state. The
+first check that applies decides; where none does, stock Megatron loads. `MCORE_CKPT_EXT_EXPLAIN=1` prints the decision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop, Version
+from mcore_ckpt_ext.megatron.param_group_compat import (
+    has_other_rates,
+    lacks_identity,
+    lacks_live_group,
+    overrides_own_bounds,
+)
+from mcore_ckpt_ext.online.homes.inner_optimizers import is_sgd
+from mcore_ckpt_ext.online.homes.recognition import (
+    check_supported,
+    is_offloaded,
+    is_precision_aware,
+    keeps_remainders,
+)
+from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
+from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
+
+ALWAYS: Version = (0, 0)
+NEVER: Version = (1 << 16, 0)
+_OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
+_CHECKPOINTING = "megatron/training/checkpointing.py"
+_DCP = (Loop.MEGATRON, Loop.CORE)
+_MEGATRON = (Loop.MEGATRON, Loop.LEGACY)
+_ALL = (*_MEGATRON, Loop.CORE)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One way in which stock Megatron does not load an intact checkpoint correctly.
+
+    Attributes:
+        name: by which a decision refers to it.
+        consequence: what stock Megatron does instead.
+        source: where the framework does so, with the versions that were read.
+        applies: whether it does so in a load with these facts.
+        loops: whose loads it concerns.
+        since: the first version of megatron-core that it concerns.
+        until: the first version that it no longer concerns.
+    """
+
+    name: str
+    consequence: str
+    source: str
+    applies: Callable[[LoadFacts], bool]
+    loops: tuple[Loop, ...] = _DCP
+    since: Version = ALWAYS
+    until: Version = NEVER
+
+    def concerns(self, facts: LoadFacts) -> bool:
+        """Whether it is about such a load at all, and applies to it."""
+        return facts.loop in self.loops and self.since <= facts.version < self.until and self.applies(facts)
+
+
+@dataclass(frozen=True)
+class LoadDecision:
+    """Who fills the optimizer, and why; plain data, which ranks can exchange.
+
+    Attributes:
+        loop: whose code loads.
+        optimizer_format: names of the stored optimizer encodings.
+        is_moved: the parallel layout is another one.
+        reason: the name of the check that keeps stock Megatron from loading; None where stock Megatron loads.
+    """
+
+    loop: Loop
+    optimizer_format: str | None = None
+    is_moved: bool = False
+    reason: str | None = None
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether stock Megatron loads the optimizer."""
+        return self.reason is None
+
+    @property
+    def check(self) -> Check | None:
+        """The check that keeps stock Megatron from loading; None where stock Megatron loads."""
+        return next((check for check in CHECKS if check.name == self.reason), None)
+
+    def __str__(self) -> str:
+        what = f"the optimizer ({self.optimizer_format or 'format not needed'}) in {self.loop.value}"
+        if self.check is None:
+            names = ", ".join(check.name for check in CHECKS if self.loop in check.loops)
+            return f"stock Megatron loads {what}; none of these applies: {names}"
+        return (
+            f"this package fills {what} because of: {self.check.name}. Stock Megatron would not do it: "
+            f"{self.check.consequence} ({self.check.source})"
+        )
+
+
+def decide(facts: LoadFacts) -> LoadDecision:
+    """The decision on a load with these facts: the first check that applies, or stock Megatron."""
+    reason = next((check.name for check in CHECKS if check.concerns(facts)), None)
+    return LoadDecision(facts.loop, facts.optimizer_format, facts.is_moved, reason)
+
+
+def _is_in_place(facts: LoadFacts) -> bool:
+    return DP_RESHARDABLE in [encoding.name for encoding in encodings_named(facts.optimizer_format)]
+
+
+def _keeps_quantized_masters(facts: LoadFacts) -> bool:
+    """Whether masters lie beside quantized weights in a way that this package does not fill."""
+    try:
+        check_supported(facts.chain.distributed)
+    except UnsupportedCheckpointError:
+        return True
+    return False
+
+
+def _any(kind: Callable[[object], bool], facts: LoadFacts) -> bool:
+    return any(map(kind, facts.chain.distributed)) and not _keeps_quantized_masters(facts)
+
+
+def _uses_torch_adam(facts: LoadFacts) -> bool:
+    def is_fresh(child: object) -> bool:
+        inner = getattr(child, "optimizer", None)
+        return isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and not inner.state
+
+    return _any(is_fresh, facts)
+
+
+def _trains_views(facts: LoadFacts) -> bool:
+    def holds_fp32(child: object) -> bool:
+        return any(one.dtype == torch.float32 for one in getattr(child, "model_param_group_index_map", ()))
+
+    return _is_in_place(facts) and _any(holds_fp32, facts)
+
+
+def _has_other_count(facts: LoadFacts) -> bool:
+    stored, live = facts.optimizer_counts or (0, 0)
+    return stored > 0 and stored != live
+
+
+def _is_of_another_kind(facts: LoadFacts) -> bool:
+    stored = encodings_named(facts.optimizer_format)
+    is_distributed = any(encoding.distributed for encoding in stored)
+    return bool(facts.chain.whole) and is_distributed != bool(facts.chain.distributed)
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        "files",
+        "it does not read these files, or reads those of other ranks",
+        f"_load_base_checkpoint, {_CHECKPOINTING}, 0.7.0 to 0.19.2",
+        lambda facts: bool(facts.blockers),
+        loops=(Loop.LEGACY, Loop.MEGATRON_FSDP),
+    ),
+    Check(
+        "optimizer of torch's FSDP",
+        "its loader passes an argument that no chained optimizer takes",
+        f"load_checkpoint, {_CHECKPOINTING}, 0.12.1 to 0.19.2",
+        lambda facts: True,
+        loops=(Loop.TORCH_FSDP,),
+    ),
+    Check(
+        "optimizer arguments",
+        "it copies the stored numbers into masters of another kind without a message",
+        "torch/distributed/checkpoint; seen with 0.19.0 and 0.19.2",
+        lambda facts: bool(facts.switched()),
+        loops=_ALL,
+    ),
+    Check(
+        "learning rates",
+        "it does not find its parameter groups, whose bounds are others, and ends",
+        "param_group_identifier_keys, megatron/core/optimizer/optimizer.py, 0.19.0 to 0.19.2",
+        lambda facts: has_other_rates(facts.written, facts.running),
+        loops=_MEGATRON,
+        since=(0, 19),
+    ),
+    Check(
+        "bounds of single groups",
+        "it gives every group the bounds of the arguments",
+        f"load_checkpoint, {_CHECKPOINTING}, development head of August 2026",
+        lambda facts: overrides_own_bounds(facts.running, facts.chain),
+        loops=_MEGATRON,
+        since=(0, 20),
+    ),
+    Check(
+        "layer-wise files",
+        "every rank opens the file of its own data-parallel number",
+        f"load_checkpoint, {_CHECKPOINTING}, 0.16.1 to 0.19.2",
+        lambda facts: not facts.has_own_files(),
+        loops=(Loop.LEGACY,),
+    ),
+    Check(
+        "distributed or not",
+        "it asks for keys that the other kind of optimizer does not store",
+        "sharded_state_dict, megatron/core/optimizer/optimizer.py, 0.16.1 to 0.19.2",
+        _is_of_another_kind,
+    ),
+    Check(
+        "number of groups",
+        "it merges parameter groups by position, and ends where there are more or fewer",
+        "merge, megatron/core/dist_checkpointing/dict_utils.py, 0.16.1 to 0.19.2",
+        lambda facts: bool(facts.chain.whole) and not facts.has_as_many_groups(),
+    ),
+    Check(
+        "number of optimizers",
+        "it loads as many chained optimizers as were saved, and ends where there are more or fewer",
+        "ChainedOptimizer.load_state_dict, megatron/core/optimizer/optimizer.py, 0.7.0 to 0.19.2",
+        lambda facts: not facts.chain.whole and _has_other_count(facts),
+    ),
+    Check(
+        "SGD",
+        "it calls init_state_fn, which is None, before every load",
+        "_get_megatron_optimizer_based_on_param_groups, megatron/core/optimizer/__init__.py, 0.16.1 to 0.19.2",
+        lambda facts: any(is_sgd(child.optimizer) for child, _ in facts.chain.whole),
+    ),
+    Check(
+        "CPU offloading",
+        "it gives the part on the CPU the step of dummy_step, which is 1",
+        f"HybridDeviceOptimizer; load_state_dict, {_OPTIMIZER}, 0.16.1 to 0.19.2",
+        lambda facts: _any(is_offloaded, facts),
+    ),
+    Check(
+        "precision-aware, in place",
+        "it takes a flag for a tensor",
+        f"_set_main_param_and_optimizer_states, {_OPTIMIZER}, up to 0.16.1",
+        lambda facts: _is_in_place(facts) and _any(is_precision_aware, facts),
+        until=(0, 17),
+    ),
+    Check(
+        "remainders as fp32",
+        "FusedAdam refuses remainders that are stored as fp32 masters",
+        "transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2; Megatron to 0.19.2",
+        lambda facts: not _is_in_place(facts) and _any(keeps_remainders, facts),
+    ),
+    Check(
+        "torch's Adam",
+        "it asserts that there is one step before there is any",
+        f"state_dict, {_OPTIMIZER}, 0.10.0 to 0.19.2",
+        _uses_torch_adam,
+    ),
+    Check(
+        "fp32 parameters, in place",
+        "it copies into views of leaves without no_grad, and ends",
+        f"load_parameter_state_from_dp_reshardable, {_OPTIMIZER}, 0.15.0 to 0.19.2",
+        _trains_views,
+    ),
+    Check(
+        "layout",
+        "it refuses the layout, or takes the state of one parameter for that of another",
+        f"load_checkpoint, {_CHECKPOINTING}; load_state_dict, {_OPTIMIZER}, 0.7.0 to 0.19.2",
+        lambda facts: not stock_can_load(facts.optimizer_format, facts.is_moved, facts.version),
+    ),
+    Check(
+        "shifted parameters",
+        "it loads what it wrote at the places of other parameters",
+        f"sharded_param_state_fully_reshardable, {_OPTIMIZER}, 0.15.0 to 0.19.2",
+        lambda facts: facts.is_shifted(),
+        loops=(Loop.CORE,),
+    ),
+    Check(
+        "group settings",
+        "it ends where a stored parameter group lacks a setting that tells groups apart",
+        f"_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py, and {_OPTIMIZER}, 0.14.0 to 0.18.2",
+        lambda facts: lacks_identity(facts.stored_groups()),
+        since=(0, 14),
+        until=(0, 19),
+    ),
+    Check(
+        "parameter groups",
+        "it does not find a live parameter group among the stored ones, and ends",
+        "_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py, 0.19.0 to 0.19.2",
+        lambda facts: lacks_live_group(facts.stored_groups(), facts.chain),
+        since=(0, 19),
+    ),
+    Check(
+        "order in the buffers",
+        "it takes the state of one parameter for that of another of the same size",
+        f"load_parameter_state_from_dp_reshardable, {_OPTIMIZER}, 0.7.0 to 0.19.2",
+        lambda facts: facts.is_packed_otherwise,
+    ),
+)
+
+OF_ARGUMENTS = ("optimizer arguments", "learning rates", "bounds of single groups")
+"""The checks that need nothing of the stored optimizer, whose format may then be an unknown one."""

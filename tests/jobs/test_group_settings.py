@@ -1,0 +1,63 @@
+"""Parameter groups of which a writer left out a setting, as ms-swift 4.1 and 4.2 leave out `lr_mult`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_on_cpu.dump_optimizer import parameter_settings
+
+from mcore_ckpt_ext.offline.conversion import convert
+from mcore_ckpt_ext.targets import TorchDist
+from tests.harness.checkouts import EITHER, checkout_job, full_version
+from tests.harness.jobs import (
+    OFF,
+    RANK_SCRIPTS,
+    SAVED,
+    Job,
+    assert_same_optimizer,
+    resume,
+    run_job,
+    train_and_save,
+)
+from tests.harness.layouts import Layout
+
+LAYOUT = Layout(1, 2, 4)
+
+
+@pytest.fixture(scope="module", params=EITHER)
+def megatron(request: pytest.FixtureRequest) -> dict[str, Any]:
+    return checkout_job() if request.param else {}
+
+
+@pytest.fixture(scope="module", params=["lr_mult", "wd_mult"])
+def saved(request: pytest.FixtureRequest, megatron: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Job:
+    folder = tmp_path_factory.mktemp(request.param)
+    environment = {"REMOVED_SETTING": request.param}
+    plugins = [RANK_SCRIPTS / "without_multiplier.py"]
+    options = {"until": SAVED + 1, "plugins": plugins, "environment": environment, **megatron}
+    return train_and_save(folder / "saved", LAYOUT, **options)
+
+
+def test_stock_does_not_find_its_groups(saved: Job, megatron: dict[str, Any], tmp_path: Path) -> None:
+    assert run_job(tmp_path / "stock", LAYOUT, load=saved.run, environment=OFF, **megatron).returncode != 0
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, Layout(2, 1, 4)], ids=["same layout", "other layout"])
+def test_it_is_resumed(saved: Job, layout: Layout, megatron: dict[str, Any], tmp_path: Path) -> None:
+    """A missing multiplier is 1, and that of weight decay 0 where the group has none and another has."""
+    resumed = resume(tmp_path / "resumed", layout, saved.run, **megatron)
+    assert_same_optimizer(saved.at_save, resumed.at_load)
+    expected, found = parameter_settings(saved.at_save), parameter_settings(resumed.at_load)
+    assert {name: settings["weight_decay"] for name, settings in found.items()} == {
+        name: settings["weight_decay"] for name, settings in expected.items()
+    }
+    assert resumed.losses[SAVED + 1] == pytest.approx(saved.losses[SAVED + 1], rel=1e-5)
+
+
+def test_what_convert_writes_has_whole_groups(saved: Job, megatron: dict[str, Any], tmp_path: Path) -> None:
+    version = full_version() if megatron else None
+    convert(saved.iteration, tmp_path / "out", TorchDist(megatron_version=version) if version else TorchDist())
+    resumed = resume(tmp_path / "stock", LAYOUT, tmp_path / "out", environment=OFF, **megatron)
+    assert_same_optimizer(saved.at_save, resumed.at_load)

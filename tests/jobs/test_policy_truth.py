@@ -1,0 +1,170 @@
+"""The load policy compared with the truth: what stock Megatron, run alone, makes of the same load.
+
+Where stock fails, or ends in another state than the one that was saved, the policy must not have left the load to it;
+where the policy leaves it to stock, stock must end in that state. With this package every load must.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_on_cpu.dump_optimizer import assemble
+
+from tests.harness.checkpoints import fixture_named
+from tests.harness.jobs import RANK_SCRIPTS, SAVED, differing
+from tests.harness.layouts import SEQUENCE, Layout, experts_over
+from tests.harness.models import GATED_EXPERTS, LLAMA
+from tests.harness.programs import Programs
+from tests.harness.turns import Results, Turn, run_in_turn
+
+EXPLAIN = {"MCORE_CKPT_EXT_EXPLAIN": "1"}
+STOCK, PLUGIN = "stock Megatron loads the optimizer", "this package fills the optimizer"
+RANKS = 8
+PP4, PP2, TP2 = Layout(1, 4, RANKS), Layout(1, 2, RANKS), Layout(2, 2, RANKS)
+WIDE = Layout(2, 2, RANKS, vocabulary=256)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What is loaded: a fixture, or the checkpoint of a job that runs first."""
+
+    model: tuple[str, ...] = ()
+    fixture: str = ""
+    layout: Layout = PP4
+    saving: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A load: its source, the layout, further flags, and whether the source counts as one of random states alone."""
+
+    source: str
+    layout: Layout
+    more: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.source} as {self.layout}{f' with {self.more[0][2:]}' if self.more else ''}"
+
+
+SOURCES = {
+    "p01": Source(fixture="p01"),
+    "p03": Source(fixture="p03"),
+    "p04": Source(fixture="p04"),
+    "p11": Source(fixture="p11"),
+    "p02": Source((*LLAMA,), fixture="p02"),
+    "p09": Source((*GATED_EXPERTS,), fixture="p09"),
+    "saved": Source(),
+    "lr_mult": Source(environment={"REMOVED_SETTING": "lr_mult"}),
+    "experts": Source((*GATED_EXPERTS,), layout=experts_over(1, 2, RANKS, 2)),
+    "decoupled": Source(saving=("--decoupled-lr", "5e-4")),
+}
+NEW_RATE = ("--override-opt_param-scheduler", "--lr", "5e-4")
+ROWS = [
+    Row("p01", PP4),
+    Row("p01", TP2),
+    Row("p03", Layout(1, 2, RANKS, virtual=True)),
+    Row("p03", PP2),
+    Row("p04", PP4),
+    Row("p04", TP2),
+    Row("p11", PP2),
+    Row("p02", WIDE),
+    Row("p09", experts_over(1, 2, RANKS, 2)),
+    Row("p09", experts_over(1, 2, RANKS, 4)),
+    Row("saved", PP4),
+    Row("saved", Layout(2, 4, RANKS)),
+    Row("saved", PP4, NEW_RATE),
+    Row("lr_mult", PP4),
+    Row("experts", experts_over(1, 2, RANKS, 2)),
+    Row("experts", experts_over(1, 4, RANKS, 2)),
+    Row("decoupled", PP4, ("--decoupled-lr", "5e-4")),
+    Row("decoupled", PP4, ("--decoupled-lr", "2e-4", *NEW_RATE)),
+]
+
+
+def turn_of(folder: Path, row: Row, *, stock: bool) -> Turn:
+    source = SOURCES[row.source]
+    load = fixture_named(source.fixture).run if source.fixture else folder / row.source / "checkpoints"
+    name = f"{row} by {'stock' if stock else 'policy'}"
+    sequence = SEQUENCE if source.model == (*GATED_EXPERTS,) and row.layout.tensor > 1 else ()
+    more = [*source.model, *sequence, *row.more]
+    return Turn(folder / name, row.layout, more=more, load=load, until=SAVED, stock=stock, environment=EXPLAIN)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("policy")
+    saves = [
+        Turn(
+            folder / name, one.layout, more=[*one.model, *one.saving], saves=True, until=SAVED,
+            environment=one.environment,
+        )
+        for name, one in SOURCES.items() if not one.fixture
+    ]  # fmt: skip
+    loads = [turn_of(folder, row, stock=stock) for stock in (False, True) for row in ROWS]
+    return run_in_turn(folder, [*saves, *loads], [RANK_SCRIPTS / "without_multiplier.py"])
+
+
+def truth_of(results: Results, row: Row) -> dict[str, torch.Tensor]:
+    source = SOURCES[row.source]
+    return dict(fixture_named(source.fixture).truth if source.fixture else assemble(results.job(row.source).at_save))
+
+
+def ends_in_that_state(results: Results, row: Row, name: str) -> bool:
+    if results[name].returncode != 0:
+        return False
+    return differing(truth_of(results, row), assemble(results.folder(name) / "dump" / "after_load")) == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_what_is_left_to_stock_stock_can_do(results: Results, row: Row) -> None:
+    output = results[f"{row} by policy"].output
+    assert results[f"{row} by policy"].returncode == 0, output[-3000:]
+    decided = [line for line in output.splitlines() if STOCK in line or PLUGIN in line]
+    assert len(decided) == 1, decided
+    assert ends_in_that_state(results, row, f"{row} by policy")
+    stock_can = ends_in_that_state(results, row, f"{row} by stock")
+    assert stock_can or PLUGIN in decided[0], decided[0]
+
+
+def test_both_decisions_are_among_them(results: Results) -> None:
+    outputs = [results[f"{row} by policy"].output for row in ROWS]
+    assert any(STOCK in output for output in outputs)
+    assert any(PLUGIN in output for output in outputs)
+
+
+LOADS = [("pp4", 1, 4), ("pp4", 2, 2), ("pp4", 4, 1), ("verl", 2, 2), ("verl", 1, 4), ("root", 2, 2), ("root", 1, 4)]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """The same of a loop on Megatron Core."""
+    found, script = Programs(tmp_path_factory.mktemp("loops")), RANK_SCRIPTS / "sixty_lines.py"
+    ways = {"pp4": ("together", 1, 4), "verl": ("verl", 2, 2), "root": ("root", 2, 2)}
+    for name, (way, tensor, pipeline) in ways.items():
+        found.add(name, script, tensor, pipeline, "none", found.place(name), way)
+    for stock in (False, True):
+        for name, tensor, pipeline in LOADS:
+            load = (script, tensor, pipeline, found.place(name), "none", ways[name][0])
+            found.add(f"{name} {tensor} {pipeline} {stock}", *load, stock=stock)
+    with pytest.MonkeyPatch.context() as patch:
+        for variable, value in EXPLAIN.items():
+            patch.setenv(variable, value)
+        found.run()
+    yield found
+
+
+@pytest.mark.parametrize(("name", "tensor", "pipeline"), LOADS)
+def test_what_is_left_to_stock_by_other_loops(programs: Programs, name: str, tensor: int, pipeline: int) -> None:
+    key = f"{name} {tensor} {pipeline}"
+    expected = assemble(programs.dump(name))
+    assert differing(expected, assemble(programs.dump(f"{key} False"))) == []
+    by_stock = programs.folder / "dumps" / f"{key} True"
+    stock_can = programs.ended[f"{key} True"] == {"done"} and differing(expected, assemble(by_stock)) == []
+    decided = programs.printed(f"{key} False", STOCK, PLUGIN)
+    assert len(decided) == 1, decided
+    assert stock_can or PLUGIN in decided[0], decided[0]

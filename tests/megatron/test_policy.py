@@ -1,0 +1,120 @@
+"""The checks of the load policy, each on the least facts that make it apply."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
+from mcore_ckpt_ext.megatron.policy import ALWAYS, CHECKS, NEVER, Check, LoadDecision, decide
+from mcore_ckpt_ext.online.homes.recognition import Chain
+
+IDENTITY = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
+
+
+def distributed(inner: Any = None, parameters: tuple[torch.Tensor, ...] = (), **config: Any) -> Chain:
+    inner = SimpleNamespace(param_groups=[dict(IDENTITY)]) if inner is None else inner
+    child = SimpleNamespace(
+        optimizer=inner, config=SimpleNamespace(**config), gbuf_ranges=[],
+        model_param_group_index_map=dict.fromkeys(parameters),
+    )  # fmt: skip
+    return Chain([child], [], [])
+
+
+def stated(**arguments: Any) -> JobArguments:
+    return JobArguments.of(arguments, tells_all=False)
+
+
+def whole(inner: Any) -> Chain:
+    return Chain([], [(SimpleNamespace(optimizer=inner), None)], [])
+
+
+WEIGHT = torch.nn.Parameter(torch.zeros(2, dtype=torch.float32))
+HALF = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+IN_PLACE = {"optimizer_format": "dp_reshardable"}
+FACTS: Mapping[str, dict[str, Any]] = {
+    "files": {"loop": Loop.LEGACY, "blockers": ["pipeline_model_parallel_size"]},
+    "optimizer of torch's FSDP": {"loop": Loop.TORCH_FSDP},
+    "optimizer arguments": {"switched": lambda: ["optimizer_cpu_offload"]},
+    "learning rates": {"written": stated(lr=1e-3), "running": stated(lr=5e-4)},
+    "bounds of single groups": {
+        "version": (0, 20),
+        "running": stated(override_opt_param_scheduler=True, lr=1e-3),
+        "chain": distributed(SimpleNamespace(param_groups=[{"max_lr": 5e-4}])),
+    },
+    "layer-wise files": {"loop": Loop.LEGACY, "has_own_files": lambda: False},
+    "distributed or not": {**IN_PLACE, "chain": whole(torch.optim.Adam([HALF]))},
+    "number of groups": {"chain": whole(torch.optim.Adam([HALF])), "has_as_many_groups": lambda: False},
+    "number of optimizers": {"optimizer_counts": (2, 1)},
+    "SGD": {"chain": whole(torch.optim.SGD([HALF], lr=1.0))},
+    "CPU offloading": {"chain": distributed(SimpleNamespace(sub_optimizers=[], param_groups=[]))},
+    "precision-aware, in place": {
+        **IN_PLACE, "version": (0, 16), "chain": distributed(use_precision_aware_optimizer=True)
+    },
+    "remainders as fp32": {
+        "optimizer_format": "fully_reshardable",
+        "chain": distributed(SimpleNamespace(store_param_remainders=True, param_groups=[]), bf16=True),
+    },
+    "torch's Adam": {"chain": distributed(torch.optim.AdamW([HALF]))},
+    "fp32 parameters, in place": {**IN_PLACE, "chain": distributed(parameters=(WEIGHT,))},
+    "layout": {**IN_PLACE, "is_moved": True},
+    "shifted parameters": {"loop": Loop.CORE, "is_shifted": lambda: True},
+    "group settings": {"version": (0, 16), "stored_groups": lambda: [{"wd_mult": 1.0}]},
+    "parameter groups": {"stored_groups": lambda: [{**IDENTITY, "wd_mult": 0.0}], "chain": distributed()},
+    "order in the buffers": {**IN_PLACE, "is_packed_otherwise": True},
+}  # fmt: skip
+
+
+def facts_of(name: str) -> LoadFacts:
+    return LoadFacts(**{"loop": Loop.MEGATRON, "version": (0, 19), **FACTS[name]})
+
+
+def test_every_check_has_its_facts() -> None:
+    assert [check.name for check in CHECKS] == list(FACTS)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_a_check_decides_by_itself(check: Check) -> None:
+    facts = facts_of(check.name)
+    decision = decide(facts)
+    assert (decision.reason, decision.is_stock) == (check.name, False)
+    assert check.name in str(decision)
+    assert check.source in str(decision)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.name)
+def test_a_check_concerns_its_loops_and_versions_alone(check: Check) -> None:
+    facts = facts_of(check.name)
+    others = [loop for loop in Loop if loop not in check.loops]
+    assert not any(check.concerns(replace(facts, loop=loop)) for loop in others)
+    if check.since != ALWAYS:
+        assert not check.concerns(replace(facts, version=(check.since[0], check.since[1] - 1)))
+    if check.until != NEVER:
+        assert not check.concerns(replace(facts, version=check.until))
+
+
+def test_nothing_that_speaks_against_stock() -> None:
+    """What has been read shows up in the text, so that a user sees what has been ruled out."""
+    decision = decide(LoadFacts(Loop.CORE, (0, 19), "dp_reshardable", chain=distributed()))
+    assert decision.is_stock
+    assert str(decision).startswith("stock Megatron loads the optimizer (dp_reshardable) in a loop on Megatron Core")
+    assert "shifted parameters" in str(decision)
+
+
+def test_the_first_check_that_applies_decides() -> None:
+    facts = replace(facts_of("layout"), switched=lambda: ["optimizer"])
+    assert decide(facts).reason == "optimizer arguments"
+
+
+def test_ranks_can_exchange_a_decision() -> None:
+    decision = decide(facts_of("layout"))
+    assert pickle.loads(pickle.dumps(decision)) == decision == LoadDecision(
+        Loop.MEGATRON, "dp_reshardable", is_moved=True, reason="layout"
+    )  # fmt: skip
