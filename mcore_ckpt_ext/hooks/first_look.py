@@ -55,13 +55,16 @@ class Look:
         folder: the iteration folder.
         decision: whether Megatron itself loads the optimizer, correctly.
         is_fed: the weights must be fed to it (see `legacy_feed`).
-        lacks_random_states: stock Megatron requests random states that are not stored.
     """
 
     folder: Path
     decision: LoadDecision
     is_fed: bool = False
-    lacks_random_states: bool = False
+
+    @property
+    def lacks_random_states(self) -> bool:
+        """Whether stock Megatron requests random states that are not stored."""
+        return self.decision.omits_random_states
 
     @property
     def stock_loads(self) -> bool:
@@ -108,13 +111,11 @@ def with_order_compared(
     """A decision for stock, reconsidered where arrays do not show names and the sidecar shows others; collective."""
     if not decision.is_stock or shows_names(decision.optimizer_format):
         return decision
-    is_packed_otherwise = packs_otherwise(folder, chunks, optimizer)
-    return decide(
-        LoadFacts(
-            decision.loop, megatron_version(), decision.optimizer_format, decision.is_moved,
-            is_packed_otherwise=is_packed_otherwise,
-        )
+    facts = LoadFacts(
+        decision.loop, megatron_version(), decision.optimizer_format, decision.is_moved,
+        is_packed_otherwise=packs_otherwise(folder, chunks, optimizer),
     )  # fmt: skip
+    return replace(decide(facts), omits_random_states=decision.omits_random_states)
 
 
 def explain(decision: LoadDecision, folder: Path) -> None:
@@ -174,7 +175,8 @@ def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) 
         switched=lambda: _switched(folder, written, call, arguments),
         has_own_files=lambda: _has_own_files(folder, chain, arguments),
     )
-    return Look(folder, decide(facts), is_fed=True, lacks_random_states=are_too_few(written, running))
+    decision = replace(decide(facts), omits_random_states=are_too_few(written, running))
+    return Look(folder, decision, is_fed=True)
 
 
 def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
@@ -215,7 +217,7 @@ def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], direc
     if not chain.whole and facts.optimizer_format not in FORMATS and decision.reason not in OF_ARGUMENTS:
         return None
     lacking = are_too_few(written, running) or lacks_random_states(folder, arguments, written)
-    return Look(folder, decision, lacks_random_states=lacking)
+    return Look(folder, replace(decision, omits_random_states=lacking))
 
 
 def stored_groups(folder: Path) -> Sequence[Mapping[str, Any]]:

@@ -29,6 +29,7 @@ from mcore_ckpt_ext.online.homes.recognition import (
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 
+WITHOUT_RANDOM_STATES = "without the random states, some of which it would not find"
 ALWAYS: Version = (0, 0)
 NEVER: Version = (1 << 16, 0)
 _OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
@@ -74,12 +75,15 @@ class LoadDecision:
         optimizer_format: names of the stored optimizer encodings.
         is_moved: the parallel layout is another one.
         reason: the name of the check that keeps stock Megatron from loading; None where stock Megatron loads.
+        omits_random_states: whoever loads, the random states start anew, because the checkpoint lacks some of those
+            that stock Megatron would request.
     """
 
     loop: Loop
     optimizer_format: str | None = None
     is_moved: bool = False
     reason: str | None = None
+    omits_random_states: bool = False
 
     @property
     def is_stock(self) -> bool:
@@ -95,7 +99,8 @@ class LoadDecision:
         what = f"the optimizer ({self.optimizer_format or 'format not needed'}) in {self.loop.value}"
         if self.check is None:
             names = ", ".join(check.name for check in CHECKS if self.loop in check.loops)
-            return f"stock Megatron loads {what}; none of these applies: {names}"
+            omitted = f" {WITHOUT_RANDOM_STATES}" if self.omits_random_states else ""
+            return f"stock Megatron loads {what}{omitted}; none of these applies: {names}"
         return (
             f"this package fills {what} because of: {self.check.name}. Stock Megatron would not do it: "
             f"{self.check.consequence} ({self.check.source})"

@@ -13,7 +13,7 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
-from mcore_ckpt_ext.megatron.policy import ALWAYS, CHECKS, NEVER, Check, LoadDecision, decide
+from mcore_ckpt_ext.megatron.policy import ALWAYS, CHECKS, NEVER, WITHOUT_RANDOM_STATES, Check, LoadDecision, decide
 from mcore_ckpt_ext.online.homes.recognition import Chain
 
 IDENTITY = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
@@ -118,3 +118,8 @@ def test_ranks_can_exchange_a_decision() -> None:
     assert pickle.loads(pickle.dumps(decision)) == decision == LoadDecision(
         Loop.MEGATRON, "dp_reshardable", is_moved=True, reason="layout"
     )  # fmt: skip
+
+
+def test_a_decision_names_the_random_states_that_are_left_out() -> None:
+    decision = replace(decide(LoadFacts(Loop.MEGATRON, (0, 19), "dp_reshardable")), omits_random_states=True)
+    assert WITHOUT_RANDOM_STATES in str(decision)
