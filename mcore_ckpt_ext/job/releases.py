@@ -113,6 +113,16 @@ MATCHES_GROUPS_BY_SETTINGS = Capability(
     "megatron/core/optimizer/distrib_optimizer.py, `make_needed_groups`",
     since=Version(0, 14),
 )
+MATCHES_GROUPS_BY_BOUNDS = Capability(
+    "matches the parameter groups of a checkpoint by the bounds of their learning rates, too",
+    "megatron/core/optimizer/optimizer.py, `param_group_identifier_keys`",
+    since=Version(0, 19),
+)
+OVERRIDES_BOUNDS_OF_GROUPS = Capability(
+    "gives every parameter group the arguments' bounds under --override-opt_param-scheduler",
+    "megatron/training/checkpointing.py, `load_checkpoint`, the head of August 2026",
+    since=Version(0, 20),
+)
 CLOSES_BUCKETS_AT_ALIGNED_ENDS = Capability(
     "starts a parameter of the shared embedding at the padded end of the bucket before it",
     "megatron/core/distributed/param_and_grad_buffer.py, commit afb755f5",

@@ -12,7 +12,14 @@ from dataclasses import dataclass
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop, Version
+from mcore_ckpt_ext.job.releases import (
+    MATCHES_GROUPS_BY_BOUNDS,
+    MATCHES_GROUPS_BY_SETTINGS,
+    OVERRIDES_BOUNDS_OF_GROUPS,
+    TAKES_STEPS_OF_PRECISION_AWARE,
+    Capability,
+)
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.param_group_compat import (
     has_other_rates,
     lacks_identity,
@@ -30,8 +37,6 @@ from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
 
 WITHOUT_RANDOM_STATES = "without the random states, some of which it would not find"
-ALWAYS: Version = (0, 0)
-NEVER: Version = (1 << 16, 0)
 _OPTIMIZER = "megatron/core/optimizer/distrib_optimizer.py"
 _CHECKPOINTING = "megatron/training/checkpointing.py"
 _DCP = (Loop.MEGATRON, Loop.CORE)
@@ -49,8 +54,8 @@ class Check:
         source: where the framework does so, with the versions that were read.
         applies: whether it does so in a load with these facts.
         loops: whose loads it concerns.
-        since: the first version of megatron-core that it concerns.
-        until: the first version that it no longer concerns.
+        does: it concerns the releases that do this alone; None for all.
+        does_not: it concerns the releases that do not do this; None for all.
     """
 
     name: str
@@ -58,12 +63,14 @@ class Check:
     source: str
     applies: Callable[[LoadFacts], bool]
     loops: tuple[Loop, ...] = _DCP
-    since: Version = ALWAYS
-    until: Version = NEVER
+    does: Capability | None = None
+    does_not: Capability | None = None
 
     def concerns(self, facts: LoadFacts) -> bool:
         """Whether it is about such a load at all, and applies to it."""
-        return facts.loop in self.loops and self.since <= facts.version < self.until and self.applies(facts)
+        is_of_release = self.does is None or self.does.is_of(facts.version)
+        is_over = self.does_not is not None and self.does_not.is_of(facts.version)
+        return facts.loop in self.loops and is_of_release and not is_over and self.applies(facts)
 
 
 @dataclass(frozen=True)
@@ -184,7 +191,7 @@ CHECKS: tuple[Check, ...] = (
         "param_group_identifier_keys, megatron/core/optimizer/optimizer.py, 0.19.0 to 0.19.2",
         lambda facts: has_other_rates(facts.written, facts.running),
         loops=_MEGATRON,
-        since=(0, 19),
+        does=MATCHES_GROUPS_BY_BOUNDS,
     ),
     Check(
         "bounds of single groups",
@@ -192,7 +199,7 @@ CHECKS: tuple[Check, ...] = (
         f"load_checkpoint, {_CHECKPOINTING}, development head of August 2026",
         lambda facts: overrides_own_bounds(facts.running, facts.chain),
         loops=_MEGATRON,
-        since=(0, 20),
+        does=OVERRIDES_BOUNDS_OF_GROUPS,
     ),
     Check(
         "layer-wise files",
@@ -236,7 +243,7 @@ CHECKS: tuple[Check, ...] = (
         "it takes a flag for a tensor",
         f"_set_main_param_and_optimizer_states, {_OPTIMIZER}, up to 0.16.1",
         lambda facts: _is_in_place(facts) and _any(is_precision_aware, facts),
-        until=(0, 17),
+        does_not=TAKES_STEPS_OF_PRECISION_AWARE,
     ),
     Check(
         "remainders as fp32",
@@ -274,15 +281,15 @@ CHECKS: tuple[Check, ...] = (
         "it ends where a stored parameter group lacks a setting that tells groups apart",
         f"_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py, and {_OPTIMIZER}, 0.14.0 to 0.18.2",
         lambda facts: lacks_identity(facts.stored_groups()),
-        since=(0, 14),
-        until=(0, 19),
+        does=MATCHES_GROUPS_BY_SETTINGS,
+        does_not=MATCHES_GROUPS_BY_BOUNDS,
     ),
     Check(
         "parameter groups",
         "it does not find a live parameter group among the stored ones, and ends",
         "_filter_and_reorder_param_groups, megatron/core/optimizer/optimizer.py, 0.19.0 to 0.19.2",
         lambda facts: lacks_live_group(facts.stored_groups(), facts.chain),
-        since=(0, 19),
+        does=MATCHES_GROUPS_BY_BOUNDS,
     ),
     Check(
         "order in the buffers",

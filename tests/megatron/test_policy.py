@@ -13,7 +13,7 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
-from mcore_ckpt_ext.megatron.policy import ALWAYS, CHECKS, NEVER, WITHOUT_RANDOM_STATES, Check, LoadDecision, decide
+from mcore_ckpt_ext.megatron.policy import CHECKS, WITHOUT_RANDOM_STATES, Check, LoadDecision, decide
 from mcore_ckpt_ext.online.homes.recognition import Chain
 
 IDENTITY = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
@@ -94,10 +94,12 @@ def test_a_check_concerns_its_loops_and_versions_alone(check: Check) -> None:
     facts = facts_of(check.name)
     others = [loop for loop in Loop if loop not in check.loops]
     assert not any(check.concerns(replace(facts, loop=loop)) for loop in others)
-    if check.since != ALWAYS:
-        assert not check.concerns(replace(facts, version=(check.since[0], check.since[1] - 1)))
-    if check.until != NEVER:
-        assert not check.concerns(replace(facts, version=check.until))
+    if check.does is not None:
+        assert check.does.since is not None
+        assert not check.concerns(replace(facts, version=(0, check.does.since.minor - 1)))
+    if check.does_not is not None:
+        assert check.does_not.since is not None
+        assert not check.concerns(replace(facts, version=check.does_not.since))
 
 
 def test_nothing_that_speaks_against_stock() -> None:
