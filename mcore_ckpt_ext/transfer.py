@@ -84,6 +84,7 @@ class Transfer:
         self._reader = reader
         self._workers = workers or _threads()
         self._payloads = Payloads(reader, checksums)
+        self._checksums = checksums
         self._scratch = threading.local()
         self._stages = Stages()
 
@@ -109,6 +110,15 @@ class Transfer:
         with ThreadPoolExecutor(self._workers, thread_name_prefix="mcore_ckpt_ext") as pool:
             for done in [pool.submit(self._copy_all, copies, destinations, look) for copies in by_file]:
                 done.result()
+
+    def compare_checksums(self, plan: Plan, destinations: Sequence[torch.Tensor]) -> None:
+        """Have the checksums of what a plan has just read compared, if this transfer compares any.
+
+        Raises:
+            UnreadableCheckpointError: one differs.
+        """
+        if self._checksums is not None:
+            self._checksums.of_plan(plan, destinations, self.locate)
 
     def blocks(self, copy: Copy, block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
         """Read the elements of one copy block by block, packed, each at most `block_bytes` large."""
@@ -373,6 +383,7 @@ def read_wanted(
     plan = make_plan([wanted], source, accept_lost)
     result = allocate(wanted.slice.numel, getattr(torch, wanted.tensors[names[0]].dtype))
     transfer.execute(plan, [result])
+    transfer.compare_checksums(plan, [result])
     return result
 
 

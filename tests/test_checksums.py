@@ -8,6 +8,7 @@ import sys
 import zlib
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -15,13 +16,18 @@ from hypothesis import strategies as st
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.offline import verification
 from mcore_ckpt_ext.planning.extents import ArchivedTensor
-from mcore_ckpt_ext.storage.checksums import Checksums
+from mcore_ckpt_ext.planning.overlap import Runs
+from mcore_ckpt_ext.planning.plan import Copy, Plan
+from mcore_ckpt_ext.storage.checksums import Checksums, Confirmed, Place
 from mcore_ckpt_ext.storage.crc32 import appended, checksum, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.payload import Payload
 from mcore_ckpt_ext.storage.payloads import Payloads
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 from mcore_ckpt_ext.targets import Legacy, TorchDist
+from mcore_ckpt_ext.transfer import Transfer
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip
 
@@ -74,9 +80,13 @@ class Stored:
         self.data = tensor.numpy().tobytes()
         self.extent = ArchivedTensor("file", 6, len(archive.getvalue()), "float32", (NUMEL,))
 
-    def looked_at(self) -> tuple[Checksums, Payload]:
+    @property
+    def place(self) -> Place:
+        return self.extent.file, self.extent.offset, self.extent.length
+
+    def looked_at(self, kind: type[Checksums] = Checksums) -> tuple[Checksums, Payload]:
         reader = FolderReader(self.path.parent)
-        checksums = Checksums(reader)
+        checksums = kind(reader)
         return checksums, Payloads(reader, checksums).locate(self.extent)
 
     def damage(self) -> None:
@@ -135,6 +145,60 @@ def test_what_is_small_is_compared_at_once(stored: Stored, monkeypatch: pytest.M
     monkeypatch.setattr(Checksums, "WORTH", 1 << 20)
     with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
         stored.looked_at()
+
+
+def test_an_archive_is_right_when_its_last_piece_has_passed(stored: Stored) -> None:
+    checksums, payload = stored.looked_at(Confirmed)
+    passing(checksums, payload, stored.data, [0, 3000])
+    assert checksums.right == set()
+    passing(checksums, payload, stored.data, [3000, len(stored.data)])
+    assert checksums.right == {stored.place}
+
+
+def test_a_small_archive_is_right_at_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checksums, "WORTH", 1 << 20)
+    assert stored.looked_at(Confirmed)[0].right == {stored.place}
+
+
+@pytest.mark.parametrize("worth", [1024, 1 << 20])
+def test_damage_is_not_right_and_refuses_nothing(worth: int, stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads for another purpose goes on; whoever asks for checksums looks again."""
+    monkeypatch.setattr(Checksums, "WORTH", worth)
+    stored.damage()
+    reader = FolderReader(stored.path.parent)
+    checksums = Confirmed(reader)
+    payloads = Payloads(reader, checksums)
+    plan = Plan(
+        [], [Copy(stored.extent, 0, Runs(*(numpy.array([number]) for number in (0, 0, NUMEL, 1, NUMEL, NUMEL))))]
+    )
+    found = torch.empty(NUMEL)
+    Transfer(reader).execute(plan, [found])
+    assert checksums.of_plan(plan, [found], payloads.locate) == []
+    assert checksums.right == set()
+
+
+def test_a_damaged_record_beside_the_elements_is_not_right(stored: Stored) -> None:
+    """The elements pass, and are right; the archive is not, for another of its records is damaged."""
+    archive = TorchArchive(FolderReader(stored.path.parent), *stored.place)
+    (name,) = (name for name in archive.names if name.endswith("serialization_id"))
+    flip(stored.path, archive.place_of(name)[0])
+    checksums, payload = stored.looked_at(Confirmed)
+    passing(checksums, payload, stored.data, [0, 3000, len(stored.data)])
+    assert checksums.right == set()
+
+
+def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
+    folder = mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", TorchDist()).destination
+    checkpoint = mcore_ckpt_ext.open_checkpoint(folder)
+    run = verification._Run(checkpoint.folder, False, 1, lambda done, total: None, lambda: checkpoint)
+    compared: list[str] = []
+    monkeypatch.setattr(
+        verification, "check_archives", lambda of, archives, *_: compared.extend(file for file, *_ in archives) or []
+    )
+    run.verify()
+    assert [finding for finding in run.findings if finding.severity == "error"] == []
+    assert len(compared) < 0.5 * len(list(checkpoint.archives()))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from mcore_ckpt_ext.offline.reading import Remembering, Rooms, blocks
 from mcore_ckpt_ext.optimizers.copies import bits_of
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
+from mcore_ckpt_ext.storage.checksums import Checksums
 from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 
@@ -54,12 +55,13 @@ class ContentCheck:
     Args:
         checkpoint: its packing, where it needs one, has been recovered.
         unreadable: files that are known to be missing or cut; what they hold is left out.
+        checksums: compared on the way.
     """
 
-    def __init__(self, checkpoint: Checkpoint, state: bool, unreadable: set[str]) -> None:
+    def __init__(self, checkpoint: Checkpoint, state: bool, unreadable: set[str], checksums: Checksums) -> None:
         self._checkpoint = checkpoint
         # The blocks are shared between threads by whoever calls.
-        self._transfer = Transfer(checkpoint.reader, workers=1)
+        self._transfer = Transfer(checkpoint.reader, workers=1, checksums=checksums)
         self._sources = {WEIGHT: Remembering(checkpoint.weights)}
         self._rooms = Rooms()
         self._unreadable = unreadable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -56,6 +56,7 @@ from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata
 from mcore_ckpt_ext.planning.extents import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.checksums import Confirmed, Place
 from mcore_ckpt_ext.storage.file_digests import compare_digests
 from mcore_ckpt_ext.storage.paths import as_path
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
@@ -159,12 +160,28 @@ class _Run:
             self._check_arrays(checkpoint)
             return
         self._counter = ByteCounter(self._bytes_to_read(checkpoint, failed), self._progress)
-        self._check_bytes(checkpoint, failed)
-        if is_alone:  # all that could be said of its state hangs on the weights
-            self._counter.finish()
-            return
-        state = self._check_state(checkpoint, failed)
-        self._check_content(checkpoint, state, failed)
+        confirmed = Confirmed(checkpoint.reader)
+        # What the bytes show comes first, and is read last: most checksums are compared when the content is looked at.
+        before = self.findings, self.checks
+        self.findings, self.checks = [], []
+        try:
+            if not is_alone:  # else all that could be said of its state hangs on the weights
+                self._check_content(checkpoint, self._check_state(checkpoint, failed), failed, confirmed)
+        except Exception:
+            self._check_bytes_before(*before, checkpoint, failed, confirmed)
+            raise
+        self._check_bytes_before(*before, checkpoint, failed, confirmed)
+        self._counter.finish()
+
+    def _check_bytes_before(
+        self, findings: list[Finding], checks: list[Check], checkpoint: Checkpoint, failed: set[str], known: Confirmed
+    ) -> None:
+        """Check the bytes; what that shows follows what was found before, and stands before what was found since."""
+        since = self.findings, self.checks
+        self.findings, self.checks = findings, checks
+        self._check_bytes(checkpoint, failed, known.right)
+        self.findings += since[0]
+        self.checks += since[1]
 
     def _check_file_digests(self) -> bool:
         """Compare the small files with their digests, where there are some; returns whether the rest can be read."""
@@ -224,14 +241,17 @@ class _Run:
                 self.findings.extend(check_state(checkpoint))
                 self.checks.append(Check(COVERED, f"optimizer state of {len(optimizer.names()):,} parameters"))
 
-    def _check_bytes(self, checkpoint: Checkpoint, failed: set[str]) -> None:
+    def _check_bytes(self, checkpoint: Checkpoint, failed: set[str], right: Collection[Place]) -> None:
+        """Compare the checksums of all bytes but those of places that are known to be right."""
         manifest = manifest_bytes(self.folder)
         if manifest:
             self.findings.extend(check_manifest(self.folder, self._workers, self._counter.add))
             self.checks.append(Check(MANIFEST, f"SHA-256 of {manifest:,} bytes"))
         archives, arrays = _with_checksums(checkpoint, failed)
-        self.findings.extend(check_archives(checkpoint, archives, self._workers, self._counter.add))
-        self.findings.extend(check_bare_arrays(checkpoint, arrays, self._workers, self._counter.add))
+        left = [archive for archive in archives if archive not in right]
+        self.findings.extend(check_archives(checkpoint, left, self._workers, self._counter.add))
+        left_bare = [array for array in arrays if (array.file, array.offset, array.length) not in right]
+        self.findings.extend(check_bare_arrays(checkpoint, left_bare, self._workers, self._counter.add))
         if guarded := _bytes_of(archives, arrays):
             self.checks.append(Check(CHECKSUMS, f"CRC-32 of {guarded:,} bytes"))
         if not manifest and _has_bare_numbers(checkpoint):
@@ -285,8 +305,8 @@ class _Run:
         what = "it holds no optimizer state that this package reads: only its weights were looked at"
         self.findings.append(warning(COVERED, str(self.folder), what))
 
-    def _check_content(self, checkpoint: Checkpoint, state: bool, failed: set[str]) -> None:
-        content = ContentCheck(checkpoint, state, failed)
+    def _check_content(self, checkpoint: Checkpoint, state: bool, failed: set[str], confirmed: Confirmed) -> None:
+        content = ContentCheck(checkpoint, state, failed, confirmed)
 
         def check(name: str) -> ParameterReport:
             try:
@@ -300,7 +320,6 @@ class _Run:
         with threads(self._workers) as pool:
             reports = list(pool.map(check, names))
         self.findings.extend(finding for report in reports for finding in report.findings)
-        self._counter.finish()
         proven, joined = (sum(getattr(report, field) for report in reports) for field in ("proven", "joined"))
         if proven or not joined:
             how = "" if checkpoint.proof is BY_ROUNDING else f", {checkpoint.proof.words}"

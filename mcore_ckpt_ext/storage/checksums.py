@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -19,6 +20,9 @@ from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.payload import Payload
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
+Place = tuple[str, int, int]
+"""Of an archive, or of bare elements: the file, the first byte there, and the length."""
+
 
 def is_plain(copy: Copy, payload: Payload) -> bool:
     """Whether the elements are stored as they are counted."""
@@ -27,13 +31,17 @@ def is_plain(copy: Copy, payload: Payload) -> bool:
 
 @dataclass
 class _Record:
-    """A stored record whose pieces pass by: what reads it for its checksum, its size and CRC-32, the pieces so far."""
+    """A stored record whose pieces pass by: what reads it for its checksum, its size and CRC-32, the pieces so far.
+
+    `place`: of what is right from end to end when this record is.
+    """
 
     verify: Callable[[], None]
     size: int
     expected: int
     before: int
     left: int
+    place: Place | None
     pieces: dict[int, tuple[int, int]] = field(default_factory=dict)
 
     def is_right(self) -> bool:
@@ -50,7 +58,8 @@ class Checksums:
     """Compares the checksums of all records that are looked into; safe to use from several threads.
 
     Small records are read for it at once. A large one waits until all of its pieces have passed; what is left in the
-    end, `rest`, is to be checked.
+    end, `rest`, is to be checked. `right` are the archives and arrays of which every checksum was
+    compared, and is right.
     """
 
     WORTH = 1 << 16
@@ -58,6 +67,7 @@ class Checksums:
 
     def __init__(self, reader: FolderReader) -> None:
         self._reader = reader
+        self.right: set[Place] = set()
         self._waiting: dict[tuple[str, int], _Record] = {}
         self._lock = threading.Lock()
 
@@ -67,13 +77,19 @@ class Checksums:
         Raises:
             UnreadableCheckpointError: the checksum of a small one differs.
         """
+        place = archive.place if set(names) == set(archive.names) else None
+        waiting: list[_Record] = []
         for name in names:
             begin, size, expected = archive.place_of(name)
             if size >= self.WORTH and begin <= payload.offset < begin + size:
                 verify = partial(_verify_record, self._reader, archive.place, name)
-                self._wait_for(payload, _Record(verify, size, expected, payload.offset - begin, size))
+                waiting.append(_Record(verify, size, expected, payload.offset - begin, size, place))
             else:
                 archive.verify_checksums(only=name)
+        for record in waiting:  # last, because the archive is right when it is
+            self._wait_for(payload, record)
+        if not waiting:
+            self._note_right(place)
 
     def look_at_array(self, payload: Payload, array: RawArray) -> None:
         """Take notice of bare elements, which are the payload, if their checksum is known.
@@ -81,11 +97,18 @@ class Checksums:
         Raises:
             UnreadableCheckpointError: the checksum of a small one differs.
         """
+        place = array.file, array.offset, array.length
         if array.crc is not None and array.length >= self.WORTH:
             verify = partial(verify_array, self._reader, array)
-            self._wait_for(payload, _Record(verify, array.length, array.crc, 0, array.length))
+            self._wait_for(payload, _Record(verify, array.length, array.crc, 0, array.length, place))
         else:
             verify_array(self._reader, array)
+            self._note_right(place if array.crc is not None else None)
+
+    def _note_right(self, place: Place | None) -> None:
+        if place is not None:
+            with self._lock:
+                self.right.add(place)
 
     def _wait_for(self, payload: Payload, record: _Record) -> None:
         with self._lock:
@@ -107,7 +130,9 @@ class Checksums:
             if record.left:
                 return crc
             del self._waiting[payload.file, payload.offset]
-        if not record.is_right():
+        if record.is_right():
+            self._note_right(record.place)
+        else:
             record.verify()  # which says where it is; or pieces overlapped
         return crc
 
@@ -144,6 +169,31 @@ class Checksums:
         """What reads each of the records of which not all pieces have passed for its checksum, and raises likewise."""
         with self._lock:
             return [record.verify for record in self._waiting.values()]
+
+
+class Confirmed(Checksums):
+    """Finds out what is right while it is read for another purpose, and refuses nothing.
+
+    What is not in `right` is to be checked by whoever asks, and may be damaged, or read in pieces that are too small.
+    """
+
+    def look(self, payload: Payload, archive: TorchArchive, names: Sequence[str]) -> None:
+        """Take notice of records of an archive."""
+        with suppress(UnreadableCheckpointError):
+            super().look(payload, archive, names)
+
+    def look_at_array(self, payload: Payload, array: RawArray) -> None:
+        """Take notice of bare elements."""
+        with suppress(UnreadableCheckpointError):
+            super().look_at_array(payload, array)
+
+    def of_plan(
+        self, plan: Plan, destinations: Sequence[torch.Tensor], locate: Callable[[Extent], Payload]
+    ) -> list[tuple[int, Piece]]:
+        """Take what a plan has just read as passed."""
+        with suppress(UnreadableCheckpointError):
+            return super().of_plan(plan, destinations, locate)
+        return []
 
 
 def verify_array(reader: FolderReader, array: RawArray) -> None:
