@@ -55,10 +55,12 @@ class ContentCheck:
     Args:
         checkpoint: its packing, where it needs one, has been recovered.
         unreadable: files that are known to be missing or cut; what they hold is left out.
-        checksums: compared on the way.
+        checksums: compared on the way, if any.
     """
 
-    def __init__(self, checkpoint: Checkpoint, state: bool, unreadable: set[str], checksums: Checksums) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, state: bool, unreadable: set[str], checksums: Checksums | None = None
+    ) -> None:
         self._checkpoint = checkpoint
         # The blocks are shared between threads by whoever calls.
         self._transfer = Transfer(checkpoint.reader, workers=1, checksums=checksums)
