@@ -35,7 +35,7 @@ class Setting(Generic[Value]):
         self.meaning = meaning
         self.default = default
         self.argument = argument
-        self._parse = parse
+        self.parse = parse
 
     @property
     def flag(self) -> str:
@@ -66,7 +66,7 @@ class Setting(Generic[Value]):
         if self.text is None:
             return self.default, True
         try:
-            return self._parse(self.text), True
+            return self.parse(self.text), True
         except (LookupError, ValueError):
             return self.default, False
 
@@ -78,6 +78,10 @@ def _whole(text: str) -> int:
     if (number := int(text)) < 0:
         raise ValueError
     return number
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(sorted({name.strip() for name in text.split(",") if name.strip()}))
 
 
 def _seconds(text: str) -> float:
@@ -144,6 +148,13 @@ FROM_HF = Setting(
     _off_or_on,
     argument="ckpt_ext_from_hf",
 )
+ACCEPT_KEYS = Setting(
+    "MCORE_CKPT_EXT_ACCEPT_KEYS",
+    "keys of a Hugging Face folder's config.json, separated by commas, that are accepted as without effect",
+    (),
+    _names,
+    argument="ckpt_ext_accept_keys",
+)
 EXPORT_HF = Setting(
     "MCORE_CKPT_EXT_EXPORT_HF",
     "a Hugging Face folder of every checkpoint whose iteration is a multiple of this number",
@@ -171,6 +182,7 @@ SETTINGS = (
     LOAD,
     READ_ONCE,
     FROM_HF,
+    ACCEPT_KEYS,
     EXPORT_HF,
     EXPLAIN,
     WRITER_PATIENCE,

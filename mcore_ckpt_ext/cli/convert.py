@@ -81,6 +81,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("destination", metavar="DST", help="the folder to make")
     parser.add_argument("--to", choices=TARGETS, help="the format to write; leave it out to see what each is for")
     parser.add_argument("--family", metavar="NAME", help="the model's family, if not recognised; or path.py:Name")
+    parser.add_argument(
+        "--accept-key", action="append", default=[], metavar="NAME",
+        help="a key of a Hugging Face folder's config.json that has no effect on what the model computes; repeat it",
+    )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
     parser.add_argument("--force", action="store_true", help="replace DST")
@@ -165,6 +169,7 @@ def _converted(arguments: argparse.Namespace, target: Target, team: Team) -> Rep
         arguments.destination,
         target,
         family=arguments.family,
+        accept_keys=arguments.accept_key,
         workers=arguments.workers,
         memory_limit=arguments.memory_limit,
         force=arguments.force,

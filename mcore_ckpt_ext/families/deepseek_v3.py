@@ -54,7 +54,7 @@ class WithMtp(Family):
     @override
     def without_place(self, names: Collection[str], arguments: ModelArguments, config: Config) -> set[str]:
         """Also those layers, where they are not to be read."""
-        said = self.arguments(config).mtp_num_layers or 0
+        said = self.mapped_arguments(config).mtp_num_layers or 0
         following = range(arguments.num_layers + (arguments.mtp_num_layers or 0), arguments.num_layers + said)
         return super().without_place(names, arguments, config) | {
             name for name in names if (match := _LAYER.match(name)) and int(match[1]) in following

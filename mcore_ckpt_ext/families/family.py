@@ -20,12 +20,13 @@ from mcore_ckpt_ext.families.arguments import (
     parameter_shape,
     spec_name,
 )
-from mcore_ckpt_ext.families.config_keys import OF_THE_FILE, WITHOUT_EFFECT
+from mcore_ckpt_ext.families.config_keys import ABOUT_OTHER_FILES, OF_THE_FILE, WITHOUT_EFFECT, NeutralKeys, neutral_keys
 from mcore_ckpt_ext.families.forward_pass import SIZES, unexpressed
 from mcore_ckpt_ext.families.rows import WHOLE, Rows
 from mcore_ckpt_ext.families.settings import Config, Setting
 from mcore_ckpt_ext.families.values import check_plain
 from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.settings import ACCEPT_KEYS
 
 _SHOWN, _MOST_SHOWN = 40, 6
 
@@ -158,13 +159,25 @@ class Family:
             found |= setting.config(arguments)
         return found
 
-    def arguments(self, config: Config) -> ModelArguments:
+    def arguments(self, config: Config, neutral: NeutralKeys | None = None) -> ModelArguments:
         """A job's arguments for a `config.json`.
+
+        Args:
+            config: of the model, or of its text.
+            neutral: the keys without effect; by default those for the `model_type` of `config`.
 
         Raises:
             UnsupportedCheckpointError: a key is missing, is not known, or says what Megatron cannot do.
         """
-        self._check_keys(config)
+        self._check_keys(config, neutral or neutral_keys(config, str(config.get("model_type"))))
+        return self.mapped_arguments(config)
+
+    def mapped_arguments(self, config: Config) -> ModelArguments:
+        """A job's arguments for a `config.json`, whatever other keys it has.
+
+        Raises:
+            UnsupportedCheckpointError: a key is missing, or says what Megatron cannot do.
+        """
         config = {**self.defaults, **config}
         found: dict[str, Any] = {}
         try:
@@ -183,17 +196,47 @@ class Family:
                 "config.json lacks a key, or one has a value that it cannot have", found=str(error), where="config.json"
             ) from error
 
-    def _check_keys(self, config: Config) -> None:
-        explained = {key for setting in self.settings for key in setting.keys}
-        known = explained.union(WITHOUT_EFFECT, self.without_effect)
+    @property
+    def mapped_keys(self) -> frozenset[str]:
+        """The keys of `config.json` that its settings explain, and those without effect in all its models."""
+        explained = (key for setting in self.settings for key in setting.keys)
+        return WITHOUT_EFFECT.union(explained, self.without_effect)
+
+    def _check_keys(self, config: Config, neutral: NeutralKeys) -> None:
+        known = self.mapped_keys | neutral.names
         # A key without a value asks for nothing.
-        if strange := sorted(key for key, value in config.items() if key not in known and value is not None):
-            shown = ", ".join(f"{key}: {shortened(repr(config[key]), _SHOWN)}" for key in strange[:_MOST_SHOWN])
-            raise UnsupportedCheckpointError(
-                f"config.json has keys that are not known of {self.name}, and that may change what the model computes",
-                found=shown, where="config.json",
-                helps="remove those that do not; to map the others: mcore-ckpt convert --family path.py:Name",
-            )  # fmt: skip
+        strange = sorted(key for key, value in config.items() if key not in known and value is not None)
+        if not strange:
+            return
+        shown = ", ".join(f"{key}: {shortened(repr(config[key]), _SHOWN)}" for key in strange[:_MOST_SHOWN])
+        more = f", and {len(strange) - _MOST_SHOWN} more" if len(strange) > _MOST_SHOWN else ""
+        accept = " ".join(f"--accept-key {key}" for key in strange[:_MOST_SHOWN])
+        raise UnsupportedCheckpointError(
+            f"config.json has keys that are not known of {self.name}, and that may change what the model computes",
+            found=shown + more + (f" ({neutral.strict})" if neutral.strict else ""), where="config.json",
+            helps=f"if they do not: {accept} (a job: {ACCEPT_KEYS.flag}); to map them: mcore-ckpt convert --family "
+            "path.py:Name",
+        )  # fmt: skip
+
+    def updated_config(self, published: Config, arguments: ModelArguments) -> dict[str, Any] | None:
+        """A published `config.json` with the keys changed that a job changed, and all others as they are.
+
+        MTP layers that the job does not have are no change: released folders, too, count some that they do not hold.
+
+        Returns:
+            None where it cannot be brought to describe the job's model.
+        """
+        wanted = self.config(arguments)
+        try:
+            before = _with_mtp_of(arguments, self.mapped_arguments(published))
+            found = {key: value for key, value in published.items() if key not in ABOUT_OTHER_FILES}
+            for setting in self.settings:
+                if (new := setting.config(arguments)) != setting.config(before):
+                    found = {key: value for key, value in found.items() if key not in setting.keys} | new
+            as_written = self.config(_with_mtp_of(arguments, self.mapped_arguments(found)))
+        except UnsupportedCheckpointError:
+            return None
+        return found if as_written == wanted else None
 
     def kept(self, config: Config) -> dict[str, Any]:
         """What of a `config.json` another one takes over: the keys without effect, but for those of the file itself."""
@@ -293,6 +336,11 @@ class Family:
             (*inner, rows) if turned else (rows, *inner), regions, turned, rule.rows.interleaved, rule.rows.shift,
             rule.keeps_dtype,
         )  # fmt: skip
+
+
+def _with_mtp_of(job: ModelArguments, described: ModelArguments) -> ModelArguments:
+    """What `config.json` describes, without MTP layers where the job has none."""
+    return described if job.mtp_num_layers else replace(described, mtp_num_layers=None)
 
 
 def _halves_swapped(region: Region) -> Iterator[Region]:

@@ -30,6 +30,7 @@ from mcore_ckpt_ext.families.settings import (
     Setting,
     Size,
     Without,
+    contradictory,
     unrepresentable,
 )
 from mcore_ckpt_ext.layout.parameter_parts import rows_of_mixer
@@ -40,6 +41,7 @@ _KINDS = {"linear_attention": MIXER, "mamba": MIXER, "full_attention": ATTENTION
           "mlp": DENSE, "moe": EXPERTS}  # fmt: skip
 _OURS, _THEIRS = "decoder.layers.{layer}", "backbone.layers.{layer}"
 _LEAST_STEP = 0.001
+_HEAD = 128
 _EPSILON = 1e-5  # of the norms in Megatron's mixers, whatever the model's is
 
 
@@ -159,6 +161,18 @@ def _latents() -> Setting:
     )
 
 
+def _older_head_size() -> Setting:
+    """The size of a head as Nemotron-H of 56 billion parameters spells it; transformers reads `head_dim` alone."""
+    key = "attention_head_dim"
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        if config.get(key, size := config.get("head_dim", _HEAD)) != size:
+            raise contradictory(key, config[key], f"{size} as head_dim")
+        return {}
+
+    return Both((key,), lambda arguments: {}, to_arguments)
+
+
 class WithExperts(Setting):
     """Settings that count only where the pattern has experts."""
 
@@ -206,18 +220,19 @@ class NemotronH(Family):
         for theirs, ours in (("up_proj", "linear_fc1"), ("down_proj", "linear_fc2"))
     )
     left_out = (r"^mtp\.",)
-    # How weights begin, how fast it is computed, and what no class of transformers looks at.
+    # How weights begin, how fast it is computed, and what neither transformers nor the released code looks at: its
+    # attention has no positions, whatever the keys of RoPE are.
     without_effect = (
         "num_logits_to_keep", "use_mamba_kernels", "mamba_ssm_cache_dtype", "expand", "chunk_size", "time_step_floor",
         "time_step_limit", "time_step_max", "time_step_min", "time_step_rank", "moe_shared_expert_overlap",
         "residual_in_fp32", "rescale_prenorm_residual", "rms_norm_eps", "norm_eps", "num_nextn_predict_layers",
         "mtp_layers_block_type", "mtp_hybrid_override_pattern", "n_shared_experts", "mlp_only_layers",
-        "keep_mtp_spec_in_bf16", "mtp_use_repeated_layer",
+        "keep_mtp_spec_in_bf16", "mtp_use_repeated_layer", "rope_theta", "partial_rotary_factor",
     )  # fmt: skip
     settings = (
         _layers(), Size("hidden_size", "hidden_size", 4096),
         Size("num_attention_heads", "num_attention_heads", 32, counted=True),
-        Size("intermediate_size", "ffn_hidden_size", 21504), query_groups(8), head_size(always=True, default=128),
+        Size("intermediate_size", "ffn_hidden_size", 21504), query_groups(8), head_size(always=True, default=_HEAD), _older_head_size(),
         Size("max_position_embeddings", "max_position_embeddings", 4096), Size("vocab_size", "vocab_size", 131072),
         tied(by_default=False), *TRAINING, Same("hidden_dropout", "hidden_dropout", 0.0), RMS_NORM, _epsilon(),
         _mixer_heads(), Size("mamba_head_dim", "mamba_head_dim", 64), Size("n_groups", "mamba_num_groups", 8),

@@ -19,7 +19,7 @@ from mcore_ckpt_ext.families.common_settings import (
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, joined
-from mcore_ckpt_ext.families.settings import Needs, Same, Without
+from mcore_ckpt_ext.families.settings import Needs, Neutral, Same, Without
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -41,7 +41,8 @@ class Phi3(Family):
     settings = (
         *SIZES, query_groups(), head_size(), rope(partial=1.0), tied(by_default=False), *TRAINING, SILU, RMS_NORM,
         Same("rms_norm_eps", "layernorm_epsilon", 1e-5), Same("resid_pdrop", "hidden_dropout", 0.0),
-        sliding_window(None), Without("attention_bias"),
+        sliding_window(None), Without("attention_bias", "lm_head_bias", "mlp_bias"),
+        Neutral({"full_attn_mod": 1, "interpolate_factor": 1}),  # of Phi-4-mini, whose own code reads neither
         Needs({"add_bias_linear": False, "add_qkv_bias": False}),
     )  # fmt: skip
 

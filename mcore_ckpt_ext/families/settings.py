@@ -171,6 +171,25 @@ class Without(Setting):
 
 
 @dataclass(frozen=True)
+class Neutral(Setting):
+    """Keys that released folders have without an effect: each has this value, or is missing. Never written."""
+
+    values: Mapping[str, Any]
+
+    @property
+    @override
+    def keys(self) -> Sequence[str]:
+        return [*self.values]
+
+    @override
+    def arguments(self, config: Config) -> dict[str, Any]:
+        for key, value in self.values.items():
+            if config.get(key, value) != value:
+                raise unrepresentable(key, config[key], f"{value}")
+        return {}
+
+
+@dataclass(frozen=True)
 class Sets(Setting):
     """Arguments that the family's models are trained with, but that do not tell it apart from others."""
 

@@ -81,7 +81,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         self._below = below
         described = described_model(folder / below, family, transformer_impl)
         self.config, self.family, self.whole = described.config, described.family, described.whole
-        self.whole_config = described.whole_config
+        self.whole_config, self._neutral = described.whole_config, described.neutral
         self.model = described.arguments
         self._images: dict[str, StoredTensor] = {}
         stored, unread = read_tensors(self.reader, below)
@@ -272,7 +272,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
 
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
-        found = self.family.notices(self.model)
+        found = [*self.family.notices(self.model), *self._neutral.notices(self.family.mapped_keys)]
         if self.whole:
             whole = "; --for bridge carries what sees images, too" if self.whole in IMAGES else ""
             found.append(f"of {self.whole} only the text is read, as {with_article(self.family.name)}{whole}")

@@ -11,6 +11,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some, with_article
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.bridge import run_config
+from mcore_ckpt_ext.families.config_keys import neutral_keys
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.images import PREFIX, Images, sections_of
 from mcore_ckpt_ext.families.images_known import IMAGES, kind_of
@@ -189,7 +190,9 @@ def checked_whole(
     Raises:
         UnsupportedCheckpointError: it describes another model.
     """
-    said, trained = family.config(family.arguments(text_config(beside) or {})), family.config(arguments)
+    text = text_config(beside) or {}
+    neutral = neutral_keys(text, str(beside.get("model_type")), beside)
+    said, trained = family.config(family.arguments(text, neutral)), family.config(arguments)
     wrong = [f"{key} is {said.get(key)!r}, not {value!r}" for key, value in trained.items()
              if key not in _OF_TRAINING and said.get(key) != value]  # fmt: skip
     axes = checkpoint.arguments.stated.get("mrope_section")

@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_article
 from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.config_keys import NeutralKeys, neutral_keys
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.families.text_parts import text_config
@@ -27,6 +28,7 @@ class DescribedModel:
         arguments: of a job that trains it.
         whole: the `model_type` of a model that has other parts than the text; empty for one that has not.
         whole_config: what `config.json` says of all parts.
+        neutral: its keys that do not change what the model computes.
     """
 
     config: Mapping[str, Any]
@@ -34,6 +36,7 @@ class DescribedModel:
     arguments: ModelArguments
     whole: str
     whole_config: Mapping[str, Any]
+    neutral: NeutralKeys
 
 
 def described_model(folder: Path, family: Family | None = None, transformer_impl: str = "") -> DescribedModel:
@@ -57,11 +60,12 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
             f"Megatron builds {with_article(family.name)} of Transformer Engine's layers only",
             found=f"--transformer-impl {LOCAL}", where=str(folder), helps="leave the option out",
         )  # fmt: skip
-    arguments = replace(family.arguments(config), transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
+    neutral = neutral_keys(config, str(whole.get("model_type")), whole)
+    arguments = replace(family.arguments(config, neutral), transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
     if misfits := family.misfits(arguments):
         raise UnsupportedCheckpointError(
             f"config.json describes {with_article(family.name)} that Megatron would compute otherwise",
             found="; ".join(misfits), where=str(folder / CONFIG),
             helps="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
         )  # fmt: skip
-    return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole)
+    return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole, neutral)

@@ -17,7 +17,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, with_article
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
-from mcore_ckpt_ext.families.config_keys import TOKENS
+from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
 from mcore_ckpt_ext.families.flags import ignored
@@ -43,6 +43,7 @@ _OF_PRETRAIN_GPT = "use_checkpoint_args"
 _SHOWN = 6
 
 
+_DTYPE = ("torch_dtype", "dtype")
 _BLOCK, _SCALES = 128, "_scale_inv"
 _FP8 = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK],
@@ -155,16 +156,16 @@ class HuggingFaceTarget:
             if tensor.quantised is not None:
                 continue
             sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
-        config = self._config()
-        unsaid = [key for key in TOKENS if key not in {**(config.get("text_config") or {}), **config}]
+        config, lacking, is_published = self._config()
         # The classes' own defaults belong to the released models, and are wrong for any other vocabulary.
-        config |= {**dict.fromkeys(unsaid), "torch_dtype": max(sizes, key=lambda dtype: sizes[dtype])}
+        dtypes = [key for key in _DTYPE if key in config] or ([] if is_published else [_DTYPE[0]])
+        config |= {**dict.fromkeys(lacking), **dict.fromkeys(dtypes, max(sizes, key=lambda dtype: sizes[dtype]))}
         if self._options.quantize:
             config["quantization_config"] = {**_FP8, "modules_to_not_convert": _left_as_they_are(tensors)}
         return Output(
             [*files, *self._small_files(config)],
             records,
-            tuple(self._notes([key for key in unsaid if key in TOKENS[:2]])),
+            tuple(self._notes(config, [key for key in lacking if key in TOKENS[:2]])),
         )
 
     def _small_files(self, config: Mapping[str, Any]) -> list[OutputFile]:
@@ -180,18 +181,24 @@ class HuggingFaceTarget:
         ]
         return [*files, json_file(GENERATION_CONFIG, generation), json_file(CONFIG, config, last=True)]
 
-    def _config(self) -> dict[str, Any]:
-        """What the arguments say, and what only a `config.json` beside them can say."""
-        family = self.fit.family
-        config = family.config(self.fit.arguments)
+    def _config(self) -> tuple[dict[str, Any], list[str], bool]:
+        """What `config.json` is but for the dtype; the tokens that nothing gives a number for; whether it is as published."""
+        family, arguments = self.fit.family, self.fit.arguments
         beside = json_of(self._companions, CONFIG)
         if self._seeing:
-            return checked_whole(beside, family, self.fit.arguments, self._checkpoint)
+            whole = checked_whole(beside, family, arguments, self._checkpoint)
+            inside = {**(whole.get("text_config") or {}), **whole}
+            return whole, [key for key in TOKENS if key not in inside], False
         beside = text_config(beside) or beside
-        same = beside.get("model_type") == family.model_type
-        # A tokenizer may come from a model of another family: then only its tokens are this model's, too.
-        kept = family.kept(beside) if same else {key: beside[key] for key in TOKENS if key in beside}
-        return {**kept, **config}
+        if beside.get("model_type") == family.model_type:
+            published = {key: value for key, value in beside.items() if (key, value) != ("architectures", None)}
+            if (found := family.updated_config(published, arguments)) is not None:
+                return found, [], True
+            kept = family.kept(beside)
+        else:  # a tokenizer may come from a model of another family: then only its tokens are this model's, too
+            kept = {key: beside[key] for key in TOKENS if key in beside}
+        config = {**kept, **family.config(arguments)}
+        return config, [key for key in TOKENS if key not in config], False
 
     def _vocabulary(self) -> int:
         source = self._checkpoint
@@ -218,7 +225,7 @@ class HuggingFaceTarget:
                 where=self._where, helps="name the arguments, and --vocab-size, as the model was computed",
             )  # fmt: skip
 
-    def _notes(self, missing: Sequence[str]) -> Iterator[str]:
+    def _notes(self, config: Mapping[str, Any], missing: Sequence[str]) -> Iterator[str]:
         """What a user who loads the folder should know; `missing`: tokens that `config.json` has no number for."""
         family = self.fit.family
         yield f"the model is {with_article(family.name)}"
@@ -236,6 +243,9 @@ class HuggingFaceTarget:
         plain = [name for name in shapes if name not in self._masters]
         if self._masters and plain:
             yield f"without a master, so taken from the weights: {some(plain, _SHOWN)}"
+        if counted := [f"{key}: {config[key]}" for key in MTP_LAYERS if config.get(key)]:
+            if not self.fit.arguments.mtp_num_layers:
+                yield f"config.json keeps {counted[0]} as published; the folder holds no such layers"
         if missing:
             lacking = " and ".join(missing)
             yield f"config.json has no {lacking}: name a folder that has (--tokenizer PATH), or edit config.json"

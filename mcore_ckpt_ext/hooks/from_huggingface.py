@@ -15,6 +15,7 @@ from typing import Any
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UsageError, with_article
 from mcore_ckpt_ext.families.arguments import complete
+from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.forward_pass import told
@@ -31,7 +32,7 @@ from mcore_ckpt_ext.hooks.rebinding import rebound
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.online.agreement import agreed, is_first_rank
 from mcore_ckpt_ext.online.live_model import live_parameters
-from mcore_ckpt_ext.settings import FROM_HF
+from mcore_ckpt_ext.settings import ACCEPT_KEYS, FROM_HF
 from mcore_ckpt_ext.storage.runs import TRACKER_FILE
 
 _PRETRAINED = "pretrained_checkpoint"
@@ -88,7 +89,8 @@ def check_arguments(arguments: Any) -> None:
             "no job starts from a Hugging Face folder with this option", found=", ".join(wrong), where=str(folder),
             helps=_HELPS,
         )  # fmt: skip
-    described = described_model(folder, transformer_impl=_layer_spec(arguments))
+    with accepting(ACCEPT_KEYS.chosen(arguments)):
+        described = described_model(folder, transformer_impl=_layer_spec(arguments))
     running = JobArguments.of(vars(arguments))
     if found := contradictions(described.family, described.arguments, running):
         raise ModelMismatchError(
@@ -130,9 +132,11 @@ def start_from(
     left_out: list[str] = []
 
     def opened(live: set[str]) -> Checkpoint:
-        checkpoint = HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments))
-        if checkpoint.has_mtp and not any(name.startswith("mtp.") for name in live):
-            checkpoint = checkpoint.without_mtp()
+        with accepting(ACCEPT_KEYS.chosen(arguments)):
+            checkpoint = HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments))
+            surplus = checkpoint.has_mtp and not any(name.startswith("mtp.") for name in live)
+            checkpoint = checkpoint.without_mtp() if surplus else checkpoint
+        if surplus:
             left_out.append("MTP layers, which this job does not have (--mtp-num-layers)")
         _check_vocabulary(checkpoint, chunks)
         if checkpoint.left_out:

@@ -29,6 +29,7 @@ from mcore_ckpt_ext.hooks.announce import announce
 from mcore_ckpt_ext.hooks.export_huggingface import check_export
 from mcore_ckpt_ext.hooks.from_huggingface import check_arguments
 from mcore_ckpt_ext.settings import (
+    ACCEPT_KEYS,
     AUTO,
     CONTINUE,
     EXPORT_HF,
@@ -150,6 +151,13 @@ def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None)
             default=None,
             help="End where --load (or --pretrained-checkpoint) names no Hugging Face folder to start from; one with a "
             f"config.json and no checkpoint is taken by itself (also {FROM_HF.name}=1).",
+        )
+        group.add_argument(
+            ACCEPT_KEYS.flag,
+            type=ACCEPT_KEYS.parse,
+            metavar="NAMES",
+            help="Keys of the config.json of a Hugging Face folder to start from, separated by commas, that have no "
+            f"effect on what the model computes (also {ACCEPT_KEYS.name}).",
         )
         group.add_argument(
             EXPORT_HF.flag,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import DestinationError, ProofError, interpreting
+from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
@@ -87,6 +88,7 @@ def convert(
     target: Target,
     *,
     family: str | None = None,
+    accept_keys: Sequence[str] = (),
     workers: int = DEFAULT_WORKERS,
     memory_limit: int = DEFAULT_MEMORY,
     force: bool = False,
@@ -108,6 +110,7 @@ def convert(
         target: what to write: `TorchDist(...)`, `Legacy(...)`, `FsdpDtensor()`, `HuggingFace(...)` or `Canonical()`.
         family: of the model, where a Hugging Face folder is read or written and its family is not recognised: a name,
             or `path.py:Class`, which is executed.
+        accept_keys: keys of a Hugging Face folder's `config.json` that have no effect on what the model computes.
         workers: records that are written at the same time.
         memory_limit: bytes that the blocks of all workers may take together.
         force: replace the destination.
@@ -139,7 +142,8 @@ def convert(
     team = team or Alone()
     of_family = family_named(family) if family else None
     seen = state_before(as_path(source))
-    checkpoint = open_source(source, target, of_family, facts, weights, merge)
+    with accepting(accept_keys):
+        checkpoint = open_source(source, target, of_family, facts, weights, merge)
     read = checkpoint.merger.sources if checkpoint.merger else [checkpoint]
     folders = [*(one.folder for one in read), *([as_path(weights)] if weights is not None else [])]
     before = [seen[folder] if folder in seen else state_of(folder) for folder in folders]
