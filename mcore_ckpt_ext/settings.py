@@ -148,7 +148,7 @@ FROM_HF = Setting(
     _off_or_on,
     argument="ckpt_ext_from_hf",
 )
-ACCEPT_KEYS = Setting(
+ACCEPT_KEYS = Setting[tuple[str, ...]](
     "MCORE_CKPT_EXT_ACCEPT_KEYS",
     "keys of a Hugging Face folder's config.json, separated by commas, that are accepted as without effect",
     (),

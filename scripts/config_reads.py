@@ -30,10 +30,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from mcore_ckpt_ext.families.config_keys import TABLE  # noqa: E402
-from mcore_ckpt_ext.families.recognition import FAMILIES  # noqa: E402
-from mcore_ckpt_ext.families.text_parts import TEXT_OF  # noqa: E402
-from scripts.scaled_configs import VOCABULARY, scaled  # noqa: E402
+from mcore_ckpt_ext.families.config_keys import TABLE
+from mcore_ckpt_ext.families.recognition import FAMILIES
+from mcore_ckpt_ext.families.text_parts import TEXT_OF
+from scripts.scaled_configs import VOCABULARY, scaled
 
 _BASE = "PretrainedConfig"
 _TOKENS = torch.arange(24).view(1, 24) % VOCABULARY
@@ -96,7 +96,7 @@ def _recording(function: Callable[..., Any], seen: set[str]) -> Callable[..., An
     module = sys.modules[function.__module__]
     names = {**vars(module), "__recorded__": lambda given: _RecordedArguments(given, seen)}
     names["__owner__"] = getattr(module, owner, None)
-    exec(compile(tree, f"<recorded {function.__qualname__}>", "exec"), names)  # noqa: S102
+    exec(compile(tree, f"<recorded {function.__qualname__}>", "exec"), names)
     return names[definition.name]
 
 
@@ -146,9 +146,10 @@ def _in_text(module: Any) -> set[str]:
     for node in ast.walk(ast.parse(Path(module.__file__).read_text())):
         if isinstance(node, ast.Attribute) and _is_config(node.value):
             found.add(node.attr)
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
-            if _is_config(node.args[0]) and isinstance(node.args[1], ast.Constant):
-                found.add(str(node.args[1].value))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            owner, name = node.args[:2]
+            if _is_config(owner) and isinstance(name, ast.Constant):
+                found.add(str(name.value))
     return found
 
 

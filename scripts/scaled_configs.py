@@ -62,8 +62,8 @@ def _scaled_text(config: Mapping[str, Any]) -> dict[str, Any]:
     size = config[hidden_key]
     count = next((config[key] for key in _HEADS if key in config), None)
     hidden = 64 if latent or count is None else heads * max(_DIVISOR, size // count // _DIVISOR)
-    if config.get("head_dim") and hidden % 16:
-        hidden = -(-hidden // 16) * 16
+    if config.get("head_dim"):
+        hidden = -(-hidden // (16 * heads)) * 16 * heads
     changes: dict[str, Any] = {hidden_key: hidden, "vocab_size": VOCABULARY, "padded_vocab_size": VOCABULARY}
     changes |= dict.fromkeys(_HEADS, heads) | dict.fromkeys(_GROUPS, groups)
     changes |= {key: max(4, config[key] // _DIVISOR) for key in _HEAD_SIZES if config.get(key)}
@@ -122,11 +122,17 @@ def _scale_layers(config: dict[str, Any]) -> None:
 
 
 def _scale_axes(config: dict[str, Any]) -> None:
-    """How many of a head's frequencies belong to each axis of a position in an image."""
+    """What has a number for each frequency of a head, or divides them among the axes of a position in an image."""
     for name in ("rope_scaling", "rope_parameters"):
         scaling = config.get(name)
-        if isinstance(scaling, Mapping) and scaling.get("mrope_section"):
-            head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        if not isinstance(scaling, Mapping):
+            continue
+        head = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        if scaling.get("short_factor"):
+            rotated = int(head * (config.get("partial_rotary_factor") or 1.0)) // 2
+            factors = {key: value[:rotated] for key, value in scaling.items() if isinstance(value, list)}
+            config[name] = scaling = {**scaling, **factors}
+        if scaling.get("mrope_section"):
             part = scaling.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
             total, axes = int(head * part) // 2, len(scaling["mrope_section"])
             section = [total // axes + (axis < total % axes) for axis in range(axes)]

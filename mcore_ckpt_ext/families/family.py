@@ -20,7 +20,13 @@ from mcore_ckpt_ext.families.arguments import (
     parameter_shape,
     spec_name,
 )
-from mcore_ckpt_ext.families.config_keys import ABOUT_OTHER_FILES, OF_THE_FILE, WITHOUT_EFFECT, NeutralKeys, neutral_keys
+from mcore_ckpt_ext.families.config_keys import (
+    ABOUT_OTHER_FILES,
+    OF_THE_FILE,
+    WITHOUT_EFFECT,
+    NeutralKeys,
+    neutral_keys,
+)
 from mcore_ckpt_ext.families.forward_pass import SIZES, unexpressed
 from mcore_ckpt_ext.families.rows import WHOLE, Rows
 from mcore_ckpt_ext.families.settings import Config, Setting

@@ -232,7 +232,8 @@ class NemotronH(Family):
     settings = (
         _layers(), Size("hidden_size", "hidden_size", 4096),
         Size("num_attention_heads", "num_attention_heads", 32, counted=True),
-        Size("intermediate_size", "ffn_hidden_size", 21504), query_groups(8), head_size(always=True, default=_HEAD), _older_head_size(),
+        Size("intermediate_size", "ffn_hidden_size", 21504), query_groups(8), head_size(always=True, default=_HEAD),
+        _older_head_size(),
         Size("max_position_embeddings", "max_position_embeddings", 4096), Size("vocab_size", "vocab_size", 131072),
         tied(by_default=False), *TRAINING, Same("hidden_dropout", "hidden_dropout", 0.0), RMS_NORM, _epsilon(),
         _mixer_heads(), Size("mamba_head_dim", "mamba_head_dim", 64), Size("n_groups", "mamba_num_groups", 8),

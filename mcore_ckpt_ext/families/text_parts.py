@@ -53,9 +53,11 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
     return {**found, **always, "model_type": kind, "architectures": None}
 
 
-def _of_one_axis(scaling: Mapping[str, Any]) -> dict[str, Any]:
+def _of_one_axis(scaling: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The same without the axes of images; None where nothing but their kind was stated."""
     found = {key: value for key, value in scaling.items() if key not in _AXES}
-    return {key: "default" if value == "mrope" else value for key, value in found.items()}
+    found = {key: "default" if value == "mrope" else value for key, value in found.items()}
+    return None if found.keys() <= {"type", "rope_type"} and {*found.values()} == {"default"} else found
 
 
 def turned_experts(name: str, shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...] | None:

@@ -158,8 +158,11 @@ class HuggingFaceTarget:
             sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
         config, lacking, is_published = self._config()
         # The classes' own defaults belong to the released models, and are wrong for any other vocabulary.
-        dtypes = [key for key in _DTYPE if key in config] or ([] if is_published else [_DTYPE[0]])
-        config |= {**dict.fromkeys(lacking), **dict.fromkeys(dtypes, max(sizes, key=lambda dtype: sizes[dtype]))}
+        config |= dict.fromkeys(lacking)
+        dtype = max(sizes, key=lambda dtype: sizes[dtype])
+        stated = {config[key] for key in _DTYPE if config.get(key) is not None}
+        if stated != {dtype} and not (is_published and not stated and not self._options.dtype):
+            config = {key: value for key, value in config.items() if key not in _DTYPE} | {_DTYPE[0]: dtype}
         if self._options.quantize:
             config["quantization_config"] = {**_FP8, "modules_to_not_convert": _left_as_they_are(tensors)}
         return Output(
@@ -182,7 +185,11 @@ class HuggingFaceTarget:
         return [*files, json_file(GENERATION_CONFIG, generation), json_file(CONFIG, config, last=True)]
 
     def _config(self) -> tuple[dict[str, Any], list[str], bool]:
-        """What `config.json` is but for the dtype; the tokens that nothing gives a number for; whether it is as published."""
+        """Compose `config.json` without the dtype.
+
+        Returns:
+            It, the tokens that nothing gives a number for, and whether it is a published one.
+        """
         family, arguments = self.fit.family, self.fit.arguments
         beside = json_of(self._companions, CONFIG)
         if self._seeing:
@@ -243,9 +250,9 @@ class HuggingFaceTarget:
         plain = [name for name in shapes if name not in self._masters]
         if self._masters and plain:
             yield f"without a master, so taken from the weights: {some(plain, _SHOWN)}"
-        if counted := [f"{key}: {config[key]}" for key in MTP_LAYERS if config.get(key)]:
-            if not self.fit.arguments.mtp_num_layers:
-                yield f"config.json keeps {counted[0]} as published; the folder holds no such layers"
+        counted = [f"{key}: {config[key]}" for key in MTP_LAYERS if config.get(key)]
+        if counted and not self.fit.arguments.mtp_num_layers:
+            yield f"config.json keeps {counted[0]} as published; the folder holds no such layers"
         if missing:
             lacking = " and ".join(missing)
             yield f"config.json has no {lacking}: name a folder that has (--tokenizer PATH), or edit config.json"

@@ -167,8 +167,8 @@ def test_a_single_expert_is_not_normalised() -> None:
 
 def test_a_key_that_is_not_known_is_refused(tmp_path: Path, models: dict[str, Path]) -> None:
     family = family_of("llama")
-    with pytest.raises(UnsupportedCheckpointError, match="query_multiplier: 3"):
-        family.arguments(configuration("llama", query_multiplier=3))
+    with pytest.raises(UnsupportedCheckpointError, match="attention_chunk_size: 3.*--accept-key attention_chunk_size"):
+        family.arguments(configuration("llama", attention_chunk_size=3))
     family.arguments(configuration("llama", query_multiplier=None, unsloth_version="2026.1", temperature=0.6))
     with pytest.raises(UnsupportedCheckpointError, match="wavelength"):
         family.arguments(configuration("llama", rope_parameters={**YARN, "wavelength": 1}))

@@ -91,7 +91,7 @@ def test_it_is_read_back_as_transformers_reads_it(run: Path, tmp_path: Path) -> 
 def test_the_configuration_says_so(run: Path, tmp_path: Path) -> None:
     mcore_ckpt_ext.convert(run, tmp_path / "fp8", QUANTISED)
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())
-    assert config["torch_dtype"] == "bfloat16"
+    assert config.get("torch_dtype", config.get("dtype")) == "bfloat16"  # whichever key was published
     assert config["quantization_config"] == {
         "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128],
         "modules_to_not_convert": ["model.embed_tokens", "lm_head"],

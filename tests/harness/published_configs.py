@@ -1,0 +1,103 @@
+"""Tiny models of published configurations, and the one check that holds for each of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.families.text_parts import text_config, text_names
+from scripts.scaled_configs import scaled
+from tests.harness.huggingface import tensors
+
+FOLDER = Path(__file__).parents[1] / "huggingface" / "published"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+# What Megatron cannot do, with the key that decides it: the class of transformers reads each of them.
+REFUSED = {
+    "gemma3-4b": "hidden_activation", "mx--gemma3_27b": "hidden_activation",  # copies: exact GELU, which it computes
+    "glm-5.2": "indexer_types", "aic--zai-org--glm-5.2-fp8": "indexer_types",  # layers that share an indexer
+    "phi-3.5": "longrope", "phi-4-mini": "longrope",
+}  # fmt: skip
+# Types that transformers has no class for, with the class whose model they are; their own code is not run.
+_SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
+ACCEPTED = [name for name in NAMES if name not in REFUSED]
+_ABOUT_OTHER_FILES = {"quantization_config", "auto_map"}
+
+
+def configuration(name: str) -> dict[str, Any]:
+    """As published, but for sizes and for the quantization of weights, which are made in bf16."""
+    config = scaled(json.loads((FOLDER / f"{name}.json").read_text()))
+    config.pop("quantization_config", None)
+    if "text_config" in config:
+        config["text_config"].pop("quantization_config", None)
+    return config
+
+
+def make_published(config: dict[str, Any], folder: Path) -> Any:
+    """A model of a configuration, saved with that configuration."""
+    folder.mkdir()
+    built = {**config, "model_type": _SAME_AS.get(config["model_type"], config["model_type"])}
+    if built["model_type"] != config["model_type"]:
+        built.pop("auto_map", None)
+    file = folder / "config.json"
+    file.write_text(json.dumps(built))
+    kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
+    torch.manual_seed(len(config))
+    dtype = getattr(torch, _dtype(config))
+    model = kind.from_config(AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.5 if parameter.dim() == 1 else 0))
+    # Of Kimi-K2.5, transformers 5.23 calls the layers of the text blocks, as those of what sees were released.
+    model.save_pretrained(folder, save_original_format=config["model_type"] != "kimi_k25")
+    file.write_text(json.dumps(config))
+    return model
+
+
+def _dtype(config: dict[str, Any]) -> str:
+    inside = config.get("text_config") or {}
+    return next(
+        (part[key] for part in (config, inside) for key in ("torch_dtype", "dtype") if part.get(key)), "float32"
+    )
+
+
+def text_of(folder: Path, config: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The tensors of a model, or of its text under the names of a model of its own."""
+    stored = tensors(folder)
+    if "vision_config" not in config:
+        return stored
+    return {ours: stored[name] for name, ours in text_names(stored).items() if ours is not None}
+
+
+def assert_round_trip(name: str, tmp_path: Path) -> None:
+    """Check that a configuration is accepted, and that every tensor, logit and key comes back from torch_dist."""
+    config = configuration(name)
+    model = make_published(config, tmp_path / "model")
+    older = config["model_type"] == "deepseek_v2" and config["q_lora_rank"] is None
+    target = mcore_ckpt_ext.TorchDist(megatron_version="0.18.0" if older else None)
+    mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", target)
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "back", mcore_ckpt_ext.HuggingFace())
+    found = json.loads((tmp_path / "back" / "config.json").read_text())
+    text = text_config(config)
+    published = {**text, "architectures": found["architectures"]} if text else config
+    assert found == {key: value for key, value in published.items() if key not in _ABOUT_OTHER_FILES}
+    stored, back = text_of(tmp_path / "model", config), tensors(tmp_path / "back")
+    if text is None or not config.get("text_config", {}).get("num_experts"):
+        assert back.keys() == stored.keys()
+        assert [label for label, tensor in stored.items() if not torch.equal(tensor, back[label])] == []
+    _assert_same_logits(model, tmp_path / "back", config)
+
+
+def _assert_same_logits(model: Any, folder: Path, config: dict[str, Any]) -> None:
+    """The folder that came back answers to a text as the model that was converted."""
+    if (kind := config["model_type"]) in _SAME_AS:
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": _SAME_AS[kind]}))
+    loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=model.dtype, attn_implementation="eager").eval()
+    tokens = torch.arange(40).view(2, 20) + 5
+    with torch.no_grad():
+        assert torch.equal(loaded(tokens).logits, model(tokens).logits)

@@ -1,0 +1,29 @@
+"""Published configurations of supported families: accepted, exact to torch_dist and back, every key as published.
+
+A sample, one of each model type; `tests/slow/test_published.py` has all.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from tests.harness.published_configs import ACCEPTED, FOLDER, REFUSED, assert_round_trip, configuration, make_published
+
+SAMPLE = {json.loads((FOLDER / f"{name}.json").read_text())["model_type"]: name for name in ACCEPTED}
+
+
+@pytest.mark.parametrize("name", SAMPLE.values())
+def test_there_and_back(name: str, tmp_path: Path) -> None:
+    assert_round_trip(name, tmp_path)
+
+
+@pytest.mark.parametrize(("name", "key"), REFUSED.items())
+def test_what_a_class_reads_and_megatron_cannot_do_is_refused(name: str, key: str, tmp_path: Path) -> None:
+    make_published(configuration(name), tmp_path / "model")
+    with pytest.raises(UnsupportedCheckpointError, match=key):
+        mcore_ckpt_ext.convert(tmp_path / "model", tmp_path / "run", mcore_ckpt_ext.TorchDist())
