@@ -196,10 +196,10 @@ class HuggingFaceTarget:
             whole = checked_whole(beside, family, arguments, self._checkpoint)
             inside = {**(whole.get("text_config") or {}), **whole}
             return whole, [key for key in TOKENS if key not in inside], False
-        beside = text_config(beside) or beside
+        text = text_config(beside)
+        beside = {**text, "architectures": [family.architecture]} if text else beside
         if beside.get("model_type") == family.model_type:
-            published = {key: value for key, value in beside.items() if (key, value) != ("architectures", None)}
-            if (found := family.updated_config(published, arguments)) is not None:
+            if (found := family.updated_config(beside, arguments)) is not None:
                 return found, [], True
             kept = family.kept(beside)
         else:  # a tokenizer may come from a model of another family: then only its tokens are this model's, too

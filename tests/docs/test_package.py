@@ -25,7 +25,11 @@ IGNORED = shutil.ignore_patterns(
     ".git", ".venv*", "*cache*", ".hypothesis", "*.egg-info", "build", "dist", "demo", "__pycache__"
 )
 PAGES = ("page.html", "style.css", "shared.js", "inspection.js", "comparison.js")
-OTHER_THAN_CODE = {"mcore_ckpt_ext/py.typed", *(f"mcore_ckpt_ext/cli/pages/{name}" for name in PAGES)}
+OTHER_THAN_CODE = {
+    "mcore_ckpt_ext/py.typed",
+    "mcore_ckpt_ext/families/config_reads.json",
+    *(f"mcore_ckpt_ext/cli/pages/{name}" for name in PAGES),
+}
 # Cheap, and each looks at the files beside it: data, documentation, scripts, the package itself.
 TESTS_OF_THE_ARCHIVE = (
     "tests/test_settings.py",

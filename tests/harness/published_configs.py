@@ -45,13 +45,18 @@ def make_published(config: dict[str, Any], folder: Path) -> Any:
         built.pop("auto_map", None)
     file = folder / "config.json"
     file.write_text(json.dumps(built))
+    description = AutoConfig.from_pretrained(folder)
+    if "vision_config" in config and hasattr(description.vision_config, "num_hidden_layers"):
+        description.vision_config.num_hidden_layers = 1  # whatever the file calls it
     kind = AutoModelForImageTextToText if "vision_config" in config else AutoModelForCausalLM
     torch.manual_seed(len(config))
     dtype = getattr(torch, _dtype(config))
-    model = kind.from_config(AutoConfig.from_pretrained(folder), dtype=dtype, attn_implementation="eager").eval()
+    model = kind.from_config(description, dtype=dtype, attn_implementation="eager").eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for label, parameter in model.named_parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.2 + (0.5 if parameter.dim() == 1 else 0))
+            if "linear_attn.norm" in label:
+                parameter.copy_((parameter.abs() + 0.5).clamp(max=2))  # less 1 without rounding
     # Of Kimi-K2.5, transformers 5.23 calls the layers of the text blocks, as those of what sees were released.
     model.save_pretrained(folder, save_original_format=config["model_type"] != "kimi_k25")
     file.write_text(json.dumps(config))
@@ -86,9 +91,11 @@ def assert_round_trip(name: str, tmp_path: Path) -> None:
     published = {**text, "architectures": found["architectures"]} if text else config
     assert found == {key: value for key, value in published.items() if key not in _ABOUT_OTHER_FILES}
     stored, back = text_of(tmp_path / "model", config), tensors(tmp_path / "back")
-    if text is None or not config.get("text_config", {}).get("num_experts"):
-        assert back.keys() == stored.keys()
-        assert [label for label, tensor in stored.items() if not torch.equal(tensor, back[label])] == []
+    # Experts that a folder has in stacks come back one by one; logits cover those.
+    stacked = any(label.endswith(".mlp.experts.gate_up_proj") for label in stored)
+    compared = {label for label in stored if not (stacked and ".mlp.experts." in label)}
+    assert {label for label in back if not (stacked and ".mlp.experts." in label)} == compared
+    assert [label for label in compared if not torch.equal(stored[label], back[label])] == []
     _assert_same_logits(model, tmp_path / "back", config)
 
 

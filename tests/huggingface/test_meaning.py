@@ -15,7 +15,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
-from mcore_ckpt_ext.families.config_keys import OF_THE_FILE
+from mcore_ckpt_ext.families.config_keys import OF_THE_FILE, accepting, neutral_keys
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
@@ -25,6 +25,7 @@ from mcore_ckpt_ext.families.without_effect import without_effect
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.loops.transformer import model_arguments
+from mcore_ckpt_ext.settings import ACCEPT_KEYS
 from tests.harness.damage import without_digests
 from tests.harness.huggingface import CONFIGS, MISTAKES, VOCABULARY, make
 from tests.harness.published import PUBLISHED
@@ -526,3 +527,34 @@ def test_what_no_job_starts_with_is_refused(name: str, keys: dict[str, Any], tol
 def test_entries_that_are_of_no_layer() -> None:
     found = family_of("smollm3").arguments(configuration("smollm3", no_rope_layers=[1, 0, 0]))
     assert found.no_rope_freq == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"auto_map": {"AutoModelForCausalLM": "modeling_parrot.Parrot"}}, "auto_map names code"),
+        ({"transformers_version": "9.1.0"}, "config.json is of transformers 9.1.0"),
+    ],
+)
+def test_keys_that_the_class_does_not_read(changed: dict[str, Any], told: str) -> None:
+    """They change nothing in transformers; code of the folder's own, or of a newer release, may read them."""
+    config = configuration("llama", query_multiplier=3)
+    family_of("llama").arguments(config)
+    assert neutral_keys(config, "llama").unread >= {"query_multiplier"}
+    with pytest.raises(UnsupportedCheckpointError, match=f"query_multiplier: 3 .{told}.*--accept-key query_multiplier"):
+        family_of("llama").arguments({**config, **changed})
+    with accepting(["query_multiplier"]):
+        family_of("llama").arguments({**config, **changed})
+
+
+def test_keys_that_another_setting_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ACCEPT_KEYS.name, "wing_span, attention_chunk_size")
+    family_of("llama").arguments(configuration("llama", attention_chunk_size=3))
+
+
+def test_a_default_of_the_class_is_neutral() -> None:
+    """Of the base class even beside an `auto_map`; of the class itself not there, and `false` is not 0."""
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_parrot.Parrot"}}
+    family_of("deepseek_v3").arguments(configuration("deepseek_v3", add_cross_attention=False, **code))
+    with pytest.raises(UnsupportedCheckpointError, match="add_cross_attention"):
+        family_of("deepseek_v3").arguments(configuration("deepseek_v3", add_cross_attention=0, **code))
