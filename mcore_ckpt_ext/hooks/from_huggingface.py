@@ -132,11 +132,10 @@ def start_from(
     left_out: list[str] = []
 
     def opened(live: set[str]) -> Checkpoint:
-        with accepting(ACCEPT_KEYS.chosen(arguments)):
-            checkpoint = HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments))
-            surplus = checkpoint.has_mtp and not any(name.startswith("mtp.") for name in live)
-            checkpoint = checkpoint.without_mtp() if surplus else checkpoint
-        if surplus:
+        checkpoint = _opened(folder, arguments)
+        if checkpoint.has_mtp and not any(name.startswith("mtp.") for name in live):
+            with accepting(ACCEPT_KEYS.chosen(arguments)):
+                checkpoint = checkpoint.without_mtp()
             left_out.append("MTP layers, which this job does not have (--mtp-num-layers)")
         _check_vocabulary(checkpoint, chunks)
         if checkpoint.left_out:
@@ -159,6 +158,12 @@ def _layer_spec(arguments: Any) -> str:
     return LOCAL if getattr(arguments, "transformer_impl", None) == LOCAL else TRANSFORMER_ENGINE
 
 
+def _opened(folder: Path, arguments: Any) -> HuggingFaceCheckpoint:
+    """The folder under the job's layer spec, with the keys of `config.json` that the job accepts."""
+    with accepting(ACCEPT_KEYS.chosen(arguments)):
+        return HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments))
+
+
 def _new_tokens(folder: Path, arguments: Any) -> range:
     """The job's tokens that the folder has no row for, as the first rank sees them.
 
@@ -168,7 +173,7 @@ def _new_tokens(folder: Path, arguments: Any) -> range:
     rows: list[int] = []
     if is_first_rank():
         with suppress(CheckpointError, OSError):  # what is wrong with the folder is found, and named, by its load
-            rows.append(HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments)).vocabulary)
+            rows.append(_opened(folder, arguments).vocabulary)
     tokens = new_tokens(rows[0] if rows else None, arguments)
     if tokens and not keeps_initialization():
         raise refusal(tokens, str(folder))
