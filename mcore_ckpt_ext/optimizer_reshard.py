@@ -54,6 +54,7 @@ class Summary:
 
     source: ParallelLayout
     target: ParallelLayout
+    iteration: int
     optimizer_format: str
     witnesses: tuple[str, ...]
     parameters: int
@@ -75,7 +76,8 @@ class Summary:
         return (
             f"optimizer resumed from {self.source} as {self.target}: {self.optimizer_format}, "
             f"{self.bytes_read / 1e6:,.1f} MB read, {self.parameters} parameters {self.certainty} "
-            f"({self.elements:,} elements, placed by {' and '.join(self.witnesses)}), {self.seconds:.1f} s"
+            f"({self.elements:,} elements, placed by {' and '.join(self.witnesses)}), {self.seconds:.1f} s; "
+            f"iteration {self.iteration} was loaded"
             f"{anew}{changed if self.changed else ''}{f'; {in_words(self.differing)}' if self.differing else ''}"
             f"{f'; {SIDECAR_FILE} is not believed: {self.disbelieved}' if self.disbelieved else ''}"
         )
@@ -324,6 +326,7 @@ class Proven:
         return Summary(
             source=checkpoint.layout,
             target=prepared.target,
+            iteration=checkpoint.iteration,
             optimizer_format=str(checkpoint.optimizer_format),
             witnesses=tuple(sorted({label for one in done for label in one.witnesses})),
             parameters=prepared.parameters,

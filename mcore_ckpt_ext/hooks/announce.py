@@ -64,9 +64,21 @@ def announce(line: str, *, every_rank: bool = False) -> None:
         own_logger().info("%s", text)
 
 
-def states_of_nobody(count: int) -> str:
-    """The line about extra states that a checkpoint of the other layer spec does not have."""
+def states_of_nobody(count: int, *, were_dropped: bool = False) -> str:
+    """The line about extra states of this model's modules that a checkpoint does not have.
+
+    Args:
+        count: how many.
+        were_dropped: the job that wrote it left out those that hold nothing but settings, which was asked of it by
+            `--ckpt-drop-redundant-extra-state` (`_localize_redundant_extra_states`, megatron/training/checkpointing.py,
+            development head of August 2026).
+    """
+    why = (
+        "whose job left them out (--ckpt-drop-redundant-extra-state)"
+        if were_dropped
+        else "whose modules are of another kind"
+    )
     return (
-        f"{count} extra states of this model's modules are not in the checkpoint, whose modules are of another kind: "
+        f"{count} extra states of this model's modules are not in the checkpoint, {why}: "
         "they start empty, as in a fresh model"
     )

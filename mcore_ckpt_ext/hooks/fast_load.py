@@ -122,7 +122,8 @@ def _load(
             return stock(asked), 0
 
     if missing := sum(number for *_, number in plans):
-        announce(states_of_nobody(missing))
+        stated = checkpoints[0].arguments.stated
+        announce(states_of_nobody(missing, were_dropped=bool(stated.get("ckpt_drop_redundant_extra_state"))))
 
     absent = set(map(id, empty))
     stored = [entry for entry in leaves.objects if id(entry) not in absent]

@@ -29,7 +29,7 @@ from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.param_group_compat import has_as_many_groups
 from mcore_ckpt_ext.megatron.policy import OF_ARGUMENTS, LoadDecision, decide
 from mcore_ckpt_ext.megatron.random_states import are_lacking, are_too_few, may_differ
-from mcore_ckpt_ext.online.admission import becomes_hybrid, check_tokens
+from mcore_ckpt_ext.online.admission import becomes_hybrid, check_optimizer_was_saved, check_tokens
 from mcore_ckpt_ext.online.agreement import agreed, attempt, is_first_rank
 from mcore_ckpt_ext.online.homes.recognition import (
     Chain,
@@ -164,6 +164,7 @@ def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) 
     if folder.name == "release":
         return None
     written = open_checkpoint(folder).arguments
+    check_optimizer_was_saved(written, str(folder))
     chain, running = Chain.of(call["optimizer"]), JobArguments.of(vars(arguments))
     facts = LoadFacts(
         Loop.LEGACY,
@@ -196,8 +197,7 @@ def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], direc
     # Without arguments, as other loops save, stock takes any checkpoint for TP1 x PP1.
     is_foreign = ARGUMENTS not in common
     written = open_checkpoint(folder).arguments if is_foreign else JobArguments.of(vars(common[ARGUMENTS]))
-    if written.no_save_optim:
-        return None
+    check_optimizer_was_saved(written, str(folder))
     check_tokens(written.tokens, running, folder)
     check_gates(written, running, str(folder))
     facts = LoadFacts(
@@ -270,7 +270,8 @@ def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], dire
     if common is None or release or "args" not in common:
         return
     written = JobArguments.of(vars(common["args"]))
-    if not written.no_save_optim and is_another_kind(written, kind_named(vars(arguments))):
+    check_optimizer_was_saved(written, str(name))
+    if is_another_kind(written, kind_named(vars(arguments))):
         raise ModelMismatchError(
             "the checkpoint was written by an optimizer of another kind than the running one",
             found=f"--optimizer {kind_named(written.stated)}",

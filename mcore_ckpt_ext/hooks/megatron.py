@@ -42,6 +42,7 @@ from mcore_ckpt_ext.hooks.resuming import (
 )
 from mcore_ckpt_ext.hooks.run_folder import folder_named, run_folder
 from mcore_ckpt_ext.hooks.running_version import megatron_version
+from mcore_ckpt_ext.hooks.schedule import check_schedule
 from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.hooks.torch_fsdp_feed import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
 from mcore_ckpt_ext.layout.proof import Proof
@@ -230,6 +231,8 @@ class _Load:
                 helps="another training loop wrote it: resume with --no-load-optim, or in a loop of your own by "
                 "mcore_ckpt_ext.load_optimizer",
             )
+        if self._scheduler is not None:
+            agreed("comparing the schedules", lambda: check_schedule(self._scheduler, prepared.schedule, look.folder))
         new = new_tokens(prepared.checkpoint.vocabulary_rows, arguments)
         self._accept_new_tokens(new)
         grid = requested_grid(arguments, megatron_version())

@@ -70,6 +70,29 @@ def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
         )
 
 
+def check_optimizer_was_saved(written: JobArguments, folder: str) -> None:
+    """Refuse to resume an optimizer that the job of the checkpoint did not save.
+
+    Megatron ends by a KeyError, once the weights are loaded (`load_checkpoint`, megatron/training/checkpointing.py,
+    core_v0.7.0 to 0.19.2).
+
+    Args:
+        written: the arguments of the job that wrote the checkpoint.
+        folder: of the checkpoint.
+
+    Raises:
+        ModelMismatchError: it was saved with --no-save-optim.
+    """
+    if written.no_save_optim:
+        raise ModelMismatchError(
+            "the checkpoint holds no optimizer, which the job that wrote it left out (--no-save-optim)",
+            expected="the state of an optimizer to resume",
+            where=folder,
+            helps="resume with --no-load-optim: the optimizer then begins anew from the weights; --finetune also "
+            "starts at iteration 0",
+        )
+
+
 def check_tokens(tokens: int | None, arguments: JobArguments, folder: Path) -> None:
     """Refuse a vocabulary in which tokens of the checkpoint have no row; rows that are padding may come and go.
 

@@ -1,0 +1,42 @@
+"""Whether the learning rate's schedule of a running job accepts that of a checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from mcore_ckpt_ext.errors import ModelMismatchError, shortened
+
+
+def check_schedule(scheduler: Any, stored: Mapping[str, Any] | None, folder: Path) -> None:
+    """Refuse a stored schedule that the scheduler would end the job for; nothing is touched.
+
+    Unless one of two flags is given, Megatron asserts that both are the same
+    (`OptimizerParamScheduler.load_state_dict`, megatron/core/optimizer_param_scheduler.py, core_v0.7.0 to 0.19.2). It
+    counts in samples: warm-up and decay that a job gives in iterations change with its global batch size.
+
+    Args:
+        scheduler: the live one.
+        stored: its state in the checkpoint.
+        folder: of the checkpoint.
+
+    Raises:
+        ModelMismatchError: some value is another one.
+    """
+    trial = copy.copy(scheduler)
+    trial.optimizer = SimpleNamespace(param_groups=[])
+    try:
+        trial.load_state_dict(stored)
+    except AssertionError as error:
+        raise ModelMismatchError(
+            "the schedule of the learning rate or of the weight decay is another one than the checkpoint's",
+            found=shortened(str(error)),
+            expected="the same, unless a flag decides which of both counts",
+            where=str(folder),
+            helps="--override-opt_param-scheduler goes on with the schedule of the command line, "
+            "--use-checkpoint-opt_param-scheduler with that of the checkpoint; they count samples, so another "
+            "--global-batch-size changes what --lr-warmup-iters, --lr-decay-iters and --train-iters mean",
+        ) from error
