@@ -31,8 +31,41 @@ Quantization: TypeAlias = Literal["fp8-block"]
 _WORDS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
+class _Target:
+    """What a conversion needs to know of a format, whatever its options are.
+
+    Attributes:
+        is_model_folder: whether it is a folder of transformers or of peft, without place for a job.
+        for_adam: whether its optimizer is Adam's, with all of its state.
+        for_any_optimizer: whether parameters may differ in what state they have.
+        whole_states: whether optimizers that keep whole parameters hold all of the state where the source has such.
+        places_mtp: whether it says which rank holds the layers that predict further tokens.
+    """
+
+    is_model_folder: ClassVar[bool] = False
+    for_adam: ClassVar[bool] = False
+    for_any_optimizer: ClassVar[bool] = False
+    whole_states: ClassVar[bool] = False
+    places_mtp: ClassVar[bool] = True
+
+    @property
+    def for_bridge(self) -> bool:
+        """Whether Megatron-Bridge will read it."""
+        return False
+
+    @property
+    def weights_alone(self) -> bool:
+        """Whether nothing but weights is taken from the source."""
+        return False
+
+    @property
+    def reads(self) -> Sequence[str | os.PathLike[str]]:
+        """Folders beside the source that are read."""
+        return ()
+
+
 @dataclass(frozen=True, kw_only=True)
-class TorchDist:
+class TorchDist(_Target):
     """Megatron's `torch_dist`, in the optimizer format that stock Megatron resumes under any layout.
 
     Attributes:
@@ -58,6 +91,11 @@ class TorchDist:
     transformer_impl: LayerSpec | None = None
     loop: Loop = "megatron"
 
+    @property
+    def for_bridge(self) -> bool:
+        """Whether Megatron-Bridge will read it."""
+        return self.loop == "bridge"
+
     def __post_init__(self) -> None:
         """Check what can be checked without a source.
 
@@ -71,7 +109,7 @@ class TorchDist:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Legacy:
+class Legacy(_Target):
     """Megatron's legacy format `torch`: the files of each model-parallel rank of one layout.
 
     Attributes:
@@ -93,6 +131,9 @@ class Legacy:
     """
 
     name: ClassVar[str] = "legacy"
+    for_adam: ClassVar[bool] = True
+    whole_states: ClassVar[bool] = True
+    places_mtp: ClassVar[bool] = False
 
     megatron_version: str | None = None
     tensor_model_parallel_size: int | None = None
@@ -120,7 +161,7 @@ class Legacy:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HuggingFace:
+class HuggingFace(_Target):
     """A folder that `transformers` loads; it has no optimizer.
 
     Attributes:
@@ -142,6 +183,8 @@ class HuggingFace:
     """
 
     name: ClassVar[str] = "hf"
+    is_model_folder: ClassVar[bool] = True
+    transformer_impl: ClassVar[None] = None
 
     vocab_size: int | None = None
     tokenizer: str | os.PathLike[str] | None = None
@@ -152,6 +195,16 @@ class HuggingFace:
     quantize: Quantization | None = None
     lora_alpha: int | None = None
     arguments: Sequence[str] = ()
+
+    @property
+    def weights_alone(self) -> bool:
+        """Whether nothing but weights is taken from the source; masters are state of an optimizer."""
+        return self.kind == "weight"
+
+    @property
+    def reads(self) -> Sequence[str | os.PathLike[str]]:
+        """Folders beside the source that are read."""
+        return () if self.tokenizer is None else (self.tokenizer,)
 
     def stated_arguments(self) -> dict[str, Any]:
         """The arguments that the user states, by name; a value that is neither JSON nor a word of Python's is a text.
@@ -191,7 +244,7 @@ class HuggingFace:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Canonical:
+class Canonical(_Target):
     """The layout-free view itself, in safetensors and one JSON file, for other people's tools.
 
     Attributes:
@@ -205,6 +258,7 @@ class Canonical:
     """
 
     name: ClassVar[str] = "canonical"
+    for_any_optimizer: ClassVar[bool] = True
 
     transformer_impl: LayerSpec | None = None
 
@@ -218,7 +272,7 @@ class Canonical:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FsdpDtensor:
+class FsdpDtensor(_Target):
     """Megatron's `fsdp_dtensor`, which a job with `--use-megatron-fsdp` resumes.
 
     Attributes:
@@ -235,6 +289,7 @@ class FsdpDtensor:
     """
 
     name: ClassVar[str] = "fsdp_dtensor"
+    for_adam: ClassVar[bool] = True
 
     megatron_version: str | None = None
     expert_model_parallel_size: int | None = None

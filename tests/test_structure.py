@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore_ckpt_ext.targets import TARGETS
+
 TESTS = Path(__file__).parent
 HARNESS = ("tests", "harness")
 
@@ -189,6 +191,18 @@ def test_readers_answer_for_themselves() -> None:
         str(path.relative_to(PACKAGE)): looks_at_readers(path.read_text(), readers) for path in PACKAGE.rglob("*.py")
     }
     assert {path: count for path, count in found.items() if count} == LOOKING_AT_READERS
+
+
+# The same for what a conversion writes (`targets.py`): what is left chooses which function lays it out.
+LOOKING_AT_TARGETS = {"offline/laying_out.py": 4, "offline/opening.py": 1}
+
+
+def test_targets_answer_for_themselves() -> None:
+    classes = {type_.__name__ for type_ in TARGETS.values()}
+    found = {
+        str(path.relative_to(PACKAGE)): looks_at_readers(path.read_text(), classes) for path in PACKAGE.rglob("*.py")
+    }
+    assert {path: count for path, count in found.items() if count} == LOOKING_AT_TARGETS
 
 
 @pytest.mark.parametrize(

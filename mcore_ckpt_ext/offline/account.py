@@ -10,7 +10,7 @@ from mcore_ckpt_ext.formats.unread import OTHER, Unread
 from mcore_ckpt_ext.formats.views import without_optimizer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.offline.coverage import check_kinds, refuse_contradictions
-from mcore_ckpt_ext.targets import Canonical, FsdpDtensor, HuggingFace, Legacy, Target
+from mcore_ckpt_ext.targets import Canonical, Target
 
 OPTIMIZER = "optimizer"
 """What `--drop` calls all of an optimizer's state."""
@@ -37,14 +37,14 @@ def settle(checkpoint: Checkpoint, target: Target, drop: Collection[str]) -> tup
     """
     unread = checkpoint.unread()
     merger = checkpoint.merger
-    if drop and (merger or isinstance(target, HuggingFace)):
+    if drop and (merger or target.is_model_folder):
         what = "merged model" if merger else "Hugging Face folder"
         raise UsageError(f"there is nothing to drop: a {what} has no optimizer", found=_spelt(drop))
     if merger:
         trained = [one for one in merger.sources if one.optimizer_format]
         return checkpoint, [*unread, *(item for one in trained for item in _stored_optimizer(one, _MERGED))]
-    if isinstance(target, HuggingFace):
-        left = target.kind == WEIGHT and checkpoint.optimizer_format
+    if target.is_model_folder:
+        left = target.weights_alone and checkpoint.optimizer_format
         return checkpoint, [*unread, *(_stored_optimizer(checkpoint, _NO_PLACE) if left else ())]
     _check_drop(checkpoint, unread, drop)
     if OPTIMIZER in drop:
@@ -94,12 +94,12 @@ def _check_can_be_held(checkpoint: Checkpoint, target: Target) -> None:
     """
     state = checkpoint.optimizer
     names = {kind: set(state.names(kind)) for kind in state.kinds}
-    whole = isinstance(target, Legacy) and checkpoint.chain()
+    whole = target.whole_states and checkpoint.chain()
     distributed = {name for name in state.names() if state.is_distributed(name) and not whole}
     held = [names[kind] & distributed for kind in state.carried_kinds if names[kind] & distributed]
     even = all(of_kind == distributed for of_kind in held)
     adam = even and (not distributed or {kind for kind in names if names[kind] & distributed} >= _ADAM)
-    possible = adam if isinstance(target, (Legacy, FsdpDtensor)) else even or isinstance(target, Canonical)
+    possible = adam if target.for_adam else even or target.for_any_optimizer
     if checkpoint.param_groups() and possible:
         return
     found = f"{checkpoint.optimizer_format}: " + ", ".join(f"{k} of {len(names[k])} parameters" for k in names)

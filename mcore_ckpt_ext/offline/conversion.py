@@ -38,7 +38,7 @@ from mcore_ckpt_ext.optimizers.digests import check_digests
 from mcore_ckpt_ext.planning.output import Output
 from mcore_ckpt_ext.storage.file_digests import compare_digests, with_digests
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
-from mcore_ckpt_ext.targets import HuggingFace, Target
+from mcore_ckpt_ext.targets import Target
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 from mcore_ckpt_ext.writing import BLOCK_BYTES
 
@@ -154,8 +154,7 @@ def convert(
         laid_out = lay_out(checkpoint, target, of_family)
     output = with_digests(laid_out.output, laid_out.folder)
     read_from = [*folders, as_path(source), *([as_path(merge)] if merge is not None else [])]
-    if isinstance(target, HuggingFace) and target.tokenizer is not None:
-        read_from.append(as_path(target.tokenizer))
+    read_from += map(as_path, target.reads)
     place = checked_destination(destination, read_from, laid_out.folder)
     with interpreting(checkpoint.folder):
         lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}

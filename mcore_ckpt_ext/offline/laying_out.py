@@ -96,14 +96,14 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
     output = _noting(output, [], _version_notes(target))
     folder = RELEASE if checkpoint.released else iteration_name(checkpoint.iteration)
     below = _below(_with_companions(_noting(output, notices), checkpoint), folder)
-    if isinstance(target, TorchDist) and target.loop == "bridge" and not checkpoint.released:
+    if target.for_bridge and not checkpoint.released:
         below = replace(below, files=[*below.files, _file(LATEST_TRAIN_STATE, train_state(checkpoint), last=True)])
     return LaidOut(below, folder, kinds)
 
 
 def _files_of_iteration(checkpoint: Checkpoint, target: TorchDist | Legacy | FsdpDtensor) -> Output:
     _check_buildable(checkpoint, target)
-    check_names(checkpoint, target.name, for_bridge=isinstance(target, TorchDist) and target.loop == "bridge")
+    check_names(checkpoint, target.name, for_bridge=target.for_bridge)
     if isinstance(target, FsdpDtensor):
         expert = target.expert_model_parallel_size
         experts_apart = checkpoint.experts_apart if expert is None else expert > 1

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.storage.paths import as_path
-from mcore_ckpt_ext.targets import HuggingFace, Legacy, Target, TorchDist
+from mcore_ckpt_ext.targets import HuggingFace, Target
 
 
 def open_source(
@@ -38,7 +38,7 @@ def open_source(
         UsageError: an option makes no sense for this source.
         CheckpointError: it cannot be read.
     """
-    wanted = None if isinstance(target, HuggingFace) else target.transformer_impl
+    wanted = target.transformer_impl
     spec = wanted or TRANSFORMER_ENGINE
     if merge is not None and is_peft(as_path(path)):
         if weights is not None:
@@ -49,20 +49,20 @@ def open_source(
         weights = merge
     checkpoint = open_checkpoint(path, family=family, transformer_impl=spec, facts=facts, weights=weights)
     require_weights(checkpoint)
-    if merge is not None or isinstance(target, HuggingFace):
+    if merge is not None or target.is_model_folder:
         checkpoint = under_bridge_s_names(checkpoint)
     if merge is not None:
         return _merged(checkpoint, target, family, merge)
     from_hugging_face = checkpoint.format_reader.is_model_folder
-    if isinstance(target, Legacy):
+    if not target.places_mtp:
         checkpoint = _for_legacy_files(checkpoint)
-    if isinstance(target, TorchDist) and target.loop == "bridge":
+    if target.for_bridge:
         checkpoint = with_images(checkpoint)
-    elif isinstance(target, HuggingFace):
+    elif target.is_model_folder:
         checkpoint = text_beside(checkpoint)
     if wanted is not None and not from_hugging_face:
         checkpoint = _under_layer_spec(checkpoint, target, wanted)
-    if family is not None and not (from_hugging_face or weights) and not isinstance(target, HuggingFace):
+    if family is not None and not (from_hugging_face or weights) and not target.is_model_folder:
         raise UsageError(
             "a model family is used only where a Hugging Face folder is read or written",
             found=f"--family {family.name}, from {checkpoint.format} to {target.name}", where=str(checkpoint.folder),
@@ -147,8 +147,7 @@ def _under_layer_spec(checkpoint: Checkpoint, target: Target, spec: str) -> Chec
         UsageError: the option makes no sense for this source or target.
         UnsupportedCheckpointError: the other spec has no such layers.
     """
-    for_bridge = isinstance(target, TorchDist) and target.loop == "bridge"
-    if for_bridge:
+    if target.for_bridge:
         raise UsageError(
             "the layer spec is chosen for jobs of Megatron-LM, from checkpoints of Megatron or from Hugging Face",
             found=f"--transformer-impl {spec}, --for bridge",
