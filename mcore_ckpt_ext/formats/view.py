@@ -83,8 +83,6 @@ class CheckpointView:
     whole_model: WholeModel | None = None
     merger: Merger | None = None
 
-    # The files.
-
     @property
     def folder(self) -> Path:
         """The `iter_XXXXXXX` or `release` folder."""
@@ -116,8 +114,6 @@ class CheckpointView:
     def companions_below(self) -> str:
         """The folder within the checkpoint that holds them; empty for the checkpoint itself."""
         return self.files.companions_below
-
-    # The job.
 
     @property
     def common(self) -> dict[str, Any]:
@@ -194,8 +190,6 @@ class CheckpointView:
         recorded = [by_sidecar(models, self.sidecar)] if self.sidecar else []
         return recorded + [by_order(models, order, rule) for order in self.orders() for rule in rules]
 
-    # The vocabulary.
-
     @property
     def vocabulary(self) -> int | None:
         """The number of tokens in the vocabulary without padding, where the format itself gives it."""
@@ -214,8 +208,6 @@ class CheckpointView:
         """
         return vocabulary_rows(self)
 
-    # Messages.
-
     @property
     def vocabulary_contradiction(self) -> str | None:
         """What the arguments say of the vocabulary's rows, and is not so; None where they agree."""
@@ -233,8 +225,6 @@ class CheckpointView:
     def unread(self, *, objects: bool = True) -> list[Unread]:
         """Every stored key that nothing here reads, from metadata; with `objects` also from small pickled objects."""
         return self.unread_keys(objects)
-
-    # The optimizer, and states.
 
     @property
     def optimizer_format(self) -> str | None:
@@ -283,8 +273,6 @@ class CheckpointView:
     def random_state_grid(self) -> tuple[int, ...] | None:
         """Ranks for which the state of the random generators is stored as one array; None where it is not."""
         return self.states.random_grid()
-
-    # Tensors.
 
     @property
     def weights(self) -> Weights:
