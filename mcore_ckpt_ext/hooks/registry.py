@@ -99,7 +99,12 @@ class _Patch:
     def _rebind(self, module: ModuleType, before: Function, after: Function) -> None:
         if not self._class:
             _rebind(module, self.attribute, before, after)
-        elif vars(owner := getattr(module, self._class)).get(self.attribute) is before:
+            return
+        owner = getattr(module, self._class)
+        held = vars(owner).get(self.attribute)
+        if isinstance(held, staticmethod) and held.__func__ is before:
+            setattr(owner, self.attribute, staticmethod(after))
+        elif held is before:
             setattr(owner, self.attribute, after)
 
 

@@ -123,6 +123,18 @@ SEAMS = (
         version_module="megatron.core",
     ),
     Seam(
+        module="megatron.core.dist_checkpointing.strategies.async_utils",
+        attribute="PersistentAsyncCaller.async_loop",
+        wrapper="mcore_ckpt_ext.hooks.child_processes:wrap_async_loop",
+        version_module="megatron.core",
+    ),
+    Seam(
+        module="megatron.core.dist_checkpointing.strategies.filesystem_async",
+        attribute="get_write_results_queue",
+        wrapper="mcore_ckpt_ext.hooks.child_processes:wrap_results_queue",
+        version_module="megatron.core",
+    ),
+    Seam(
         # 0.2.1 to 0.6.0, and the development head of 22 August 2026.
         module="megatron.bridge.training.checkpointing",
         attribute="_load_checkpoint_from_path",

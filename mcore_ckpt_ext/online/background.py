@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mcore_ckpt_ext.online.parent_watch import end_with_parent
 from mcore_ckpt_ext.settings import WRITER_PATIENCE
 
 _REMARKABLE = 10.0
@@ -53,6 +54,7 @@ class Report:
 
 
 def _observed(work: Callable[..., Any], path: str, *positional: Any, **keywords: Any) -> Any:
+    end_with_parent()
     handler = _ToFile(path)
     loggers = [logging.getLogger(name) for name in _LOGGERS]
     for logger in loggers:

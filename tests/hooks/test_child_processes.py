@@ -1,0 +1,65 @@
+"""Background processes of Megatron end with the rank that started them: real processes, real SIGKILL."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+STARTS = """
+import sys, time, multiprocessing
+import torch
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
+if __name__ == "__main__":
+    queue = filesystem_async.get_write_results_queue("fork")
+    process = async_utils.PersistentAsyncCaller._get_process(0, sys.argv[1])
+    print(process.pid, queue._manager._process.pid if hasattr(queue._manager, "_process") else "", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
+def test_an_idle_writer_and_the_manager_of_results_end_after_sigkill(method: str, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(STARTS)
+    rank = subprocess.Popen([sys.executable, script, method], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert rank.stdout is not None
+    assert rank.stdout.readline()
+    session = descendants(rank.pid)
+    assert len(session) >= 2
+    rank.kill()
+    rank.wait()
+    assert_gone(session)
+
+
+def descendants(group: int) -> set[int]:
+    """The processes of a group, its leader left out, as far as they do not run the interpreter's own trackers."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[2]) == group and int(folder.name) != group and fields[0] != "Z":
+            found.add(int(folder.name))
+    return found
+
+
+def assert_gone(processes: set[int]) -> None:
+    """All of them end; the limit is there for a failure only."""
+    end = time.monotonic() + 60
+    left = processes
+    while left and time.monotonic() < end:
+        left = {pid for pid in left if is_running(pid)}
+        time.sleep(0.05)
+    assert not left
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
