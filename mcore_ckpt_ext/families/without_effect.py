@@ -133,6 +133,10 @@ _TEXT = """
     use_fused_mhc use_legacy_models retro_attention_gate retro_cyclic_train_iters retro_project_dir
     retro_verify_neighbor_count use_varlen_dataset varlen_mock_dataset_config_json
     varlen_sbhd_validation
+# What Megatron-Bridge's model providers add: how the vocabulary lies in rows, and which tokens stand for images, as
+# their configuration says (gpt_provider.py, and those of vision-language models, 0.2.1 to 0.6.2).
+    should_pad_vocab image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id
+    image_token_index bos_token_id eos_token_id
 # What Megatron itself notes beside them, what its scripts add, and what is in its configurations alone.
     batch_p2p_comm batch_p2p_sync consumed_train_samples consumed_valid_samples curr_iteration
     deallocate_pipeline_outputs delay_grad_reduce do_test do_train do_valid expert_gtp_weight_remat_size

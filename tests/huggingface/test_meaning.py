@@ -19,7 +19,7 @@ from mcore_ckpt_ext.families.config_keys import OF_THE_FILE, accepting, neutral_
 from mcore_ckpt_ext.families.contradictions import unwritten
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
-from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, ONLY_WITH, SIZES, TOLD
+from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, ONLY_WITH, SIZES, TOLD, unknown
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_named, family_of_config
 from mcore_ckpt_ext.families.without_effect import without_effect
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -53,6 +53,15 @@ def test_every_argument_has_one_class() -> None:
     assert len(classes) == len(set(classes))
     assert not without_effect(classes)
     assert {name for name, _ in ONLY_WITH} <= {*classes}
+
+
+def test_fields_of_bridges_providers_are_no_unknown_arguments() -> None:
+    """As a folder for Megatron-Bridge states them: of a padded vocabulary, and of a model that also sees images."""
+    bridge = {"should_pad_vocab": True, "image_token_id": 151655, "video_token_id": 151656}
+    name = next(iter(CONFIGS))
+    assert unknown(arguments_of(name, **bridge)) == []
+    (line,) = unknown(arguments_of(name, **bridge, embedding_multiplier=2.0))
+    assert line.endswith("embedding_multiplier 2.0")
 
 
 @pytest.mark.parametrize("name", CONFIGS)
