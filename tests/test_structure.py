@@ -82,8 +82,6 @@ NOT_CONVERTED = {
     "hooks/megatron.py",
     "hooks/megatron_arguments.py",
     "hooks/run_folder.py",
-    "layout_choice/rules.py",
-    "layout_choice/stage_split.py",
     "offline/versions.py",
     "targets.py",
 }

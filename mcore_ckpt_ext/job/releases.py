@@ -190,3 +190,14 @@ SPLITS_LAYER_WISE = Capability(
     "megatron/core/optimizer/__init__.py, `_get_megatron_emerging_optimizer`, the head of August 2026",
     since=Version(0, 20),
 )
+SHARES_QUERY_GROUPS = Capability(
+    "lets several tensor-parallel ranks share a query group",
+    "megatron/core/transformer/transformer_config.py, `TransformerConfig.__post_init__`",
+    since=Version(0, 16),
+)
+TAKES_STAGE_LAYOUTS = Capability(
+    "takes --pipeline-model-parallel-layout",
+    "megatron/training/arguments.py",
+    since=Version(0, 13),
+    shown_by="pipeline_model_parallel_layout",
+)

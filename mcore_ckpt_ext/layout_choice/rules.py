@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.releases import SHARES_QUERY_GROUPS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit
 from mcore_ckpt_ext.versions import Version
-
-# `num_query_groups` may be a divisor of the tensor-parallel size (`TransformerConfig.__post_init__`, core_v0.16.0).
-_SINCE_SHARED_GROUPS = Version(0, 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +98,8 @@ def _query_groups(choice: Choice) -> str | None:
     """`TransformerConfig.__post_init__`: so are query groups; since 0.16 several ranks may share one."""
     job, tensor = choice.job, choice.layout.tensor
     groups = job.num_query_groups if job.group_query_attention else None
-    if not groups or groups % tensor == 0 or (choice.version >= _SINCE_SHARED_GROUPS and tensor % groups == 0):
+    may_share = SHARES_QUERY_GROUPS.is_of(choice.version)
+    if not groups or groups % tensor == 0 or (may_share and tensor % groups == 0):
         return None
     return f"{groups} query groups cannot be divided by TP {tensor}"
 

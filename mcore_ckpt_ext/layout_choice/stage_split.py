@@ -7,11 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.job.releases import TAKES_STAGE_LAYOUTS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, layers_by_chunk
 from mcore_ckpt_ext.versions import Version
 
-# `--pipeline-model-parallel-layout`: megatron/training/arguments.py, core_v0.13.0 to 0.19.2.
-_SINCE_LAYOUT_STRINGS = Version(0, 13)
 _SPLIT_ARGUMENTS = (
     "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
@@ -96,7 +95,7 @@ def _candidates(
                 "decoder_first_pipeline_num_layers": -(-ends // 2),
                 "decoder_last_pipeline_num_layers": ends // 2,
             }
-    if version >= _SINCE_LAYOUT_STRINGS and total >= pipeline * virtual - 2 and pipeline > 1:
+    if TAKES_STAGE_LAYOUTS.is_of(version) and total >= pipeline * virtual - 2 and pipeline > 1:
         yield {"pipeline_model_parallel_layout": layout_string(_balanced(total, pipeline * virtual), extra_layers)}
 
 
