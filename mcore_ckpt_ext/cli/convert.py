@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+
+from typing_extensions import override
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message
@@ -14,6 +17,9 @@ from mcore_ckpt_ext.cli.processes import the_team
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.errors import UsageError, readable
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.recognition import FAMILIES
+from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import FactsOfSource
 from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, Report, convert
@@ -75,12 +81,36 @@ _OPTIONS = (
 )
 
 
+class _ListFamilies(argparse.Action):
+    """Print the table of model families instead of a conversion."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    @override
+    def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        rows = [("model_type", "family", "trained by", "models"), *map(_family_row, FAMILIES)]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        for row in rows:
+            line("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]))
+        line("both directions: a Hugging Face folder to Megatron, and back")
+        line(f"not in Megatron Core up to 0.19.2: {', '.join(sorted(NOT_IN_MEGATRON))}")
+        parser.exit()
+
+
+def _family_row(family: Family) -> tuple[str, str, str, str]:
+    models = (sys.modules[type(family).__module__].__doc__ or "").partition("\n")[0].rstrip(".")
+    spec = "Megatron (Transformer Engine)" if family.needs_engine else "Megatron"
+    return family.model_type, family.name, "Megatron-Bridge" if family.only_bridge else spec, models
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options; those of targets are grouped by the targets that have them."""
     parser.add_argument("source", metavar="SRC", help="run folder, iteration folder, Hugging Face or canonical folder")
     parser.add_argument("destination", metavar="DST", help="the folder to make")
     parser.add_argument("--to", choices=TARGETS, help="the format to write; leave it out to see what each is for")
     parser.add_argument("--family", metavar="NAME", help="the model's family, if not recognised; or path.py:Name")
+    parser.add_argument("--list-families", action=_ListFamilies, help="print the families of Hugging Face, and exit")
     parser.add_argument(
         "--accept-key", action="append", default=[], metavar="NAME",
         help="a key of a Hugging Face folder's config.json that has no effect on what the model computes; repeat it",

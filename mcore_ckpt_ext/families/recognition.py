@@ -39,6 +39,7 @@ from mcore_ckpt_ext.families.qwen3_next import Qwen3Next
 from mcore_ckpt_ext.families.seed_oss import SeedOss
 from mcore_ckpt_ext.families.smollm3 import SmolLM3
 from mcore_ckpt_ext.families.starcoder2 import StarCoder2
+from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON, describe_nearest, nearest_families
 
 FAMILIES: tuple[Family, ...] = (
     GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
@@ -46,16 +47,6 @@ FAMILIES: tuple[Family, ...] = (
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
     DeepSeekV32(), GlmMoEDsa(), NemotronH(),
 )  # fmt: skip
-_NORMS_BEHIND = "it norms what comes out of a block, and Megatron what goes into it"
-_FACTORS = "it multiplies embeddings, residuals and logits by factors that Megatron has no arguments for"
-_CHUNKS = "its attention sees chunks, and its queries have a temperature, for which Megatron has no arguments"
-# Read in the classes of transformers 5.23, and in `TransformerConfig` of core_v0.19.2.
-NOT_IN_MEGATRON: Mapping[str, str] = {
-    "glm4": _NORMS_BEHIND, "olmo2": _NORMS_BEHIND, "olmo3": _NORMS_BEHIND, "granite": _FACTORS, "granitemoe": _FACTORS,
-    "llama4": _CHUNKS, "llama4_text": _CHUNKS,
-    "ernie4_5_moe": "a bias chooses its experts by softmax, and Megatron's routers have one for sigmoids only",
-}  # fmt: skip
-"""Families that no release of Megatron Core up to 0.19.2 has a model of, and why, by `model_type`."""
 _SHOWN = 4
 
 
@@ -129,12 +120,14 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
             "Megatron Core has no such model, up to 0.19.2", found=f"model_type {config['model_type']}: {why}",
             where=where, helps="to map it to layers of your own: mcore-ckpt convert --family path.py:Name",
         )  # fmt: skip
+    nearest = nearest_families(config, FAMILIES)
     raise UnsupportedCheckpointError(
         "the model belongs to no family that is known here",
-        found=f"model_type {config.get('model_type')}",
-        expected=", ".join(family.model_type for family in FAMILIES),
+        found=f"model_type {config.get('model_type')}; nearest by its keys: {describe_nearest(nearest)}",
+        expected="one of mcore-ckpt convert --list-families",
         where=where,
-        helps="write its family (CONTRIBUTING.md shows how) and name it: mcore-ckpt convert --family path.py:Name",
+        helps=f"if it computes as the nearest: mcore-ckpt convert --family {nearest[0][0].name}; else write its family "
+        "(CONTRIBUTING.md shows how): --family path.py:Name",
     )
 
 

@@ -173,6 +173,16 @@ def families() -> str:
     return _table(("family", "`model_type`", "genuine Megatron 0.19.2 answers as transformers 5.23 does"), rows)
 
 
+def unsupported() -> str:
+    """A row for each reason why Megatron Core has no model of a family."""
+    from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
+
+    by_reason: dict[str, list[str]] = defaultdict(list)
+    for model_type, why in NOT_IN_MEGATRON.items():
+        by_reason[why].append(f"`{model_type}`")
+    return _table(("`model_type`", "why not"), [(", ".join(types), why) for why, types in by_reason.items()])
+
+
 def _table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return "\n".join([*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)])
@@ -199,6 +209,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "settings": settings,
     "errors": errors,
     "families": families,
+    "unsupported": unsupported,
 }
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,8 +14,10 @@ from safetensors.torch import load_file, save_file
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_article
+from mcore_ckpt_ext.families.recognition import FAMILIES, family_of_config
+from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from tests.harness.huggingface import make
+from tests.harness.huggingface import CONFIGS, make
 
 
 @pytest.mark.parametrize(
@@ -107,3 +110,31 @@ def test_codes_beside_numbers_have_no_array_in_common(tmp_path: Path) -> None:
     save_file(stored, source / "model.safetensors")
     with pytest.raises(UnsupportedCheckpointError, match="in one array; found: bfloat16 and uint8"):
         mcore_ckpt_ext.convert(source, tmp_path / "run", mcore_ckpt_ext.TorchDist())
+
+
+def test_a_family_that_is_not_known_is_refused_with_the_nearest() -> None:
+    """By the keys of its configuration, with those that decide, and one command that goes on."""
+    config = {**CONFIGS["llama"]().to_dict(), "model_type": "parrot", "architectures": ["ParrotForCausalLM"]}
+    with pytest.raises(UnsupportedCheckpointError, match="nearest by its keys: Llama.*--family Llama"):
+        family_of_config(config, "here")
+    with pytest.raises(UnsupportedCheckpointError, match="but for feather_count"):
+        family_of_config({**config, "feather_count": 3}, "here")
+
+
+@pytest.mark.parametrize(("kind", "why"), [("falcon", "parallel blocks"), ("mpt", "ALiBi"), ("olmo3", "it norms what")])
+def test_a_family_that_megatron_core_cannot_build_is_refused_with_the_reason(kind: str, why: str) -> None:
+    with pytest.raises(UnsupportedCheckpointError, match=f"up to 0.19.2.*{kind}.*{why}"):
+        family_of_config({"model_type": kind}, "here")
+
+
+def test_no_family_is_served_and_refused() -> None:
+    assert NOT_IN_MEGATRON.keys() & {family.model_type for family in FAMILIES} == set()
+
+
+def test_the_list_of_families(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["convert", "--list-families"])
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0
+    assert all(re.search(rf"^{family.model_type} +{family.name} ", shown, re.MULTILINE) for family in FAMILIES)
+    assert "falcon" in shown

@@ -1,0 +1,52 @@
+"""Families that Megatron Core builds no model of, with the reason; the documentation's table is made of this one.
+
+Sources: the classes of transformers 5.23, and the released code of types without one; `TransformerConfig`, and the
+choices of `--position-embedding-type`, of core_v0.19.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from mcore_ckpt_ext.families.config_keys import WITHOUT_EFFECT
+from mcore_ckpt_ext.families.family import Family
+
+_PARALLEL = "attention and MLP of a layer read the same input (parallel blocks), and in Megatron one follows the other"
+_NORMS_BEHIND = "it norms what comes out of a block, and Megatron what goes into it"
+_FACTORS = "it multiplies embeddings, residuals and logits by factors that Megatron has no arguments for"
+_CHUNKS = "its attention sees chunks, and its queries have a temperature, for which Megatron has no arguments"
+_ALIBI = "its attention has linear biases (ALiBi) instead of positions, and Megatron has none"
+NOT_IN_MEGATRON: Mapping[str, str] = {
+    "falcon": _PARALLEL, "gpt_neox": _PARALLEL, "gptj": _PARALLEL, "codegen": _PARALLEL, "phi": _PARALLEL,
+    "phi-msft": _PARALLEL, "cohere": _PARALLEL, "cohere2": _PARALLEL,
+    "bloom": _ALIBI, "mpt": _ALIBI,
+    "glm4": _NORMS_BEHIND, "olmo2": _NORMS_BEHIND, "olmo3": _NORMS_BEHIND, "exaone4": _NORMS_BEHIND,
+    "granite": _FACTORS, "granitemoe": _FACTORS, "minicpm": _FACTORS,
+    "llama4": _CHUNKS, "llama4_text": _CHUNKS,
+    "opt": "its MLP has ReLU, for which Megatron has no flag, and its positions begin at 2",
+    "ernie4_5_moe": "a bias chooses its experts by softmax, and Megatron's routers have one for sigmoids only",
+}  # fmt: skip
+"""By `model_type`: no release of Megatron Core up to 0.19.2 has such a model."""
+_NEAREST, _SHOWN = 3, 6
+
+
+def nearest_families(config: Mapping[str, object], families: Iterable[Family]) -> list[tuple[Family, list[str]]]:
+    """The families that map most keys of a `config.json`, each with the keys that it does not map."""
+    stated = {key for key, value in config.items() if value is not None} - WITHOUT_EFFECT
+    found = []
+    for family in families:
+        unmapped = sorted(stated - family.mapped_keys)
+        lacking = {key for setting in family.settings for key in setting.keys} - config.keys()
+        found.append((len(unmapped), len(lacking), family, unmapped))
+    found.sort(key=lambda one: one[:2])
+    return [(family, unmapped) for _, _, family, unmapped in found[:_NEAREST]]
+
+
+def describe_nearest(nearest: Sequence[tuple[Family, list[str]]]) -> str:
+    """The nearest families, and the keys that keep a model from being one of them."""
+    return "; ".join(
+        f"{family.name}, but for {', '.join(unmapped[:_SHOWN])}"
+        + (f" and {len(unmapped) - _SHOWN} more" if len(unmapped) > _SHOWN else "")
+        if unmapped else f"{family.name}, which maps all its keys"
+        for family, unmapped in nearest
+    )  # fmt: skip
