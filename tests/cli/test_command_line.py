@@ -92,7 +92,7 @@ def test_verify_and_its_exit_codes(damaged: Fixture, capsys: pytest.CaptureFixtu
 def test_diff_and_its_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     p01, p08b, p10 = (fixture_named(name).run for name in ("p01", "p08b", "p10"))
     code, out, _ = said(capsys, "diff", p01, p08b)
-    assert (code, out.splitlines()[-1]) == (0, "equal in every bit")
+    assert (code, out.splitlines()[-1]) == (0, "equal in every bit, and in all settings")
     code, out, _ = said(capsys, "diff", p01, p10, "--kinds", "weight")
     assert (code, out.splitlines()[-1]) == (1, "DIFFERENT")
     assert "2,279 of 4,096 elements differ; by at most 0.00492859; the first at (0, 0)" in out
