@@ -60,11 +60,16 @@ _ANEW = "random state starts anew"
 def wrap_load_checkpoint(original: Function) -> Function:
     """Around `load_checkpoint`: resume the optimizer ourselves where stock would refuse or load other parameters."""
 
-    @functools.wraps(original)
-    def load_checkpoint(
-        ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *positional: Any, **keywords: Any
-    ) -> Any:
+    def load(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *positional: Any, **keywords: Any) -> Any:
         return _Load(original, ddp_model, optimizer, opt_param_scheduler, positional, keywords).done()
+
+    @functools.wraps(original)
+    def load_checkpoint(*positional: Any, **keywords: Any) -> Any:
+        # --moe-use-upcycling still passes the model by the name that it had up to 0.8.0, and so ends by a TypeError in
+        # stock Megatron (`setup_model_and_optimizer`, megatron/training/training.py, core_v0.12.1 to 0.19.2).
+        if "model" in keywords:
+            keywords["ddp_model"] = keywords.pop("model")
+        return load(*positional, **keywords)
 
     return load_checkpoint
 
