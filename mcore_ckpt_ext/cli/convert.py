@@ -12,6 +12,7 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
+from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message
 from mcore_ckpt_ext.cli.processes import the_team
 from mcore_ckpt_ext.cli.progress import Progress
@@ -116,6 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a key of a Hugging Face folder's config.json that has no effect on what the model computes; repeat it",
     )  # fmt: skip
     parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
     parser.add_argument("--force", action="store_true", help="replace DST")
     parser.add_argument("--accept-lost", action="store_true", help="convert even though the source lacks elements")
@@ -143,12 +145,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Convert and say what was done."""
+    if arguments.to is None and arguments.json:
+        raise UsageError("what to write is missing", expected=f"--to {', '.join(TARGETS)}", helps="choose with --to")
     if arguments.to is None:
         return _explain_targets()
     target = _target(arguments)
     with the_team(join=arguments.join) as team:
         report = _converted(arguments, target, team)
-        if team.rank == 0:
+        if team.rank == 0 and arguments.json:
+            print_result("convert", report, 0)
+        elif team.rank == 0:
             for text in _planned(report) if arguments.dry_run else _done(report):
                 line(text)
             for text in _not_read(report.unread):

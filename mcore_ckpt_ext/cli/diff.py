@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, heading, line, message, table
+from mcore_ckpt_ext.cli.json_output import print_result
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, message, table
 from mcore_ckpt_ext.cli.page import check_place, comparison_page, write_page
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
@@ -57,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_page(arguments.html, comparison_page(found))
         message(f"wrote {arguments.html}")
     if arguments.json:
-        as_json(found)
+        print_result("diff", found, 0 if found.equal else 1)
     else:
         _show(found)
     return 0 if found.equal else 1

@@ -18,7 +18,8 @@ from typing import Any, Literal
 import torch
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, line, table
+from mcore_ckpt_ext.cli.json_output import print_result
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, table
 from mcore_ckpt_ext.errors import printable
 from mcore_ckpt_ext.hooks.seams import SEAMS
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     lines = tuple(_lines(arguments.save))
     report = Report(all(item.state != "FAILED" for item in lines), lines)
     if arguments.json:
-        as_json(report)
+        print_result("doctor", report, 0 if report.healthy else 1)
     else:
         table((item.what, Painted(item.state, _STYLES[item.state]), item.found) for item in lines)
         line()

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, as_json, heading, line, message, table
+from mcore_ckpt_ext.cli.json_output import print_result
+from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, message, table
 from mcore_ckpt_ext.cli.page import check_place, inspection_page, write_page
 from mcore_ckpt_ext.errors import readable
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         write_page(arguments.html, inspection_page(found))
         message(f"wrote {arguments.html}")
     if arguments.json:
-        as_json(found)
+        print_result("inspect", found, 0)
     else:
         _show(found)
     return 0

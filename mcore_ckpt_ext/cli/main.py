@@ -9,10 +9,12 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.completion import SHELLS, script
+from mcore_ckpt_ext.cli.json_output import print_error, wants_json
 from mcore_ckpt_ext.cli.output import BAD, Painted, line, message
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.storage.collector import collector_paused
@@ -30,13 +32,15 @@ COMMANDS = {
 
 _COMPLETION = "--print-completion"
 
-DONE, UNEQUAL, UNUSABLE = 0, 1, 2
-"""Exit codes: done or equal; verified unequal, incomplete or corrupt; wrong usage or unreadable input."""
+DONE, UNEQUAL, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
+"""Exit codes: done or equal; verified unequal, incomplete or corrupt; wrong usage or unreadable input; Ctrl-C."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    command = next((word for word in words if word in COMMANDS), "")
+    report = partial(print_error, command) if wants_json(words) else _nothing
     try:
         if words[:1] == [_COMPLETION]:
             return _completion(words)
@@ -48,22 +52,36 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
     except CheckpointError as error:
         message(Painted(f"error: {error}", BAD))
+        report(UNUSABLE, type(error).__name__, str(error))
         return UNUSABLE
+    except SystemExit as stop:
+        if stop.code == UNUSABLE:  # of argparse, which has printed what is wrong
+            report(UNUSABLE, "UsageError", f"see stderr, and mcore-ckpt {command} --help".replace("  ", " "))
+        raise
     except BrokenPipeError:
         _forget_output()  # whoever read it, `head` say, has seen enough
         return DONE
     except OSError as error:
-        message(f"error: {error.strerror}: {error.filename}" if error.filename else f"error: {error}")
+        told = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        message(f"error: {told}")
+        with contextlib.suppress(OSError):  # it may be stdout that is not there
+            report(UNUSABLE, type(error).__name__, told)
         _forget_output()
         return UNUSABLE
     except KeyboardInterrupt:
         message("interrupted")
-        return 130
-    except Exception:  # noqa: BLE001 - Python's own exit code, 1, would say "verified unequal" to a script
+        report(INTERRUPTED, "KeyboardInterrupt", "interrupted")
+        return INTERRUPTED
+    except Exception as error:  # noqa: BLE001 - Python's own exit code, 1, would say "verified unequal" to a script
         for text in ("this is a bug in mcore_ckpt_ext, please report it:", *traceback.format_exc().splitlines()):
             message(text)
+        report(UNUSABLE, type(error).__name__, "this is a bug in mcore_ckpt_ext: see stderr, and please report it")
         return UNUSABLE
     return code
+
+
+def _nothing(exit_code: int, kind: str, text: str) -> None:
+    """Report nothing on stdout: who does not ask for JSON has the message on stderr."""
 
 
 def _forget_output() -> None:

@@ -10,15 +10,12 @@ import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
-from typing import TYPE_CHECKING, TextIO
+from pathlib import PurePath
+from typing import TextIO
 
 from mcore_ckpt_ext.errors import printable
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 
 # Of a terminal: "select graphic rendition" of ECMA-48.
 GOOD, BAD, REMARKABLE, STRONG, SOFT = "32", "1;31", "33", "1", "2"
@@ -66,9 +63,9 @@ def table(rows: Iterable[Sequence[object]], header: Sequence[str] = (), right: S
         _write(sys.stdout, parts)
 
 
-def as_json(result: DataclassInstance) -> None:
-    """Write a result as JSON, in one line."""
-    _write(sys.stdout, [json_text(asdict(result))])
+def as_json_object(content: dict[str, object]) -> None:
+    """Write an object as JSON, in one line."""
+    _write(sys.stdout, [json_text(content)])
 
 
 def json_text(value: object) -> str:
@@ -81,6 +78,8 @@ def _finite(value: object) -> object:
         return json.dumps(value)
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, PurePath):
+        return str(value)
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 

@@ -7,7 +7,8 @@ import json
 from typing import Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
-from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, heading, line, table
+from mcore_ckpt_ext.cli.json_output import print_result
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.errors import UsageError, readable, shortened
 from mcore_ckpt_ext.layout_choice.memory import Recomputation
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
         stated=_stated(arguments.argument),
     )
     if arguments.json:
-        as_json(found)
+        print_result("plan", found, 0 if found.fits else 1)
     else:
         _show(found)
     return 0 if found.fits else 1

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
-from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, as_json, heading, line, table
+from mcore_ckpt_ext.cli.json_output import print_result
+from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
+from mcore_ckpt_ext.offline.check_results import verification_result
 from mcore_ckpt_ext.offline.findings import Verification
 from mcore_ckpt_ext.offline.verification import verify
 from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
@@ -34,7 +36,7 @@ def run(arguments: argparse.Namespace) -> int:
         weights=arguments.weights,
     )
     if arguments.json:
-        as_json(found)
+        print_result("verify", verification_result(found), 0 if found.sound else 1)
     else:
         _show(found)
     return 0 if found.sound else 1

@@ -113,10 +113,10 @@ def check_folder(folder: Path) -> list[Finding]:
     findings = []
     if not (folder / CONFIG_FILE).exists():
         what = "missing: Megatron writes it last, so the save was interrupted, or is under way"
-        findings.append(error(COMPLETE, str(folder / CONFIG_FILE), what))
+        findings.append(error(COMPLETE, str(folder / CONFIG_FILE), what, CONFIG_FILE))
     if not (folder / METADATA_FILE).exists() and not is_zarr(folder):
         what = "missing: without this index nobody knows what the .distcp files hold"
-        findings.append(error(COMPLETE, str(folder / METADATA_FILE), what))
+        findings.append(error(COMPLETE, str(folder / METADATA_FILE), what, METADATA_FILE))
     return findings
 
 
@@ -127,7 +127,7 @@ def check_index_file(folder: Path) -> Iterator[Finding]:
             check_plans(folder)
         except CheckpointError as problem:
             what = f"the ranks' plans at its end cannot be read, and stock Megatron's loader ends there: {problem}"
-            yield error(COMPLETE, str(folder / METADATA_FILE), what)
+            yield error(COMPLETE, str(folder / METADATA_FILE), what, METADATA_FILE)
 
 
 class _Record(NamedTuple):
@@ -164,20 +164,28 @@ def _check_file(reader: FolderReader, file: str, records: list[_Record]) -> Iter
     path = reader.folder / file
     if not path.is_file():
         keys = list(dict.fromkeys(record.key for record in records))
-        yield error(COMPLETE, str(path), f"missing; it held {len(records)} records, of {some(keys)}")
+        yield error(COMPLETE, str(path), f"missing; it held {len(records)} records, of {some(keys)}", path.name)
         return
     try:
         size = reader.size(file)
     except UnreadableCheckpointError as problem:
-        yield error(COMPLETE, str(path), str(problem))
+        yield error(COMPLETE, str(path), str(problem), path.name)
         return
     cut = [r for r in records if r.offset < 0 or r.length < 0 or r.offset + r.length > size]
     if cut:
         keys = list(dict.fromkeys(record.key for record in cut))
         needed = max(record.offset + record.length for record in cut)
-        yield error(COMPLETE, str(path), f"{size:,} bytes, but its records need {needed:,}; cut off: {some(keys)}")
+        yield error(
+            COMPLETE,
+            str(path),
+            f"{size:,} bytes, but its records need {needed:,}; cut off: {some(keys)}",
+            path.name,
+            size,
+        )
     end, last = 0, ""
     for offset, length, key in sorted(records):
         if offset < end:
-            yield error(COMPLETE, str(path), f"the records of {last} and {key} overlap at byte {offset:,}")
+            yield error(
+                COMPLETE, str(path), f"the records of {last} and {key} overlap at byte {offset:,}", path.name, offset
+            )
         end, last = max(end, offset + length), key

@@ -21,12 +21,18 @@ KNOWN = "every key known"
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that is wrong (`error`) or remarkable (`warning`): which check saw it, where, and what."""
+    """One thing that is wrong (`error`) or remarkable (`warning`): which check saw it, where, and what.
+
+    `file` and `offset`: the file, as the checkpoint names it or by its path, and the byte in it, where it is of one
+    place.
+    """
 
     severity: Severity
     check: str
     where: str
     what: str
+    file: str | None = None
+    offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +59,11 @@ class Verification:
         return not any(finding.severity == "error" for finding in self.findings)
 
 
-def error(check: str, where: str, what: str) -> Finding:
+def error(check: str, where: str, what: str, file: str | None = None, offset: int | None = None) -> Finding:
     """Something is wrong."""
-    return Finding("error", check, where, what)
+    return Finding("error", check, where, what, file, offset)
 
 
-def warning(check: str, where: str, what: str) -> Finding:
+def warning(check: str, where: str, what: str, file: str | None = None, offset: int | None = None) -> Finding:
     """Something is remarkable."""
-    return Finding("warning", check, where, what)
+    return Finding("warning", check, where, what, file, offset)

@@ -26,7 +26,7 @@ from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names
 from mcore_ckpt_ext.storage.collector import collector_paused
 
-SCHEMA = 4
+SCHEMA = 5
 _LABELS = {
     "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "expert": "EP", "expert_tensor": "ETP",
     "context": "CP", "data": "DP",

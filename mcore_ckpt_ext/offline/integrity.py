@@ -52,7 +52,7 @@ def check_archives(
             TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()
         except CheckpointError as problem:
             label = known.get((file, offset))
-            return error(CHECKSUMS, file if label is None else f"{file}: {label}", str(problem))
+            return error(CHECKSUMS, file if label is None else f"{file}: {label}", str(problem), file, offset)
         finally:
             advance(length)
         return None
@@ -69,7 +69,7 @@ def check_bare_arrays(
         try:
             verify_array(checkpoint.reader, array)
         except CheckpointError as problem:
-            return error(CHECKSUMS, array.file, str(problem))
+            return error(CHECKSUMS, array.file, str(problem), array.file, array.offset)
         finally:
             advance(array.length)
         return None
@@ -100,10 +100,10 @@ def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding
         try:
             found = _digest(folder, name, advance)
         except OSError as problem:
-            return error(MANIFEST, str(folder / name), f"missing or unreadable: {problem.strerror}")
+            return error(MANIFEST, str(folder / name), f"missing or unreadable: {problem.strerror}", name)
         if found != expected:
             what = f"its SHA-256 is {found[:16]}..., recorded is {str(expected)[:16]}..."
-            return error(MANIFEST, str(folder / name), what)
+            return error(MANIFEST, str(folder / name), what, name)
         return None
 
     return list(_in_threads(check, files.items(), workers))

@@ -198,7 +198,7 @@ class _Run:
             return True
         for file in found.changed:
             kind = warning if file.editable else error
-            self.findings.append(kind(FILE_DIGESTS, str(self.folder / file.name), file.what))
+            self.findings.append(kind(FILE_DIGESTS, str(self.folder / file.name), file.what, file.name))
         self.checks.append(Check(FILE_DIGESTS, f"SHA-256 of {found.compared:,} files"))
         return all(file.editable for file in found.changed)
 

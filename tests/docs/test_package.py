@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import COMMANDS
 from tests.harness.checkpoints import FOLDER_VARIABLE
 
 REPOSITORY = Path(__file__).parents[2]
@@ -25,10 +26,12 @@ IGNORED = shutil.ignore_patterns(
     ".git", ".venv*", "*cache*", ".hypothesis", "*.egg-info", "build", "dist", "demo", "__pycache__"
 )
 PAGES = ("page.html", "style.css", "shared.js", "inspection.js", "comparison.js")
+SCHEMAS = tuple(f"{command}.json" for command in COMMANDS)
 OTHER_THAN_CODE = {
     "mcore_ckpt_ext/py.typed",
     "mcore_ckpt_ext/families/config_reads.json",
     *(f"mcore_ckpt_ext/cli/pages/{name}" for name in PAGES),
+    *(f"mcore_ckpt_ext/cli/schemas/{name}" for name in SCHEMAS),
 }
 # Cheap, and each looks at the files beside it: data, documentation, scripts, the package itself.
 TESTS_OF_THE_ARCHIVE = (

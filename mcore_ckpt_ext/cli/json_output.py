@@ -1,0 +1,39 @@
+"""What every command prints with `--json`: one object, whatever happened, by a schema that is published.
+
+`schema`, `command`, `ok`, `exit_code` and `error` come first, then the result's own keys; an error leaves these out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from mcore_ckpt_ext.cli.output import as_json_object
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+FLAG = "--json"
+ENVELOPE = ("schema", "command", "ok", "exit_code", "error")
+ERROR_SCHEMA = 1
+
+
+def print_result(command: str, result: DataclassInstance, exit_code: int) -> None:
+    """Print the result of a command."""
+    fields = asdict(result)
+    as_json_object({**_envelope(fields.pop("schema", 1), command, exit_code, None), **fields})
+
+
+def print_error(command: str, exit_code: int, kind: str, message: str) -> None:
+    """Print the error that ended a command; `kind` is the name of its class, which is public."""
+    as_json_object(_envelope(ERROR_SCHEMA, command, exit_code, {"kind": kind, "message": message}))
+
+
+def wants_json(words: Sequence[str]) -> bool:
+    """Whether a command line asks for JSON, however wrong it is otherwise."""
+    return FLAG in words
+
+
+def _envelope(schema: int, command: str, exit_code: int, error: dict[str, str] | None) -> dict[str, Any]:
+    return dict(zip(ENVELOPE, (schema, command, exit_code == 0, exit_code, error), strict=True))

@@ -1,0 +1,90 @@
+"""JSON Schemas (draft 2020-12) of what the commands print with `--json`, made from the results' classes."""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.cli.doctor import Report as DoctorReport
+from mcore_ckpt_ext.cli.json_output import ERROR_SCHEMA
+from mcore_ckpt_ext.offline.check_results import VerificationResult
+from mcore_ckpt_ext.offline.comparison import Comparison
+from mcore_ckpt_ext.offline.conversion import Report as ConversionReport
+from mcore_ckpt_ext.offline.inspection import Inspection
+from mcore_ckpt_ext.offline.layout_plan import LayoutPlan
+
+RESULTS: dict[str, type] = {
+    "inspect": Inspection, "convert": ConversionReport, "verify": VerificationResult, "diff": Comparison,
+    "plan": LayoutPlan, "doctor": DoctorReport,
+}  # fmt: skip
+_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+# JSON has no numbers that are not finite: they are printed as text.
+_NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
+_PLAIN: dict[Any, dict[str, Any]] = {
+    str: {"type": "string"}, int: {"type": "integer"}, bool: {"type": "boolean"}, float: _NUMBER,
+    type(None): {"type": "null"}, Path: {"type": "string"}, Any: {},
+}  # fmt: skip
+
+
+def schema_of(command: str) -> dict[str, Any]:
+    """The schema of what a command prints with `--json`."""
+    result = _object(RESULTS[command])
+    result["properties"] = {**_envelope(command, [0, 1]), **result["properties"]}
+    result["properties"]["error"] = {"type": "null"}
+    result["required"] = list(result["properties"])
+    error = _closed({"kind": {"type": "string"}, "message": {"type": "string"}})
+    failure = _closed({**_envelope(command, [2, 130]), "schema": {"const": ERROR_SCHEMA}, "error": error})
+    return {"$schema": _DIALECT, "title": f"mcore-ckpt {command} --json", "anyOf": [result, failure]}
+
+
+def _envelope(command: str, codes: list[int]) -> dict[str, Any]:
+    return {
+        "schema": {"type": "integer"}, "command": {"const": command}, "ok": {"type": "boolean"},
+        "exit_code": {"enum": codes}, "error": {},
+    }  # fmt: skip
+
+
+def _closed(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object", "properties": properties, "required": list(properties), "additionalProperties": False,
+    }  # fmt: skip
+
+
+def _object(kind: type) -> dict[str, Any]:
+    hints = typing.get_type_hints(kind)
+    return _closed({field.name: _type(hints[field.name]) for field in dataclasses.fields(kind)})
+
+
+def _type(kind: Any) -> dict[str, Any]:
+    """The schema of an annotation.
+
+    Raises:
+        TypeError: a result has an annotation of a kind that none had before.
+    """
+    if kind in _PLAIN:
+        return dict(_PLAIN[kind])
+    if dataclasses.is_dataclass(kind):
+        return _object(typing.cast("type", kind))
+    if isinstance(kind, type) and issubclass(kind, tuple):  # a NamedTuple, which JSON has as a list
+        return _sequence(list(typing.get_type_hints(kind).values()))
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return {"anyOf": [_type(one) for one in arguments]}
+    if origin is typing.Literal:
+        return {"enum": list(arguments)}
+    if origin is tuple and Ellipsis not in arguments:
+        return _sequence(arguments)
+    if isinstance(origin, type) and issubclass(origin, Mapping):
+        return {"type": "object", "additionalProperties": _type(arguments[1])}
+    if origin in (tuple, list, typing.get_origin(typing.Sequence[int])):
+        return {"type": "array", "items": _type(arguments[0])}
+    raise TypeError(f"an annotation that no schema is made of: {kind}")
+
+
+def _sequence(kinds: Sequence[Any]) -> dict[str, Any]:
+    items = [_type(one) for one in kinds]
+    return {"type": "array", "prefixItems": items, "minItems": len(items), "maxItems": len(items)}

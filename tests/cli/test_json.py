@@ -1,0 +1,132 @@
+"""`--json` of every command: one object by the published schema, whatever happens."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.json_schema import RESULTS, schema_of
+from mcore_ckpt_ext.cli.main import COMMANDS, main
+from mcore_ckpt_ext.offline.check_results import IDS
+from scripts.documentation.json_schemas import FOLDERS, texts
+from tests.harness.checkpoints import Fixture, fixture_named
+from tests.harness.damage import MATRIX, flip, payload_position
+from tests.harness.json_schema import violations
+
+FIXTURES = sorted(path.name.partition("_")[0] for path in Path(__file__).parents[1].joinpath("data").glob("*.tar.xz"))
+
+
+def printed(capsys: pytest.CaptureFixture[str], command: str, *words: object) -> dict[str, Any]:
+    """The object that a command prints, which is as its schema has it, and as its exit code."""
+    code: Any
+    try:
+        code = main([command, *map(str, words), "--json"])
+    except SystemExit as stop:
+        code = stop.code
+    out = capsys.readouterr().out
+    document = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+    assert out.count("\n") == 1
+    assert violations(document, schema_of(command)) == []
+    assert list(document)[:5] == ["schema", "command", "ok", "exit_code", "error"]
+    assert (document["command"], document["exit_code"], document["ok"]) == (command, code, code == 0)
+    assert (document["error"] is None) == (code in (0, 1))
+    assert isinstance(document, dict)
+    return document
+
+
+def of(document: dict[str, Any], identifier: str) -> dict[str, Any]:
+    (check,) = (check for check in document["checks"] if check["id"] == identifier)
+    assert isinstance(check, dict)
+    return check
+
+
+def test_every_command_has_a_schema() -> None:
+    assert RESULTS.keys() == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.parent.name)
+def test_schemas_are_those_of_the_results(folder: Path) -> None:
+    """Otherwise: raise the schema's number if it was released, and run scripts/documentation/json_schemas.py."""
+    assert {path.name: path.read_text() for path in folder.iterdir()} == texts()
+
+
+@pytest.mark.parametrize("name", FIXTURES)
+def test_every_fixture(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = fixture_named(name).run
+    printed(capsys, "inspect", run)
+    found = printed(capsys, "verify", run)
+    assert [check["id"] for check in found["checks"]] == list(IDS.values())
+    assert found["ok"] == found["sound"]
+    printed(capsys, "verify", run, "--quick")
+    printed(capsys, "diff", run, run)
+    printed(capsys, "convert", run, tmp_path / "out", "--to", "canonical")
+
+
+@pytest.mark.parametrize("target", ["torch_dist", "legacy", "fsdp_dtensor", "hf", "canonical"])
+def test_what_we_write(target: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run = fixture_named("p02").run
+    dry = printed(capsys, "convert", run, tmp_path / "out", "--to", target, "--dry-run")
+    assert dry["destination"] == str(tmp_path / "out")
+    report = printed(capsys, "convert", run, tmp_path / "out", "--to", target)
+    assert report["files"] == sum(path.is_file() for path in (tmp_path / "out").rglob("*"))
+    printed(capsys, "inspect", tmp_path / "out")
+    printed(capsys, "diff", run, tmp_path / "out")
+    printed(capsys, "verify", tmp_path / "out")
+
+
+def test_plan_and_doctor(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    printed(capsys, "plan", fixture_named("p02").run, "--gpus", "4")
+    printed(capsys, "doctor", "--save", tmp_path)
+
+
+def test_a_file_that_is_cut(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    fixture = fixture_named("p01").copy_to(tmp_path / "copy")
+    file = fixture.iteration / "__3_0.distcp"
+    os.truncate(file, file.stat().st_size - 1000)
+    found = printed(capsys, "verify", fixture.run)
+    assert (found["ok"], found["exit_code"]) == (False, 1)
+    assert of(found, "complete")["status"] == "failed"
+    places = [(problem["check"], problem["file"], problem["offset"]) for problem in found["problems"]]
+    assert ("complete", "__3_0.distcp", file.stat().st_size) in places
+
+
+def test_a_flipped_bit(damaged: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
+    path, place = payload_position(mcore_ckpt_ext.open_checkpoint(damaged.run), "weight", MATRIX, 700)
+    flip(path, place)
+    found = printed(capsys, "verify", damaged.run)
+    assert of(found, "checksums")["status"] == "failed"
+    (problem,) = (problem for problem in found["problems"] if problem["check"] == "checksums")
+    assert problem["file"] == path.name
+    assert problem["offset"] <= place
+
+
+def test_a_quick_check_skips_what_it_does_not_look_at(capsys: pytest.CaptureFixture[str]) -> None:
+    found = printed(capsys, "verify", fixture_named("p01").run, "--quick")
+    assert {of(found, name)["status"] for name in ("checksums", "masters", "values")} == {"skipped"}
+    assert of(found, "complete")["status"] == "passed"
+    assert of(found, "file-digests")["status"] == "not applicable"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_errors(command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    if command != "doctor":
+        more = {"plan": ["--gpus", "8"], "diff": [tmp_path], "convert": [tmp_path / "out", "--to", "canonical"]}
+        found = printed(capsys, command, tmp_path / "nothing", *more.get(command, []))
+        assert (found["exit_code"], found["error"]["kind"]) == (2, "UnreadableCheckpointError")
+        assert "no such folder" in found["error"]["message"]
+    found = printed(capsys, command, "--nonsense")
+    assert found["error"]["kind"] == "UsageError"
+
+
+def test_a_defect_of_ours(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("mcore_ckpt_ext.cli.verify.run", broken)
+    found = printed(capsys, "verify", "run")
+    assert found["error"]["kind"] == "ZeroDivisionError"
