@@ -112,18 +112,22 @@ def accepting(names: Sequence[str]) -> Iterator[None]:
         _accepted.reset(token)
 
 
-def neutral_keys(config: Mapping[str, Any], model_type: str, whole: Mapping[str, Any] | None = None) -> NeutralKeys:
+def neutral_keys(
+    config: Mapping[str, Any], model_type: str, whole: Mapping[str, Any] | None = None, *, written: bool = False
+) -> NeutralKeys:
     """The keys that have no effect in the class of transformers for a model type.
 
     Args:
         config: of the text.
         model_type: as `config.json` has it: that of the whole where the model also sees images.
         whole: all of `config.json`, where the text is a part of it.
+        written: for a folder that is written, which has no code of its own.
     """
     releases = [(release, entry) for release, classes in _table().items() if (entry := classes.get(model_type))]
     of_base = [classes[_BASE] for classes in _table().values()]
     accepted = _accepted.get().union(ACCEPT_KEYS.value) & config.keys()
-    strict = _why_strict({**(whole or {}), **config}, bool(releases), model_type)
+    stated = {} if written else {**(whole or {}), **config}
+    strict = _why_strict(stated, bool(releases), model_type)
     defaults: dict[str, Any] = {}
     for entry in (*of_base, *([] if strict else [entry for _, entry in releases])):
         defaults |= entry["declares"]

@@ -227,15 +227,19 @@ class Family:
     def updated_config(self, published: Config, arguments: ModelArguments) -> dict[str, Any] | None:
         """A published `config.json` with the keys changed that a job changed, and all others as they are.
 
-        MTP layers that the job does not have are no change: released folders, too, count some that they do not hold.
+        Keys that may change what the model computes, and that no setting maps, are not taken over: the file may lie
+        beside a tokenizer, and be of another model. MTP layers that the job does not have are no change: released
+        folders, too, count some that they do not hold.
 
         Returns:
             None where it cannot be brought to describe the job's model.
         """
         wanted = self.config(arguments)
+        neutral = neutral_keys(published, str(published.get("model_type")), written=True)
+        carried = (self.mapped_keys | neutral.names) - ABOUT_OTHER_FILES
         try:
             before = _with_mtp_of(arguments, self.mapped_arguments(published))
-            found = {key: value for key, value in published.items() if key not in ABOUT_OTHER_FILES}
+            found = {key: value for key, value in published.items() if key in carried or value is None}
             for setting in self.settings:
                 if (new := setting.config(arguments)) != setting.config(before):
                     found = {key: value for key, value in found.items() if key not in setting.keys} | new

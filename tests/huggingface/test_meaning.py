@@ -567,3 +567,13 @@ def test_a_default_of_the_class_is_neutral() -> None:
     family_of("deepseek_v3").arguments(configuration("deepseek_v3", add_cross_attention=False, **code))
     with pytest.raises(UnsupportedCheckpointError, match="add_cross_attention"):
         family_of("deepseek_v3").arguments(configuration("deepseek_v3", add_cross_attention=0, **code))
+
+
+def test_no_key_with_an_effect_is_taken_over_from_another_model() -> None:
+    """`--tokenizer FOLDER` may name a model whose attention sees chunks; what its class does not read is carried."""
+    arguments = replace(arguments_of("llama"), vocab_size=VOCABULARY)
+    published = configuration("llama", attention_chunk_size=3, query_multiplier=3)
+    found = family_of("llama").updated_config(published, arguments)
+    assert found is not None
+    assert "attention_chunk_size" not in found
+    assert found["query_multiplier"] == 3
