@@ -53,7 +53,7 @@ def test_it_is_resumed(saved: Job, layout: Layout, megatron: dict[str, Any], tmp
     assert {name: settings["weight_decay"] for name, settings in found.items()} == {
         name: settings["weight_decay"] for name, settings in expected.items()
     }
-    assert resumed.losses[SAVED + 1] == pytest.approx(saved.losses[SAVED + 1], rel=1e-5)
+    assert resumed.losses[SAVED + 1] == pytest.approx(saved.losses[SAVED + 1], rel=1e-4)
 
 
 def test_what_convert_writes_has_whole_groups(saved: Job, megatron: dict[str, Any], tmp_path: Path) -> None:
