@@ -65,9 +65,6 @@ class Holding:
     whole_state: int = 0
     stored_state: int = 0
 
-    def __add__(self, other: Holding) -> Holding:
-        return Holding(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
-
 
 @dataclass(frozen=True, slots=True)
 class StageHolding:
@@ -82,6 +79,36 @@ class StageHolding:
 
 
 _FIRST, _LAST = -1, -2
+
+
+@dataclass(frozen=True, slots=True)
+class _Totals:
+    """What `Holding` counts, one column for each of its attributes.
+
+    Attributes:
+        inside: of all layers before the one of the row's number.
+        before: of what stands before the layers.
+        after: of what stands after them.
+        copied: of the word embeddings, of which the last stage of a tied model holds a copy.
+    """
+
+    inside: _Numbers
+    before: _Numbers
+    after: _Numbers
+    copied: _Numbers
+
+    def holding(self, spans: Sequence[range], ends: Sequence[int], has_copy: bool) -> Holding:
+        """What stands in these layers, before the first and after the last one."""
+        found = np.zeros_like(self.before)
+        for span in spans:
+            found += self.inside[span.stop] - self.inside[span.start]
+        if _FIRST in ends:
+            found += self.before
+        if _LAST in ends:
+            found += self.after
+        if has_copy:
+            found += self.copied
+        return Holding(*found.tolist())
 
 
 class PaddedRows:
@@ -110,7 +137,7 @@ class ModelTable:
         self.layers = layers
         self._padded_rows = padded_rows
         self._tied = tied
-        self._cache: dict[tuple[object, ...], dict[str, _Numbers]] = {}
+        self._cache: dict[tuple[object, ...], _Totals] = {}
 
     @cached_property
     def elements(self) -> int:
@@ -158,15 +185,16 @@ class ModelTable:
         for rank, spans in enumerate(ranges):
             places = [*(span for span in spans if span)]
             ends = ([_FIRST] if rank == 0 else []) + ([_LAST] if rank == last else [])
-            copy = _copied(dense) if self._tied and rank == last and last else Holding()
+            has_copy = self._tied and rank == last and last > 0
             found.append(
                 StageHolding(
-                    _sum(dense, places, ends) + copy, Holding() if experts is None else _sum(experts, places, ends)
+                    dense.holding(places, ends, has_copy),
+                    Holding() if experts is None else experts.holding(places, ends, False),
                 )
             )
         return found
 
-    def _totals(self, tensor: int, expert_tensor: int, expert: int | None) -> dict[str, _Numbers]:
+    def _totals(self, tensor: int, expert_tensor: int, expert: int | None) -> _Totals:
         """Running totals over layers of what `Holding` counts.
 
         Args:
@@ -179,7 +207,7 @@ class ModelTable:
             self._cache[key] = self._counted(tensor, expert_tensor, expert)
         return self._cache[key]
 
-    def _counted(self, tensor: int, expert_tensor: int, expert: int | None) -> dict[str, _Numbers]:
+    def _counted(self, tensor: int, expert_tensor: int, expert: int | None) -> _Totals:
         columns = self._columns
         is_expert = columns["expert"] >= 0
         if expert is None:
@@ -202,21 +230,24 @@ class ModelTable:
             return counted.astype(np.int64)
 
         shared = columns["is_distributed"] > 0
-        values = {
-            "elements": elements,
-            "aligned": aligned,
-            "weight_bytes": elements * columns["weight_bytes"],
-            "shared_state": np.where(shared, elements * columns["state_bytes"], 0),
-            "whole_state": np.where(shared, 0, elements * columns["state_bytes"]),
-            "stored_state": elements * columns["stored_bytes"],
-        }
-        totals = {name: by_place(value) for name, value in values.items()}
-        found = {name: np.concatenate([[0], np.cumsum(value[: self.layers])]) for name, value in totals.items()}
-        found |= {f"{name} before": value[self.layers : self.layers + 1] for name, value in totals.items()}
-        found |= {f"{name} after": value[self.layers + 1 :] for name, value in totals.items()}
+        # In the order of the attributes of `Holding`.
+        values = (
+            elements,
+            aligned,
+            elements * columns["weight_bytes"],
+            np.where(shared, elements * columns["state_bytes"], 0),
+            np.where(shared, 0, elements * columns["state_bytes"]),
+            elements * columns["stored_bytes"],
+        )
+        totals = np.stack([by_place(value) for value in values], axis=1)
+        start = np.zeros((1, len(values)), dtype=np.int64)
         embeddings = (columns["rows"] > 0) & (columns["place"] == _FIRST) & chosen
-        found |= {f"{name} copied": np.array([value[embeddings].sum()]) for name, value in values.items()}
-        return found
+        return _Totals(
+            inside=np.concatenate([start, np.cumsum(totals[: self.layers], axis=0)]),
+            before=totals[self.layers],
+            after=totals[self.layers + 1],
+            copied=np.array([value[embeddings].sum() for value in values]),
+        )
 
     @cached_property
     def _columns(self) -> dict[str, _Numbers]:
@@ -236,19 +267,3 @@ class ModelTable:
             "stored_bytes": column(one.stored_bytes for one in all_of),
             "is_distributed": column(one.is_distributed for one in all_of),
         }
-
-
-def _sum(totals: Mapping[str, _Numbers], spans: Sequence[range], ends: Sequence[int]) -> Holding:
-    """What stands in these layers, before the first and after the last one."""
-
-    def of(name: str) -> int:
-        inside = sum(int(totals[name][span.stop] - totals[name][span.start]) for span in spans)
-        inside += int(totals[f"{name} before"][0]) if _FIRST in ends else 0
-        return inside + (int(totals[f"{name} after"][0]) if _LAST in ends else 0)
-
-    return Holding(*map(of, Holding.__slots__))
-
-
-def _copied(totals: Mapping[str, _Numbers]) -> Holding:
-    """The copy of the word embeddings that the last stage of a tied model holds."""
-    return Holding(*(int(totals[f"{name} copied"][0]) for name in Holding.__slots__))

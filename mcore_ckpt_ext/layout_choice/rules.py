@@ -7,7 +7,7 @@ versions, it was read in core_v0.12.0 to 0.19.2 and the development head of Augu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
@@ -194,27 +194,36 @@ def _micro_batches(choice: Choice) -> str | None:
     return None
 
 
-RULES: tuple[tuple[str, Rule], ...] = (
+NamedRule = tuple[str, Rule]
+DENSE_RULES: tuple[NamedRule, ...] = (
     ("world size", _world_size),
-    ("expert world size", _expert_world_size),
-    ("rank order", _rank_order),
     ("attention heads", _heads),
     ("query groups", _query_groups),
     ("linear attention heads", _linear_attention),
     ("Mamba heads", _mamba),
-    ("parameter shapes", _parameters),
-    ("experts", _experts),
     ("sequence length", _sequence),
     ("context parallelism", _attention_of_context),
+)
+"""Rules about the sizes of TP, PP and CP alone."""
+EXPERT_RULES: tuple[NamedRule, ...] = (
+    ("experts", _experts),
+    ("expert world size", _expert_world_size),
+    ("rank order", _rank_order),
+    ("parameter shapes", _parameters),
+)
+"""Rules that look at EP and ETP, too."""
+STAGE_RULES: tuple[NamedRule, ...] = (
     ("layers per stage", _layers),
     ("interleaved schedule", _interleaving),
     ("batch sizes", _micro_batches),
 )
-"""Every rule under its name, the cheap and common ones first."""
+"""Rules about virtual stages, the division of the layers, and the batch."""
+RULES = (*DENSE_RULES, *EXPERT_RULES, *STAGE_RULES)
+"""Every rule under its name."""
 
 
-def violations(choice: Choice) -> Iterator[tuple[str, str]]:
-    """The rules that a choice breaks: (name of the rule, what is wrong), in the order of `RULES`."""
-    for name, rule in RULES:
+def violations(choice: Choice, rules: Iterable[NamedRule] = RULES) -> Iterator[tuple[str, str]]:
+    """The rules that a choice breaks: (name of the rule, what is wrong), in their order."""
+    for name, rule in rules:
         if (reason := rule(choice)) is not None:
             yield name, reason

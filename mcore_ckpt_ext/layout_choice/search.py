@@ -20,7 +20,14 @@ from mcore_ckpt_ext.layout_choice.memory import (
     memory_of,
 )
 from mcore_ckpt_ext.layout_choice.model_table import ModelTable, StageHolding
-from mcore_ckpt_ext.layout_choice.rules import Choice, violations
+from mcore_ckpt_ext.layout_choice.rules import (
+    DENSE_RULES,
+    EXPERT_RULES,
+    STAGE_RULES,
+    Choice,
+    NamedRule,
+    violations,
+)
 from mcore_ckpt_ext.layout_choice.stage_split import StageSplit, stage_splits
 from mcore_ckpt_ext.versions import Version
 
@@ -84,7 +91,8 @@ class Search:
 
     Attributes:
         found: the accepted layouts, best first.
-        excluded: how many layouts each rule excluded.
+        excluded: how many layouts each rule excluded; those that differ in sizes which the rule does not look at
+            count as one.
         nearest: for each rule, the excluded layout that is nearest to the old one: (distance, layout, reason).
     """
 
@@ -119,23 +127,37 @@ def search(job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Wish
     def holdings(split: StageSplit, tensor: int, expert_tensor: int, expert: int) -> tuple[StageHolding, ...]:
         return tuple(table.stages(split.ranges(), tensor, expert_tensor, expert))
 
-    for layout in _layouts(job, old, wish):
-        split = splits(layout.pipeline, layout.virtual_pipeline)
-        choice = with_batch(Choice(job, table, layout, split, 1, 1, wish.version))
-        broken = next(violations(choice), None)
+    def is_excluded(choice: Choice, rules: Sequence[NamedRule]) -> bool:
+        broken = next(violations(choice, rules), None)
         if broken is not None:
             rule, reason = broken
-            result.exclude(rule, _distance(layout, old), layout, reason)
-        elif split is not None:
-            held = holdings(split, layout.tensor, layout.expert_tensor, layout.expert)
-            result.found.append(_weighed(choice, held, wish, buffers))
+            result.exclude(rule, _distance(choice.layout, old), choice.layout, reason)
+        return broken is not None
+
+    def choice_of(layout: ParallelLayout, split: StageSplit | None = None) -> Choice:
+        return Choice(job, table, layout, split, 1, 1, wish.version)
+
+    sizes = _Sizes(job, old, wish)
+    for dense in sizes.dense_layouts():
+        if is_excluded(choice_of(dense), DENSE_RULES):
+            continue
+        for layout in sizes.expert_layouts(dense):
+            if is_excluded(choice_of(layout), EXPERT_RULES):
+                continue
+            for staged in sizes.stage_layouts(layout):
+                split = splits(staged.pipeline, staged.virtual_pipeline)
+                choice = with_batch(choice_of(staged, split))
+                if not is_excluded(choice, STAGE_RULES) and split is not None:
+                    held = holdings(split, staged.tensor, staged.expert_tensor, staged.expert)
+                    result.found.append(_weighed(choice, held, wish, buffers))
     result.found.sort(key=lambda one: _rank(one, old, wish))
     return result
 
 
 def _weighed(choice: Choice, held: tuple[StageHolding, ...], wish: Wish, buffers: Buffers) -> Found:
     activations = activation_bytes(choice, wish.recomputation)
-    by_stage = (memory_of(stage, choice, buffers, activations) for stage in held)
+    # Most stages hold as much as another one.
+    by_stage = (memory_of(stage, choice, buffers, activations) for stage in dict.fromkeys(held))
     memory = max(by_stage, key=lambda one: (one.total, one.host))
     return Found(
         choice,
@@ -173,36 +195,54 @@ def _distance(layout: ParallelLayout, old: ParallelLayout) -> float:
     return sum(abs(log2(getattr(layout, name) / getattr(old, name))) for name in PINS.values())
 
 
-def _layouts(job: JobArguments, old: ParallelLayout, wish: Wish) -> Iterator[ParallelLayout]:
-    """Combinations of sizes whose product divides the number of GPUs, pins obeyed."""
-    gpus, pins = wish.gpus, wish.pins
-    sizes = [size for size in range(1, gpus + 1) if gpus % size == 0]
-    layers = job.num_layers or 1
-    # Sizes that no other size can complete to the number of GPUs are looked at all the same, to say so.
-    can_divide = gpus % prod(pins.get(name, 1) for name in ("tensor", "pipeline", "context")) == 0
+class _Sizes:
+    """The sizes of every dimension that a search looks at, pins obeyed.
 
-    def of(name: str, otherwise: Sequence[int]) -> Sequence[int]:
-        return [pins[name]] if name in pins else otherwise
+    Combinations are made in three steps, so that a rule about the first dimensions excludes all that follow at once.
+    Dimensions of later steps are as near to those of the old layout as they can be.
+    """
 
-    pipelines = [size for size in sizes if size <= layers + 2]
-    experts = [size for size in sizes if size <= (job.num_experts or 1)]
-    for tensor, pipeline, context in product(of("tensor", sizes), of("pipeline", pipelines), of("context", sizes)):
-        if can_divide and gpus % (tensor * pipeline * context):
-            continue
-        virtual = range(1, min(_MOST_VIRTUAL_STAGES, layers // pipeline) + 1) if pipeline > 1 else [1]
-        for expert in of("expert", experts):
-            tensors = sorted({1, tensor, old.expert_tensor}) if expert > 1 else [tensor]
-            for expert_tensor, stages in product(of("expert_tensor", tensors), of("virtual_pipeline", virtual)):
-                yield ParallelLayout(
-                    tensor=tensor,
-                    pipeline=pipeline,
-                    virtual_pipeline=stages,
-                    expert=expert,
-                    expert_tensor=expert_tensor,
-                    context=context,
-                    data=max(gpus // (tensor * pipeline * context), 1),
-                    world=gpus,
-                )
+    def __init__(self, job: JobArguments, old: ParallelLayout, wish: Wish) -> None:
+        self._old, self._gpus, self._pins = old, wish.gpus, wish.pins
+        self._layers, self._experts = job.num_layers or 1, job.num_experts or 1
+        self._divisors = [size for size in range(1, wish.gpus + 1) if wish.gpus % size == 0]
+
+    def dense_layouts(self) -> Iterator[ParallelLayout]:
+        """Combinations of TP, PP and CP whose product divides the number of GPUs."""
+        gpus, pins = self._gpus, self._pins
+        # Sizes that no other size can complete to the number of GPUs are looked at all the same, to name the rule.
+        can_divide = gpus % prod(pins.get(name, 1) for name in ("tensor", "pipeline", "context")) == 0
+        pipelines = [size for size in self._divisors if size <= self._layers + 2]
+        choices = (self._of("tensor", self._divisors), self._of("pipeline", pipelines))
+        for tensor, pipeline, context in product(*choices, self._of("context", self._divisors)):
+            ranks = tensor * pipeline * context
+            if can_divide and gpus % ranks:
+                continue
+            dense = ParallelLayout(
+                tensor=tensor, pipeline=pipeline, virtual_pipeline=1, expert=1, expert_tensor=tensor, context=context,
+                data=max(gpus // ranks, 1), world=gpus,
+            )  # fmt: skip
+            near = min(self.expert_layouts(dense), key=self._distance)
+            yield min(self.stage_layouts(near), key=self._distance)
+
+    def expert_layouts(self, dense: ParallelLayout) -> Iterator[ParallelLayout]:
+        """The same with every size of EP and ETP."""
+        for expert in self._of("expert", [size for size in self._divisors if size <= self._experts]):
+            tensors = sorted({1, dense.tensor, self._old.expert_tensor}) if expert > 1 else [dense.tensor]
+            for expert_tensor in self._of("expert_tensor", tensors):
+                yield replace(dense, expert=expert, expert_tensor=expert_tensor)
+
+    def stage_layouts(self, layout: ParallelLayout) -> Iterator[ParallelLayout]:
+        """The same with every number of virtual stages."""
+        most = min(_MOST_VIRTUAL_STAGES, self._layers // layout.pipeline) if layout.pipeline > 1 else 1
+        for stages in self._of("virtual_pipeline", range(1, most + 1)):
+            yield replace(layout, virtual_pipeline=stages)
+
+    def _of(self, name: str, otherwise: Sequence[int]) -> Sequence[int]:
+        return [self._pins[name]] if name in self._pins else otherwise
+
+    def _distance(self, layout: ParallelLayout) -> float:
+        return _distance(layout, self._old)
 
 
 def batch_of(job: JobArguments) -> tuple[int, int]:

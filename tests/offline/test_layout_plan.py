@@ -206,6 +206,18 @@ def test_sixty_one_layers_over_sixteen_stages() -> None:
     assert table.elements > 650e9
 
 
+def test_nineteen_hundred_gpus_in_seconds() -> None:
+    """A search over every layout of a large model builds few combinations that some rule excludes."""
+    job, table = deepseek_v3()
+    old = replace(ParallelLayout.from_arguments(job), pipeline=16, expert=64, data=128, world=2048)
+    result = search(job, table, old, Wish(1920, 8, NEWEST), Buffers(4))
+    assert len(result.found) == 27390
+    assert sum(result.excluded.values()) < len(result.found)
+    assert set(result.excluded) == {"attention heads", "experts", "expert world size", "sequence length"}
+    _, nearest, reason = result.nearest["experts"]
+    assert (str(nearest), reason) == ("TP1 x PP16 x EP60 x DP120", "256 experts cannot be divided by EP 60")
+
+
 def test_activations_follow_the_paper() -> None:
     """The formulas of arXiv:2205.05198 for one layer, by hand."""
     job = JobArguments.of({
