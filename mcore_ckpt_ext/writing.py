@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
 import torch
 
@@ -79,6 +80,7 @@ class RecordWriter:
         self._workers = workers
         self._block_bytes = block_bytes
         self._files: dict[str, BlockFile] = {}
+        self._unfinished: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._memory = threading.local()
 
@@ -97,6 +99,7 @@ class RecordWriter:
             CheckpointError: whatever the source raises; no other block is begun after that, or after an interrupt.
         """
         stop = threading.Event()
+        self._unfinished = Counter(record.file for _, record in records)
 
         def one(number: int, whole: _Unfinished, begin: int, end: int) -> None:
             if not stop.is_set():
@@ -138,15 +141,15 @@ class RecordWriter:
             DestinationError: the disk refuses.
         """
         crc, size = 0, ITEM_SIZE[record.dtype]
-        for block in record.blocks(self._block_bytes):
-            position = record.offset + block.start * size
-            try:
-                data = os.pread(self._file(record.file).descriptor, (block.stop - block.start) * size, position)
-            except OSError as error:
-                raise cannot_write(self._folder.path / record.file, error) from error
-            crc = crc32(data, crc)
-        if crc == expected:
-            self._write_checksums(record, crc)
+        try:
+            with closing(BlockFile(self._folder, record.file)) as file:
+                for block in record.blocks(self._block_bytes):
+                    position = record.offset + block.start * size
+                    crc = crc32(os.pread(file.descriptor, (block.stop - block.start) * size, position), crc)
+                if crc == expected:
+                    _write_checksums(file, record, crc)
+        except OSError as error:
+            raise cannot_write(self._folder.path / record.file, error) from error
         return crc == expected
 
     def _write_stretch(
@@ -167,11 +170,12 @@ class RecordWriter:
                 position = record.offset + block.start * size
                 file.write_block(data, position, elements.data_ptr())
                 moved(len(data))
+            found = whole.add(begin * size, end * size, crc)
+            if found is not None:
+                _write_checksums(file, record, found)
+                self._close_if_whole(record.file)
         except OSError as error:
             raise cannot_write(self._folder.path / record.file, error) from error
-        found = whole.add(begin * size, end * size, crc)
-        if found is not None:
-            self._write_checksums(record, found)
         return found
 
     def _room(self, record: Record, block: Block) -> torch.Tensor:
@@ -191,21 +195,26 @@ class RecordWriter:
             room.zero_()
         return room
 
-    def _write_checksums(self, record: Record, crc: int) -> None:
-        try:
-            for place in record.checksums:
-                self._file(record.file).write(memoryview(struct.pack("<I", crc)), place)
-            for place in record.checksum_texts:
-                self._file(record.file).write(memoryview(f"{crc:08x}".encode()), place)
-        except OSError as error:
-            raise cannot_write(self._folder.path / record.file, error) from error
-
     def _file(self, name: str) -> BlockFile:
         with self._lock:
             if name not in self._files:
                 self._files[name] = BlockFile(self._folder, name)
             return self._files[name]
 
+    def _close_if_whole(self, name: str) -> None:
+        """Close a file when its last record is finished: a process may open fewer files than a job has ranks."""
+        with self._lock:
+            self._unfinished[name] -= 1
+            if not self._unfinished[name]:
+                self._files.pop(name).close()
+
     def _close(self) -> None:
         while self._files:
             self._files.popitem()[1].close()
+
+
+def _write_checksums(file: BlockFile, record: Record, crc: int) -> None:
+    for place in record.checksums:
+        file.write(memoryview(struct.pack("<I", crc)), place)
+    for place in record.checksum_texts:
+        file.write(memoryview(f"{crc:08x}".encode()), place)

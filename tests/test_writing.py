@@ -104,3 +104,30 @@ def test_a_record_of_which_a_stretch_failed_is_not_finished(tmp_path: Path) -> N
         with pytest.raises(DestinationError, match="No space left"):
             writer.write([(0, record(NUMEL))], lambda number, crc: told.append(number), lambda count: None)
     assert told == []
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+def test_a_file_is_closed_when_its_last_record_is_finished(tmp_path: Path) -> None:
+    """A checkpoint of many ranks has more files than a process may open."""
+    count, numel, workers = 40, 1 << 19, 2
+    files = [OutputFile(str(number), 8 + 8 * numel, ()) for number in range(count)]
+    records = [Record(file.name, 8 + half * 4 * numel, "int32", numel, ()) for file in files for half in (0, 1)]
+    crcs: dict[int, int] = {}
+    most = 0
+
+    def fill(record: Record, block: Block, elements: torch.Tensor) -> None:
+        nonlocal most
+        most = max(most, open_files())
+        numbers(record, block, elements)
+
+    with Folder.at(tmp_path) as folder:
+        lay_out(files, folder)
+        writer = RecordWriter(folder, fill, workers)
+        before = open_files()
+        writer.write(list(enumerate(records)), crcs.__setitem__, lambda count: None)
+        assert all(writer.confirm(record, crcs[number]) for number, record in enumerate(records))
+        assert open_files() == before
+    assert most - before <= 4 * workers
