@@ -17,6 +17,7 @@ from itertools import groupby, islice
 import numpy
 import torch
 
+from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.extents import Extent, Rearranged, Scaled
 from mcore_ckpt_ext.planning.overlap import Run, in_parts
@@ -30,7 +31,6 @@ from mcore_ckpt_ext.storage.scaled import decode
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 BLOCK_BYTES = 16 << 20
-DEFAULT_WORKERS = 4
 # Below, starting threads costs more than reading.
 _BYTES_FOR_WORKERS = 1 << 20
 # What lies between two rows is read along where it is less than a page: then no page is touched that is not anyway, and

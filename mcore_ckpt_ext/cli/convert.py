@@ -7,26 +7,27 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import REMARKABLE, Painted, line, message
-from mcore_ckpt_ext.cli.processes import the_team
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
+from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import UsageError, readable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import FAMILIES
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
-from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.loops.facts import FactsOfSource
-from mcore_ckpt_ext.offline.conversion import DEFAULT_MEMORY, Report, convert
-from mcore_ckpt_ext.offline.team import Team
 from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, LOOPS, QUANTIZATIONS, TARGETS, Target
-from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.unread import Unread
+    from mcore_ckpt_ext.offline.conversion import Report
+    from mcore_ckpt_ext.offline.team import Team
 
 _NUMBER = re.compile(r"\b\d+\b")
 _FIELDS = {name: {field.name for field in fields(target)} for name, target in TARGETS.items()}
@@ -149,6 +150,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("what to write is missing", expected=f"--to {', '.join(TARGETS)}", helps="choose with --to")
     if arguments.to is None:
         return _explain_targets()
+    from mcore_ckpt_ext.cli.processes import the_team
+
     target = _target(arguments)
     with the_team(join=arguments.join) as team:
         report = _converted(arguments, target, team)
@@ -200,6 +203,8 @@ def _spoken(targets: tuple[str, ...]) -> str:
 
 
 def _converted(arguments: argparse.Namespace, target: Target, team: Team) -> Report:
+    from mcore_ckpt_ext.offline.conversion import convert
+
     return convert(
         arguments.source,
         arguments.destination,

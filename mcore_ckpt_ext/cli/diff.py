@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.json_output import print_result
@@ -12,10 +13,12 @@ from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, l
 from mcore_ckpt_ext.cli.page import check_place, comparison_page, write_page
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
+from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import readable, some
-from mcore_ckpt_ext.offline.comparison import KINDS, Comparison, KindComparison, TensorDifference, compare
-from mcore_ckpt_ext.offline.copies import in_words
-from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
+from mcore_ckpt_ext.model_space.tensors import KINDS
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.offline.comparison import Comparison, KindComparison, TensorDifference
 
 _SHOWN = 40
 
@@ -40,6 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and report what differs."""
+    from mcore_ckpt_ext.offline.comparison import compare
+
     if arguments.html is not None:
         check_place(arguments.html)
     found = compare(
@@ -86,6 +91,8 @@ def _show(found: Comparison) -> None:
         line(f"  not looked at, because nothing here knows it: {item.key} of {side}, {readable(item.nbytes)}")
     for side, copies in (("A", found.differing_copies_a), ("B", found.differing_copies_b)):
         if copies:
+            from mcore_ckpt_ext.offline.copies import in_words
+
             line(f"  in {side}: {in_words(copies, len(copies))}")
     _show_settings(found)
     line()

@@ -15,8 +15,6 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, table
@@ -89,6 +87,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _lines(save: Path | None) -> Iterator[Line]:
     yield Line("mcore_ckpt_ext", "ok", f"{mcore_ckpt_ext.__version__}, {Path(mcore_ckpt_ext.__file__).parent}")
     yield Line("python", "ok", f"{platform.python_version()}, {sys.executable}")
+    import torch
+
     version = parse_version(torch.__version__)
     yield Line("torch", "ok" if version and version >= _OLDEST_TORCH else "FAILED", torch.__version__)
     for name in ("megatron-core", "nvidia-resiliency-ext", "colossalai", "transformer-engine", "safetensors", "isal"):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, REMARKABLE, Painted, heading, line, message, table
 from mcore_ckpt_ext.cli.page import check_place, inspection_page, write_page
 from mcore_ckpt_ext.errors import readable
-from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
-from mcore_ckpt_ext.offline.inspection import Inspection, StoredFile, inspect
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.offline.inspection import Inspection, StoredFile
 
 _FILES_SHOWN = 32
 _TENSORS_SHOWN = 3
@@ -31,6 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Inspect, and report it."""
+    from mcore_ckpt_ext.offline.inspection import inspect
+
     if arguments.html is not None:
         check_place(arguments.html)
     found = inspect(
@@ -69,6 +72,8 @@ def _show(found: Inspection) -> None:
         ]
     )
     if found.optimizer_format and not found.model["parameters"]:
+        from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
+
         line(Painted(f"note: an optimizer alone; {NAME_THEM}", REMARKABLE))
     for problem in found.unbelieved:
         line(Painted(f"note: {problem}", REMARKABLE))

@@ -6,12 +6,14 @@ import os
 from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.output import json_text
 from mcore_ckpt_ext.errors import DestinationError, UsageError
-from mcore_ckpt_ext.offline.comparison import Comparison
-from mcore_ckpt_ext.offline.inspection import Inspection
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.offline.comparison import Comparison
+    from mcore_ckpt_ext.offline.inspection import Inspection
 
 _BEGINNING = b"<!doctype html>"
 _DATA, _STYLE, _SCRIPT = "/*DATA*/", "/*STYLE*/", "/*SCRIPT*/"

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, add_weights, facts_of
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.cli.sizes import parse_count
-from mcore_ckpt_ext.offline.check_results import verification_result
-from mcore_ckpt_ext.offline.findings import Verification
-from mcore_ckpt_ext.offline.verification import verify
-from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
+from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.offline.findings import Verification
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and report what was found."""
+    from mcore_ckpt_ext.offline.check_results import verification_result
+    from mcore_ckpt_ext.offline.verification import verify
+
     found = verify(
         arguments.path,
         quick=arguments.quick,

@@ -20,10 +20,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.formats.fsdp_target import FsdpArray
 from mcore_ckpt_ext.offline.filling import Filler
 from mcore_ckpt_ext.planning.output import Block, Placed, Record
-from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 
 
 class DraftedReader(StorageReader):

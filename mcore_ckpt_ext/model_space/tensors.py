@@ -14,6 +14,8 @@ PARAM_REMAINDER = "param_remainder"
 """What bf16 weights lack of fp32 masters, as int16: with the weight it is the master (see `optimizers.remainders`)."""
 EXP_AVG = "exp_avg"
 EXP_AVG_SQ = "exp_avg_sq"
+KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
+"""The kinds of a model that Adam trains."""
 
 
 @dataclass(frozen=True, slots=True)

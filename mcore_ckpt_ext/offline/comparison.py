@@ -9,6 +9,7 @@ from math import prod
 
 import torch
 
+from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.images_known import kind_of
 from mcore_ckpt_ext.families.recognition import family_named
@@ -21,7 +22,7 @@ from mcore_ckpt_ext.formats.views import spelled_as
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, word_embeddings_in
 from mcore_ckpt_ext.model_space.slices import Region, Slice
-from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.offline.beside import Fact, facts_beside
 from mcore_ckpt_ext.offline.content import index_of
 from mcore_ckpt_ext.offline.copies import differing_copies
@@ -32,10 +33,9 @@ from mcore_ckpt_ext.offline.progress import ByteCounter, Progress
 from mcore_ckpt_ext.offline.reading import AsStored, Remembering, Rooms, blocks, threads
 from mcore_ckpt_ext.offline.resumed_settings import Setting, settings_compared
 from mcore_ckpt_ext.planning.extents import Rearranged
-from mcore_ckpt_ext.transfer import DEFAULT_WORKERS, Transfer, read_slice
+from mcore_ckpt_ext.transfer import Transfer, read_slice
 
 SCHEMA = 4
-KINDS = (WEIGHT, FP32_PARAM, EXP_AVG, EXP_AVG_SQ)
 _Where = str | os.PathLike[str]
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import DestinationError, ProofError, interpreting
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.recognition import family_named
@@ -39,10 +40,8 @@ from mcore_ckpt_ext.planning.output import Output
 from mcore_ckpt_ext.storage.file_digests import compare_digests, with_digests
 from mcore_ckpt_ext.storage.paths import as_path, is_remote
 from mcore_ckpt_ext.targets import Target
-from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 from mcore_ckpt_ext.writing import BLOCK_BYTES
 
-DEFAULT_MEMORY = 1 << 30
 # A block is held once as it is written, once more while it is proven, and its weights beside it.
 _BLOCKS_AT_ONCE = 4
 # What a cache still holds when it is proven, summed up and written; less would cost more planning than it saves.

@@ -8,6 +8,7 @@ from functools import partial
 from math import prod
 from pathlib import Path
 
+from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import (
     CheckpointError,
     ProofError,
@@ -59,7 +60,6 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.checksums import Confirmed, Place
 from mcore_ckpt_ext.storage.file_digests import compare_digests
 from mcore_ckpt_ext.storage.paths import as_path
-from mcore_ckpt_ext.transfer import DEFAULT_WORKERS
 
 _FILES_GONE = "files of the optimizer's state are missing or cut off"
 

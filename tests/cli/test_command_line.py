@@ -145,12 +145,17 @@ def test_doctor_tells_of_a_setting_that_nobody_understands(
     assert "'yes' is not understood, so it counts as not set" in capsys.readouterr().out
 
 
-def test_help_does_not_wait_for_torch(without_frameworks: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("words", [["--help"], *([name, "--frobnicate"] for name in COMMANDS if name != "plan")])
+def test_help_and_wrong_usage_do_not_wait_for_torch(
+    words: list[str], without_frameworks: dict[str, str], tmp_path: Path
+) -> None:
     (tmp_path / "blocked" / "torch").mkdir()
     (tmp_path / "blocked" / "torch" / "__init__.py").write_text("raise ImportError('help imports torch')\n")
-    found = command(without_frameworks, "--help")
-    assert found.returncode == 0
-    assert all(name in found.stdout for name in COMMANDS)
+    found = command(without_frameworks, *words)
+    assert found.returncode == (0 if words == ["--help"] else 2), found.stderr
+    assert "usage: mcore-ckpt" in found.stdout + found.stderr
+    if words == ["--help"]:
+        assert all(name in found.stdout for name in COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -184,7 +189,7 @@ def test_a_reader_that_has_seen_enough(without_frameworks: dict[str, str]) -> No
 def test_a_defect_of_ours_does_not_pass_for_a_verdict(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mcore_ckpt_ext.cli.inspect.inspect", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr("mcore_ckpt_ext.offline.inspection.inspect", lambda *_, **__: 1 // 0)
     assert main(["inspect", "x"]) == 2
     assert "please report it" in capsys.readouterr().err
 
