@@ -10,6 +10,7 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
+from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_parameters import Cut
 
@@ -89,7 +90,7 @@ class _Totals:
         inside: of all layers before the one of the row's number.
         before: of what stands before the layers.
         after: of what stands after them.
-        copied: of the word embeddings, of which the last stage of a tied model holds a copy.
+        copied: of the word embeddings, of which the last stage may hold copies.
     """
 
     inside: _Numbers
@@ -97,7 +98,7 @@ class _Totals:
     after: _Numbers
     copied: _Numbers
 
-    def holding(self, spans: Sequence[range], ends: Sequence[int], has_copy: bool) -> Holding:
+    def holding(self, spans: Sequence[range], ends: Sequence[int], copies: int) -> Holding:
         """What stands in these layers, before the first and after the last one."""
         found = np.zeros_like(self.before)
         for span in spans:
@@ -106,9 +107,29 @@ class _Totals:
             found += self.before
         if _LAST in ends:
             found += self.after
-        if has_copy:
-            found += self.copied
+        found += copies * self.copied
         return Holding(*found.tolist())
+
+
+def embedding_copies(job: JobArguments) -> int:
+    """How many copies of the word embedding the last of several pipeline stages has.
+
+    One is the output layer of a tied model, one embeds tokens for multi-token prediction, and a tied model that
+    predicts further tokens has both (`GPTModel.__init__`, megatron/core/models/gpt/gpt_model.py, core_v0.12.0 to
+    0.19.2: an embedding where `pre_process or mtp_process`, an output layer without a weight where `pre_process`).
+    """
+    return (not job.untie_embeddings_and_output_weights) + bool(job.mtp_num_layers)
+
+
+def place_after_layers(name: str, job: JobArguments) -> int:
+    """The place of a parameter that follows the decoder layers, by its name within the language model.
+
+    In models that predict further tokens, the final norm stands on the stage of the last decoder layer, even where
+    the last stage has none (`has_final_layernorm_in_this_stage`, megatron/core/transformer/transformer_block.py,
+    core_v0.16.0 to 0.19.2; before, it always stood on the last stage).
+    """
+    is_norm = name.startswith("decoder.final_")
+    return job.num_layers - 1 if is_norm and job.mtp_num_layers and job.num_layers else _LAST
 
 
 class PaddedRows:
@@ -131,12 +152,12 @@ class PaddedRows:
 class ModelTable:
     """All parameters of a model; answers how many elements the stages of a layout hold, without walking them again."""
 
-    def __init__(self, parameters: Sequence[Parameter], layers: int, *, tied: bool, padded_rows: PaddedRows) -> None:
-        """`tied`: the output layer is the word embedding, of which the last stage has a copy."""
+    def __init__(self, parameters: Sequence[Parameter], layers: int, *, copies: int, padded_rows: PaddedRows) -> None:
+        """`copies`: of the word embedding on the last stage, where that is not the first (`embedding_copies`)."""
         self.parameters = tuple(parameters)
         self.layers = layers
         self._padded_rows = padded_rows
-        self._tied = tied
+        self._copies = copies
         self._cache: dict[tuple[object, ...], _Totals] = {}
 
     @cached_property
@@ -185,11 +206,11 @@ class ModelTable:
         for rank, spans in enumerate(ranges):
             places = [*(span for span in spans if span)]
             ends = ([_FIRST] if rank == 0 else []) + ([_LAST] if rank == last else [])
-            has_copy = self._tied and rank == last and last > 0
+            copies = self._copies if rank == last and last > 0 else 0
             found.append(
                 StageHolding(
-                    dense.holding(places, ends, has_copy),
-                    Holding() if experts is None else experts.holding(places, ends, False),
+                    dense.holding(places, ends, copies),
+                    Holding() if experts is None else experts.holding(places, ends, 0),
                 )
             )
         return found

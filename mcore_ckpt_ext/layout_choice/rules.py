@@ -169,6 +169,22 @@ def _layers(choice: Choice) -> str | None:
     return f"{choice.job.num_layers} layers cannot be divided among {chunks}"
 
 
+def _hybrid_stages(choice: Choice) -> str | None:
+    """`validate_args` (core_v0.17.0 on): virtual stages of a hybrid model are the segments that its pattern names, a
+    multiple of PP; a pattern without `|` has none, as no hybrid model had before (`MambaStack`, mamba_block.py).
+    """
+    job, layout = choice.job, choice.layout
+    if not is_hybrid(job):
+        return None
+    segments = (job.hybrid_layer_pattern or "").partition("/")[0].count("|") + 1
+    if segments == 1:
+        return None if layout.virtual_pipeline == 1 else "a --hybrid-layer-pattern without | has no virtual stages"
+    if segments == layout.pipeline * layout.virtual_pipeline:
+        return None
+    chunks = f"PP {layout.pipeline} x VPP {layout.virtual_pipeline}"
+    return f"--hybrid-layer-pattern names {segments} segments, which is not {chunks}; give it with others (|)"
+
+
 def _interleaving(choice: Choice) -> str | None:
     """`validate_args`: virtual stages need several pipeline ranks, and more than two without overlapped transfers."""
     layout = choice.layout
@@ -213,6 +229,7 @@ EXPERT_RULES: tuple[NamedRule, ...] = (
 )
 """Rules that look at EP and ETP, too."""
 STAGE_RULES: tuple[NamedRule, ...] = (
+    ("hybrid pattern", _hybrid_stages),
     ("layers per stage", _layers),
     ("interleaved schedule", _interleaving),
     ("batch sizes", _micro_batches),

@@ -234,7 +234,8 @@ class _Sizes:
 
     def stage_layouts(self, layout: ParallelLayout) -> Iterator[ParallelLayout]:
         """The same with every number of virtual stages."""
-        most = min(_MOST_VIRTUAL_STAGES, self._layers // layout.pipeline) if layout.pipeline > 1 else 1
+        # More pipeline ranks than layers leave some with the embedding or the loss alone.
+        most = max(1, min(_MOST_VIRTUAL_STAGES, self._layers // layout.pipeline)) if layout.pipeline > 1 else 1
         for stages in self._of("virtual_pipeline", range(1, most + 1)):
             yield replace(layout, virtual_pipeline=stages)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.errors import UsageError, interpreting
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -275,7 +275,8 @@ def _flags_of(one: Found) -> list[str]:
         ]
     split = dict(choice.split.arguments) if choice.split else {}
     text = split.get("pipeline_model_parallel_layout")
-    if layout.virtual_pipeline > 1 and not text:
+    # Virtual stages of hybrid models are named in their pattern, and nowhere else.
+    if layout.virtual_pipeline > 1 and not text and not is_hybrid(choice.job):
         flags.append(f"--num-virtual-stages-per-pipeline-rank {layout.virtual_pipeline}")
     for name, value in split.items():
         flag = f"--{name.replace('_', '-')}"

@@ -8,13 +8,19 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
-from mcore_ckpt_ext.layout_choice.model_table import ModelTable, PaddedRows, Parameter
+from mcore_ckpt_ext.layout_choice.model_table import (
+    ModelTable,
+    PaddedRows,
+    Parameter,
+    embedding_copies,
+    place_after_layers,
+)
 from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, language_prefix, pipelined_block, second_names
 from mcore_ckpt_ext.model_space.names import is_module_buffer, parse, split_layer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.optimizers.table import shows_names
 
-_BEFORE, _AFTER = -1, -2
+_BEFORE = -1
 _KEPT = ("embedding.", "position_embeddings.")
 
 
@@ -48,21 +54,23 @@ def table_of(checkpoint: Checkpoint, job: JobArguments) -> ModelTable:
             shape = (min(checkpoint.tokens, shape[0]), *shape[1:])
         parameters.append(
             Parameter(
-                name, shape, width, _place(name, block, prefix), whole_cut(name, tensor.shape, job),
+                name, shape, width, _place(name, block, prefix, job), whole_cut(name, tensor.shape, job),
                 parse(name).expert, rows_of_tokens, in_memory, stored, is_distributed,
             )
         )  # fmt: skip
     stored_rows = checkpoint.vocabulary_rows or 0
     padded = PaddedRows(checkpoint.tokens, stored_rows, job.make_vocab_size_divisible_by or 1)
-    return ModelTable(parameters, job.num_layers, tied=not job.untie_embeddings_and_output_weights, padded_rows=padded)
+    return ModelTable(parameters, job.num_layers, copies=embedding_copies(job), padded_rows=padded)
 
 
-def _place(name: str, block: str, prefix: str) -> int:
+def _place(name: str, block: str, prefix: str, job: JobArguments) -> int:
     layer, _ = split_layer(name)
     if layer is not None and layer.block == block:
         return layer.number
     own = name.removeprefix(prefix)
-    return _BEFORE if not name.startswith(prefix) or own.startswith(_KEPT) else _AFTER
+    if not name.startswith(prefix) or own.startswith(_KEPT):
+        return _BEFORE
+    return place_after_layers(own, job)
 
 
 class _States:

@@ -21,7 +21,13 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.layout.local_parameters import model_space_name, whole_cut
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.memory import Buffers
-from mcore_ckpt_ext.layout_choice.model_table import ModelTable, PaddedRows, Parameter
+from mcore_ckpt_ext.layout_choice.model_table import (
+    ModelTable,
+    PaddedRows,
+    Parameter,
+    embedding_copies,
+    place_after_layers,
+)
 from mcore_ckpt_ext.layout_choice.rules import Choice, violations
 from mcore_ckpt_ext.layout_choice.search import Wish, search
 from mcore_ckpt_ext.layout_choice.stage_split import applied_split
@@ -32,15 +38,15 @@ from tests.harness import checkouts
 from tests.harness.jobs import RANK_SCRIPTS
 
 SEED = 20261126
-PAIRS = 45
-"""Random layouts of each model: with twelve models, more than 500 pairs."""
+PAIRS = 40
+"""Random layouts of each model: with fourteen models, more than 500 pairs."""
 COMMON = ["--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "2", "--tokenizer-type", "NullTokenizer"]
 COMMON += ["--mock-data", "--bf16", "--use-distributed-optimizer", "--transformer-impl", "local"]
 COMMON += [f"--no-{kind}-fusion" for kind in ("gradient-accumulation", "masked-softmax", "bias-gelu", "bias-swiglu")]
 COMMON += ["--no-bias-dropout-fusion", "--no-rope-fusion", "--no-persist-layer-norm"]
 PLAIN = "--position-embedding-type learned_absolute"
-LLAMA = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear "
-LLAMA += "--untie-embeddings-and-output-weights"
+TIED = "--swiglu --normalization RMSNorm --position-embedding-type rope --disable-bias-linear"
+LLAMA = f"{TIED} --untie-embeddings-and-output-weights"
 EXPERTS = f"{LLAMA} --moe-router-topk 2 --moe-token-dispatcher-type alltoall"
 
 
@@ -68,6 +74,8 @@ MODELS: Mapping[str, str] = {
     "--num-experts 4",
     "latent": f"{LLAMA} {sizes(4, 32, 4, 32, 127)} --multi-latent-attention --q-lora-rank 16 --kv-lora-rank 16 "
     "--qk-head-dim 8 --qk-pos-emb-head-dim 8 --v-head-dim 8",
+    "predicting": f"{LLAMA} {sizes(6, 32, 4, 32, 127)} --mtp-num-layers 1",
+    "predicting, tied": f"{TIED} {sizes(5, 32, 4, 32, 127)} --mtp-num-layers 2",
     "shared groups": f"{LLAMA} {sizes(3, 64, 16, 32, 127)} --group-query-attention --num-query-groups 1 "
     "--kv-channels 4",
 }
@@ -134,15 +142,13 @@ def table_of(result: Mapping[str, Any]) -> tuple[JobArguments, ModelTable]:
     for local, shape in result["stages"][0][0]:
         name = model_space_name(local, 0, 0, job)
         layer, _ = split_layer(name)
-        place = layer.number if layer else (-1 if name.startswith("embedding.") else -2)
+        place = layer.number if layer else (-1 if name.startswith("embedding.") else place_after_layers(name, job))
         tokens = in_vocabulary(name)
         whole = (job.vocab_size, *shape[1:]) if tokens else tuple(shape)
         cut = whole_cut(name, tuple(shape), job)
         parameters.append(Parameter(name, whole, 2, place, cut, parse(name).expert, tokens, 12, 12))
     rows = PaddedRows(job.vocab_size, 0, job.make_vocab_size_divisible_by)
-    return job, ModelTable(
-        parameters, job.num_layers, tied=not job.untie_embeddings_and_output_weights, padded_rows=rows
-    )
+    return job, ModelTable(parameters, job.num_layers, copies=embedding_copies(job), padded_rows=rows)
 
 
 def random_cases(models: Mapping[str, JobArguments]) -> Iterator[Case]:
@@ -184,7 +190,8 @@ def _splits(dice: random.Random, layers: int, pipeline: int) -> list[dict[str, A
 
 def choice_of(case: Case, job: JobArguments, table: ModelTable, version: Version) -> Choice:
     """The case as this package sees it."""
-    split = applied_split(job, case.split, case.layout.pipeline, case.layout.virtual_pipeline)
+    extra = job.mtp_num_layers or 0
+    split = applied_split(job, case.split, case.layout.pipeline, case.layout.virtual_pipeline, extra)
     return Choice(job, table, case.layout, split, case.micro_batch, case.global_batch, version)
 
 

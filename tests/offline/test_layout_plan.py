@@ -167,6 +167,34 @@ def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
         assert ended.value.code == 2
 
 
+@pytest.mark.parametrize(
+    ("pattern", "expected"),
+    [
+        ("M*M-M*M-", {(1, 1), (2, 1), (4, 1), (8, 1)}),
+        ("M*M-|M*M-", {(1, 2), (2, 1)}),
+        ("M*|M-|M*|M-/MM", {(2, 2), (4, 1)}),
+    ],
+)
+def test_stages_of_hybrid_models(pattern: str, expected: set[tuple[int, int]]) -> None:
+    """Virtual stages are the segments of the pattern (`validate_args`), and no flag names them."""
+    sizes = {"num_layers": 8, "hybrid_layer_pattern": pattern, "num_attention_heads": 8, "global_batch_size": 64}
+    job = JobArguments.of(sizes)
+    table = ModelTable([], 8, copies=0, padded_rows=PaddedRows(1, 1, 1))
+    old = ParallelLayout.from_arguments(job)
+    pins = {"tensor": 1, "context": 1}
+    found = search(job, table, old, Wish(8, 8, NEWEST, pins=pins), Buffers(4)).found
+    layouts = {(one.choice.layout.pipeline, one.choice.layout.virtual_pipeline) for one in found}
+    assert layouts == expected - {(1, 2)}  # one rank has no virtual stages
+
+
+def test_more_stages_than_layers() -> None:
+    """Stages may hold the embedding or the loss alone; still more of them are excluded, with the reason."""
+    (one,) = plan(fixture_named("p01").run, 6, pins={"pp": 6}).layouts
+    assert one.layers_per_stage == (0, 1, 1, 1, 1, 0) and "--pipeline-model-parallel-layout 'E|(t|)*4L'" in one.flags
+    none = plan(fixture_named("p01").run, 12, pins={"pp": 12})
+    assert set(none.excluded) == {"layers per stage"}
+
+
 def test_layout_strings() -> None:
     """They repeat equal stages, and put multi-token prediction before the loss."""
     assert layout_string([1, 2, 2, 2, 1]) == "Et|(tt|)*3tL"
@@ -191,7 +219,7 @@ def deepseek_v3() -> tuple[JobArguments, ModelTable]:
         for expert in range(256 if layer > 2 else 0):
             up = Parameter(f"{layer}.fc1.{expert}", (4096, 7168), 2, layer, Cut(0, 2), expert, False, 12, 12)
             table += [up, replace(up, name=f"{layer}.fc2.{expert}", shape=(7168, 2048), cut=Cut(1))]
-    return JobArguments.of(sizes), ModelTable(table, 61, tied=False, padded_rows=PaddedRows(129280, 0, 128))
+    return JobArguments.of(sizes), ModelTable(table, 61, copies=0, padded_rows=PaddedRows(129280, 0, 128))
 
 
 def test_sixty_one_layers_over_sixteen_stages() -> None:
@@ -226,7 +254,7 @@ def test_activations_follow_the_paper() -> None:
     })  # fmt: skip
     layout = replace(ParallelLayout.from_arguments(job), tensor=2, world=2)
     split = next(stage_splits(job, 1, 1, NEWEST))
-    table = ModelTable([], 1, tied=False, padded_rows=PaddedRows(1, 1, 1))
+    table = ModelTable([], 1, copies=0, padded_rows=PaddedRows(1, 1, 1))
     choice = Choice(job, table, layout, split, 1, 1, NEWEST)
     around = (8 * 50 + 50 * 100) / 2 + 4 * 50 * 100 / 2
     assert activation_bytes(choice, Recomputation.SELECTIVE) == 50 * 100 * 34 / 2 + around
