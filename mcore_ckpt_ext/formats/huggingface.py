@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from math import prod
@@ -31,7 +31,7 @@ from mcore_ckpt_ext.formats.quantised import dequantised
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.weights_alone import WeightsAlone
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.planning.extents import Scaled
+from mcore_ckpt_ext.planning.extents import RawArray, Scaled
 from mcore_ckpt_ext.storage.budget import Budget
 
 NAME = "hf"
@@ -85,6 +85,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         self.model = described.arguments
         self._images: dict[str, StoredTensor] = {}
         stored, unread = read_tensors(self.reader, below)
+        self._extents = [tensor.extent for tensor in stored.values()]
         told = f"the folder holds weights that are not read, because others come first: {some(unread)}"
         self._stale = [told] if unread else []
         if self.whole:
@@ -254,6 +255,10 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @override
     def companions_below(self) -> str:
         return self._below
+
+    @override
+    def checked_arrays(self) -> Iterator[RawArray]:
+        return (one for one in self._extents if isinstance(one, RawArray) and one.crc is not None)
 
     @property
     @override

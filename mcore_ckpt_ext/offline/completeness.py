@@ -25,6 +25,7 @@ from mcore_ckpt_ext.formats.verl_folder import is_verl
 from mcore_ckpt_ext.formats.zarr import is_zarr
 from mcore_ckpt_ext.offline.findings import COMPLETE, Finding, error, warning
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, check_plans
+from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.runs import (
     TRACKER_FILE,
@@ -59,7 +60,7 @@ def locate(path: Path) -> Located:
     path = inner_folder(path)
     if _is_iteration(path):
         return Located(path, tuple(_ahead_of_tracker(path)))
-    if is_colossalai(path):
+    if is_colossalai(path) or _is_checked_model(path):
         return Located(path, ())
     if is_huggingface(path):
         raise UnsupportedCheckpointError(
@@ -96,6 +97,11 @@ def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
         yield warning(COMPLETE, str(tracker.path), what)
 
 
+def _is_checked_model(path: Path) -> bool:
+    """Whether a folder is a Hugging Face model with the digests and checksums of this package."""
+    return is_huggingface(path) and not is_peft(path) and (path / DIGESTS_FILE).exists()
+
+
 def _is_iteration(path: Path) -> bool:
     known = (CONFIG_FILE, METADATA_FILE, "common.pt")
     files = any((path / name).exists() for name in known) or next(path.glob("__*.distcp"), None) is not None
@@ -104,7 +110,7 @@ def _is_iteration(path: Path) -> bool:
 
 def check_folder(folder: Path) -> list[Finding]:
     """The files without which nothing else can be looked at."""
-    if is_canonical(folder) or is_legacy(folder) or is_colossalai(folder) or is_verl(folder):
+    if any(known(folder) for known in (is_canonical, is_legacy, is_colossalai, is_verl, _is_checked_model)):
         return []
     if not _is_iteration(folder):
         return [error(COMPLETE, str(folder), "the folder holds no file of a checkpoint")]

@@ -76,7 +76,8 @@ def verify(
     """Verify a checkpoint.
 
     Args:
-        path: a run folder (its newest iteration), an iteration folder, or a canonical folder.
+        path: a run folder (its newest iteration), an iteration folder, a canonical folder, or a Hugging Face folder
+            that this package wrote.
         quick: look at metadata only.
         workers: threads.
         progress: told the bytes read so far and the bytes to read, about.
@@ -261,7 +262,8 @@ class _Run:
     def _check_state(self, checkpoint: Checkpoint, failed: set[str]) -> bool:
         """Recover the packing where there is one to recover; returns whether the optimizer's state can be looked at."""
         if checkpoint.optimizer_format is None:
-            self._without_optimizer()
+            if not checkpoint.format_reader.is_model_folder:
+                self._without_optimizer()
             return False
         with _Noting(self, PROOF):
             check_step(checkpoint)

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
-from mcore_ckpt_ext.offline.findings import FILE_DIGESTS
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.offline.findings import CHECKSUMS, FILE_DIGESTS
 from mcore_ckpt_ext.storage.file_digests import FILE_NAME, compare_digests
 from mcore_ckpt_ext.storage.json_tree import encode
 from mcore_ckpt_ext.storage.runs import iteration_folder
@@ -65,15 +65,23 @@ def content(folder: Path) -> Any:
 
 
 def is_noticed(folder: Path, scratch: Path) -> bool:
-    """Whether `verify`, or the conversion of a Hugging Face folder, reports that something is wrong."""
+    """Whether `verify`, and the conversion of a Hugging Face folder, report that something is wrong."""
+    noticed = is_noticed_by_verify(folder)
+    if not (folder / "config.json").exists():
+        return noticed
     try:
-        if not (folder / "config.json").exists():
-            found = mcore_ckpt_ext.verify(folder)
-            return not found.sound or any(finding.check == FILE_DIGESTS for finding in found.findings)
         report = mcore_ckpt_ext.convert(folder, scratch, Canonical(), force=True)
     except CheckpointError:
+        return noticed
+    return noticed and any("is not as it was written" in note for note in report.notes)
+
+
+def is_noticed_by_verify(folder: Path) -> bool:
+    try:
+        found = mcore_ckpt_ext.verify(folder)
+    except CheckpointError:
         return True
-    return any("is not as it was written" in note for note in report.notes)
+    return not found.sound or any(finding.check == FILE_DIGESTS for finding in found.findings)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -134,6 +142,19 @@ def test_tensors_of_a_hugging_face_folder_have_checksums(written: Callable[[str]
     flip(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 100, 1)
     with pytest.raises(UnreadableCheckpointError, match="its checksum differs"):
         mcore_ckpt_ext.convert(folder, tmp_path / "out", Canonical())
+
+
+def test_a_hugging_face_folder_is_verified_by_its_own_checksums(written: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    shutil.copytree(written("hugging face"), folder)
+    found = mcore_ckpt_ext.verify(folder)
+    assert (found.sound, found.findings) == (True, ())
+    assert {check.name for check in found.checks if check.done} >= {FILE_DIGESTS, CHECKSUMS}
+    flip(folder / "model.safetensors", (folder / "model.safetensors").stat().st_size - 100, 1)
+    assert [(one.severity, one.check) for one in mcore_ckpt_ext.verify(folder).findings] == [("error", CHECKSUMS)]
+    (folder / FILE_NAME).unlink()
+    with pytest.raises(UnsupportedCheckpointError, match="nothing to verify it by"):
+        mcore_ckpt_ext.verify(folder)
 
 
 def test_an_edited_configuration_is_reported_and_taken(written: Callable[[str], Path], tmp_path: Path) -> None:
