@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from typing import Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
@@ -14,6 +15,10 @@ from mcore_ckpt_ext.errors import UsageError, readable, shortened
 from mcore_ckpt_ext.layout_choice.memory import Recomputation
 from mcore_ckpt_ext.layout_choice.search import PINS
 from mcore_ckpt_ext.offline.layout_plan import LayoutPlan, PlannedLayout, plan
+
+_HEADER = ("layout", "layers", "memory", "fits", "bubble", "batch", "read/rank", "all read", "stock resumes")
+# What the whole table needs of a terminal, and how many columns a narrower one shows.
+_WIDTH, _NARROW = 120, 6
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -122,18 +127,13 @@ def _show_layouts(found: LayoutPlan) -> None:
     shown = len(found.layouts)
     heading(f"layouts that Megatron accepts: {shown} of {found.accepted}, best first" if shown < found.accepted else
             f"layouts that Megatron accepts: {shown}, best first")  # fmt: skip
+    # On a narrow terminal the last columns are left out: they say the same of most layouts, and --json has them.
+    shown_columns = len(_HEADER) if _columns_of_terminal() >= _WIDTH else _NARROW
     table(
-        (
-            (
-                one.layout, _split(one), readable(one.memory.total), _fit(one), f"{one.bubble:.0%}",
-                f"{one.micro_batch_size} / {one.global_batch_size}", readable(one.read_per_rank), _seconds(one),
-                "yes" if one.stock_resumes else "no",
-            )
-            for one in found.layouts
-        ),
-        header=("layout", "layers", "memory", "fits", "bubble", "batch", "read/rank", "all read", "stock resumes"),
+        (_cells(one)[:shown_columns] for one in found.layouts),
+        header=_HEADER[:shown_columns],
         right=(2, 4, 6),
-    )  # fmt: skip
+    )
     best = found.layouts[0]
     heading(f"flags for {best.layout}")
     line(f"  {best.flags}")
@@ -161,8 +161,21 @@ def _show_what_excludes(found: LayoutPlan) -> None:
         table(found.nearest)
 
 
+def _cells(one: PlannedLayout) -> tuple[str | Painted, ...]:
+    return (
+        one.layout, _split(one), readable(one.memory.total), _fit(one), f"{one.bubble:.0%}",
+        f"{one.micro_batch_size} / {one.global_batch_size}", readable(one.read_per_rank), _seconds(one),
+        "yes" if one.stock_resumes else "no",
+    )  # fmt: skip
+
+
+def _columns_of_terminal() -> int:
+    """The width of the terminal, or of COLUMNS; without a terminal nothing limits it."""
+    return shutil.get_terminal_size((_WIDTH, 24)).columns
+
+
 def _split(one: PlannedLayout) -> str:
-    """Layers per pipeline rank: `4`, or `4, last 1`."""
+    """Layers per pipeline rank: `4`, or `1 to 4` where they differ."""
     counts = one.layers_per_stage
     if len(set(counts)) <= 1:
         return str(counts[0]) if counts else ""

@@ -141,7 +141,7 @@ def plan(
         job = checkpoint.arguments.changed(**stated) if stated else checkpoint.arguments
         version = version_number(megatron_version)
         old = ParallelLayout.from_arguments(job)
-        table, buffers = table_of(checkpoint, job), _buffers_of(job)
+        table, buffers = table_of(checkpoint, job), buffers_of(job)
         wish = Wish(
             gpus, gpus_per_node, version, gpu_memory, recomputation=_recomputation(job, recomputation),
             pins=_sizes_of(pins or {}),
@@ -179,7 +179,8 @@ def _as_before(
     return replace(wish, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"
 
 
-def _buffers_of(job: JobArguments) -> Buffers:
+def buffers_of(job: JobArguments) -> Buffers:
+    """How a job keeps its gradients and its optimizer, by its arguments."""
     is_fp32 = bool(job.accumulate_allreduce_grads_in_fp32) or not (job.bf16 or job.fp16)
     fraction = job.stated.get("optimizer_offload_fraction")
     offloads = bool(job.optimizer_cpu_offload) and isinstance(fraction, float)

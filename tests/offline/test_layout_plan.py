@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from math import prod
+from typing import Any
 
 import pytest
+import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.cli.main import main
@@ -20,7 +22,7 @@ from mcore_ckpt_ext.layout_choice.model_table import Holding, ModelTable, Padded
 from mcore_ckpt_ext.layout_choice.rules import Choice
 from mcore_ckpt_ext.layout_choice.search import Wish, search
 from mcore_ckpt_ext.layout_choice.stage_split import layout_string, stage_splits
-from mcore_ckpt_ext.offline.layout_plan import plan
+from mcore_ckpt_ext.offline.layout_plan import buffers_of, plan
 from mcore_ckpt_ext.offline.parameter_table import table_of
 from mcore_ckpt_ext.versions import NEWEST
 from tests.harness.checkpoints import INTACT, fixture_named
@@ -70,6 +72,33 @@ def test_memory_is_that_of_genuine_ranks(name: str) -> None:
         # bf16 weights and fp32 gradients lie in the buffers; fp32 master and moments of a share of each.
         genuine.append(sum(one["numel"] * 6 + one["numel"] * 12 // one["dp_group_size"] for one in buffers))
     assert planned == pytest.approx(max(genuine), rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["p41", "p42", "p43", "p45", "p46", "p47", "p47b", "p48"])
+def test_memory_of_other_optimizers(name: str) -> None:
+    """Static memory is within 2 % of what the live job allocated: Muon, offloaded, in other precisions."""
+    choice = choice_of(name)
+    buffers = buffers_of(choice.job)
+    needed = [memory_of(stage, choice, buffers, 0) for stage in holdings_of(choice)]
+    planned = max(memory.static + memory.host for memory in needed)
+    assert planned == pytest.approx(max(map(bytes_of_rank, fixture_named(name).job["ranks"])), rel=0.02)
+
+
+def bytes_of_rank(rank: dict[str, Any]) -> int:
+    """The buffers of weights and gradients of a live rank, and the state of its optimizers."""
+
+    def width(dtype: str) -> int:
+        return int(getattr(torch, dtype.removeprefix("torch.")).itemsize)
+
+    found = sum(one["numel"] * (width(one["param_dtype"]) + width(one["grad_dtype"])) for one in rank["buffers"])
+    for one in rank["params"]:
+        if one["optim"] is None:
+            continue
+        start, end = one["optim"]["param"]
+        for kind, dtype in one["optim"]["live_dtypes"].items():
+            is_weight = kind == "fp32_param" and width(one["dtype"]) == 4
+            found += 0 if is_weight else (end - start) * width(dtype)
+    return found
 
 
 def test_the_kind_of_optimizer_counts() -> None:
@@ -185,6 +214,17 @@ def test_stages_of_hybrid_models(pattern: str, expected: set[tuple[int, int]]) -
     found = search(job, table, old, Wish(8, 8, NEWEST, pins=pins), Buffers(4)).found
     layouts = {(one.choice.layout.pipeline, one.choice.layout.virtual_pipeline) for one in found}
     assert layouts == expected - {(1, 2)}  # one rank has no virtual stages
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_width_of_the_table(width: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the table stay within the terminal; a wide one shows every column."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    assert main(["plan", str(fixture_named("p22").run), "--gpus", "8", "--read-rate", "1MiB"]) == 0
+    _, _, below = capsys.readouterr().out.partition("best first\n")
+    rows = below.partition("\n\n")[0].splitlines()
+    assert len(rows) > 5 and max(map(len, rows)) <= width
+    assert ("stock resumes" in rows[0]) == (width == 200)
 
 
 def test_more_stages_than_layers() -> None:
