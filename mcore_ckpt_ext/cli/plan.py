@@ -149,12 +149,10 @@ def _show_layouts(found: LayoutPlan) -> None:
 
 
 def _show_what_excludes(found: LayoutPlan) -> None:
-    if found.layouts:
-        least = min(found.layouts, key=lambda one: one.memory.total)
+    if found.least_memory is not None:
         line()
-        line(
-            Painted(f"no layout fits: the least that one needs is {readable(least.memory.total)} ({least.layout})", BAD)
-        )
+        least = f"{readable(found.least_memory)} ({found.least_layout})"
+        line(Painted(f"no layout fits: the least that one needs is {least}", BAD))
         line("hint: --recompute full keeps fewer activations; --all lists every layout")
     elif found.nearest:
         heading("what excludes the nearest ones")

@@ -74,6 +74,8 @@ class LayoutPlan:
     Attributes:
         layouts: accepted layouts, best first, as many as were asked for.
         accepted: how many there are in all.
+        least_memory: bytes of a GPU that every accepted layout needs, listed or not; None where none is accepted.
+        least_layout: the one that needs no more.
         gpu_memory: bytes of a GPU; where they are not given, what the old layout needs by the same estimate.
         gpu_memory_source: where that number is from.
         excluded: how many combinations each rule of Megatron excluded.
@@ -89,6 +91,8 @@ class LayoutPlan:
     parameters: int
     layouts: tuple[PlannedLayout, ...]
     accepted: int
+    least_memory: int | None
+    least_layout: str | None
     gpu_memory: int | None
     gpu_memory_source: str
     excluded: Mapping[str, int]
@@ -150,6 +154,7 @@ def plan(
         if gpu_memory is None:
             wish, source = _as_before(job, table, old, wish, buffers)
         result = search(job, table, old, wish, buffers)
+        least = min(result.found, key=lambda one: one.memory.total, default=None)
         chosen = result.found if most is None else result.found[:most]
         return LayoutPlan(
             schema=SCHEMA,
@@ -160,6 +165,8 @@ def plan(
             parameters=table.elements,
             layouts=tuple(_planned(one, checkpoint, job, old, version, read_rate) for one in chosen),
             accepted=len(result.found),
+            least_memory=least.memory.total if least else None,
+            least_layout=str(least.choice.layout) if least else None,
             gpu_memory=wish.memory,
             gpu_memory_source=source,
             excluded=dict(result.excluded),

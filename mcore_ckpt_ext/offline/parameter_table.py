@@ -21,6 +21,7 @@ from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, 
 from mcore_ckpt_ext.optimizers.table import shows_names
 
 _BEFORE = -1
+_HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 _KEPT = ("embedding.", "position_embeddings.")
 
 
@@ -39,6 +40,7 @@ def table_of(checkpoint: Checkpoint, job: JobArguments) -> ModelTable:
             where=str(checkpoint.folder),
             helps="state what is missing: --argument num_layers=32",
         )
+    _check_layers(checkpoint, job, job.num_layers, block)
     states = _States(checkpoint, job)
     prefix = language_prefix(block)
     parameters = []
@@ -61,6 +63,22 @@ def table_of(checkpoint: Checkpoint, job: JobArguments) -> ModelTable:
     stored_rows = checkpoint.vocabulary_rows or 0
     padded = PaddedRows(checkpoint.tokens, stored_rows, job.make_vocab_size_divisible_by or 1)
     return ModelTable(parameters, job.num_layers, copies=embedding_copies(job), padded_rows=padded)
+
+
+def _check_layers(checkpoint: Checkpoint, job: JobArguments, stated: int, block: str) -> None:
+    """Refuse a number of layers that the weights contradict: every memory and every division would be wrong."""
+    layers = (split_layer(name)[0] for name in checkpoint.names(WEIGHT))
+    found = 1 + max(layer.number for layer in layers if layer is not None and layer.block == block)
+    # The last layers of a heterogeneous model may be without parameters.
+    is_heterogeneous = any(job.stated.get(name) for name in _HETEROGENEOUS)
+    if found > stated or (found < stated and not is_heterogeneous):
+        raise UnsupportedCheckpointError(
+            "the number of layers is not that of the weights",
+            found=f"num_layers {stated}",
+            expected=f"{found} layers",
+            where=str(checkpoint.folder),
+            helps=f"--argument num_layers={found}",
+        )
 
 
 def _place(name: str, block: str, prefix: str, job: JobArguments) -> int:

@@ -12,7 +12,7 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.cli.main import main
-from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout.grad_buffer import align, bucket_alignment
 from mcore_ckpt_ext.layout.local_parameters import Cut
@@ -177,6 +177,22 @@ def test_bad_numbers_and_names(options: dict[str, int]) -> None:
     """They are usage errors."""
     with pytest.raises(UsageError):
         plan(fixture_named("p01").run, **options)
+
+
+def test_least_memory_of_all() -> None:
+    """The least memory is that of every accepted layout, not of the listed ones alone."""
+    run_folder = fixture_named("p01").run
+    few, every = (plan(run_folder, 8, gpu_memory=1024, most=most) for most in (1, None))
+    least = min(every.layouts, key=lambda one: one.memory.total)
+    assert (few.least_memory, few.least_layout) == (least.memory.total, least.layout)
+    assert few.layouts[0].memory.total > least.memory.total
+    assert plan(run_folder, 8, pins={"tp": 3}).least_memory is None
+
+
+def test_a_number_of_layers_that_the_weights_contradict() -> None:
+    """It is refused, with the number that they have."""
+    with pytest.raises(UnsupportedCheckpointError, match="num_layers 5; expected: 4 layers"):
+        plan(fixture_named("p01").run, 6, stated={"num_layers": 5})
 
 
 def test_command_line(capsys: pytest.CaptureFixture[str]) -> None:
