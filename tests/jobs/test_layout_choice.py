@@ -225,7 +225,9 @@ def models(
     release: tuple[Version, str | None], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[JobArguments, ModelTable]]:
     """Every model, by its name."""
-    cases = [Case(model, plain_layout(), {}, 1, 8) for model in MODELS]
+    # Since 0.20, layers of multi-token prediction cannot be built where Transformer Engine is not installed.
+    names = [model for model in MODELS if release[0] < (0, 20) or not model.startswith("predicting")]
+    cases = [Case(model, plain_layout(), {}, 1, 8) for model in names]
     results = judged(cases, release[1], tmp_path_factory.mktemp("models"))
     assert not [result for result in results if "error" in result]
     return {case.model: table_of(result) for case, result in zip(cases, results, strict=True)}
@@ -248,7 +250,7 @@ def test_what_megatron_accepts(
             accepted += 1
             check_stages(case, choice, result)
     assert not differing, f"{len(differing)}: {differing[:5]}"
-    assert len(cases) == PAIRS * len(MODELS) and accepted > 100
+    assert len(cases) == PAIRS * len(models) and accepted > 100
 
 
 def test_what_is_listed(
