@@ -89,7 +89,8 @@ def load_and_digests(rounds: int) -> tuple[list[float], list[float]]:
     """The time of a load in each round, and of the digests in it; the first round is not counted."""
     import torch.distributed as dist
 
-    from mcore_ckpt_ext.zero_strict_state_dict import first_rank, zero_strict_load_state_dict, zero_strict_state_dict
+    from mcore_ckpt_ext.colossalai import first_rank
+    from mcore_ckpt_ext.zero_strict_state_dict import zero_strict_load_state_dict, zero_strict_state_dict
 
     model = wrapped_model()
     state = zero_strict_state_dict(model, only_rank_0=False)

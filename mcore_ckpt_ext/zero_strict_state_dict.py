@@ -1,4 +1,4 @@
-"""ColossalAI's ZeroDDP and GeminiDDP: the state_dict that PyTorch would give, and strict loading.
+"""Gives ColossalAI's ZeroDDP and GeminiDDP the state_dict that PyTorch would give, and strict loading.
 
     from mcore_ckpt_ext import zero_strict_state_dict
     zero_strict_state_dict.install()          # or install(dtype="compute")
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing import Any
 
-    from mcore_ckpt_ext.zero_strict_state_dict.loading import StateDictMismatchError, zero_strict_load_state_dict
-    from mcore_ckpt_ext.zero_strict_state_dict.shards import iter_zero_strict_state_dict
-    from mcore_ckpt_ext.zero_strict_state_dict.state import get_static_torch_model, zero_strict_state_dict
+    from mcore_ckpt_ext.colossalai.loading import StateDictMismatchError, zero_strict_load_state_dict
+    from mcore_ckpt_ext.colossalai.shards import iter_zero_strict_state_dict
+    from mcore_ckpt_ext.colossalai.state import get_static_torch_model, zero_strict_state_dict
 
     # The hooks stand above this layer, and the subclasses have ColossalAI's as their bases.
     StrictGeminiDDP: Any
@@ -38,13 +38,14 @@ __all__ = [
     "zero_strict_state_dict",
 ]
 
+_IMPLEMENTATION = "mcore_ckpt_ext.colossalai"
 _HOOKS = "mcore_ckpt_ext.hooks.colossalai"
 _HOMES = {
-    "StateDictMismatchError": f"{__name__}.loading",
-    "zero_strict_load_state_dict": f"{__name__}.loading",
-    "iter_zero_strict_state_dict": f"{__name__}.shards",
-    "get_static_torch_model": f"{__name__}.state",
-    "zero_strict_state_dict": f"{__name__}.state",
+    "StateDictMismatchError": f"{_IMPLEMENTATION}.loading",
+    "zero_strict_load_state_dict": f"{_IMPLEMENTATION}.loading",
+    "iter_zero_strict_state_dict": f"{_IMPLEMENTATION}.shards",
+    "get_static_torch_model": f"{_IMPLEMENTATION}.state",
+    "zero_strict_state_dict": f"{_IMPLEMENTATION}.state",
     "install": _HOOKS,
     "status": _HOOKS,
     "uninstall": _HOOKS,
@@ -56,7 +57,7 @@ def __getattr__(name: str) -> object:
     """Import the module that holds a public name, on the first use of that name."""
     value: object
     if name in _SUBCLASSES:
-        classes = import_module(f"{__name__}.classes")
+        classes = import_module(f"{_IMPLEMENTATION}.classes")
         value = classes.strict_subclass(getattr(classes, _SUBCLASSES[name]), name)
     elif name in _HOMES:
         value = getattr(import_module(_HOMES[name]), name)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_ckpt_ext.zero_strict_state_dict.files import Files
+from mcore_ckpt_ext.colossalai.files import Files
 
 
 def write(files: Files, *names: str) -> None:

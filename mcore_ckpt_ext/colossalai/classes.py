@@ -5,21 +5,21 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, NamedTuple
 
-from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.zero_strict_state_dict.hybrid_parallel import (
+from mcore_ckpt_ext.colossalai.hybrid_parallel import (
     HybridParallelCheckpointIOMethods,
     HybridParallelOptimizerMethods,
 )
-from mcore_ckpt_ext.zero_strict_state_dict.low_level_zero import (
+from mcore_ckpt_ext.colossalai.low_level_zero import (
     LowLevelZeroCheckpointIOMethods,
     LowLevelZeroMethods,
 )
-from mcore_ckpt_ext.zero_strict_state_dict.methods import (
+from mcore_ckpt_ext.colossalai.methods import (
     CheckpointIOMethods,
     OptimizerMethods,
     WrapperMethods,
     namespace,
 )
+from mcore_ckpt_ext.errors import CheckpointError
 
 
 class Target(NamedTuple):

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
 from mcore_ckpt_ext.storage.crc32 import crc32
-from mcore_ckpt_ext.zero_strict_state_dict.ranks import Ranks
 
 _WHOLE_BYTES = 16 << 20
 _SAMPLES = 16

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt_ext.colossalai.content import Digests, digests, refuse_different, summary
+from mcore_ckpt_ext.colossalai.wrapper import Wrapped
 from mcore_ckpt_ext.errors import ResumeRefusedError
-from mcore_ckpt_ext.zero_strict_state_dict.content import Digests, digests, refuse_different, summary
-from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Wrapped
 
 
 class Agreed(NamedTuple):

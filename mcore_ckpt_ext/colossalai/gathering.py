@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
-from mcore_ckpt_ext.zero_strict_state_dict.ranks import SharedFate
-from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped
+from mcore_ckpt_ext.colossalai import tensor_parallel
+from mcore_ckpt_ext.colossalai.ranks import SharedFate
+from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped
 
 # What one rank sends at a time. Gloo copies everything that one gather receives once more, NCCL stages it on the
 # device; in pieces, that costs a few MiB, not a second chunk.

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mcore_ckpt_ext.colossalai import padding, tensor_parallel
+from mcore_ckpt_ext.colossalai.optimizer import MASTER
 from mcore_ckpt_ext.errors import ModelMismatchError
-from mcore_ckpt_ext.zero_strict_state_dict import padding, tensor_parallel
-from mcore_ckpt_ext.zero_strict_state_dict.optimizer import MASTER
 
 PADDING = "_padding"
 """What the padding rows of a state are called: ``exp_avg_padding``. Asynchronous files allow no dot there."""

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from mcore_ckpt_ext.colossalai import tensor_parallel
+from mcore_ckpt_ext.colossalai.content import Digests, digests, refuse_different, summary
+from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, State, persistent_buffers, refuse_shape, working
+from mcore_ckpt_ext.colossalai.loading import StateDictMismatchError
+from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
-from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
-from mcore_ckpt_ext.zero_strict_state_dict.content import Digests, digests, refuse_different, summary
-from mcore_ckpt_ext.zero_strict_state_dict.hybrid_cuts import PADDING, State, persistent_buffers, refuse_shape, working
-from mcore_ckpt_ext.zero_strict_state_dict.loading import StateDictMismatchError
-from mcore_ckpt_ext.zero_strict_state_dict.ranks import Ranks
 
 OPTIMIZER_UNTOUCHED = "the optimizer is untouched"
 _MODEL_UNTOUCHED = "the model is untouched"

@@ -27,16 +27,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from mcore_ckpt_ext.zero_strict_state_dict import beside, tensor_parallel
-from mcore_ckpt_ext.zero_strict_state_dict.beside import beside_the_state, take
-from mcore_ckpt_ext.zero_strict_state_dict.files import (
+from mcore_ckpt_ext.colossalai import masters_beside_moments, tensor_parallel
+from mcore_ckpt_ext.colossalai.files import (
     Files,
     param_groups_beside,
     read_by_all,
     read_sharded_by_all,
     write_tensors,
 )
-from mcore_ckpt_ext.zero_strict_state_dict.hybrid_cuts import (
+from mcore_ckpt_ext.colossalai.hybrid_cuts import (
     PADDING,
     State,
     entries,
@@ -44,9 +43,10 @@ from mcore_ckpt_ext.zero_strict_state_dict.hybrid_cuts import (
     local_state,
     refuse_shape,
 )
-from mcore_ckpt_ext.zero_strict_state_dict.hybrid_loading import OPTIMIZER_UNTOUCHED, load_model, load_optimizer
-from mcore_ckpt_ext.zero_strict_state_dict.optimizer import MASTER
-from mcore_ckpt_ext.zero_strict_state_dict.ranks import Ranks
+from mcore_ckpt_ext.colossalai.hybrid_loading import OPTIMIZER_UNTOUCHED, load_model, load_optimizer
+from mcore_ckpt_ext.colossalai.masters_beside_moments import beside_the_state, take
+from mcore_ckpt_ext.colossalai.optimizer import MASTER
+from mcore_ckpt_ext.colossalai.ranks import Ranks
 
 _CPU = torch.device("cpu")
 
@@ -54,7 +54,7 @@ _CPU = torch.device("cpu")
 class HybridParallelOptimizerMethods:
     """For HybridParallelAMPOptimizer and HybridParallelZeroOptimizer."""
 
-    update_master_params = beside.update_master_params
+    update_master_params = masters_beside_moments.update_master_params
 
 
 class HybridParallelCheckpointIOMethods:

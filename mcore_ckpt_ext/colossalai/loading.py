@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from mcore_ckpt_ext.colossalai import tensor_parallel
+from mcore_ckpt_ext.colossalai.first_rank import same_content, value_of_first
+from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters
+from mcore_ckpt_ext.colossalai.shards import shapes_of
+from mcore_ckpt_ext.colossalai.state import standing_in
+from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
-from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
-from mcore_ckpt_ext.zero_strict_state_dict.brought import has_exact_masters
-from mcore_ckpt_ext.zero_strict_state_dict.first_rank import same_content, value_of_first
-from mcore_ckpt_ext.zero_strict_state_dict.shards import shapes_of
-from mcore_ckpt_ext.zero_strict_state_dict.state import standing_in
-from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
 
 
 class StateDictMismatchError(ModelMismatchError):

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt_ext.zero_strict_state_dict import optimizer as optimizer_state
-from mcore_ckpt_ext.zero_strict_state_dict.files import (
+from mcore_ckpt_ext.colossalai import optimizer as optimizer_state
+from mcore_ckpt_ext.colossalai.files import (
     Files,
     param_groups_beside,
     read_by_all,
@@ -27,11 +27,11 @@ from mcore_ckpt_ext.zero_strict_state_dict.files import (
     write_shards,
     write_tensors,
 )
-from mcore_ckpt_ext.zero_strict_state_dict.gathering import in_pinned
-from mcore_ckpt_ext.zero_strict_state_dict.loading import zero_strict_load_state_dict
-from mcore_ckpt_ext.zero_strict_state_dict.shards import handed_over, iter_zero_strict_state_dict
-from mcore_ckpt_ext.zero_strict_state_dict.state import Precision, Ties, precision_of, zero_strict_state_dict
-from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Wrapped, wrapped
+from mcore_ckpt_ext.colossalai.gathering import in_pinned
+from mcore_ckpt_ext.colossalai.loading import zero_strict_load_state_dict
+from mcore_ckpt_ext.colossalai.shards import handed_over, iter_zero_strict_state_dict
+from mcore_ckpt_ext.colossalai.state import Precision, Ties, precision_of, zero_strict_state_dict
+from mcore_ckpt_ext.colossalai.wrapper import Wrapped, wrapped
 
 ORIGINAL = "_non_strict_"
 _MIB = 1 << 20

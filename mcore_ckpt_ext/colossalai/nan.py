@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
+from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped
 
 
 def refuse_nan(zero: Wrapped, places: Mapping[nn.Parameter, Place]) -> None:

@@ -15,15 +15,15 @@ import numpy as np
 import torch
 from torch import nn
 
+from mcore_ckpt_ext.colossalai import padding, tensor_parallel
+from mcore_ckpt_ext.colossalai.first_rank import same_content, value_of_first
+from mcore_ckpt_ext.colossalai.gathering import whole_values
+from mcore_ckpt_ext.colossalai.loaded_masters import note_exact_masters
+from mcore_ckpt_ext.colossalai.loading import write_master, write_padding
+from mcore_ckpt_ext.colossalai.nan import refuse_nan
+from mcore_ckpt_ext.colossalai.ranks import SharedFate
+from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
 from mcore_ckpt_ext.errors import ModelMismatchError
-from mcore_ckpt_ext.zero_strict_state_dict import padding, tensor_parallel
-from mcore_ckpt_ext.zero_strict_state_dict.brought import note_exact_masters
-from mcore_ckpt_ext.zero_strict_state_dict.first_rank import same_content, value_of_first
-from mcore_ckpt_ext.zero_strict_state_dict.gathering import whole_values
-from mcore_ckpt_ext.zero_strict_state_dict.loading import write_master, write_padding
-from mcore_ckpt_ext.zero_strict_state_dict.nan import refuse_nan
-from mcore_ckpt_ext.zero_strict_state_dict.ranks import SharedFate
-from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
 
 OURS = "mcore_ckpt_ext"
 MASTER = "fp32_param"

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
+from mcore_ckpt_ext.colossalai import tensor_parallel
 
 
 def fitting(parameter: Any, where: str, rows: torch.Tensor | None) -> torch.Tensor | None:

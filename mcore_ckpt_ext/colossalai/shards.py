@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.zero_strict_state_dict.gathering import in_pinned, own_copy
-from mcore_ckpt_ext.zero_strict_state_dict.ranks import SharedFate
-from mcore_ckpt_ext.zero_strict_state_dict.state import (
+from mcore_ckpt_ext.colossalai.gathering import in_pinned, own_copy
+from mcore_ckpt_ext.colossalai.ranks import SharedFate
+from mcore_ckpt_ext.colossalai.state import (
     Precision,
     Ties,
     begun,
@@ -23,7 +22,8 @@ from mcore_ckpt_ext.zero_strict_state_dict.state import (
     precision_of,
     standing_in,
 )
-from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Wrapped, wrapped
+from mcore_ckpt_ext.colossalai.wrapper import Wrapped, wrapped
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 
 Shard = tuple["OrderedDict[str, Any]", int]
 

@@ -19,13 +19,13 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mcore_ckpt_ext.colossalai import tensor_parallel
+from mcore_ckpt_ext.colossalai.gathering import own_copy, whole_values
+from mcore_ckpt_ext.colossalai.nan import refuse_nan
+from mcore_ckpt_ext.colossalai.ranks import SharedFate
+from mcore_ckpt_ext.colossalai.shared_in_copies import memo_of_uncopied
+from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
 from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError
-from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
-from mcore_ckpt_ext.zero_strict_state_dict.gathering import own_copy, whole_values
-from mcore_ckpt_ext.zero_strict_state_dict.nan import refuse_nan
-from mcore_ckpt_ext.zero_strict_state_dict.ranks import SharedFate
-from mcore_ckpt_ext.zero_strict_state_dict.uncopied import memo_of_uncopied
-from mcore_ckpt_ext.zero_strict_state_dict.wrapper import Place, Wrapped, wrapped
 
 Precision = Literal["master", "compute"] | torch.dtype
 Ties = Literal["share", "copy", "omit"]

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from mcore_ckpt_ext.colossalai import tensor_parallel
+from mcore_ckpt_ext.colossalai.ranks import Ranks
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.zero_strict_state_dict import tensor_parallel
-from mcore_ckpt_ext.zero_strict_state_dict.ranks import Ranks
 
 _NEEDED = ("module", "chunk_manager", "fp32_params")
 

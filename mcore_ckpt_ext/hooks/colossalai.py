@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.hooks.process import PROCESS
-from mcore_ckpt_ext.hooks.registry import SeamStatus
-from mcore_ckpt_ext.zero_strict_state_dict.classes import (
+from mcore_ckpt_ext.colossalai.classes import (
     PLUGINS,
     STATIC_MODEL,
     STATIC_MODEL_HOMES,
@@ -23,8 +21,10 @@ from mcore_ckpt_ext.zero_strict_state_dict.classes import (
     Target,
     find,
 )
-from mcore_ckpt_ext.zero_strict_state_dict.methods import namespace
-from mcore_ckpt_ext.zero_strict_state_dict.state import Precision, get_static_torch_model
+from mcore_ckpt_ext.colossalai.methods import namespace
+from mcore_ckpt_ext.colossalai.state import Precision, get_static_torch_model
+from mcore_ckpt_ext.hooks.process import PROCESS
+from mcore_ckpt_ext.hooks.registry import SeamStatus
 
 _ABSENT = object()
 _lock = threading.RLock()

@@ -18,7 +18,7 @@ from colossalai_on_cpu import old_versions, ranks  # noqa: E402
 from torch import nn  # noqa: E402
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict  # noqa: E402
-from mcore_ckpt_ext.zero_strict_state_dict import classes  # noqa: E402
+from mcore_ckpt_ext.colossalai import classes  # noqa: E402
 from tests.colossalai.jobs import same_bits  # noqa: E402
 from tests.colossalai.models import TinyGPT  # noqa: E402
 

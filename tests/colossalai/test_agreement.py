@@ -11,7 +11,7 @@ import torch.distributed as dist
 from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
-from mcore_ckpt_ext.zero_strict_state_dict import content
+from mcore_ckpt_ext.colossalai import content
 from tests.colossalai.jobs import gathered_masters, refusal, same_bits, train, wrap
 from tests.colossalai.models import Everything, TinyGPT
 

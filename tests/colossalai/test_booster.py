@@ -15,7 +15,7 @@ from colossalai_on_cpu import ranks
 from safetensors import safe_open
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
-from mcore_ckpt_ext.zero_strict_state_dict.wrapper import wrapped
+from mcore_ckpt_ext.colossalai.wrapper import wrapped
 from tests.colossalai.boosted import boost, train
 from tests.colossalai.jobs import gathered_masters, refusal, same_bits
 from tests.colossalai.models import VOCABULARY, gpt2, t5

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
-from mcore_ckpt_ext.zero_strict_state_dict import gathering, state, tensor_parallel
+from mcore_ckpt_ext.colossalai import gathering, state, tensor_parallel
 from tests.colossalai.boosted import boost, train
 from tests.colossalai.jobs import refusal, same_bits, wrap
 from tests.colossalai.models import Everything

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.zero_strict_state_dict.optimizer import MASTER, OURS, loss_scale, set_loss_scale
+from mcore_ckpt_ext.colossalai.optimizer import MASTER, OURS, loss_scale, set_loss_scale
 
 _BROUGHT = "_mcore_ckpt_ext_brought"
 
