@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
 from mcore_ckpt_ext.cli.json_output import print_result
@@ -14,7 +14,9 @@ from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.errors import UsageError, readable, shortened
 from mcore_ckpt_ext.layout_choice.memory import Recomputation
 from mcore_ckpt_ext.layout_choice.search import PINS
-from mcore_ckpt_ext.offline.layout_plan import LayoutPlan, PlannedLayout, plan
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.offline.layout_plan import LayoutPlan, PlannedLayout
 
 _HEADER = ("layout", "layers", "memory", "fits", "bubble", "batch", "read/rank", "all read", "stock resumes")
 # What the whole table needs of a terminal, and how many columns a narrower one shows.
@@ -51,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """List the layouts; exit code 1 where none is accepted, or none fits."""
+    from mcore_ckpt_ext.offline.layout_plan import plan
+
     found = plan(
         arguments.path,
         arguments.gpus,

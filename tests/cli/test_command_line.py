@@ -145,7 +145,7 @@ def test_doctor_tells_of_a_setting_that_nobody_understands(
     assert "'yes' is not understood, so it counts as not set" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", [["--help"], *([name, "--frobnicate"] for name in COMMANDS if name != "plan")])
+@pytest.mark.parametrize("words", [["--help"], *([name, "--frobnicate"] for name in COMMANDS)])
 def test_help_and_wrong_usage_do_not_wait_for_torch(
     words: list[str], without_frameworks: dict[str, str], tmp_path: Path
 ) -> None:
