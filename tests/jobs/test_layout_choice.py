@@ -38,7 +38,7 @@ from tests.harness import checkouts
 from tests.harness.jobs import RANK_SCRIPTS
 
 SEED = 20261126
-PAIRS = 40
+PAIRS = 42
 """Random layouts of each model: with fourteen models, more than 500 pairs."""
 COMMON = ["--micro-batch-size", "1", "--lr", "1e-3", "--train-iters", "2", "--tokenizer-type", "NullTokenizer"]
 COMMON += ["--mock-data", "--bf16", "--use-distributed-optimizer", "--transformer-impl", "local"]
