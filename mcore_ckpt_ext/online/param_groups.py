@@ -146,7 +146,7 @@ def _has_sibling(group: Group, live: Sequence[Group], kinds_are_known: bool) -> 
         live: all live groups.
         kinds_are_known: groups that have the job's learning rate are told from those that have one of their own.
     """
-    alike = (one for one in live if one["params"] and rule_of(one) == rule_of(group))
+    alike = (one for one in live if one.get("params") != [] and rule_of(one) == rule_of(group))
     alike = (one for one in alike if identity(one) == identity(group))
     alike = (one for one in alike if not kinds_are_known or _has_rate_of_same_kind(one, group))
     return any(identity(one, BOUNDS) != identity(group, BOUNDS) for one in alike)
