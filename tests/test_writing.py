@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import zlib
 from pathlib import Path
@@ -112,6 +113,7 @@ def open_files() -> int:
 
 def test_a_file_is_closed_when_its_last_record_is_finished(tmp_path: Path) -> None:
     """A checkpoint of many ranks has more files than a process may open."""
+    gc.collect()  # what earlier tests left open is not counted
     count, numel, workers = 40, 1 << 19, 2
     files = [OutputFile(str(number), 8 + 8 * numel, ()) for number in range(count)]
     records = [Record(file.name, 8 + half * 4 * numel, "int32", numel, ()) for file in files for half in (0, 1)]

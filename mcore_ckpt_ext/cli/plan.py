@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
+import sys
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
@@ -172,8 +174,9 @@ def _cells(one: PlannedLayout) -> tuple[str | Painted, ...]:
 
 
 def _columns_of_terminal() -> int:
-    """The width of the terminal, or of COLUMNS; without a terminal nothing limits it."""
-    return shutil.get_terminal_size((_WIDTH, 24)).columns
+    """The width of the terminal, or of COLUMNS; output that goes elsewhere is not limited."""
+    limited = "COLUMNS" in os.environ or (sys.stdout is not None and sys.stdout.isatty())
+    return shutil.get_terminal_size((_WIDTH, 24)).columns if limited else _WIDTH
 
 
 def _split(one: PlannedLayout) -> str:

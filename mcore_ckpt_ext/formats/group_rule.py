@@ -56,7 +56,7 @@ def decays_by_rule(name: str, shape: tuple[int, ...], arguments: JobArguments) -
 
 def decay_of(group: Mapping[str, Any]) -> Any:
     """With what a group's weight decay is multiplied; None where it does not say."""
-    return group.get("wd_mult", group.get("pre_wd_mult"))
+    return identity(group, ("wd_mult",))[0]
 
 
 def _setting(group: Mapping[str, Any], name: str) -> Any:

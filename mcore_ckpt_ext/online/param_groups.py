@@ -13,6 +13,7 @@ from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.optimizers.groups import (
     ADAM,
     BOUNDS,
+    DEFAULTS,
     IDENTITY,
     REFINED_IDENTITY,
     Group,
@@ -95,13 +96,13 @@ def _steps_made(common: Mapping[str, Any], batch_size: int | None) -> int:
 def _carried(group: Group, live: Sequence[Group], stored: Sequence[Group], own_bounds: bool) -> dict[str, Any]:
     own = {key: value for key, value in group.items() if key != "params"}
     stored = [candidate for candidate in stored if rule_of(candidate) == rule_of(group)] or stored
-    matches = [candidate for candidate in stored if identity(candidate) == identity(group)]
+    matches = [candidate for candidate in stored if _identity(candidate) == _identity(group)]
     if not matches:
         # Experts are ordinary parameters as long as there is one expert-parallel rank.
-        matches = [candidate for candidate in stored if identity(candidate, _SETTINGS) == identity(group, _SETTINGS)]
+        matches = [candidate for candidate in stored if _identity(candidate, _SETTINGS) == _identity(group, _SETTINGS)]
     of_kind = [one for one in matches if _has_rate_of_same_kind(one, group)]
     matches = of_kind or matches
-    refined = [one for one in matches if identity(one, REFINED_IDENTITY) == identity(group, REFINED_IDENTITY)]
+    refined = [one for one in matches if _identity(one, REFINED_IDENTITY) == _identity(group, REFINED_IDENTITY)]
     if refined:
         matches = refined
     elif _distinct(matches) > 1 or _has_sibling(
@@ -138,6 +139,12 @@ def _has_rate_of_same_kind(stored: Group, live: Group) -> bool:
     return None not in kinds and kinds[0] == kinds[1]
 
 
+def _identity(group: Group, keys: Sequence[str] = IDENTITY) -> tuple[Any, ...]:
+    """The values of a group that tell it apart; what a group leaves out is its default."""
+    values = zip(keys, identity(group, keys), strict=True)
+    return tuple(DEFAULTS.get(key) if value is None else value for key, value in values)
+
+
 def _has_sibling(group: Group, live: Sequence[Group], kinds_are_known: bool) -> bool:
     """Whether another group that trains something differs from it in its bounds alone, as with --decoupled-lr.
 
@@ -147,13 +154,13 @@ def _has_sibling(group: Group, live: Sequence[Group], kinds_are_known: bool) -> 
         kinds_are_known: groups that have the job's learning rate are told from those that have one of their own.
     """
     alike = (one for one in live if one.get("params") != [] and rule_of(one) == rule_of(group))
-    alike = (one for one in alike if identity(one) == identity(group))
+    alike = (one for one in alike if _identity(one) == _identity(group))
     alike = (one for one in alike if not kinds_are_known or _has_rate_of_same_kind(one, group))
-    return any(identity(one, BOUNDS) != identity(group, BOUNDS) for one in alike)
+    return any(_identity(one, BOUNDS) != _identity(group, BOUNDS) for one in alike)
 
 
 def _in_words(group: Group) -> str:
-    named = zip(REFINED_IDENTITY, identity(group, REFINED_IDENTITY), strict=True)
+    named = zip(REFINED_IDENTITY, _identity(group, REFINED_IDENTITY), strict=True)
     return f"a group of {rule_of(group)} with " + ", ".join(f"{key} {value}" for key, value in named)
 
 

@@ -115,5 +115,5 @@ def lacks(group: Group, key: str) -> bool:
 
 
 def identity(group: Group, keys: Sequence[str] = IDENTITY) -> tuple[Any, ...]:
-    """The values that tell a group apart, or their defaults; NeMo prefixes the multipliers with `pre_`."""
-    return tuple(group.get(key, group.get(f"pre_{key}", DEFAULTS.get(key))) for key in keys)
+    """The values of a group that tell it apart; NeMo prefixes the multipliers with `pre_`."""
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in keys)

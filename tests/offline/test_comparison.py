@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, FP32_PARAM, KINDS, WEIGHT
 from mcore_ckpt_ext.offline import reading
-from mcore_ckpt_ext.offline.comparison import KINDS, Comparison, PaddingRows, TensorDifference, compare
+from mcore_ckpt_ext.offline.comparison import Comparison, PaddingRows, TensorDifference, compare
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position
 
