@@ -18,6 +18,7 @@ import numpy
 import torch
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
+from mcore_ckpt_ext.devices import is_staged
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.planning.extents import Extent, Rearranged, Scaled
 from mcore_ckpt_ext.planning.overlap import Run, in_parts
@@ -172,7 +173,7 @@ class Transfer:
                     show = None if look is None else partial(look, copy.target)
                     self._read_in_place(payload, copy.runs.rows(), destination, show)
                     continue
-                if destination.device.type == "cuda":
+                if is_staged(destination.device):
                     self._read_staged(payload, copy.runs.rows(), destination)
                     continue
             for block in self.blocks(copy):

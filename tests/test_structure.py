@@ -213,3 +213,62 @@ def test_targets_answer_for_themselves() -> None:
 )
 def test_which_looks_are_counted(source: str, count: int) -> None:
     assert looks_at_readers(source, {"LegacyCheckpoint", "TorchDistCheckpoint"}) == count
+
+
+# Modules of torch that belong to one kind of device, and what only a tensor of one kind has.
+DEVICE_MODULES = {"accelerator", "cuda", "hpu", "mps", "mtia", "npu", "xpu"}
+DEVICE_MEMBERS = {"cuda", "get_device", "is_cuda", "is_npu", "is_xpu", "npu", "xpu"}
+DEVICES = "devices.py"
+
+
+def names_a_device(source: str) -> list[int]:
+    """Return the lines of a source that name a kind of accelerator: a module of torch, a tensor's member, a string."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=ast.Name(id="torch"), attr=name) if name in DEVICE_MODULES:
+                found.append(node.lineno)
+            case ast.Attribute(value=value, attr=name) if name in DEVICE_MEMBERS and ast.unparse(value) != "torch":
+                found.append(node.lineno)
+            case ast.ImportFrom(module=str(module), names=names) if module.partition(".")[0] == "torch":
+                imported = {*module.split("."), *(alias.name for alias in names)}
+                found += [node.lineno] if imported & DEVICE_MODULES else []
+            case ast.Import(names=names):
+                parts = {part for alias in names if alias.name.startswith("torch.") for part in alias.name.split(".")}
+                found += [node.lineno] if parts & DEVICE_MODULES else []
+            case ast.Constant(value=str(text)) if text.partition(":")[0] in DEVICE_MODULES:
+                found.append(node.lineno)
+    return found
+
+
+def test_one_module_names_accelerators() -> None:
+    """A job may run on ROCm, XPU or Ascend; see `devices.py`."""
+    found = {str(path.relative_to(PACKAGE)): names_a_device(path.read_text()) for path in PACKAGE.rglob("*.py")}
+    assert [path for path, lines in found.items() if lines] == [DEVICES], found
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.cuda.is_available()",
+        "torch.accelerator.current_accelerator()",
+        "tensor.is_cuda",
+        "tensor.cuda()",
+        "torch.device('cuda', 0)",
+        "tensor.device.type in ('cpu', 'cuda')",
+        "tensor.to('cuda:0')",
+        "import torch.cuda",
+        "from torch import cuda",
+        "from torch.cuda import Event",
+    ],
+)
+def test_what_names_a_device(source: str) -> None:
+    assert names_a_device(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["tensor.device.type == 'cpu'", "chunk.cuda_global_chunk", "'cuda is not here'", "import torch.distributed"],
+)
+def test_what_names_none(source: str) -> None:
+    assert not names_a_device(source)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from mcore_ckpt_ext.colossalai.content import Digests, digests, refuse_different, summary
 from mcore_ckpt_ext.colossalai.wrapper import Wrapped
 from mcore_ckpt_ext.errors import ResumeRefusedError
+from mcore_ckpt_ext.online.group_device import payload_device
 
 
 class Agreed(NamedTuple):
@@ -73,8 +74,7 @@ def same_content(
 
 def value_of_first(zero: Wrapped, value: torch.Tensor) -> torch.Tensor:
     """A tensor from rank 0 of the group; the others pass its outline, and all must call this."""
-    device = zero.ranks.device
-    sent = torch.empty(value.shape, dtype=value.dtype, device=device)
+    sent = torch.empty(value.shape, dtype=value.dtype, device=payload_device(zero.group))
     if zero.is_first:
         sent.copy_(value.detach())
     # As bytes: values travel untouched, and in dtypes that a backend may not know.
@@ -94,7 +94,7 @@ def _outline_of_first(zero: Wrapped, content: Any) -> Any:
     Extra state, which a module takes as it is, comes whole.
     """
     sent = [(_without_data(dict(content)), getattr(content, "_metadata", None)) if zero.is_first else None]
-    dist.broadcast_object_list(sent, src=zero.first_rank, group=zero.group, device=zero.ranks.device)
+    dist.broadcast_object_list(sent, src=zero.first_rank, group=zero.group)
     items, metadata = sent[0]  # type: ignore[misc]  # rank 0 has sent it
     outline = _Outline(items)
     if metadata is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.ranks import SharedFate
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped
+from mcore_ckpt_ext.devices import empty_on_host
 
 # What one rank sends at a time. Gloo copies everything that one gather receives once more, NCCL stages it on the
 # device; in pieces, that costs a few MiB, not a second chunk.
@@ -87,7 +88,7 @@ def in_pinned(values: Any, pinned: dict[str, Any] | None) -> Any:
     for name, value in values.items():
         if isinstance(value, torch.Tensor):
             if name not in pinned:
-                pinned[name] = torch.empty_like(value, device="cpu", pin_memory=torch.cuda.is_available())
+                pinned[name] = empty_on_host(value)
             values[name] = pinned[name].copy_(value)
     return values
 

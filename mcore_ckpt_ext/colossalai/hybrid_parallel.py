@@ -47,6 +47,7 @@ from mcore_ckpt_ext.colossalai.hybrid_loading import OPTIMIZER_UNTOUCHED, load_m
 from mcore_ckpt_ext.colossalai.masters_beside_moments import beside_the_state, take
 from mcore_ckpt_ext.colossalai.optimizer import MASTER
 from mcore_ckpt_ext.colossalai.ranks import Ranks
+from mcore_ckpt_ext.devices import empty_on_host
 
 _CPU = torch.device("cpu")
 
@@ -196,10 +197,8 @@ def _is_of_experts(checkpoint_io: Any) -> bool:
 
 
 def _ranks(checkpoint_io: Any) -> Ranks:
-    from colossalai.utils import get_current_device
-
     groups = (checkpoint_io.global_dp_group, checkpoint_io.pp_group, checkpoint_io.tp_group, checkpoint_io.sp_group)
-    return Ranks(tuple(dict.fromkeys(groups)), get_current_device())
+    return Ranks(tuple(dict.fromkeys(groups)))
 
 
 def _in_pinned(value: Any, name: str, pinned: dict[str, Any] | None) -> Any:
@@ -207,7 +206,7 @@ def _in_pinned(value: Any, name: str, pinned: dict[str, Any] | None) -> Any:
     if pinned is None or not isinstance(value, torch.Tensor):
         return value
     if name not in pinned:
-        pinned[name] = torch.empty_like(value, device="cpu", pin_memory=torch.cuda.is_available())
+        pinned[name] = empty_on_host(value)
     return pinned[name].copy_(value)
 
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from mcore_ckpt_ext.errors import ResumeRefusedError
 from mcore_ckpt_ext.online.agreement import agreed_among
+from mcore_ckpt_ext.online.group_device import control_device
 
 Result = TypeVar("Result")
 
@@ -26,11 +27,9 @@ class Ranks:
 
     Args:
         groups: this rank's process group of each axis; None is the default group.
-        device: where the groups' backends can reach a tensor.
     """
 
     groups: tuple[Any, ...]
-    device: torch.device
 
     def gather(self, item: Result) -> dict[int, Result]:
         """An item of every rank, by its rank in the job."""
@@ -90,8 +89,9 @@ class Ranks:
         Raises:
             ResumeRefusedError: on all ranks, if one failed.
         """
-        failed = torch.tensor([int(failure is not None)], dtype=torch.int32, device=self.device)
+        failed = torch.tensor([int(failure is not None)], dtype=torch.int32, device="cpu")
         for group in self.groups:
+            failed = failed.to(control_device(group))
             dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=group)
         if not failed.item():
             return

@@ -106,8 +106,6 @@ def wrapped(model: Any) -> Wrapped:
         names.setdefault(parameter, []).append(name)
     group = chunks[0].torch_pg if chunks else getattr(model, "zero_group", None)
     others = (getattr(model, "extra_dp_group", None), *tensor_parallel.groups(parameters))
-    # ColossalAI keeps the gathered chunk where the backend can reach it, also when the payload is offloaded.
-    device = chunks[0].cuda_global_chunk.device if chunks else torch.device("cpu")
     return Wrapped(
         module=model.module,
         working=places,
@@ -115,7 +113,7 @@ def wrapped(model: Any) -> Wrapped:
         outside=tuple(parameter for parameter in parameters if parameter not in places),
         compute_dtype=getattr(model, "mixed_precision", torch.float16),
         group=group,
-        ranks=Ranks((group, *(other for other in others if other is not None)), device),
+        ranks=Ranks((group, *(other for other in others if other is not None))),
         names=names,
     )
 

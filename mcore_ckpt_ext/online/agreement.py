@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError, in_words
+from mcore_ckpt_ext.online.group_device import control_device
 from mcore_ckpt_ext.storage.collector import collector_paused
 
 Result = TypeVar("Result")
@@ -64,7 +65,7 @@ def gather(item: Result) -> list[Result]:
         return [pickle.loads(padded[:size]) for padded, size in zip(told, sizes, strict=True)]
     for mark, first in long.items():
         sent = torch.frombuffer(bytearray(data) if mark == own else bytearray(_size_in(mark)), dtype=torch.uint8)
-        there = sent.to(device_of_collectives())
+        there = sent.to(control_device())
         dist.broadcast(there, first)
         if mark != own:
             known[mark] = pickle.loads(there.cpu().numpy().tobytes())
@@ -93,10 +94,10 @@ def _all_gathered(data: bytes, ranks: int) -> NDArray[numpy.uint8]:
     Gloo's `all_gather` hands them on from rank to rank. Where they are little, the first rank hears of all and tells
     all, which takes a fifth of the time (of 64 bytes of each of 8 ranks on 2 cores).
     """
-    device = device_of_collectives()
+    device = control_device()
     found = torch.empty((ranks, len(data)), dtype=torch.uint8, device=device)
     own = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device)
-    if dist.get_backend() == dist.Backend.GLOO and found.numel() <= _LITTLE_BYTES:
+    if device.type == "cpu" and found.numel() <= _LITTLE_BYTES:
         dist.gather(own, list(found.unbind()) if is_first_rank() else None)
         dist.broadcast(found, 0)
     else:
@@ -191,11 +192,6 @@ def reasons_of_all(reason: str | None) -> str:
 def listed_of_all(reasons: Sequence[str | None]) -> str:
     """The reasons of the ranks that have one, given that of every rank; empty where none has."""
     return _listed({rank: text for rank, text in enumerate(reasons) if text is not None})
-
-
-def device_of_collectives() -> torch.device:
-    """The device on which a collective of the default group wants its tensors."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def _summary(head: str, refused: dict[int, str]) -> str:

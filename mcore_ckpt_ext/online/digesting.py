@@ -16,7 +16,8 @@ import torch.distributed as dist
 from mcore_ckpt_ext.layout.digest import added, running_digest, written
 from mcore_ckpt_ext.layout.sidecar import RecordedDigests
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER
-from mcore_ckpt_ext.online.agreement import attempt, device_of_collectives, gather, listed_of_all, text_of
+from mcore_ckpt_ext.online.agreement import attempt, gather, listed_of_all, text_of
+from mcore_ckpt_ext.online.group_device import payload_device
 from mcore_ckpt_ext.online.homes.recognition import Chain, keeps_remainders
 from mcore_ckpt_ext.online.live_model import live_parameters
 
@@ -62,7 +63,7 @@ class Digester:
         """
         own: Callable[[], torch.Tensor] | None = None
         if self.places:
-            totals = torch.zeros(len(self.places) + 1, dtype=torch.int64, device=device_of_collectives())
+            totals = torch.zeros(len(self.places) + 1, dtype=torch.int64, device=payload_device())
             if beside and totals.device.type == "cpu":
                 own = self._beside.submit(self._add_own, optimizer, totals).result
             else:  # when it is shared: a device is not waited for, and a synchronous save may fork at any time
@@ -86,13 +87,15 @@ class Digester:
     def _own(self, optimizer: Any, device: torch.device) -> torch.Tensor:
         """This rank's part of every digest."""
         numbers = {place: number for number, place in enumerate(self.places)}
-        where, parts = [], []
+        found: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
         for place, values, start in _held(optimizer, self._names):
             if values is not None and values.dtype == torch.int16:
-                where.append(numbers[place])
-                parts.append(running_digest(values, start).to(device))
+                found.setdefault(values.device, []).append((numbers[place], running_digest(values, start)))
         totals = torch.zeros(len(self.places), dtype=torch.int64, device=device)
-        return totals.index_add_(0, torch.tensor(where, device=device), torch.stack(parts)) if parts else totals
+        for pairs in found.values():  # one copy from each device
+            where, parts = zip(*pairs, strict=True)
+            totals.index_add_(0, torch.tensor(where, device=device), torch.stack(parts).to(device))
+        return totals
 
 
 class Digests:

@@ -18,7 +18,9 @@ import numpy
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt_ext.online.agreement import agreed_here, device_of_collectives, rank_and_size
+from mcore_ckpt_ext.devices import host_buffer
+from mcore_ckpt_ext.online.agreement import agreed_here, rank_and_size
+from mcore_ckpt_ext.online.group_device import payload_device
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.planning.sharing import MESSAGE_BYTES, Message, Spans, messages_of, united
@@ -170,11 +172,10 @@ class ReadOnce:
 
         A rank that then had none would leave the others waiting.
         """
-        count, pinned = min(len(self._own_messages), _AHEAD + 1), torch.cuda.is_available()
+        count = min(len(self._own_messages), _AHEAD + 1)
         largest = max((message.nbytes for message in self._messages), default=0)
-        return [
-            torch.empty(MESSAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned) for _ in range(count)
-        ], torch.empty(largest, dtype=torch.uint8, device=device_of_collectives())
+        received = torch.empty(largest, dtype=torch.uint8, device=payload_device())
+        return [host_buffer(MESSAGE_BYTES) for _ in range(count)], received
 
     def _read_ahead(
         self, pool: ThreadPoolExecutor, room: Sequence[torch.Tensor]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.devices import holds_data
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.stored_arrays import StoredArrays
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
@@ -105,7 +106,7 @@ def _peculiarities(entry: Any, array: StoredArray) -> Iterator[str]:
         yield f"of {dtype}"
     elif data is not None and (type(data) not in _PLAIN or data.layout is not torch.strided):
         yield f"no plain tensor, but a {type(data).__name__}"
-    elif data is not None and data.device.type not in ("cpu", "cuda"):
+    elif data is not None and not holds_data(data.device):
         yield f"on the device {data.device}"
     elif data is not None and (data.dtype, tuple(data.shape)) != (entry.dtype, tuple(entry.local_shape)):
         yield f"{data.dtype} of shape {tuple(data.shape)}, and says otherwise"

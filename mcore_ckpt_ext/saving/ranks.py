@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt_ext.errors import SaveFailedError
-from mcore_ckpt_ext.online.agreement import device_of_collectives, is_first_rank, reasons_of_all
+from mcore_ckpt_ext.online.agreement import is_first_rank, reasons_of_all
+from mcore_ckpt_ext.online.group_device import control_device
 from mcore_ckpt_ext.saving.save import Point
 
 
@@ -27,7 +28,7 @@ class JobRanks:
         if not dist.is_initialized():
             return problem
         own = [int(problem is not None), point.value, -point.value]
-        highest = torch.tensor(own, dtype=torch.int, device=device_of_collectives())
+        highest = torch.tensor(own, dtype=torch.int, device=control_device())
         dist.all_reduce(highest, op=dist.ReduceOp.MAX)
         is_problem, last, first = highest.tolist()
         if last != -first:

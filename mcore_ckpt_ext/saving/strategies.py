@@ -17,8 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore_ckpt_ext.online.agreement import device_of_collectives, reasons_of_all
+from mcore_ckpt_ext.online.agreement import reasons_of_all
 from mcore_ckpt_ext.online.background import ProcessWatch
+from mcore_ckpt_ext.online.group_device import control_device
 from mcore_ckpt_ext.saving.coordinator import WriterLostError
 from mcore_ckpt_ext.saving.save import Finalise, Save, Step
 
@@ -101,7 +102,7 @@ class MegatronWriters:
             watch = self._watch_of(caller)
             problem = None if watch is None else watch.problem(bool(is_alive))
             own = [int(problem is not None), int(is_alive)]
-            highest = torch.tensor(own, dtype=torch.int, device=device_of_collectives())
+            highest = torch.tensor(own, dtype=torch.int, device=control_device())
             dist.all_reduce(highest, op=dist.ReduceOp.MAX)
             is_lost, is_any_alive = highest.tolist()
             if is_lost:

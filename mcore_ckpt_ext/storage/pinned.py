@@ -8,25 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
+from mcore_ckpt_ext.devices import host_buffer, wait_for_copies
+
 STAGE_BYTES = 16 << 20
 _BLOCKS = 2
-
-
-def _pinned(nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-
-
-def _sent(device: torch.device) -> Callable[[], None]:
-    """What waits until everything that this thread has sent to the device so far is there."""
-    with torch.cuda.device(device):
-        event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-    wait: Callable[[], None] = event.synchronize
-    return wait
 
 
 class Stages:
@@ -34,13 +22,13 @@ class Stages:
 
     Args:
         make: makes memory of some bytes.
-        sent: see `_sent`.
+        sent: see `wait_for_copies`.
     """
 
     def __init__(
         self,
-        make: Callable[[int], torch.Tensor] = _pinned,
-        sent: Callable[[torch.device], Callable[[], None]] = _sent,
+        make: Callable[[int], torch.Tensor] = host_buffer,
+        sent: Callable[[torch.device], Callable[[], None]] = wait_for_copies,
     ) -> None:
         self._make, self._sent = make, sent
         self._own = threading.local()
