@@ -1,0 +1,317 @@
+"""A device whose memory the CPU cannot touch, on a machine that has none: what mixes the two fails as on a GPU.
+
+A `DeviceTensor` says that it lies on `cuda:0`; its elements lie in a CPU tensor that only this module reaches. Refused
+are operands of two devices, `numpy()`, addresses, buffers and whatever else would read device memory as if it were the
+CPU's. Allowed are copies across, each of which is counted. Those that do not block happen as late as a stream may let
+them happen: memory that is used again before its event is done gives wrong bytes, here as there.
+
+    with Device() as device:             # factories with device="cuda", events, `torch.cuda.current_device`
+        tensor = torch.zeros(4, device="cuda")
+    device.counts.to_device              # bytes
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map
+
+from mcore_ckpt_ext import devices
+
+KIND, INDEX = "cuda", 0
+_DEVICE = torch.device(KIND, INDEX)
+_T = torch.Tensor
+# What would read device memory from the CPU.
+_REFUSED = {
+    _T.numpy, _T.__array__, _T.__dlpack__, _T.pin_memory, _T.share_memory_, _T.storage, _T.__reduce_ex__,
+    _T.apply_, _T.map_,
+}  # fmt: skip
+# What waits until the device has computed a value, to have it on the CPU.
+_WAITING = {
+    _T.item, _T.tolist, _T.__bool__, _T.__int__, _T.__float__, _T.__index__, _T.__contains__, _T.nonzero, torch.nonzero,
+    torch.equal, _T.equal, _T.is_nonzero, torch.allclose, _T.allclose, _T.masked_select, torch.masked_select,
+    torch.unique, _T.unique,
+}  # fmt: skip
+_MOVING = {_T.to, _T.cpu, _T.cuda}
+_OWN_PROPERTIES = ("device", "is_cuda", "is_cpu", "requires_grad", "is_leaf", "grad", "grad_fn", "layout")
+_OWN = {getattr(_T, name).__get__ for name in _OWN_PROPERTIES} | {_T.grad.__set__, _T.get_device, _T.requires_grad_}
+_INDEXING = {_T.__getitem__, _T.__setitem__}
+
+
+class DeviceMemoryError(RuntimeError):
+    """Something that a device refuses."""
+
+
+class Address:
+    """Where a device tensor lies: it can be compared, and nothing can be read through it."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Address) and other._number == self._number
+
+    def __hash__(self) -> int:
+        return hash(self._number)
+
+
+class Storage:
+    """The size of a device tensor's memory, and who uses it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+        self._cdata = storage._cdata
+
+    def nbytes(self) -> int:
+        return self._storage.nbytes()
+
+
+@dataclass
+class Counts:
+    """What happened; bytes and numbers of copies, waits and allocations."""
+
+    to_device: int = 0
+    to_cpu: int = 0
+    copies: int = 0
+    waits: int = 0
+    allocations: int = 0
+
+
+class Stream:
+    """Copies that were begun, in order; each happens when the device is used next, or an event is waited for."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._begun: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def begin(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        with self._lock:
+            self._begun.append((target, source))
+
+    def flush(self) -> None:
+        with self._lock, torch._C.DisableTorchFunction(), torch.no_grad():
+            for target, source in self._begun:
+                target.copy_(source)
+            self._begun.clear()
+
+
+STREAM = Stream()
+COUNTS = Counts()
+# Called before each allocation, with its number and its bytes; may raise.
+BEFORE_ALLOCATION: list[Callable[[int, int], None]] = []
+
+
+class Event:
+    """An event on the only stream; once waited for, everything before it is done."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self._is_recorded = False
+
+    def record(self, *_: Any) -> None:
+        self._is_recorded = True
+
+    def synchronize(self) -> None:
+        if self._is_recorded:
+            COUNTS.waits += 1
+            STREAM.flush()
+
+
+class DeviceTensor(torch.Tensor):
+    """A tensor on the device."""
+
+    _hidden: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, hidden: torch.Tensor) -> DeviceTensor:
+        made = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, hidden.shape, strides=hidden.stride(), dtype=hidden.dtype, device=_DEVICE,
+            requires_grad=hidden.requires_grad,
+        )  # fmt: skip
+        made._hidden = hidden.detach()
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise DeviceMemoryError(f"{func} of a device tensor is not known to the test device")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            return _called(func, args, dict(kwargs or {}))
+
+
+def _called(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func in _OWN:
+        return func(*args, **kwargs)
+    if func in _REFUSED:
+        raise DeviceMemoryError(f"{func} reads memory of the device from the CPU")
+    if func is _T.data_ptr:
+        return Address(args[0]._hidden.data_ptr())
+    if func is _T.untyped_storage:
+        return Storage(args[0]._hidden.untyped_storage())
+    if func is _T.data.__set__:
+        args[0]._hidden = _on_device(args[1])._hidden
+        return None
+    STREAM.flush()
+    if func is _T.copy_:
+        return _copied(*args, **kwargs)
+    if func in _MOVING or (func is _T.type and (len(args) > 1 or kwargs)):
+        return _moved(func, args, kwargs)
+    if func is _T.type:
+        return func(args[0]._hidden).replace("torch.", f"torch.{KIND}.")
+    return _computed(func, args, kwargs)
+
+
+def _computed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a function whose operands all lie on the device; what it returns lies there, too."""
+    tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
+    others = [item for item in tensors if not isinstance(item, DeviceTensor) and item.dim()]
+    if others and func not in _INDEXING:
+        raise DeviceMemoryError(f"{func}: expected all tensors to be on the same device, found {KIND} and cpu")
+    for item in others:  # an index; the assigned values, if there are any, must not be the CPU's either
+        if func is _T.__setitem__ and item is args[-1]:
+            raise DeviceMemoryError("a value of the CPU is assigned to elements on the device")
+        COUNTS.to_device += item.nbytes
+    COUNTS.waits += func in _WAITING
+    device = kwargs.get("device")
+    leaves = device is not None and not _means_device(device)
+    if device is not None:
+        kwargs["device"] = "cpu"
+    wrappers = {id(item._hidden): item for item in tensors if isinstance(item, DeviceTensor)}
+    memory = {item._hidden.untyped_storage()._cdata for item in wrappers.values()}
+    result = func(*tree_map(_hidden_of, args), **tree_map(_hidden_of, kwargs))
+
+    def wrapped(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor) or leaves:
+            return item
+        if id(item) in wrappers:
+            return wrappers[id(item)]
+        return DeviceTensor(item if item.untyped_storage()._cdata in memory else _allocated(item))
+
+    return tree_map(wrapped, result)
+
+
+def _hidden_of(item: Any) -> Any:
+    return item._hidden if isinstance(item, DeviceTensor) else item
+
+
+def _on_device(tensor: torch.Tensor) -> DeviceTensor:
+    if not isinstance(tensor, DeviceTensor):
+        raise DeviceMemoryError("memory of the CPU is given to a tensor on the device")
+    return tensor
+
+
+def _allocated(hidden: torch.Tensor) -> torch.Tensor:
+    """Count an allocation, unless it is to fail."""
+    COUNTS.allocations += 1
+    for hook in BEFORE_ALLOCATION:
+        hook(COUNTS.allocations, hidden.nbytes)
+    return hidden
+
+
+def _copied(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    """`copy_`, the one function that takes operands of two devices."""
+    if isinstance(target, DeviceTensor) and isinstance(source, DeviceTensor):
+        target._hidden.copy_(source._hidden)
+        return target
+    _count(target)
+    if non_blocking:
+        if not isinstance(target, DeviceTensor):
+            target.view(torch.uint8).fill_(0xA5)  # not there yet
+        STREAM.begin(_hidden_of(target), _hidden_of(source))
+    else:
+        COUNTS.waits += 1
+        _hidden_of(target).copy_(_hidden_of(source))
+    return target
+
+
+def _count(target: torch.Tensor) -> None:
+    """Count a copy across; torch converts to another dtype before it (`copy_kernel_cuda`, native/cuda/Copy.cu)."""
+    COUNTS.copies += 1
+    if isinstance(target, DeviceTensor):
+        COUNTS.to_device += target.nbytes
+    else:
+        COUNTS.to_cpu += target.nbytes
+
+
+def _moved(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """`to`, `cpu`, `cuda` and `type` of any tensor: a new one where the device or the dtype is another."""
+    tensor, *rest = args
+    values = [*rest, *kwargs.values()]
+    dtypes = [item for item in values if isinstance(item, torch.dtype)]
+    places = [item.device for item in values if isinstance(item, torch.Tensor)]
+    places += [torch.device(item) for item in values if isinstance(item, (str, torch.device))]
+    places += [torch.device("cpu")] * (func is _T.cpu) + [_DEVICE] * (func is _T.cuda)
+    is_there = isinstance(tensor, DeviceTensor)
+    goes_there = _means_device(places[0]) if places else is_there
+    copied = kwargs.get("copy", False) or any(item is True for item in rest[1:])
+    dtype = dtypes[0] if dtypes else tensor.dtype
+    if goes_there == is_there and dtype == tensor.dtype and not copied:
+        return tensor
+    found = torch.empty_like(_hidden_of(tensor), dtype=dtype, device="cpu", requires_grad=False)
+    found.copy_(_hidden_of(tensor))
+    result = DeviceTensor(_allocated(found)) if goes_there else found
+    if goes_there != is_there:
+        _count(result)
+        COUNTS.waits += 1
+    return result
+
+
+def _means_device(device: object) -> bool:
+    if isinstance(device, (str, torch.device)):
+        return torch.device(device).type == KIND
+    return type(device) is int
+
+
+class _Factories(TorchFunctionMode):
+    """Makes tensors on the device where a call names it; every call with a device tensor goes to its class."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        tensors = [item for item in tree_flatten((args, kwargs))[0] if isinstance(item, torch.Tensor)]
+        if any(isinstance(item, DeviceTensor) for item in tensors):
+            return DeviceTensor.__torch_function__(func, types, args, kwargs)
+        names = [kwargs.get("device"), *(args[1:] if func is _T.to else ())]
+        if func is not _T.cuda and not any(_means_device(item) for item in names if _is_device(item)):
+            return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction(), torch.no_grad():
+            if func in _MOVING:
+                return _moved(func, args, kwargs)
+            kwargs["device"] = "cpu"
+            return DeviceTensor(_allocated(func(*args, **kwargs)))
+
+
+def _is_device(item: object) -> bool:
+    return isinstance(item, (torch.device, int)) or (isinstance(item, str) and item.partition(":")[0] in (KIND, "cpu"))
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, **values: Any) -> Iterator[None]:
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
+def device() -> Iterator[Counts]:
+    """Within this scope the process has the device, in the thread that opens it; yields what happens there."""
+    global COUNTS
+    COUNTS = Counts()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_replaced(devices, accelerator_type=lambda: KIND))
+        stand_ins = {"Event": Event, "device": lambda *_: contextlib.nullcontext(), "current_device": lambda: INDEX}
+        stack.enter_context(_replaced(torch.cuda, **stand_ins))
+        stack.enter_context(_Factories())
+        yield COUNTS
+        STREAM.flush()
