@@ -10,7 +10,7 @@ target of the entry point is this one file beside the package, and nothing of th
 def register() -> None:
     """Install the hooks; never raise, unless the user interrupts the program."""
     try:
-        from mcore_ckpt_ext.hooks import install
+        from mcore_ckpt_ext.megatron.installation import install
 
         install()
     except KeyboardInterrupt:

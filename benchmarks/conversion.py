@@ -25,7 +25,7 @@ import synthetic
 
 _CONVERT = """
 import json, resource, sys, torch, mcore_ckpt_ext
-from mcore_ckpt_ext.offline import conversion
+from mcore_ckpt_ext.operations import conversion
 from mcore_ckpt_ext.targets import TARGETS
 from stream import readied
 import time

@@ -41,7 +41,7 @@ print(json.dumps({{"seconds": seconds, "memory": memory("VmHWM") - before}}))
 OURS = MEASURED.format(
     imports="""
 import torch, mcore_ckpt_ext
-from mcore_ckpt_ext.offline import conversion
+from mcore_ckpt_ext.operations import conversion
 from mcore_ckpt_ext.targets import TARGETS
 """,
     work="mcore_ckpt_ext.convert(source, destination, TARGETS[sys.argv[3]]())",

@@ -9,8 +9,8 @@ The checkpoints below FOLDER have all metadata, the plans of the ranks included,
 reads and parses the index, sees whether all is there, and hands it over; while it does, the others wait. One of these,
 in a process of its own, takes it, has genuine Megatron read the common state, opens the checkpoint, recovers the
 layout as far as it needs it, plans weights and optimizer, looks up every record that the plan reads, and compares the
-names that all ranks tell; the same calls as in a live job (`resuming.look_around`, `first_look`,
-`optimizer_reshard.prepare`, `online.sharded_load`), the live rank's shards worked out from the arguments. Seconds are
+names that all ranks report; the same calls as in a live job (`probe.look_around`, `load_decision`,
+`optimizer_reshard.prepare`, `live.sharded_load`), the live rank's shards worked out from the arguments. Seconds are
 those of both, one after the other; what lies between them, sending some ten megabytes, is not measured.
 """
 
@@ -34,14 +34,14 @@ import deepseek
 import synthetic
 from megatron.core import dist_checkpointing
 
+from mcore_ckpt_ext.collectives import agreed_here
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.hooks.resuming import look_around
-from mcore_ckpt_ext.hooks.shared_index import index_shared
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
+from mcore_ckpt_ext.megatron.live.compatibility import check_names, spelling_in
+from mcore_ckpt_ext.megatron.live.job import RankView
+from mcore_ckpt_ext.megatron.probe import look_around
+from mcore_ckpt_ext.megatron.shared_index import index_shared
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.online.admission import check_names, spelling_in
-from mcore_ckpt_ext.online.agreement import agreed_here
-from mcore_ckpt_ext.online.live_job import RankView
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan
 
 GOAL_SECONDS, GOAL_BYTES = 5.0, 2 << 30

@@ -32,6 +32,6 @@ def timed(work: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 
 training: Any = importlib.import_module("megatron.training.training")
-proof: Any = importlib.import_module("mcore_ckpt_ext.hooks.proof")
+proof: Any = importlib.import_module("mcore_ckpt_ext.megatron.check_after_load")
 proof.live_mismatches = timed(proof.live_mismatches, "proof")
 training.load_checkpoint = timed(training.load_checkpoint, "load")

@@ -21,13 +21,13 @@ import torch
 IS_PLUGGED = os.environ["MCORE_CKPT_EXT"] == "1"
 # What a save calls of this package on rank 0, apart from what only passes on to Megatron: module, its class, methods.
 OWN = (
-    ("saving.durable", "Disk", ("prepare",)),
-    ("saving.ranks", "JobRanks", ("agree",)),
-    ("saving.publisher", "Publisher", ("begin", "end")),
-    ("saving.strategies", "MegatronWriters", ("claimed",)),
-    ("hooks.saving", None, ("problems_on_disk", "stored_bytes")),
-    ("online.digesting", "Digester", ("begin",)),
-    ("online.digesting", "Digests", ("share",)),
+    ("megatron.saving.atomic_write", "Disk", ("prepare",)),
+    ("megatron.saving.ranks", "JobRanks", ("agree",)),
+    ("megatron.saving.committer", "Publisher", ("begin", "end")),
+    ("megatron.saving.strategies", "MegatronWriters", ("claimed",)),
+    ("megatron.save", None, ("problems_on_disk", "stored_bytes")),
+    ("megatron.live.digests", "Digester", ("begin",)),
+    ("megatron.live.digests", "Digests", ("share",)),
 )
 measured: dict[str, Any] = {
     "stalls": [],
@@ -57,7 +57,7 @@ def install() -> None:
     checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
     async_utils: Any = importlib.import_module("megatron.training.async_utils")
     if IS_PLUGGED:
-        saving: Any = importlib.import_module("mcore_ckpt_ext.hooks.saving")
+        saving: Any = importlib.import_module("mcore_ckpt_ext.megatron.save")
         problems = saving.problems_on_disk
         # A generator's work is done when it is asked.
         saving.problems_on_disk = lambda *positional: list(problems(*positional))

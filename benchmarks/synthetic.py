@@ -27,13 +27,13 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
+from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, buffer_ranks, packed_buffers
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import LOCAL
-from mcore_ckpt_ext.layout.proposals import PackedBuffer, buffer_ranks, packed_buffers
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.write_plan import Block, OutputFile, Record
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.writing import RecordWriter, lay_out
 

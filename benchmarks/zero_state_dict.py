@@ -89,12 +89,12 @@ def load_and_digests(rounds: int) -> tuple[list[float], list[float]]:
     """The time of a load in each round, and of the digests in it; the first round is not counted."""
     import torch.distributed as dist
 
-    from mcore_ckpt_ext.colossalai import first_rank
+    from mcore_ckpt_ext.colossalai import rank0_broadcast
     from mcore_ckpt_ext.zero_strict_state_dict import zero_strict_load_state_dict, zero_strict_state_dict
 
     model = wrapped_model()
     state = zero_strict_state_dict(model, only_rank_0=False)
-    original, of_digests = first_rank.digests, []
+    original, of_digests = rank0_broadcast.digests, []
 
     def timed(*arguments: Any) -> Any:
         started = time.perf_counter()
@@ -102,7 +102,7 @@ def load_and_digests(rounds: int) -> tuple[list[float], list[float]]:
         of_digests.append(time.perf_counter() - started)
         return found
 
-    first_rank.digests = timed
+    rank0_broadcast.digests = timed
     of_loads = []
     for _ in range(rounds + 1):
         dist.barrier()

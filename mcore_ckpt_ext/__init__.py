@@ -23,27 +23,27 @@ if TYPE_CHECKING:
     )  # fmt: skip
     from mcore_ckpt_ext.formats.checkpoint import Checkpoint, TensorHandle, open_checkpoint
     from mcore_ckpt_ext.formats.unread import Unread
-    from mcore_ckpt_ext.hooks import install, status, uninstall
-    from mcore_ckpt_ext.hooks.direct import load_optimizer, save_sidecar
-    from mcore_ckpt_ext.hooks.registry import SeamStatus
     from mcore_ckpt_ext.layout.parallel import ParallelLayout
     from mcore_ckpt_ext.loops.facts import Facts
-    from mcore_ckpt_ext.offline.beside import Fact
-    from mcore_ckpt_ext.offline.comparison import (
+    from mcore_ckpt_ext.megatron.api import load_optimizer, save_sidecar
+    from mcore_ckpt_ext.megatron.installation import install, status, uninstall
+    from mcore_ckpt_ext.operations.comparison import (
         Comparison,
         KindComparison,
         PaddingRows,
         TensorDifference,
         compare,
     )  # fmt: skip
-    from mcore_ckpt_ext.offline.conversion import Report, convert
-    from mcore_ckpt_ext.offline.difference_map import DifferenceMap
-    from mcore_ckpt_ext.offline.findings import Check, Finding, Verification
-    from mcore_ckpt_ext.offline.inspection import BufferMap, Inspection, StoredFile, StoredTensor, inspect
-    from mcore_ckpt_ext.offline.resumed_settings import Setting
-    from mcore_ckpt_ext.offline.stages import Stage
-    from mcore_ckpt_ext.offline.verification import verify
-    from mcore_ckpt_ext.offline.versions import Evidence, Resumption, Writer
+    from mcore_ckpt_ext.operations.conversion import Report, convert
+    from mcore_ckpt_ext.operations.difference_map import DifferenceMap
+    from mcore_ckpt_ext.operations.findings import Check, Finding, Verification
+    from mcore_ckpt_ext.operations.inspection import BufferMap, Inspection, StoredFile, StoredTensor, inspect
+    from mcore_ckpt_ext.operations.metadata_diff import Fact
+    from mcore_ckpt_ext.operations.pipeline_map import Stage
+    from mcore_ckpt_ext.operations.resumed_settings import Setting
+    from mcore_ckpt_ext.operations.verification import verify
+    from mcore_ckpt_ext.operations.versions import Evidence, Resumption, Writer
+    from mcore_ckpt_ext.patching.registry import SeamStatus
     from mcore_ckpt_ext.targets import Canonical, FsdpDtensor, HuggingFace, Legacy, TorchDist
 
 __version__ = "0.2.0"
@@ -104,38 +104,38 @@ __all__ = [
 ]
 
 _HOMES = {
-    "BufferMap": "mcore_ckpt_ext.offline.inspection",
+    "BufferMap": "mcore_ckpt_ext.operations.inspection",
     "Canonical": "mcore_ckpt_ext.targets",
-    "Check": "mcore_ckpt_ext.offline.findings",
+    "Check": "mcore_ckpt_ext.operations.findings",
     "Checkpoint": "mcore_ckpt_ext.formats.checkpoint",
     "CheckpointError": "mcore_ckpt_ext.errors",
-    "Comparison": "mcore_ckpt_ext.offline.comparison",
+    "Comparison": "mcore_ckpt_ext.operations.comparison",
     "DestinationError": "mcore_ckpt_ext.errors",
-    "DifferenceMap": "mcore_ckpt_ext.offline.difference_map",
-    "Evidence": "mcore_ckpt_ext.offline.versions",
-    "Fact": "mcore_ckpt_ext.offline.beside",
-    "Setting": "mcore_ckpt_ext.offline.resumed_settings",
+    "DifferenceMap": "mcore_ckpt_ext.operations.difference_map",
+    "Evidence": "mcore_ckpt_ext.operations.versions",
+    "Fact": "mcore_ckpt_ext.operations.metadata_diff",
+    "Setting": "mcore_ckpt_ext.operations.resumed_settings",
     "Facts": "mcore_ckpt_ext.loops.facts",
-    "Finding": "mcore_ckpt_ext.offline.findings",
+    "Finding": "mcore_ckpt_ext.operations.findings",
     "FsdpDtensor": "mcore_ckpt_ext.targets",
     "HuggingFace": "mcore_ckpt_ext.targets",
-    "Inspection": "mcore_ckpt_ext.offline.inspection",
-    "KindComparison": "mcore_ckpt_ext.offline.comparison",
+    "Inspection": "mcore_ckpt_ext.operations.inspection",
+    "KindComparison": "mcore_ckpt_ext.operations.comparison",
     "Legacy": "mcore_ckpt_ext.targets",
     "ModelMismatchError": "mcore_ckpt_ext.errors",
     "PackingError": "mcore_ckpt_ext.errors",
-    "PaddingRows": "mcore_ckpt_ext.offline.comparison",
+    "PaddingRows": "mcore_ckpt_ext.operations.comparison",
     "ParallelLayout": "mcore_ckpt_ext.layout.parallel",
     "ProofError": "mcore_ckpt_ext.errors",
-    "Report": "mcore_ckpt_ext.offline.conversion",
+    "Report": "mcore_ckpt_ext.operations.conversion",
     "ResumeRefusedError": "mcore_ckpt_ext.errors",
-    "Resumption": "mcore_ckpt_ext.offline.versions",
+    "Resumption": "mcore_ckpt_ext.operations.versions",
     "SaveFailedError": "mcore_ckpt_ext.errors",
-    "SeamStatus": "mcore_ckpt_ext.hooks.registry",
-    "Stage": "mcore_ckpt_ext.offline.stages",
-    "StoredFile": "mcore_ckpt_ext.offline.inspection",
-    "StoredTensor": "mcore_ckpt_ext.offline.inspection",
-    "TensorDifference": "mcore_ckpt_ext.offline.comparison",
+    "SeamStatus": "mcore_ckpt_ext.patching.registry",
+    "Stage": "mcore_ckpt_ext.operations.pipeline_map",
+    "StoredFile": "mcore_ckpt_ext.operations.inspection",
+    "StoredTensor": "mcore_ckpt_ext.operations.inspection",
+    "TensorDifference": "mcore_ckpt_ext.operations.comparison",
     "TensorHandle": "mcore_ckpt_ext.formats.checkpoint",
     "TorchDist": "mcore_ckpt_ext.targets",
     "Unread": "mcore_ckpt_ext.formats.unread",
@@ -143,18 +143,18 @@ _HOMES = {
     "UnsafePickleError": "mcore_ckpt_ext.errors",
     "UnsupportedCheckpointError": "mcore_ckpt_ext.errors",
     "UsageError": "mcore_ckpt_ext.errors",
-    "Verification": "mcore_ckpt_ext.offline.findings",
-    "Writer": "mcore_ckpt_ext.offline.versions",
-    "compare": "mcore_ckpt_ext.offline.comparison",
-    "convert": "mcore_ckpt_ext.offline.conversion",
-    "inspect": "mcore_ckpt_ext.offline.inspection",
-    "install": "mcore_ckpt_ext.hooks",
-    "load_optimizer": "mcore_ckpt_ext.hooks.direct",
+    "Verification": "mcore_ckpt_ext.operations.findings",
+    "Writer": "mcore_ckpt_ext.operations.versions",
+    "compare": "mcore_ckpt_ext.operations.comparison",
+    "convert": "mcore_ckpt_ext.operations.conversion",
+    "inspect": "mcore_ckpt_ext.operations.inspection",
+    "install": "mcore_ckpt_ext.megatron.installation",
+    "load_optimizer": "mcore_ckpt_ext.megatron.api",
     "open_checkpoint": "mcore_ckpt_ext.formats.checkpoint",
-    "save_sidecar": "mcore_ckpt_ext.hooks.direct",
-    "status": "mcore_ckpt_ext.hooks",
-    "uninstall": "mcore_ckpt_ext.hooks",
-    "verify": "mcore_ckpt_ext.offline.verification",
+    "save_sidecar": "mcore_ckpt_ext.megatron.api",
+    "status": "mcore_ckpt_ext.megatron.installation",
+    "uninstall": "mcore_ckpt_ext.megatron.installation",
+    "verify": "mcore_ckpt_ext.operations.verification",
 }
 
 

@@ -18,7 +18,7 @@ class CheckpointError(RuntimeError):
     """Base of every refusal; a user can read it without reading the code, on any terminal.
 
     It is a RuntimeError, because Megatron, ColossalAI and PyTorch raise one where they refuse a checkpoint: programs
-    that catch theirs catch this one. What a framework's function raises besides, `hooks.replaced_errors` adds.
+    that catch theirs catch this one. What a framework's function raises besides, `patching.replaced_errors` adds.
 
     Args:
         what: one sentence, what is wrong.

@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.collectives import agreed, agreed_here, gather, rank_and_size
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
-from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.weight_shards import check_gates
-from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.online.admission import (
+from mcore_ckpt_ext.megatron.live.compatibility import (
     check_adapters,
     check_kinds,
     check_lost,
@@ -37,15 +37,15 @@ from mcore_ckpt_ext.online.admission import (
     spelling_in,
     verify_checksums,
 )
-from mcore_ckpt_ext.online.agreement import agreed, agreed_here, gather, rank_and_size
-from mcore_ckpt_ext.online.homes.home import LiveShard
-from mcore_ckpt_ext.online.live_job import LiveJob, RankView, check_same_kinds
-from mcore_ckpt_ext.online.live_model import Spell, quantisation
-from mcore_ckpt_ext.online.param_groups import carried_groups, with_step
-from mcore_ckpt_ext.online.proving import Prover
-from mcore_ckpt_ext.online.reading import Reading
-from mcore_ckpt_ext.optimizers.copies import differing_masters, in_words
+from mcore_ckpt_ext.megatron.live.job import LiveJob, RankView, check_same_kinds
+from mcore_ckpt_ext.megatron.live.master_check import Prover
+from mcore_ckpt_ext.megatron.live.model import Spell, quantisation
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
+from mcore_ckpt_ext.megatron.live.param_groups import carried_groups, with_step
+from mcore_ckpt_ext.megatron.live.reading import Reading
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.digests import check_digests
+from mcore_ckpt_ext.optimizers.tied_copies import differing_masters, in_words
 
 
 @dataclass(frozen=True)

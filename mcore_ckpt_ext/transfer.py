@@ -20,15 +20,15 @@ import torch
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.devices import is_staged
 from mcore_ckpt_ext.model_space.slices import Slice
-from mcore_ckpt_ext.planning.extents import Extent, Rearranged, Scaled
+from mcore_ckpt_ext.planning.array_location import Extent, Rearranged, Scaled
 from mcore_ckpt_ext.planning.overlap import Run, in_parts
 from mcore_ckpt_ext.planning.plan import Copy, Derivation, Plan, Source, WantedSlice, derivation_of, make_plan
+from mcore_ckpt_ext.storage.archive_template import Payloads
 from mcore_ckpt_ext.storage.checksums import Checksums, is_plain
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.payload import Payload
-from mcore_ckpt_ext.storage.payloads import Payloads
 from mcore_ckpt_ext.storage.pinned import STAGE_BYTES, Stages
 from mcore_ckpt_ext.storage.scaled import decode
+from mcore_ckpt_ext.storage.tensor_location import Payload
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 BLOCK_BYTES = 16 << 20

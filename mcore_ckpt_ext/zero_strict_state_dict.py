@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 _IMPLEMENTATION = "mcore_ckpt_ext.colossalai"
-_HOOKS = "mcore_ckpt_ext.hooks.colossalai"
+_HOOKS = "mcore_ckpt_ext.colossalai.installation"
 _HOMES = {
     "StateDictMismatchError": f"{_IMPLEMENTATION}.loading",
     "zero_strict_load_state_dict": f"{_IMPLEMENTATION}.loading",

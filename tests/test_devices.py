@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from mcore_ckpt_ext import devices
-from mcore_ckpt_ext.online.agreement import gather
-from mcore_ckpt_ext.online.group_device import control_device, payload_device
+from mcore_ckpt_ext.collectives import gather
+from mcore_ckpt_ext.group_device import control_device, payload_device
 
 CPU = torch.device("cpu")
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.planning.extents import ArchivedTensor
+from mcore_ckpt_ext.planning.array_location import ArchivedTensor
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy
 from mcore_ckpt_ext.storage.files import FolderReader

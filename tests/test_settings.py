@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.errors import UsageError
-from mcore_ckpt_ext.hooks.megatron_arguments import _with_own_flags, check_settings
+from mcore_ckpt_ext.megatron.flags import _with_own_flags, check_settings
 from mcore_ckpt_ext.settings import (
     CONTINUE,
     EXPORT_HF,

@@ -79,10 +79,10 @@ NOT_CONVERTED = {
     "formats/fsdp_target.py",
     "formats/legacy_target.py",
     "formats/torch_dist_target.py",
-    "hooks/megatron.py",
-    "hooks/megatron_arguments.py",
-    "hooks/run_folder.py",
-    "offline/versions.py",
+    "megatron/load.py",
+    "megatron/flags.py",
+    "megatron/run_folder.py",
+    "operations/versions.py",
     "targets.py",
 }
 _ORDERING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
@@ -147,7 +147,7 @@ LOOKING_AT_READERS = {
     "formats/checkpoint.py": 2,
     "formats/elsewhere.py": 1,
     "formats/huggingface_images.py": 2,
-    "hooks/fast_load.py": 1,
+    "megatron/fast_load.py": 1,
 }
 
 
@@ -192,7 +192,7 @@ def test_readers_answer_for_themselves() -> None:
 
 
 # The same for what a conversion writes (`targets.py`): what is left chooses which function lays it out.
-LOOKING_AT_TARGETS = {"offline/laying_out.py": 4, "offline/opening.py": 1}
+LOOKING_AT_TARGETS = {"operations/output_planning.py": 4, "operations/sources.py": 1}
 
 
 def test_targets_answer_for_themselves() -> None:

@@ -11,16 +11,16 @@ import torch
 from mcore_ckpt_ext import transfer as transfers
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.planning.extents import ArchivedTensor, RawArray
+from mcore_ckpt_ext.planning.array_location import ArchivedTensor, RawArray
 from mcore_ckpt_ext.planning.overlap import Runs
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage import pinned
+from mcore_ckpt_ext.storage.archive_template import Payloads
 from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.overlay_reader import TwoFolders
 from mcore_ckpt_ext.storage.paths import as_path, file_system
-from mcore_ckpt_ext.storage.payload import Payload
-from mcore_ckpt_ext.storage.payloads import Payloads
 from mcore_ckpt_ext.storage.remote import RemoteFolderReader
-from mcore_ckpt_ext.storage.two_folders import TwoFolders
+from mcore_ckpt_ext.storage.tensor_location import Payload
 from mcore_ckpt_ext.transfer import Transfer
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip

@@ -12,7 +12,7 @@ import torch
 
 from mcore_ckpt_ext import writing
 from mcore_ckpt_ext.errors import DestinationError
-from mcore_ckpt_ext.planning.output import Block, OutputFile, Record
+from mcore_ckpt_ext.planning.write_plan import Block, OutputFile, Record
 from mcore_ckpt_ext.storage.folder import Folder
 from mcore_ckpt_ext.writing import RecordWriter, lay_out
 

@@ -26,8 +26,8 @@ from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, LOOPS, Q
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.unread import Unread
-    from mcore_ckpt_ext.offline.conversion import Report
-    from mcore_ckpt_ext.offline.team import Team
+    from mcore_ckpt_ext.operations.conversion import Report
+    from mcore_ckpt_ext.operations.workers import Team
 
 _NUMBER = re.compile(r"\b\d+\b")
 _FIELDS = {name: {field.name for field in fields(target)} for name, target in TARGETS.items()}
@@ -203,7 +203,7 @@ def _spoken(targets: tuple[str, ...]) -> str:
 
 
 def _converted(arguments: argparse.Namespace, target: Target, team: Team) -> Report:
-    from mcore_ckpt_ext.offline.conversion import convert
+    from mcore_ckpt_ext.operations.conversion import convert
 
     return convert(
         arguments.source,

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.errors import readable, some
 from mcore_ckpt_ext.model_space.tensors import KINDS
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.offline.comparison import Comparison, KindComparison, TensorDifference
+    from mcore_ckpt_ext.operations.comparison import Comparison, KindComparison, TensorDifference
 
 _SHOWN = 40
 
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, and report what differs."""
-    from mcore_ckpt_ext.offline.comparison import compare
+    from mcore_ckpt_ext.operations.comparison import compare
 
     if arguments.html is not None:
         check_place(arguments.html)
@@ -91,7 +91,7 @@ def _show(found: Comparison) -> None:
         line(f"  not looked at, because nothing here knows it: {item.key} of {side}, {readable(item.nbytes)}")
     for side, copies in (("A", found.differing_copies_a), ("B", found.differing_copies_b)):
         if copies:
-            from mcore_ckpt_ext.offline.copies import in_words
+            from mcore_ckpt_ext.operations.replicas import in_words
 
             line(f"  in {side}: {in_words(copies, len(copies))}")
     _show_settings(found)

@@ -19,7 +19,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, table
 from mcore_ckpt_ext.errors import printable
-from mcore_ckpt_ext.hooks.seams import SEAMS
+from mcore_ckpt_ext.megatron.patch_points import SEAMS
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
 from mcore_ckpt_ext.versions import Version, parse_version
 

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.cli.page import check_place, inspection_page, write_page
 from mcore_ckpt_ext.errors import readable
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.offline.inspection import Inspection, StoredFile
+    from mcore_ckpt_ext.operations.inspection import Inspection, StoredFile
 
 _FILES_SHOWN = 32
 _TENSORS_SHOWN = 3
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Inspect, and report it."""
-    from mcore_ckpt_ext.offline.inspection import inspect
+    from mcore_ckpt_ext.operations.inspection import inspect
 
     if arguments.html is not None:
         check_place(arguments.html)

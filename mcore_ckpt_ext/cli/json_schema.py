@@ -11,11 +11,11 @@ from typing import Any
 
 from mcore_ckpt_ext.cli.doctor import Report as DoctorReport
 from mcore_ckpt_ext.cli.json_output import ERROR_SCHEMA
-from mcore_ckpt_ext.offline.check_results import VerificationResult
-from mcore_ckpt_ext.offline.comparison import Comparison
-from mcore_ckpt_ext.offline.conversion import Report as ConversionReport
-from mcore_ckpt_ext.offline.inspection import Inspection
-from mcore_ckpt_ext.offline.layout_plan import LayoutPlan
+from mcore_ckpt_ext.operations.check_results import VerificationResult
+from mcore_ckpt_ext.operations.comparison import Comparison
+from mcore_ckpt_ext.operations.conversion import Report as ConversionReport
+from mcore_ckpt_ext.operations.inspection import Inspection
+from mcore_ckpt_ext.operations.layout_plan import LayoutPlan
 
 RESULTS: dict[str, type] = {
     "inspect": Inspection, "convert": ConversionReport, "verify": VerificationResult, "diff": Comparison,

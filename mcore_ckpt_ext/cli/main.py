@@ -17,7 +17,7 @@ from mcore_ckpt_ext.cli.completion import SHELLS, script
 from mcore_ckpt_ext.cli.json_output import print_error, wants_json
 from mcore_ckpt_ext.cli.output import BAD, Painted, line, message
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.storage.collector import collector_paused
+from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
 # Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`, imported when it is asked
 # for: whoever only wants help does not wait for torch.

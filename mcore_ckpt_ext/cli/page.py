@@ -12,8 +12,8 @@ from mcore_ckpt_ext.cli.output import json_text
 from mcore_ckpt_ext.errors import DestinationError, UsageError
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.offline.comparison import Comparison
-    from mcore_ckpt_ext.offline.inspection import Inspection
+    from mcore_ckpt_ext.operations.comparison import Comparison
+    from mcore_ckpt_ext.operations.inspection import Inspection
 
 _BEGINNING = b"<!doctype html>"
 _DATA, _STYLE, _SCRIPT = "/*DATA*/", "/*STYLE*/", "/*SCRIPT*/"

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.layout_choice.memory import Recomputation
 from mcore_ckpt_ext.layout_choice.search import PINS
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.offline.layout_plan import LayoutPlan, PlannedLayout
+    from mcore_ckpt_ext.operations.layout_plan import LayoutPlan, PlannedLayout
 
 _HEADER = ("layout", "layers", "memory", "fits", "bubble", "batch", "read/rank", "all read", "stock resumes")
 # What the whole table needs of a terminal, and how many columns a narrower one shows.
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """List the layouts; exit code 1 where none is accepted, or none fits."""
-    from mcore_ckpt_ext.offline.layout_plan import plan
+    from mcore_ckpt_ext.operations.layout_plan import plan
 
     found = plan(
         arguments.path,

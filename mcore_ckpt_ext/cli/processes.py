@@ -11,7 +11,7 @@ import torch.distributed
 
 from mcore_ckpt_ext.cli.output import message
 from mcore_ckpt_ext.errors import CheckpointError, UsageError, in_words
-from mcore_ckpt_ext.offline.team import Alone, Team
+from mcore_ckpt_ext.operations.workers import Alone, Team
 
 Item = TypeVar("Item")
 

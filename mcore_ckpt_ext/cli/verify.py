@@ -13,7 +13,7 @@ from mcore_ckpt_ext.cli.sizes import parse_count
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.offline.findings import Verification
+    from mcore_ckpt_ext.operations.findings import Verification
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Verify, and report what was found."""
-    from mcore_ckpt_ext.offline.check_results import verification_result
-    from mcore_ckpt_ext.offline.verification import verify
+    from mcore_ckpt_ext.operations.check_results import verification_result
+    from mcore_ckpt_ext.operations.verification import verify
 
     found = verify(
         arguments.path,

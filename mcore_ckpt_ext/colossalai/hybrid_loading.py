@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from mcore_ckpt_ext.colossalai import tensor_parallel
-from mcore_ckpt_ext.colossalai.content import Digests, digests, refuse_different, summary
 from mcore_ckpt_ext.colossalai.hybrid_cuts import PADDING, State, persistent_buffers, refuse_shape, working
 from mcore_ckpt_ext.colossalai.loading import StateDictMismatchError
 from mcore_ckpt_ext.colossalai.ranks import Ranks
+from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, refuse_different, summary
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
 
 OPTIMIZER_UNTOUCHED = "the optimizer is untouched"

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from mcore_ckpt_ext.colossalai import tensor_parallel
-from mcore_ckpt_ext.colossalai.first_rank import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.loaded_masters import has_exact_masters
+from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.shards import shapes_of
 from mcore_ckpt_ext.colossalai.state import standing_in
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped

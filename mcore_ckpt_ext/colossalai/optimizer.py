@@ -16,11 +16,11 @@ import torch
 from torch import nn
 
 from mcore_ckpt_ext.colossalai import padding, tensor_parallel
-from mcore_ckpt_ext.colossalai.first_rank import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.gathering import whole_values
 from mcore_ckpt_ext.colossalai.loaded_masters import note_exact_masters
 from mcore_ckpt_ext.colossalai.loading import write_master, write_padding
-from mcore_ckpt_ext.colossalai.nan import refuse_nan
+from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
+from mcore_ckpt_ext.colossalai.rank0_broadcast import same_content, value_of_first
 from mcore_ckpt_ext.colossalai.ranks import SharedFate
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped
 from mcore_ckpt_ext.errors import ModelMismatchError

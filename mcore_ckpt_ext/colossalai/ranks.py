@@ -14,9 +14,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from mcore_ckpt_ext.collectives import agreed_among
 from mcore_ckpt_ext.errors import ResumeRefusedError
-from mcore_ckpt_ext.online.agreement import agreed_among
-from mcore_ckpt_ext.online.group_device import control_device
+from mcore_ckpt_ext.group_device import control_device
 
 Result = TypeVar("Result")
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from mcore_ckpt_ext.colossalai import tensor_parallel
 from mcore_ckpt_ext.colossalai.gathering import own_copy, whole_values
-from mcore_ckpt_ext.colossalai.nan import refuse_nan
+from mcore_ckpt_ext.colossalai.nan_check import refuse_nan
 from mcore_ckpt_ext.colossalai.ranks import SharedFate
 from mcore_ckpt_ext.colossalai.shared_in_copies import memo_of_uncopied
 from mcore_ckpt_ext.colossalai.wrapper import Place, Wrapped, wrapped

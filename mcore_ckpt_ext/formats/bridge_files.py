@@ -19,8 +19,8 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.loops.bridge import COUNTED, RUN_CONFIG, harmless, with_facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.planning.output import OutputFile
-from mcore_ckpt_ext.storage.archive_draft import draft_archive
+from mcore_ckpt_ext.planning.write_plan import OutputFile
+from mcore_ckpt_ext.storage.archive_writer import draft_archive
 from mcore_ckpt_ext.storage.yaml_text import dumped_yaml
 
 

@@ -27,11 +27,11 @@ from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import ShardedKey, name_at
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
-from mcore_ckpt_ext.optimizers.masters import with_masters
+from mcore_ckpt_ext.optimizers.derived_masters import with_masters
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.extents import RawArray
-from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
+from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, StoredOnce, StoredSlice, WantedSlice
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.storage.budget import check_keys
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.json_tree import decode, encode

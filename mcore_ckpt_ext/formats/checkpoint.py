@@ -34,10 +34,10 @@ from mcore_ckpt_ext.formats.zarr import NAME as ZARR
 from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, no_checkpoint
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, lent_of
 from mcore_ckpt_ext.storage.file_digests import check_digests
 from mcore_ckpt_ext.storage.paths import as_path
-from mcore_ckpt_ext.storage.runs import iteration_folder, no_checkpoint
 
 __all__ = ["Checkpoint", "TensorHandle", "open_checkpoint"]
 

@@ -34,13 +34,13 @@ from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.shown import layout_shown, model_shown, possible_layouts
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights
-from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.layout.weight_spec import LentWeight
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.loops.verl import STEP
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
-from mcore_ckpt_ext.storage.two_folders import TwoFolders
+from mcore_ckpt_ext.storage.overlay_reader import TwoFolders
 from mcore_ckpt_ext.transfer import Transfer
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.planning.output import OutputFile, Placed, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
-from mcore_ckpt_ext.storage.archive_draft import ArchiveDraft, draft_archive, draft_tensor
-from mcore_ckpt_ext.storage.inert import placeholder_class
+from mcore_ckpt_ext.planning.write_plan import OutputFile, Placed, Record
+from mcore_ckpt_ext.storage.archive_writer import ArchiveDraft, draft_archive, draft_tensor
+from mcore_ckpt_ext.storage.pickle_stubs import placeholder_class
 from mcore_ckpt_ext.storage.pickling import INDEX_PROTOCOL, DeclaredTensor, dumps, named_object
 
 FILE_BYTES = 4 << 30

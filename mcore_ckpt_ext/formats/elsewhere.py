@@ -17,8 +17,8 @@ from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG
-from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
+from mcore_ckpt_ext.layout.weight_spec import LentWeight
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 

@@ -20,8 +20,8 @@ import torch
 
 from mcore_ckpt_ext.errors import printable
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
-from mcore_ckpt_ext.storage.engine_state import UnknownStateError, archive_of, read_state, same, write_state
-from mcore_ckpt_ext.storage.writable import hides_a_pickle
+from mcore_ckpt_ext.storage.pickle_allowlist import hides_a_pickle
+from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError, archive_of, read_state, same, write_state
 
 _GROUPED = re.compile(rf"^(.*\.experts|experts)\.(linear_fc[12]\.{EXTRA_STATE})$")
 _SIDE_BY_SIDE = re.compile(r"^(scale|scale_inv|amax_history)_(fwd|bwd)$")

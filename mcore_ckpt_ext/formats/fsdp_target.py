@@ -25,8 +25,8 @@ from mcore_ckpt_ext.model_space.names import is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
-from mcore_ckpt_ext.planning.output import Output, OutputFile
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 
 OLDEST = (0, 14)
 _CHUNK_BYTES = 128 << 20

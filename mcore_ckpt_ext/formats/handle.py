@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from mcore_ckpt_ext.errors import interpreting
-from mcore_ckpt_ext.layout.proof import Proof
+from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside

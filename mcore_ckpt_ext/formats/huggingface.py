@@ -31,7 +31,7 @@ from mcore_ckpt_ext.formats.quantised import dequantised
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.weights_alone import WeightsAlone
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
-from mcore_ckpt_ext.planning.extents import RawArray, Scaled
+from mcore_ckpt_ext.planning.array_location import RawArray, Scaled
 from mcore_ckpt_ext.storage.budget import Budget
 
 NAME = "hf"

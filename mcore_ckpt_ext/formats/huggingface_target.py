@@ -31,9 +31,9 @@ from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.planning.output import Arrangement, Output, OutputFile, Placed, Quantised, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
-from mcore_ckpt_ext.storage.archive_draft import draft_archive
+from mcore_ckpt_ext.planning.write_plan import Arrangement, Output, OutputFile, Placed, Quantised, Record
+from mcore_ckpt_ext.storage.archive_writer import draft_archive
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, json_file, lay_out_checked_file
 from mcore_ckpt_ext.targets import HuggingFace

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.formats.huggingface_folder import StoredTensor
 from mcore_ckpt_ext.model_space.names import is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.extents import Rearranged
+from mcore_ckpt_ext.planning.array_location import Rearranged
 from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
 
 

@@ -54,14 +54,14 @@ from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.local_parameters import layers_of
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder
 from mcore_ckpt_ext.model_space.anatomy import second_names
+from mcore_ckpt_ext.optimizers.derived_masters import with_masters
 from mcore_ckpt_ext.optimizers.dp_zero import LEGACY, buffer_arrays, legacy_optimizer
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatState, GroupKey
 from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS, LegacyMasters, RankOptimizers
 from mcore_ckpt_ext.optimizers.legacy_masters import NAME as PER_PARAMETER
-from mcore_ckpt_ext.optimizers.masters import with_masters
-from mcore_ckpt_ext.optimizers.refusals import check_provable
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.storage.engine_state import UnknownStateError
+from mcore_ckpt_ext.optimizers.unsupported import check_provable
+from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 

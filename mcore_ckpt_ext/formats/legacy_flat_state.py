@@ -19,10 +19,10 @@ from mcore_ckpt_ext.formats.portable_state import distinct_groups
 from mcore_ckpt_ext.job.releases import CLOSES_BUCKETS_AT_ALIGNED_ENDS, MATCHES_GROUPS_BY_SETTINGS
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import ModelRank
+from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, packed_buffers
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout.proposals import PackedBuffer, packed_buffers
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
-from mcore_ckpt_ext.planning.output import Placed
+from mcore_ckpt_ext.planning.write_plan import Placed
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 
 _STATE_NAMES = {kind: state for state, kind in KINDS.items()}

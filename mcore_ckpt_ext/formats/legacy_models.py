@@ -20,8 +20,8 @@ from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, second_names
 from mcore_ckpt_ext.model_space.names import of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
-from mcore_ckpt_ext.planning.output import Placed
 from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.write_plan import Placed
 from mcore_ckpt_ext.storage.pickling import DeclaredTensor
 
 

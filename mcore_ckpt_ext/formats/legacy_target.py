@@ -26,9 +26,9 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.model_space.anatomy import language_prefix
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
-from mcore_ckpt_ext.planning.output import Output, OutputFile, Placed, Record
-from mcore_ckpt_ext.storage.archive_draft import draft_archive
-from mcore_ckpt_ext.storage.engine_state import UnknownStateError
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Placed, Record
+from mcore_ckpt_ext.storage.archive_writer import draft_archive
+from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
 
 OLDEST = (0, 9)
 

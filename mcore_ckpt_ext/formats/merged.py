@@ -24,7 +24,7 @@ from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights, WrappedWeig
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import Derivation, derivation_of
-from mcore_ckpt_ext.storage.two_folders import TwoFolders
+from mcore_ckpt_ext.storage.overlay_reader import TwoFolders
 from mcore_ckpt_ext.transfer import Transfer
 
 Value = TypeVar("Value")

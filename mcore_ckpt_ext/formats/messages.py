@@ -9,7 +9,7 @@ from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.model_space.anatomy import pipelined_block
 from mcore_ckpt_ext.model_space.names import split_layer
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER, WEIGHT
-from mcore_ckpt_ext.storage.runs import iteration_number
+from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_number
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.view import CheckpointView

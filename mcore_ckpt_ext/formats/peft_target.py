@@ -17,8 +17,8 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.planning.output import Output, Placed, Record
 from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.write_plan import Output, Placed, Record
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_checked_file, read_header, read_json
 from mcore_ckpt_ext.targets import HuggingFace

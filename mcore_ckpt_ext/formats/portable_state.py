@@ -13,8 +13,8 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import PARTIAL
 from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, of_each_expert
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity, rule_of, with_defaults
-from mcore_ckpt_ext.storage.engine_state import UnknownStateError
-from mcore_ckpt_ext.storage.writable import first_unwritable
+from mcore_ckpt_ext.storage.pickle_allowlist import first_unwritable
+from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
 
 WRITTEN_FOR = "mcore_ckpt_ext_written_for"
 """The argument by which a converted checkpoint is known: the version of Megatron that it was written for.

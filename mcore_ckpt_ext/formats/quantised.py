@@ -14,7 +14,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, StoredTensor
-from mcore_ckpt_ext.planning.extents import Scaled
+from mcore_ckpt_ext.planning.array_location import Scaled
 
 _DTYPES = ("bfloat16", "float32", "float16")
 _FP8 = ("float8_e4m3fn", "float8_e5m2")

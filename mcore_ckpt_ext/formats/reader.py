@@ -22,18 +22,18 @@ from mcore_ckpt_ext.formats.stacking import sharded_keys
 from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_by_name
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.layout.lent import LentWeight
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.layout.weight_spec import LentWeight
 from mcore_ckpt_ext.model_space.names import ShardedKey
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.extents import RawArray
+from mcore_ckpt_ext.planning.array_location import RawArray
+from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, iteration_number
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 from mcore_ckpt_ext.storage.remote import folder_reader
-from mcore_ckpt_ext.storage.runs import RELEASE, iteration_number
 from mcore_ckpt_ext.transfer import Transfer
 
 _MOST_ITERATIONS = 1 << 40

@@ -18,7 +18,7 @@ from mcore_ckpt_ext.model_space.anatomy import (
     word_embeddings_in,
 )
 from mcore_ckpt_ext.model_space.names import of_experts, parse
-from mcore_ckpt_ext.planning.extents import RawArray
+from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 

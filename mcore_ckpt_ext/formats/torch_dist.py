@@ -33,14 +33,14 @@ from mcore_ckpt_ext.formats.unread import (
 )  # fmt: skip
 from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
 from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
-from mcore_ckpt_ext.optimizers.encoding import StoredKeys
+from mcore_ckpt_ext.optimizers.derived_masters import with_masters
 from mcore_ckpt_ext.optimizers.groups import checked_groups, keeps_nothing
-from mcore_ckpt_ext.optimizers.masters import with_masters
 from mcore_ckpt_ext.optimizers.model_space_formats import NOT_DISTRIBUTED
 from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
+from mcore_ckpt_ext.optimizers.optimizer_format import StoredKeys
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognised
-from mcore_ckpt_ext.planning.extents import RawArray
+from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex, read_index
 from mcore_ckpt_ext.storage.index_entries import StoredObject

@@ -46,9 +46,9 @@ from mcore_ckpt_ext.model_space.names import EXTRA_STATE, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, MODEL_SPACE
-from mcore_ckpt_ext.planning.output import Output, OutputFile
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
-from mcore_ckpt_ext.storage.archive_draft import draft_archive
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
+from mcore_ckpt_ext.storage.archive_writer import draft_archive
 
 OLDEST = (0, 8)
 # A rank that wants part of a chunk reads all of it (torch/distributed/checkpoint/filesystem.py), so chunks stay small.

@@ -11,7 +11,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.optimizers.state import OptimizerState
-from mcore_ckpt_ext.planning.extents import RawArray, Scaled
+from mcore_ckpt_ext.planning.array_location import RawArray, Scaled
 
 
 class WeightsAlone(FormatReader):

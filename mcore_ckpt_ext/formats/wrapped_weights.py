@@ -10,7 +10,7 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.parts import Weights
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
-from mcore_ckpt_ext.planning.extents import Extent, PlainExtent, Rearranged, Scaled
+from mcore_ckpt_ext.planning.array_location import Extent, PlainExtent, Rearranged, Scaled
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice, derivation_of, slices_in
 
 

@@ -21,7 +21,7 @@ from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, Unsupp
 from mcore_ckpt_ext.formats.backend import sharded_backend
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
-from mcore_ckpt_ext.planning.extents import RawArray
+from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import elements_of
 from mcore_ckpt_ext.storage.checked_files import read_file

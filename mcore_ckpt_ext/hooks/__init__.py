@@ -1,61 +1,18 @@
-"""The edge towards the frameworks: put the hooks in place, take them away, report their state.
-
-This module is imported at the end of every ``import torch``, outside the reach of the entry point's
-own catch-all, so it stays this small.
-"""
+"""Former location of `install`, `uninstall` and `status`, which `mcore_ckpt_ext` itself offers."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import warnings
 
-if TYPE_CHECKING:
-    from mcore_ckpt_ext.hooks.registry import HookRegistry, SeamStatus
-
-__all__ = ["install", "status", "uninstall"]
+_MOVED = ("install", "uninstall", "status")
 
 
-def install() -> None:
-    """Serve every supported framework, imported already or imported later.
+def __getattr__(name: str) -> object:
+    """Return a moved function, with a warning that names its new place."""
+    if name not in _MOVED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"import {name} from mcore_ckpt_ext, not from {__name__}", DeprecationWarning, stacklevel=2)
+    from mcore_ckpt_ext.megatron import installation
 
-    A second call changes nothing. With ``MCORE_CKPT_EXT=0`` in the environment nothing is installed,
-    so that an operator can switch the package off under a script that calls this by hand.
-
-    Example:
-        >>> install()
-        >>> {seam.state for seam in status()} <= {"patched", "waiting for import", "not patched"}
-        True
-    """
-    from mcore_ckpt_ext.settings import SWITCH
-
-    if SWITCH.value:
-        _registry().install()
-
-
-def uninstall() -> None:
-    """Give every framework its own functions back; wrappers that others put on top keep working.
-
-    Example:
-        >>> uninstall()
-        >>> any(seam.state == "patched" for seam in status())
-        False
-    """
-    _registry().uninstall()
-
-
-def status() -> list[SeamStatus]:
-    """Report for each seam whether it waits for an import, is patched, or is not patched and why.
-
-    Example:
-        >>> [seam.seam for seam in status()][0]
-        'megatron.training.checkpointing.load_checkpoint'
-    """
-    return _registry().status()
-
-
-def _registry() -> HookRegistry:
-    """Return the wrapped seams of the process, noted on first use."""
-    from mcore_ckpt_ext.hooks.process import PROCESS
-    from mcore_ckpt_ext.hooks.registry import HookRegistry
-    from mcore_ckpt_ext.hooks.seams import SEAMS
-
-    return PROCESS.one(HookRegistry, lambda: HookRegistry(SEAMS))
+    value: object = getattr(installation, name)
+    return value

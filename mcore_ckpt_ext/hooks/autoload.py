@@ -10,7 +10,7 @@ from __future__ import annotations
 def register() -> None:
     """Install the hooks; never raise."""
     try:
-        from mcore_ckpt_ext.hooks import install
+        from mcore_ckpt_ext.megatron.installation import install
 
         install()
     except Exception as error:  # noqa: BLE001 - whatever escapes here breaks `import torch`

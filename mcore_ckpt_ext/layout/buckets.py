@@ -10,7 +10,7 @@ import torch
 
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT
 from mcore_ckpt_ext.layout.local_model import ModelRank
-from mcore_ckpt_ext.layout.proof import Proof
+from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.model_space.slices import Region, numel_of
 
 

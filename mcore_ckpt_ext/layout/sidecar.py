@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from hashlib import blake2b
 from typing import Any
 
-from mcore_ckpt_ext.layout.digest import read, written
+from mcore_ckpt_ext.layout.additive_checksum import read, written
 from mcore_ckpt_ext.storage.budget import Budget, check_keys, whole_number
 from mcore_ckpt_ext.storage.json_text import parsed
 
@@ -83,7 +83,7 @@ class SaveRecord:
 
 @dataclass(frozen=True)
 class RecordedDigests:
-    """Digests (`layout/digest.py`) of the optimizer's state as it was saved, where masters are remainders.
+    """Digests (`layout/additive_checksum.py`) of the optimizer's state as it was saved, where masters are remainders.
 
     Attributes:
         child: the chained optimizer.

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.online.homes.recognition import Chain
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.optimizers.groups import Group
 
 Version = tuple[int, int]

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcore_ckpt_ext.collectives import gather
+from mcore_ckpt_ext.megatron.live.master_check import sample_matches
+from mcore_ckpt_ext.megatron.live.model import LiveParameter
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import homes_of
 from mcore_ckpt_ext.model_space.slices import Region
-from mcore_ckpt_ext.online.agreement import gather
-from mcore_ckpt_ext.online.homes.recognition import homes_of
-from mcore_ckpt_ext.online.live_model import LiveParameter
-from mcore_ckpt_ext.online.proving import sample_matches
 
 
 @dataclass

@@ -8,7 +8,7 @@ from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.formats.common_state import common_optimizers
-from mcore_ckpt_ext.online.homes.recognition import Chain
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.optimizers.groups import IDENTITY, Group, lacks
 
 _RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")

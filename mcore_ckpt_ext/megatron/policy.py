@@ -19,19 +19,19 @@ from mcore_ckpt_ext.job.releases import (
     TAKES_STEPS_OF_PRECISION_AWARE,
     Capability,
 )
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import (
+    check_supported,
+    is_offloaded,
+    is_precision_aware,
+    keeps_remainders,
+)
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import is_sgd
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.param_group_compat import (
     has_other_rates,
     lacks_identity,
     lacks_live_group,
     overrides_own_bounds,
-)
-from mcore_ckpt_ext.online.homes.inner_optimizers import is_sgd
-from mcore_ckpt_ext.online.homes.recognition import (
-    check_supported,
-    is_offloaded,
-    is_precision_aware,
-    keeps_remainders,
 )
 from mcore_ckpt_ext.optimizers.bucket_formats import DP_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load

@@ -16,9 +16,9 @@ from mcore_ckpt_ext.job.releases import LOADS_BUCKET_SPACE, LOADS_DP_RESHARDABLE
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version, is_of_group
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece, FlatState, GroupKey, kind_of_array
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers, flat_optimizer
+from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, Version, is_of_group
 from mcore_ckpt_ext.storage.budget import whole_number
 from mcore_ckpt_ext.storage.index_entries import StoredArray
 

@@ -15,9 +15,9 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.buckets import BucketKey
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version, is_of_group
 from mcore_ckpt_ext.optimizers.flat_arrays import KINDS, FlatArray, FlatPiece, FlatState, GroupKey
 from mcore_ckpt_ext.optimizers.flat_buffers import FlatBuffers, flat_optimizer
+from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, Version, is_of_group
 from mcore_ckpt_ext.storage.dcp_index import extent_of
 from mcore_ckpt_ext.storage.index_entries import StoredObject
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference

@@ -10,10 +10,10 @@ from typing import NamedTuple, Protocol
 
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.recover import RecoveredPacking
+from mcore_ckpt_ext.layout.packing_recovery import RecoveredPacking
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, LogicalTensor
-from mcore_ckpt_ext.planning.extents import Extent
+from mcore_ckpt_ext.planning.array_location import Extent
 from mcore_ckpt_ext.planning.plan import StoredSlice
 from mcore_ckpt_ext.transfer import Transfer
 

@@ -15,18 +15,18 @@ from typing_extensions import override
 from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.job.releases import ALIGNS_PARAMETERS, EXPERT_RANKS_RUN_SLOWEST
 from mcore_ckpt_ext.layout.buckets import BucketKey, OptimizerGroup, Placement, StoredBucket
-from mcore_ckpt_ext.layout.discovery import irregularity
 from mcore_ckpt_ext.layout.grad_buffer import PARAMETER_ALIGNMENT, PackingRule
 from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
-from mcore_ckpt_ext.layout.proof import BY_ROUNDING, Proof
-from mcore_ckpt_ext.layout.proposals import Proposal
-from mcore_ckpt_ext.layout.recover import RecoveredPacking, propose, recover, recover_unproven
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof
+from mcore_ckpt_ext.layout.packing_candidates import Proposal
+from mcore_ckpt_ext.layout.packing_recovery import RecoveredPacking, propose, recover, recover_unproven
+from mcore_ckpt_ext.layout.packing_search import irregularity
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, PARAM_REMAINDER, LogicalTensor
 from mcore_ckpt_ext.optimizers.digests import are_of_another_save, contradicts
-from mcore_ckpt_ext.optimizers.encoding import Holder
 from mcore_ckpt_ext.optimizers.flat_arrays import MASTERS, Buffers, FlatArray, FlatState, GroupKey, cut
+from mcore_ckpt_ext.optimizers.optimizer_format import Holder
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
 from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice

@@ -21,15 +21,15 @@ from typing_extensions import override
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import PackingError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.master_check import first_mismatch
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout.proof import first_mismatch
 from mcore_ckpt_ext.layout.rank_arrays import RankArrays
 from mcore_ckpt_ext.model_space.names import is_module_buffer, of_experts
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM
-from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys
 from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece
 from mcore_ckpt_ext.optimizers.groups import keeps_nothing
+from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.storage.dcp_index import extent_of
 from mcore_ckpt_ext.storage.index_entries import StoredObject

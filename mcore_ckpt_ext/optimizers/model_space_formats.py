@@ -15,15 +15,15 @@ from collections.abc import Callable
 from mcore_ckpt_ext.errors import PackingError
 from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR, LOADS_FULLY_RESHARDABLE, LOADS_MODEL_SPACE
 from mcore_ckpt_ext.layout.local_model import LocalModels
-from mcore_ckpt_ext.layout.proof import first_mismatch
+from mcore_ckpt_ext.layout.master_check import first_mismatch
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
-from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version
-from mcore_ckpt_ext.optimizers.masters import NumbersOfRemainders
+from mcore_ckpt_ext.optimizers.derived_masters import NumbersOfRemainders
 from mcore_ckpt_ext.optimizers.model_space_state import STATE_KEY, ModelSpaceState
+from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, Version
 from mcore_ckpt_ext.optimizers.remainders import are_numbers_of_remainders
-from mcore_ckpt_ext.optimizers.shifted_state import repaired, shifted_names
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.workarounds.fully_reshardable_padding import repaired, shifted_names
 from mcore_ckpt_ext.transfer import read_slice
 
 FULLY_RESHARDABLE = "fully_reshardable"

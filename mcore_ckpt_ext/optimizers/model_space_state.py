@@ -16,8 +16,8 @@ from typing_extensions import override
 from mcore_ckpt_ext.model_space.names import name_at, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
-from mcore_ckpt_ext.optimizers.encoding import CHAIN, StoredKeys
 from mcore_ckpt_ext.optimizers.flat_arrays import kind_of_array
+from mcore_ckpt_ext.optimizers.optimizer_format import CHAIN, StoredKeys
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.plan import StoredSlice
 from mcore_ckpt_ext.storage.index_entries import StoredArray

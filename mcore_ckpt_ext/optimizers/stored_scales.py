@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from mcore_ckpt_ext.layout.proof import Proof, smallest_step
+from mcore_ckpt_ext.layout.master_check import Proof, smallest_step
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.plan import Source
 from mcore_ckpt_ext.transfer import Transfer

@@ -14,11 +14,11 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.layout.local_model import LocalModels
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
 from mcore_ckpt_ext.optimizers import bucket_formats, dp_zero, legacy_masters, model_space_formats
-from mcore_ckpt_ext.optimizers.encoding import Encoding, Holder, StoredKeys, Version
+from mcore_ckpt_ext.optimizers.derived_masters import with_masters
 from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
-from mcore_ckpt_ext.optimizers.masters import with_masters
-from mcore_ckpt_ext.optimizers.refusals import check_provable
+from mcore_ckpt_ext.optimizers.optimizer_format import Encoding, Holder, StoredKeys, Version
 from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.unsupported import check_provable
 from mcore_ckpt_ext.planning.plan import Copies, Derivation, StoredSlice
 
 # Encodings that name their parameters come before gradient buffers, which hold the others.

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
-from mcore_ckpt_ext.planning.extents import Extent
+from mcore_ckpt_ext.planning.array_location import Extent
 from mcore_ckpt_ext.planning.overlap import Overlaps, Piece, Runs
 
 ITEM_SIZE: Mapping[str, int] = {

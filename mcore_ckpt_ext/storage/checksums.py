@@ -13,11 +13,11 @@ from functools import partial
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.planning.extents import Extent, RawArray, Rearranged, Scaled
+from mcore_ckpt_ext.planning.array_location import Extent, RawArray, Rearranged, Scaled
 from mcore_ckpt_ext.planning.plan import Copy, Plan
 from mcore_ckpt_ext.storage.crc32 import Piece, appended, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.payload import Payload
+from mcore_ckpt_ext.storage.tensor_location import Payload
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 
 Place = tuple[str, int, int]

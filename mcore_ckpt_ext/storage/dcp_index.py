@@ -23,13 +23,13 @@ from mcore_ckpt_ext.errors import (
     shortened,
     shown,
 )
-from mcore_ckpt_ext.planning.extents import ArchivedRecord
+from mcore_ckpt_ext.planning.array_location import ArchivedRecord
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, elements_of, whole_number
 from mcore_ckpt_ext.storage.checked_files import read_file
-from mcore_ckpt_ext.storage.collector import collector_paused
+from mcore_ckpt_ext.storage.gc_pause import collector_paused
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredArray, StoredObject
-from mcore_ckpt_ext.storage.inert import Record
+from mcore_ckpt_ext.storage.pickle_stubs import Record
 from mcore_ckpt_ext.storage.plain_pickle import without_last
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference

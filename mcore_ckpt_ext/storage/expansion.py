@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsafePickleError
 from mcore_ckpt_ext.storage.budget import Budget
-from mcore_ckpt_ext.storage.inert import Placeholder, origin_of
+from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of
 
 # The most elements of a common state, counted as often as they are referred to; real ones have thousands.
 _MOST_NODES, _DEEPEST = 1 << 30, 200

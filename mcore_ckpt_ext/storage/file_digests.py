@@ -20,7 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy
-from mcore_ckpt_ext.planning.output import Output, OutputFile
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import checked_name
 from mcore_ckpt_ext.storage.json_text import parsed

@@ -14,7 +14,7 @@ from typing import NamedTuple, overload
 
 from typing_extensions import override
 
-from mcore_ckpt_ext.planning.extents import ArchivedTensor, PlainExtent
+from mcore_ckpt_ext.planning.array_location import ArchivedTensor, PlainExtent
 
 
 class StoredChunk(NamedTuple):

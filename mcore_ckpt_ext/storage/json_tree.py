@@ -17,7 +17,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, shortened, shown
 from mcore_ckpt_ext.storage.budget import check_keys, elements_of
-from mcore_ckpt_ext.storage.inert import Placeholder, inert_class, origin_of
+from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, inert_class, origin_of
 from mcore_ckpt_ext.storage.safe_pickle import bytes_of_text
 
 _INTEGERS = {"bool", *(f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64))}

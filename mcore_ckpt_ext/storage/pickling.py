@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.storage.inert import Placeholder, origin_of, placeholder_class
+from mcore_ckpt_ext.storage.pickle_allowlist import CLASSES, Name, check_output, checked_name, first_unwritable, is_own
+from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of, placeholder_class
 from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES
-from mcore_ckpt_ext.storage.writable import CLASSES, Name, check_output, checked_name, first_unwritable, is_own
 
 TORCH_PROTOCOL, INDEX_PROTOCOL = 2, 4
 """Of what `torch.save` writes, and of `.metadata`, which torch writes by `pickle.dump`: such an index is read fast."""

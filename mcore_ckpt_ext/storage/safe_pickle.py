@@ -21,8 +21,16 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsafePickleError, shortened, shown
 from mcore_ckpt_ext.storage.budget import Budget, elements_of
-from mcore_ckpt_ext.storage.inert import Placeholder, Record, Sealed, Stateless, inert_class, origin_of, record_class
 from mcore_ckpt_ext.storage.pickle_cost import weigh
+from mcore_ckpt_ext.storage.pickle_stubs import (
+    Placeholder,
+    Record,
+    Sealed,
+    Stateless,
+    inert_class,
+    origin_of,
+    record_class,
+)
 from mcore_ckpt_ext.storage.plain_pickle import plain_form
 from mcore_ckpt_ext.storage.tensor_reference import (
     STORAGE_NAMES,

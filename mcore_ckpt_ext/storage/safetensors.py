@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, remedy, shortened, shown, with_article
-from mcore_ckpt_ext.planning.extents import RawArray
-from mcore_ckpt_ext.planning.output import OutputFile
+from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.planning.write_plan import OutputFile
 from mcore_ckpt_ext.storage.budget import elements_of, whole_number
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.files import FolderReader

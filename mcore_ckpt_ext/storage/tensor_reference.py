@@ -6,7 +6,7 @@ import torch
 
 from mcore_ckpt_ext.errors import shown
 from mcore_ckpt_ext.storage.budget import elements_of
-from mcore_ckpt_ext.storage.inert import Placeholder, Stateless, origin_of
+from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, Stateless, origin_of
 
 # `torch.FloatStorage` and its siblings, by which torch.save names a storage's dtype (torch/serialization.py).
 STORAGE_NAMES = {

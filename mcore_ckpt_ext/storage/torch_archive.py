@@ -24,8 +24,8 @@ from mcore_ckpt_ext.storage.budget import Budget
 from mcore_ckpt_ext.storage.crc32 import crc32
 from mcore_ckpt_ext.storage.expansion import check_expansion
 from mcore_ckpt_ext.storage.files import FolderReader, Window, cut_short
-from mcore_ckpt_ext.storage.payload import Payload, Stencil
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
+from mcore_ckpt_ext.storage.tensor_location import Payload, Stencil
 from mcore_ckpt_ext.storage.tensor_reference import Float8Reference, TensorReference
 from mcore_ckpt_ext.storage.zip_directory import Member, plain_directory
 

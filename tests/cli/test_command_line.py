@@ -189,7 +189,7 @@ def test_a_reader_that_has_seen_enough(without_frameworks: dict[str, str]) -> No
 def test_a_defect_of_ours_does_not_pass_for_a_verdict(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("mcore_ckpt_ext.offline.inspection.inspect", lambda *_, **__: 1 // 0)
+    monkeypatch.setattr("mcore_ckpt_ext.operations.inspection.inspect", lambda *_, **__: 1 // 0)
     assert main(["inspect", "x"]) == 2
     assert "please report it" in capsys.readouterr().err
 

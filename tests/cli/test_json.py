@@ -12,7 +12,7 @@ import pytest
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.json_schema import RESULTS, schema_of
 from mcore_ckpt_ext.cli.main import COMMANDS, main
-from mcore_ckpt_ext.offline.check_results import IDS
+from mcore_ckpt_ext.operations.check_results import IDS
 from scripts.documentation.json_schemas import FOLDERS, texts
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position

@@ -14,9 +14,9 @@ import pytest
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.cli.page import comparison_page, embedded, inspection_page
 from mcore_ckpt_ext.formats.unread import Unread
-from mcore_ckpt_ext.offline.beside import Fact
-from mcore_ckpt_ext.offline.comparison import Comparison, KindComparison, TensorDifference
-from mcore_ckpt_ext.offline.inspection import Inspection, StoredTensor, inspect
+from mcore_ckpt_ext.operations.comparison import Comparison, KindComparison, TensorDifference
+from mcore_ckpt_ext.operations.inspection import Inspection, StoredTensor, inspect
+from mcore_ckpt_ext.operations.metadata_diff import Fact
 from tests.harness.checkpoints import fixture_named
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from colossalai_on_cpu import ranks
 
 from mcore_ckpt_ext import zero_strict_state_dict as strict
-from mcore_ckpt_ext.colossalai import content
+from mcore_ckpt_ext.colossalai import state_digest
 from tests.colossalai.jobs import gathered_masters, refusal, same_bits, train, wrap
 from tests.colossalai.models import Everything, TinyGPT
 
@@ -81,15 +81,15 @@ def test_different_contents_are_refused_on_all_ranks() -> None:
 
 
 def test_large_tensors_are_sampled_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(content, "_WHOLE_BYTES", 0)
-    value = torch.zeros(content._SAMPLES * content._SAMPLE_BYTES)
-    before = content.digests({"a": value})
+    monkeypatch.setattr(state_digest, "_WHOLE_BYTES", 0)
+    value = torch.zeros(state_digest._SAMPLES * state_digest._SAMPLE_BYTES)
+    before = state_digest.digests({"a": value})
     for place in (0, len(value) - 1):
         value[place] = 1
-        assert content.digests({"a": value}) != before
+        assert state_digest.digests({"a": value}) != before
         value[place] = 0
-    assert content.digests({"a": value}) == before
-    assert content.digests({"a": value.bfloat16()}) != before
+    assert state_digest.digests({"a": value}) == before
+    assert state_digest.digests({"a": value.bfloat16()}) != before
 
 
 def test_values_that_are_none_are_refused_before_anything_is_written() -> None:

@@ -16,9 +16,9 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.huggingface_folder import companions, tokens_of
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
-from mcore_ckpt_ext.offline.comparison import compare
-from mcore_ckpt_ext.offline.inspection import inspect
-from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from tests.fuzz import edits
 from tests.fuzz.edits import Choices, Editor

@@ -20,8 +20,8 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsafePickleError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.offline.inspection import inspect
-from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.storage import safe_pickle
 from mcore_ckpt_ext.storage.budget import OverBudgetError
 from mcore_ckpt_ext.storage.files import FolderReader

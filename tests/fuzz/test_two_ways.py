@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from mcore_ckpt_ext.storage.budget import Budget
-from mcore_ckpt_ext.storage.inert import Placeholder, Record
 from mcore_ckpt_ext.storage.pickle_cost import weigh
+from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, Record
 from mcore_ckpt_ext.storage.plain_pickle import plain_form
 from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler, _PlainUnpickler
 from tests.fuzz import edits

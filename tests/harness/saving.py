@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_on_cpu import launch, toy_jobs
 
-from mcore_ckpt_ext.offline.whole import problems_of
+from mcore_ckpt_ext.operations.iteration_health import problems_of
 from tests.harness.jobs import RANK_SCRIPTS, TIME_LIMIT
 
 RANKS = 8

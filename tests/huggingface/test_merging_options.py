@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.offline.comparison import compare
-from mcore_ckpt_ext.offline.conversion import convert
-from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.operations.conversion import convert
+from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.targets import HuggingFace, Target, TorchDist
 from tests.harness.peft import adapter, peft_folder
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, UsageError
-from mcore_ckpt_ext.offline.comparison import compare
+from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import without_digests

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.planning.extents import RawArray, Scaled
+from mcore_ckpt_ext.planning.array_location import RawArray, Scaled
 from mcore_ckpt_ext.storage import scaled
 from mcore_ckpt_ext.storage.scaled import decode
 from tests.harness.huggingface import dequantised_blocks, dequantised_experts, make, tensors, torch_dist

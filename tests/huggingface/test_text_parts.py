@@ -18,7 +18,7 @@ from mcore_ckpt_ext.families.family import HuggingFaceTensor
 from mcore_ckpt_ext.families.images_known import IMAGES, kind_of
 from mcore_ckpt_ext.families.text_parts import turned_stack
 from mcore_ckpt_ext.formats.description import run_config_of
-from mcore_ckpt_ext.offline.comparison import compare
+from mcore_ckpt_ext.operations.comparison import compare
 from tests.harness.huggingface import WHOLE, assert_same_tensors, assert_same_whole, save_whole, tensors
 
 _SEES = r"(model\.)?(visual|vision_tower|multi_modal_projector|mm_projector)\."

@@ -13,10 +13,10 @@ from megatron_on_cpu.dump_optimizer import assemble
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
-from mcore_ckpt_ext.offline.comparison import compare
-from mcore_ckpt_ext.offline.conversion import convert
-from mcore_ckpt_ext.offline.inspection import inspect
-from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.operations.conversion import convert
+from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.targets import HuggingFace, Legacy, TorchDist
 from tests.harness.adapters import adapters
 from tests.harness.huggingface import assert_same_tensors, tensors

@@ -11,10 +11,10 @@ from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
-from mcore_ckpt_ext.offline.comparison import compare
-from mcore_ckpt_ext.offline.conversion import convert
-from mcore_ckpt_ext.offline.inspection import inspect
-from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.operations.conversion import convert
+from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.targets import HuggingFace, TorchDist
 from tests.harness.checkpoints import fixture_named
 from tests.harness.huggingface import assert_same_whole, save_whole

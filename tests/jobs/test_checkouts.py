@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from megatron_on_cpu.dump_optimizer import assemble, training_state
 
-from mcore_ckpt_ext.offline.comparison import compare
+from mcore_ckpt_ext.operations.comparison import compare
 from tests.harness.checkouts import checkout_job, only_for
 from tests.harness.checkpoints import Fixture, fixture_named
 from tests.harness.jobs import (

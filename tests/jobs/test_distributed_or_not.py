@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from megatron_on_cpu.dump_optimizer import assemble, parameter_settings
 
-from mcore_ckpt_ext.offline.inspection import inspect
+from mcore_ckpt_ext.operations.inspection import inspect
 from tests.harness.checkouts import EITHER
 from tests.harness.checkpoints import assert_converted
 from tests.harness.jobs import SAVED, assert_same_training_state, differing

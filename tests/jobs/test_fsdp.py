@@ -20,9 +20,9 @@ from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE, assemble
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from mcore_ckpt_ext.offline.comparison import compare
-from mcore_ckpt_ext.offline.conversion import convert
-from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.operations.conversion import convert
+from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.targets import FsdpDtensor, TorchDist
 from tests.harness.checkouts import VARIABLE, with_checkout
 from tests.harness.checkpoints import fixture_named

@@ -15,7 +15,7 @@ from megatron_on_cpu.dump_optimizer import assemble
 from mcore_ckpt_ext import Legacy, convert
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
-from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.operations.verification import verify
 from tests.harness.cases import Case, load_all, save_noise
 from tests.harness.jobs import copy_of, differing
 from tests.harness.layouts import Layout

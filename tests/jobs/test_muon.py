@@ -15,7 +15,7 @@ import pytest
 from megatron_on_cpu.dump_optimizer import assemble, parameter_settings, training_state
 
 from mcore_ckpt_ext import Legacy, TorchDist, convert, open_checkpoint
-from mcore_ckpt_ext.offline.inspection import inspect
+from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.targets import Target
 from tests.harness.checkouts import EITHER, optimizers_of_checkout, version
 from tests.harness.checkpoints import assert_converted, everything_in, fixture_named

@@ -10,10 +10,10 @@ import pytest
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.loops.facts import Facts
-from mcore_ckpt_ext.offline.comparison import compare
-from mcore_ckpt_ext.offline.conversion import convert
-from mcore_ckpt_ext.offline.inspection import inspect
-from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.operations.conversion import convert
+from mcore_ckpt_ext.operations.inspection import inspect
+from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.targets import Canonical, Legacy, TorchDist
 from tests.harness.jobs import RANK_SCRIPTS
 from tests.harness.packages import installed_beside

@@ -13,7 +13,7 @@ import pytest
 from megatron_on_cpu import launch
 from megatron_on_cpu.launch import RunResult
 
-from mcore_ckpt_ext.offline.comparison import compare
+from mcore_ckpt_ext.operations.comparison import compare
 from tests.harness.jobs import RANK_SCRIPTS
 from tests.harness.saving import (
     ASYNCHRONOUS,

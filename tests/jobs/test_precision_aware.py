@@ -16,7 +16,7 @@ from megatron_on_cpu.dump_optimizer import assemble
 from megatron_on_cpu.precision_aware import REMAINDERS_VARIABLE, split
 
 from mcore_ckpt_ext import open_checkpoint, verify
-from mcore_ckpt_ext.layout.digest import digest_of, read
+from mcore_ckpt_ext.layout.additive_checksum import digest_of, read
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.tensors import PARAM_REMAINDER

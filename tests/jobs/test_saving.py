@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from megatron_on_cpu.launch import TIMED_OUT, RunResult
 
-from mcore_ckpt_ext.offline.comparison import compare
-from mcore_ckpt_ext.storage.runs import TRACKER_FILE
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
 from tests.harness.saving import (
     CAUSES,
     assert_told,

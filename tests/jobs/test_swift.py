@@ -14,9 +14,9 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.offline.comparison import compare
-from mcore_ckpt_ext.offline.conversion import convert
-from mcore_ckpt_ext.offline.verification import verify
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.operations.conversion import convert
+from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.targets import HuggingFace, TorchDist
 from tests.harness.adapters import adapters
 from tests.harness.huggingface import assert_same_tensors, tensors

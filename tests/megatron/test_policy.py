@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.policy import CHECKS, WITHOUT_RANDOM_STATES, Check, LoadDecision, decide
-from mcore_ckpt_ext.online.homes.recognition import Chain
 
 IDENTITY = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from megatron_on_cpu import launch
 
-from mcore_ckpt_ext.offline.comparison import compare
-from mcore_ckpt_ext.offline.whole import problems_of, standing_of
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.operations.iteration_health import problems_of, standing_of
 from tests.harness.cases import Case, Outcomes, load_all
 from tests.harness.jobs import LAST
 from tests.harness.layouts import Layout

@@ -21,8 +21,8 @@ from megatron_on_cpu.groups import leave_groups
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.main import main as main_of_command
-from mcore_ckpt_ext.hooks.announce import Said
-from mcore_ckpt_ext.hooks.process import PROCESS
+from mcore_ckpt_ext.patching.log import Said
+from mcore_ckpt_ext.patching.singletons import PROCESS
 
 _FORGET = {
     "megatron.training.global_vars": "destroy_global_vars",

@@ -27,16 +27,16 @@ from live_job import Live, changed, training
 from megatron_on_cpu import dump_optimizer
 
 import mcore_ckpt_ext
-from mcore_ckpt_ext.online.read_once import ReadOnce
-from mcore_ckpt_ext.online.reading import Reading
+from mcore_ckpt_ext.megatron.live.broadcast_read import ReadOnce
+from mcore_ckpt_ext.megatron.live.reading import Reading
 from mcore_ckpt_ext.optimizer_reshard import Prepared, Proven
 from mcore_ckpt_ext.storage import files
 from mcore_ckpt_ext.transfer import Transfer
 
-hook: Any = importlib.import_module("mcore_ckpt_ext.hooks.megatron")
-fast_load: Any = importlib.import_module("mcore_ckpt_ext.hooks.fast_load")
-proof: Any = importlib.import_module("mcore_ckpt_ext.hooks.proof")
-resuming: Any = importlib.import_module("mcore_ckpt_ext.hooks.resuming")
+hook: Any = importlib.import_module("mcore_ckpt_ext.megatron.load")
+fast_load: Any = importlib.import_module("mcore_ckpt_ext.megatron.fast_load")
+proof: Any = importlib.import_module("mcore_ckpt_ext.megatron.check_after_load")
+resuming: Any = importlib.import_module("mcore_ckpt_ext.megatron.probe")
 checkpointing: Any = importlib.import_module("megatron.training.checkpointing")
 _PROGRESS = {"iteration": 0, "consumed_train_samples": 0, "consumed_valid_samples": 0, "skipped_train_samples": 0}
 

@@ -165,7 +165,7 @@ def load(order: dict[str, Any]) -> None:
 
     from mcore_ckpt_ext.arguments import JobArguments
     from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-    from mcore_ckpt_ext.online.live_model import live_parameters
+    from mcore_ckpt_ext.megatron.live.model import live_parameters
     from mcore_ckpt_ext.optimizer_reshard import prepare
 
     layout, tied = core_model.Layout(**order["layout"]), order["tied"]

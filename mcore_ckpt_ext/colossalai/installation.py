@@ -1,0 +1,118 @@
+"""Gives ColossalAI's classes the strict methods, and takes them back without a trace.
+
+Unlike Megatron's seams, these are not put in place by ``import torch``: what a state dict holds changes, so the user
+asks for it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.colossalai.classes import (
+    PLUGINS,
+    STATIC_MODEL,
+    STATIC_MODEL_HOMES,
+    WRAPPER,
+    Target,
+    find,
+)
+from mcore_ckpt_ext.colossalai.methods import namespace
+from mcore_ckpt_ext.colossalai.state import Precision, get_static_torch_model
+from mcore_ckpt_ext.patching.registry import SeamStatus
+from mcore_ckpt_ext.patching.singletons import PROCESS
+
+_ABSENT = object()
+_lock = threading.RLock()
+
+
+class _Patched(dict[Any, dict[str, tuple[Any, Any]]]):
+    """For every patched class and module: what its namespace held before, and what was put there."""
+
+
+def install(dtype: Precision = "master", plugins: str | Sequence[str] = ("gemini",)) -> None:
+    """Give ColossalAI's classes the strict methods; a second call sets the dtype, and adds plugins.
+
+    Args:
+        dtype: what `state_dict()` and Booster give and write for Gemini: "master" (fp32, exact), "compute", or a
+            torch.dtype. Unless the model's file is exact, the optimizer's file carries the masters.
+        plugins: "gemini" for ZeroDDP or GeminiDDP, GeminiOptimizer, Booster's files of them, and the static model of
+            `colossalai.zero`; "low_level_zero" for masters and loss scale in the optimizer's files of ZeRO 1 and 2;
+            "hybrid_parallel" for these in HybridParallelPlugin's, for moments that lie as their parameters do, and
+            for strict loading there.
+
+    Raises:
+        CheckpointError: no ColossalAI, with what is missing; or no such dtype. Nothing is patched.
+    """
+    if not (dtype in ("master", "compute") or isinstance(dtype, torch.dtype)):
+        raise ValueError(f'dtype is {dtype!r}; expected "master", "compute" or a torch.dtype')
+    names = (plugins,) if isinstance(plugins, str) else tuple(plugins)
+    unknown = [name for name in names if name not in PLUGINS]
+    if unknown:
+        raise ValueError(f"plugins has {unknown}; expected some of {list(PLUGINS)}")
+    classes = {target: find(target) for name in names for target in PLUGINS[name]}
+    with _lock:
+        for target, cls in classes.items():
+            if cls is not None and cls not in _patched():
+                _patch(cls, target)
+        if WRAPPER in classes:
+            _replace_static_model()
+            _put(classes[WRAPPER], "_strict_dtype", dtype)
+
+
+def _replace_static_model() -> None:
+    for module in map(sys.modules.get, STATIC_MODEL_HOMES):
+        if module is not None and module not in _patched() and hasattr(module, STATIC_MODEL):
+            _patched()[module] = {}
+            _put(module, STATIC_MODEL, get_static_torch_model)
+
+
+def uninstall() -> None:
+    """Give every class back what it had; what someone else has put on top of ours stays."""
+    with _lock:
+        for owner, attributes in _patched().items():
+            for name, (before, ours) in attributes.items():
+                if vars(owner).get(name, _ABSENT) is not ours:
+                    continue
+                if before is _ABSENT:
+                    delattr(owner, name)
+                else:
+                    setattr(owner, name, before)
+        _patched().clear()
+
+
+def status() -> list[SeamStatus]:
+    """Report for every class whether its methods are strict; nothing is imported for that."""
+    version = getattr(sys.modules.get("colossalai"), "__version__", None)
+    with _lock:
+        patched = {f"{cls.__module__}.{cls.__qualname__}" for cls in _patched() if isinstance(cls, type)}
+    answers = []
+    for target in (target for targets in PLUGINS.values() for target in targets):
+        homes = [home.replace(":", ".") for home in target.homes]
+        found = next((home for home in homes if home in patched), None)
+        if found:
+            answers.append(SeamStatus(found, "patched", version))
+        else:
+            reason = "not installed, or this version has no such class" if patched else "not installed"
+            answers.append(SeamStatus(homes[-1], "not patched", version, reason))
+    return answers
+
+
+def _patched() -> _Patched:
+    return PROCESS.one(_Patched)
+
+
+def _patch(cls: type, target: Target) -> None:
+    _patched()[cls] = {}
+    for name, value in namespace(target.methods, cls).items():
+        _put(cls, name, value)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    before = _patched()[owner].get(name, (vars(owner).get(name, _ABSENT), None))[0]
+    setattr(owner, name, value)
+    _patched()[owner][name] = before, value

@@ -1,0 +1,112 @@
+"""Values that rank 0 of a ZeRO group has, for the ranks that were given none.
+
+``state_dict()`` gives everything to rank 0 and an empty dict to the others. Handed back as they came, the empty ones
+stand for what rank 0 has: its outline (shapes, dtypes, and everything that is no tensor) goes to all first, then one
+tensor at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt_ext.colossalai.state_digest import Digests, digests, refuse_different, summary
+from mcore_ckpt_ext.colossalai.wrapper import Wrapped
+from mcore_ckpt_ext.errors import ResumeRefusedError
+from mcore_ckpt_ext.group_device import payload_device
+
+
+class Agreed(NamedTuple):
+    """What the ranks are to load.
+
+    Args:
+        outline: this rank's own content; or, where some rank has none, that of rank 0 of the ZeRO group: there with its
+            values, elsewhere with tensors that have shapes only.
+        comes_from_first: whether each tensor comes from rank 0 (`value_of_first`).
+    """
+
+    outline: Any
+    comes_from_first: bool
+
+
+def same_content(
+    zero: Wrapped, call: str, arguments: Mapping[str, object], content: Mapping[Any, Any], is_full: bool,
+    untouched: str, own: Container[str] = (),
+) -> Agreed:  # fmt: skip
+    """Make sure that all ranks pass the same content to the same call, or none, to receive that of rank 0.
+
+    Args:
+        zero: the wrapper.
+        call: what this rank was asked to do.
+        arguments: what has to be the same on all ranks.
+        content: nested dicts and lists with tensors.
+        is_full: whether this rank passes any.
+        untouched: the state in which a refusal leaves the job.
+        own: entries of which each rank may have values of its own.
+
+    Raises:
+        ResumeRefusedError: on all ranks.
+    """
+    found: Digests = {}
+
+    def look() -> tuple[str | None, bool]:
+        found.update(digests(content, own))
+        return summary(found) if is_full else None, zero.is_first
+
+    looked = zero.ranks.same_call(call, arguments, look, untouched)
+    summaries = {rank: one for rank, (one, _) in looked.items()}
+    refuse_different(zero.ranks, summaries, found, untouched)
+    if all(one is None for one in summaries.values()) or None not in summaries.values():
+        return Agreed(content, comes_from_first=False)
+    lacking = [rank for rank, (one, is_first) in looked.items() if is_first and one is None]
+    if lacking:
+        raise ResumeRefusedError(
+            f"calling {call}; {untouched}",
+            found=f"nothing on rank {', '.join(map(str, lacking))}, rank 0 of a ZeRO group",
+            expected="the whole state dict on every rank, or on rank 0 of every ZeRO group and an empty one elsewhere",
+        )
+    outline = _outline_of_first(zero, content)
+    return Agreed(content if zero.is_first else outline, comes_from_first=True)
+
+
+def value_of_first(zero: Wrapped, value: torch.Tensor) -> torch.Tensor:
+    """A tensor from rank 0 of the group; the others pass its outline, and all must call this."""
+    sent = torch.empty(value.shape, dtype=value.dtype, device=payload_device(zero.group))
+    if zero.is_first:
+        sent.copy_(value.detach())
+    # As bytes: values travel untouched, and in dtypes that a backend may not know.
+    dist.broadcast(sent.view(-1).view(torch.uint8), src=zero.first_rank, group=zero.group)
+    return sent
+
+
+class _Outline(dict[Any, Any]):
+    """A dict that can carry PyTorch's ``_metadata``."""
+
+    _metadata: Any
+
+
+def _outline_of_first(zero: Wrapped, content: Any) -> Any:
+    """What rank 0 of the group has, with tensors that have shapes only; all ranks of the group must call this.
+
+    Extra state, which a module takes as it is, comes whole.
+    """
+    sent = [(_without_data(dict(content)), getattr(content, "_metadata", None)) if zero.is_first else None]
+    dist.broadcast_object_list(sent, src=zero.first_rank, group=zero.group)
+    items, metadata = sent[0]  # type: ignore[misc]  # rank 0 has sent it
+    outline = _Outline(items)
+    if metadata is not None:
+        outline._metadata = metadata
+    return outline
+
+
+def _without_data(content: Any) -> Any:
+    if isinstance(content, torch.Tensor):
+        return torch.empty(content.shape, dtype=content.dtype, device="meta")
+    if isinstance(content, dict):
+        return {
+            key: value if str(key).endswith("_extra_state") else _without_data(value) for key, value in content.items()
+        }
+    return content

@@ -1,0 +1,228 @@
+"""Recovery of a group's packing: proposals by witnesses, constrained by sizes, confirmed by content."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from mcore_ckpt_ext.errors import PackingError, UnsupportedCheckpointError, some
+from mcore_ckpt_ext.layout.buckets import BucketKey, Bytes, OptimizerGroup, Packing, Placement, misfit
+from mcore_ckpt_ext.layout.grad_buffer import bucket_alignment
+from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof
+from mcore_ckpt_ext.layout.packing_candidates import Proposal, buffer_ranks
+from mcore_ckpt_ext.layout.packing_search import discover
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
+from mcore_ckpt_ext.model_space.slices import numel_of
+
+# Elements of a parameter; and parameters that are compared together.
+_SAMPLE, _AT_ONCE = 64, 32
+
+
+class UncertainPackingError(PackingError, UnsupportedCheckpointError):
+    """The checkpoint is intact as far as is seen, and nothing in it shows which parameter lies where."""
+
+
+@dataclass(frozen=True)
+class RecoveredPacking:
+    """A packing that sizes, chunk borders and samples of the content confirm, and the witness it came from.
+
+    `disbelieved`: why it is not the one that the sidecar records; None where it is, or where there is none.
+    """
+
+    witness: str
+    packing: Packing
+    discovered: bool = False
+    disbelieved: str | None = None
+
+
+def recover(
+    group: OptimizerGroup,
+    models: LocalModels,
+    proposals: Sequence[Proposal],
+    read: Bytes,
+) -> RecoveredPacking:
+    """Find how one optimizer group is packed.
+
+    Samples of every parameter confirm the choice here; the proof over all elements is made where they are moved. What
+    the sidecar exchanges against a known layer spec, no proof would see: their weights are equal.
+
+    Raises:
+        PackingError: no proposal holds, and discovery does not find one either.
+    """
+    tried: list[str] = []
+    disbelieved: str | None = None
+    for number, proposal in enumerate(proposals):
+        packing, problem = _tried(group, proposal, read)
+        if packing is not None and problem is None and proposal.is_recorded:
+            problem = _contradiction(group, models, packing, proposals[number + 1 :], read)
+        if packing is not None and problem is None:
+            return RecoveredPacking(proposal.label, packing, disbelieved=disbelieved)
+        tried.append(f"{proposal.label}: {problem}")
+        disbelieved = problem if proposal.is_recorded else disbelieved
+    try:
+        found = discover(group, models.candidates(group.rank), _data_parallel_borders(group, models), read)
+    except PackingError as error:
+        raise PackingError(
+            "no packing of the gradient buffers could be proven",
+            found="; ".join([*tried, f"by content: {error}"]),
+            where=str(group),
+        ) from error
+    return RecoveredPacking("discovery by content", found, discovered=True, disbelieved=disbelieved)
+
+
+def _tried(group: OptimizerGroup, proposal: Proposal, read: Bytes) -> tuple[Packing | None, str | None]:
+    """A proposed packing, and what keeps it from being the group's: sizes, chunk borders, samples of the content."""
+    packing = proposal.packing_of(group)
+    problem = "it does not know every parameter" if packing is None else misfit(packing, group)
+    if packing is not None and problem is None:
+        problem = _sample(group, packing, read)
+    return packing, problem
+
+
+def _contradiction(
+    group: OptimizerGroup,
+    models: LocalModels,
+    recorded: Packing,
+    others: Sequence[Proposal],
+    read: Bytes,
+) -> str | None:
+    """The known layer spec that fits by itself, and places parameters otherwise than the sidecar; None without one.
+
+    A model that was seen, or any known spec, may bear the sidecar out. Of modules of the user's own no spec knows more.
+    """
+    placed = _placed(recorded)
+    if models.arguments.spec or any(_places(group, other) == placed for other in others):
+        return None
+    for other in others:
+        packing, problem = (None, None) if other.is_witnessed else _tried(group, other, read)
+        if packing is not None and problem is None:
+            moved = {name for key, places in _placed(packing).items() for name, _ in {*places} ^ {*placed[key]}}
+            return f"{other.label} fits by itself and places parameters differently: {some(sorted(moved))}"
+    return None
+
+
+def _places(group: OptimizerGroup, proposal: Proposal) -> dict[BucketKey, list[tuple[str, int]]] | None:
+    packing = proposal.packing_of(group)
+    return None if packing is None else _placed(packing)
+
+
+def recover_unproven(
+    group: OptimizerGroup,
+    models: LocalModels,
+    proposals: Sequence[Proposal],
+    contradiction: Callable[[Packing], str | None] = lambda packing: None,
+    *,
+    is_recorded: bool = False,
+) -> RecoveredPacking:
+    """Find the packing of a group whose content proves nothing, for any weight goes with any remainder.
+
+    It must be certain otherwise: shown by recorded digests; recorded or seen in a model, and within the borders of the
+    stored chunks; or else the only one of all that are known which those borders allow, for a model that Megatron
+    itself puts together.
+
+    Args:
+        group: whose packing it is.
+        models: the parameters that may lie in it.
+        proposals: of its packing, the one to believe first at the front.
+        contradiction: why a packing is not that of digests that were recorded at the save; None where it may be.
+        is_recorded: whether there are such digests.
+
+    Raises:
+        PackingError: the recorded digests fit no packing.
+        UncertainPackingError: it is not certain.
+    """
+    fitting: list[tuple[Proposal, Packing]] = []
+    tried: list[str] = []
+    for proposal in proposals:
+        packing = proposal.packing_of(group)
+        problem = "it does not know every parameter" if packing is None else misfit(packing, group)
+        if packing is not None and problem is None:
+            problem = contradiction(packing)
+        if packing is not None and problem is None:
+            if proposal.is_witnessed or is_recorded:
+                return RecoveredPacking(proposal.label, packing)
+            fitting.append((proposal, packing))
+        tried.append(f"{proposal.label}: {problem or 'it fits'}")
+    own_spec = bool(models.arguments.spec)  # `--spec`: modules of the user's own
+    bordered = all(stored.cuts is not None for stored in group.buckets.values()) and not own_spec
+    alike = all(_placed(packing) == _placed(fitting[0][1]) for _, packing in fitting)
+    if fitting and bordered and alike:
+        return RecoveredPacking(fitting[0][0].label, fitting[0][1])
+    refusal = PackingError if is_recorded else UncertainPackingError
+    raise refusal(
+        "it is not certain which parameter lies where, and remainders of masters, unlike masters, cannot show it",
+        found="; ".join(tried),
+        expected="a sidecar, or chunk borders that leave one known order of parameters",
+        where=str(group),
+        helps=f"the checkpoint is damaged: use another iteration; or {SIDECAR_FILE} beside it is of an earlier "
+        "save, and a job without this package has written the iteration again: then delete that file"
+        if is_recorded
+        else "resume under the layout that wrote it, with this package installed, and save: the sidecar records it",
+    )
+
+
+def _placed(packing: Packing) -> dict[BucketKey, list[tuple[str, int]]]:
+    return {key: [(placement.name, placement.start) for placement in placed] for key, placed in packing.items()}
+
+
+def propose(group: OptimizerGroup, proposals: Sequence[Proposal]) -> RecoveredPacking | None:
+    """The first proposal that the sizes and chunk borders of a group allow; not confirmed by its content."""
+    for proposal in proposals:
+        packing = proposal.packing_of(group)
+        if packing is not None and misfit(packing, group) is None:
+            return RecoveredPacking(proposal.label, packing)
+    return None
+
+
+def _sample(group: OptimizerGroup, packing: Packing, read: Bytes) -> str | None:
+    """Compare the first elements of every parameter with its weight; what differs, in words."""
+    placed = [(key, placement) for key, placements in packing.items() for placement in placements]
+    # The first one alone: it shows most of what is wrong, before more is read.
+    for begin, end in pairwise((0, *range(1, len(placed), _AT_ONCE), len(placed))):
+        samples = [_Sample.of(group, key, placement, read) for key, placement in placed[begin:end]]
+        if samples and not _all_round(samples):
+            for sample in samples:
+                if (mismatch := sample.proof.first_mismatch(sample.master, sample.weight)) is not None:
+                    return f"{sample.name} would be {mismatch}"
+    return None
+
+
+class _Sample(NamedTuple):
+    """The first masters of a parameter, as a packing places it, and its first weights."""
+
+    name: str
+    proof: Proof
+    master: torch.Tensor
+    weight: torch.Tensor
+
+    @classmethod
+    def of(cls, group: OptimizerGroup, key: BucketKey, placement: Placement, read: Bytes) -> _Sample:
+        count = min(_SAMPLE, numel_of(placement.regions))
+        master = read.master(group, key, placement.start, count)
+        proof = read.proof(region.name for region in placement.regions)
+        return cls(placement.name, proof, master, read.weight(placement.regions, 0, count))
+
+
+def _all_round(samples: Sequence[_Sample]) -> bool:
+    """Whether all masters round to their weights; together, because one comparison costs more than its elements."""
+    _, _, masters, weights = zip(*samples, strict=True)
+    if len({weight.dtype for weight in weights}) > 1:
+        return False
+    return BY_ROUNDING.first_mismatch(torch.cat(masters), torch.cat(weights)) is None
+
+
+def _data_parallel_borders(group: OptimizerGroup, models: LocalModels) -> dict[BucketKey, frozenset[int]]:
+    """The cuts of each bucket that its even division between the data-parallel ranks makes."""
+    ranks = buffer_ranks(models, group.rank)
+    high_bandwidth = bool(models.arguments.ddp_pad_buckets_for_high_nccl_busbw)
+    alignment = bucket_alignment(ranks, high_bandwidth)
+    borders: dict[BucketKey, frozenset[int]] = {}
+    for key, stored in group.buckets.items():
+        padded = -(-stored.numel_unpadded // alignment) * alignment
+        borders[key] = frozenset(padded // ranks * rank for rank in range(1, ranks))
+    return borders

@@ -1,0 +1,96 @@
+"""What a program calls whose training loop is its own: fill an optimizer, and write the sidecar of a save."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from mcore_ckpt_ext import __version__
+from mcore_ckpt_ext.collectives import agreed, agreed_here, is_first_rank
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME
+from mcore_ckpt_ext.megatron.live.arguments import live_arguments, unwrapped
+from mcore_ckpt_ext.megatron.live.sidecar_writer import PackingRecorder
+from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
+from mcore_ckpt_ext.optimizer_reshard import prepare
+from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.singletons import PROCESS
+from mcore_ckpt_ext.settings import ACCEPT_LOST, READ_ONCE, VERIFY_ALL
+
+_NONE = "no sidecar is written"
+
+
+def load_optimizer(path: str | os.PathLike[str], model: object, optimizer: object) -> dict[str, object] | None:
+    """Fill a live Megatron Core optimizer, of any layout, from a checkpoint of any other; collective.
+
+    The model's weights must be those of the checkpoint already: every master is proven against its weight before
+    anything is written.
+
+    Args:
+        path: a run folder (its newest iteration is taken) or an iteration folder.
+        model: the model, or the list of its chunks, wrapped or not.
+        optimizer: what `get_megatron_optimizer` made of it.
+
+    Returns:
+        The stored state of the scheduler, for its `load_state_dict`; None where the checkpoint has none.
+
+    Raises:
+        ResumeRefusedError: on every rank, when some rank cannot; the optimizer is untouched.
+
+    Example:
+        >>> try:
+        ...     load_optimizer("nowhere", model=[], optimizer=None)
+        ... except ResumeRefusedError:
+        ...     print("on every rank alike")
+        on every rank alike
+    """
+    chunks = unwrapped(model)
+    running = agreed_here("reading the live model", lambda: live_arguments(chunks, optimizer))
+    folder = Path(os.fspath(path))
+    prepared = prepare(
+        folder, chunks, optimizer, running,
+        verify_all=VERIFY_ALL.value, accept_lost=ACCEPT_LOST.value, read_once=READ_ONCE.value,
+    )  # fmt: skip
+    announce(str(prepared.prove().fill()))
+    return None if prepared.schedule is None else dict(prepared.schedule)
+
+
+def save_sidecar(path: str | os.PathLike[str], model: object, optimizer: object) -> None:
+    """Write the sidecar of a checkpoint that has just been saved: how its gradient buffers are packed; collective.
+
+    With it, a later resume under another layout need not recover the packing. Call it once the save is complete, and
+    before the next step changes the optimizer.
+
+    Args:
+        path: the iteration folder.
+        model: the model, or the list of its chunks, wrapped or not.
+        optimizer: what was saved.
+
+    Raises:
+        ResumeRefusedError: on every rank, where the folder is no checkpoint, or cannot be written to.
+
+    Example:
+        >>> try:
+        ...     save_sidecar("nowhere", model=[], optimizer=None)
+        ... except ResumeRefusedError as refusal:
+        ...     print(str(refusal).splitlines()[0])
+        mcore_ckpt_ext refused while looking at the checkpoint; no sidecar is written
+    """
+    folder, chunks = Path(os.fspath(path)), unwrapped(model)
+    iteration = agreed("looking at the checkpoint", lambda: open_checkpoint(folder).iteration, _NONE)[0]
+    stated = live_arguments(chunks, optimizer).stated
+    text = recorder().text(lambda: chunks, optimizer, stated, iteration)
+
+    def write() -> None:
+        if text and is_first_rank():
+            Disk().publish(folder, text, None, "")
+
+    agreed(f"writing {FILE_NAME}", write, _NONE)
+
+
+def recorder() -> PackingRecorder:
+    """The one that keeps this process's packings."""
+    # After a plus sign Megatron puts the commit of whatever repository it lies in.
+    megatron = str(getattr(sys.modules.get("megatron.core"), "__version__", "unknown")).partition("+")[0]
+    return PROCESS.one(PackingRecorder, lambda: PackingRecorder(announce, (__version__, megatron)))

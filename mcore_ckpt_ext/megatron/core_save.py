@@ -1,0 +1,105 @@
+"""Sidecars beside what any loop on Megatron Core saves: what runs around `dist_checkpointing.save`.
+
+Megatron's own loop is left to the coordinator of its saves. Source: `save`, and `AsyncRequest.add_finalize_fn`
+(megatron/core/dist_checkpointing/serialization.py, strategies/async_utils.py, core_v0.12.1 to 0.19.2).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.collectives import gather, is_first_rank
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME
+from mcore_ckpt_ext.megatron.api import recorder
+from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
+from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
+from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.reentrancy import Attended
+from mcore_ckpt_ext.patching.singletons import PROCESS
+
+Function = Callable[..., Any]
+
+
+class ToBeSaved:
+    """The optimizer that was last asked for what is to be saved, and which answer it gave.
+
+    The answer itself is saved as it is, so it bears no mark, and is not kept alive either.
+    """
+
+    def __init__(self) -> None:
+        self._optimizer: Callable[[], Any] = lambda: None
+        self._answer = 0
+
+    def note(self, optimizer: Any, answer: object) -> None:
+        """An optimizer has answered."""
+        self._optimizer, self._answer = weakref.ref(optimizer), id(answer)
+
+    def found_in(self, tree: Any) -> Any:
+        """The optimizer whose answer is in a state dict; None where there is none."""
+        return self._optimizer() if self._is_in(tree) else None
+
+    def _is_in(self, tree: Any) -> bool:
+        if not isinstance(tree, dict):
+            return False
+        return id(tree) == self._answer or any(self._is_in(value) for value in tree.values())
+
+
+def wrap_save(original: Function) -> Function:
+    """Around `dist_checkpointing.save`: the packing of the gradient buffers is written beside what was saved."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def save(*positional: Any, **keywords: Any) -> Any:
+        call = signature.bind(*positional, **keywords).arguments
+        tree, folder = call["sharded_state_dict"], str(call["checkpoint_dir"])
+        optimizer = PROCESS.one(ToBeSaved).found_in(tree)
+        is_partial = call.get("process_group") is not None
+        if is_partial or PROCESS.one(Attended).is_busy or "://" in folder or not _all_save(optimizer, folder):
+            return original(*positional, **keywords)
+        text = _text(optimizer, tree.get("iteration", 0))
+        if is_first_rank():  # of what lay there before, whose buffers are written over
+            Disk().remove(Path(folder) / FILE_NAME)
+        request = original(*positional, **keywords)
+        publish = functools.partial(_publish, Path(folder), text)
+        if request is None:
+            publish()
+        else:
+            request.add_finalize_fn(publish)
+        return request
+
+    return save
+
+
+def _all_save(optimizer: Any, folder: str) -> bool:
+    """Whether every rank saves an optimizer; a rank that trains no parameter has none to save. Collective."""
+    saving = gather(optimizer is not None)
+    if any(saving) and not all(saving):
+        announce(
+            f"no sidecar in {folder}: a rank has no optimizer; mcore_ckpt_ext.save_sidecar writes one all the same"
+        )
+    return all(saving)
+
+
+def _text(optimizer: Any, iteration: object) -> str:
+    """The sidecar's text; empty where it cannot be made. Collective."""
+    if not Chain.of(optimizer).distributed:
+        return ""
+    chunks = functools.partial(chunks_of, optimizer)
+    stated = live_arguments(chunks(), optimizer).stated
+    return recorder().text(chunks, optimizer, stated, iteration if isinstance(iteration, int) else 0)
+
+
+def _publish(folder: Path, text: str) -> None:
+    """Write it; a checkpoint without one is as good as before."""
+    if not text or not is_first_rank():
+        return
+    try:
+        Disk().publish(folder, text, None, "")
+    except OSError as error:
+        announce(f"no sidecar in {folder}: {error}; resuming will recover the packing instead")

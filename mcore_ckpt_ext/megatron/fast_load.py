@@ -1,0 +1,217 @@
+"""Megatron's loader of `torch_dist` within a scope: its tensors are read by this package (`--ckpt-ext-load fast`).
+
+`dist_checkpointing.load` ends in `TorchDistLoadShardedStrategy.load` (strategies/torch.py, core_v0.12.1 to 0.19.2, and
+the development head): what it is handed names every tensor's array, place and memory. What comes before, checks of
+access and strictness, and after, merges, factories and `load_state_dict`, stays Megatron's, as do the small pickled
+objects: only the bytes of tensors take another way. All ranks call it as often, since until 0.16 it is a collective.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.collectives import Failure, agreed, agreed_here, rank_and_size
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.megatron.live.compatibility import verify_checksums
+from mcore_ckpt_ext.megatron.live.sharded_load import (
+    ShardedLoad,
+    check_objects,
+    extra_states_of_nobody,
+    respelled,
+    stumbling_block,
+)
+from mcore_ckpt_ext.megatron.shared_index import index_read_once
+from mcore_ckpt_ext.patching.log import announce, states_of_nobody
+from mcore_ckpt_ext.settings import LOAD, VERIFY_ALL
+from mcore_ckpt_ext.storage.dcp_index import objects_alone
+
+_STRATEGIES = "megatron.core.dist_checkpointing.strategies.torch"
+_UNTOUCHED = "nothing is written yet"
+_MAPPING = "megatron.core.dist_checkpointing.mapping"
+
+
+@contextmanager
+def reading_fast(opened: Checkpoint | None = None, read_once: bool = False) -> Iterator[list[str]]:
+    """Within this scope, this package reads the tensors that Megatron's loader is asked for.
+
+    What it then has read is told by the list that it gives, in words.
+
+    What it does not know, on any rank, is left to Megatron's own loader as a whole, before anything is written.
+
+    Args:
+        opened: the checkpoint, where it is open already.
+        read_once: what several ranks want is read by one of them.
+
+    Raises:
+        ResumeRefusedError: on every rank, where some rank's part is damaged.
+    """
+    strategy: Any = import_module(_STRATEGIES).TorchDistLoadShardedStrategy
+    original = strategy.load
+    told: list[str] = []
+
+    @functools.wraps(original)
+    def load(self: Any, sharded_state_dict: Any, checkpoint_dir: Any, *more: Any, **keywords: Any) -> Any:
+        def stock(asked: Any) -> Any:
+            return original(self, asked, checkpoint_dir, *more, **keywords)
+
+        started = time.monotonic()
+        answer, nbytes = _load(sharded_state_dict, Path(str(checkpoint_dir)), opened, read_once, stock)
+        if nbytes:
+            told.append(f"{nbytes / 1e6:,.1f} MB of tensors read in {time.monotonic() - started:.1f} s")
+        return answer
+
+    strategy.load = load
+    try:
+        with index_read_once():
+            yield told
+    finally:
+        strategy.load = original
+
+
+def _load(
+    asked: Any, folder: Path, opened: Checkpoint | None, read_once: bool, stock: Callable[[Any], Any]
+) -> tuple[Any, int]:
+    """What `stock` would answer, tensors read by this package, and how many bytes all ranks read; or its answer, and 0.
+
+    Args:
+        asked: the sharded state dict: a tree of ShardedTensors and ShardedObjects.
+        folder: the iteration folder.
+        opened: its checkpoint, where it is open already.
+        read_once: what several ranks want is read by one of them.
+        stock: Megatron's own loader.
+    """
+    leaves = _Leaves.of(asked)
+    planned: list[ShardedLoad] = []
+    checkpoints: list[TorchDistCheckpoint] = []
+    empty: list[Any] = []
+
+    def prepare(checkpoint: TorchDistCheckpoint) -> str | None:
+        tensors = [respelled(entry, checkpoint) for entry in leaves.tensors]
+        if reason := stumbling_block(tensors, checkpoint):
+            return reason
+        try:
+            planned.append(ShardedLoad(tensors, checkpoint))
+            checkpoints.append(checkpoint)
+        except UnsupportedCheckpointError as error:
+            return str(error)
+        empty.extend(extra_states_of_nobody(leaves.objects, checkpoint))
+        if VERIFY_ALL.value and checkpoint.view is not opened:  # of one that is open already, it is done
+            verify_checksums(checkpoint.view, *rank_and_size())
+        return "some of it is stored quantized" if planned[0].is_quantized else None
+
+    def plan() -> tuple[str | None, bool, int]:
+        checkpoint, reason = _opened(folder, opened)
+        reason = reason or leaves.unknown
+        if checkpoint is not None and reason is None:
+            reason = prepare(checkpoint)
+        return reason, len(leaves.objects) > len(empty), len(empty)
+
+    plans = agreed("planning the load", plan, _UNTOUCHED)
+    for rank, (reason, *_) in enumerate(plans):
+        if reason is not None:
+            announce(f"{LOAD.flag}: Megatron's own loader reads this checkpoint (rank {rank}: {reason})")
+            return stock(asked), 0
+
+    if missing := sum(number for *_, number in plans):
+        stated = checkpoints[0].arguments.stated
+        announce(states_of_nobody(missing, were_dropped=bool(stated.get("ckpt_drop_redundant_extra_state"))))
+
+    absent = set(map(id, empty))
+    stored = [entry for entry in leaves.objects if id(entry) not in absent]
+
+    def read_objects() -> dict[int, Any]:
+        try:
+            with objects_alone():  # all ranks call it, or none
+                objects = stock({str(number): entry for number, entry in enumerate(stored)}) if some else {}
+        except (Exception, Failure):
+            check_objects(stored, checkpoints[0])
+            raise
+        return {id(entry): objects[str(number)] for number, entry in enumerate(stored)}
+
+    some = any(has_objects for _, has_objects, _ in plans)
+    # The small ones first: if one of them is damaged, nothing has been written.
+    values = agreed_here("reading the pickled objects", read_objects, _UNTOUCHED) | dict.fromkeys(absent)
+    if read_once:
+        planned[0].share(agreed("planning what is read once", planned[0].wanted_bytes, _UNTOUCHED))
+    consequence = "it is partly written: do not train on, start again"
+    tensors: list[Any] = []
+
+    def read() -> int:
+        tensors.extend(planned[0].read())
+        return planned[0].bytes_read
+
+    nbytes = sum(agreed("reading the model", read, consequence))
+    return _answer(asked, values | dict(zip(map(id, leaves.tensors), tensors, strict=True))), nbytes
+
+
+def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoint | None, str | None]:
+    """The checkpoint in a folder, or why this package does not read it."""
+    if not folder.is_dir():
+        return None, f"{folder} is no folder of this machine"
+    if opened is None or opened.folder.resolve() != folder.resolve():
+        try:
+            opened = open_checkpoint(folder)
+        except UnsupportedCheckpointError as error:
+            return None, str(error)
+    own = opened.format_reader
+    if type(own) is not TorchDistCheckpoint:
+        return None, f"a checkpoint in {opened.format}"
+    return own, None
+
+
+@dataclass(frozen=True)
+class _Leaves:
+    """What a sharded state dict asks for.
+
+    Attributes:
+        tensors: its ShardedTensors.
+        objects: its ShardedObjects.
+        unknown: why it is not one that is known; None where it is.
+    """
+
+    tensors: list[Any]
+    objects: list[Any]
+    unknown: str | None
+
+    @classmethod
+    def of(cls, tree: Any) -> _Leaves:
+        mapping: Any = import_module(_MAPPING)
+        leaves = list(_leaves(tree))
+        tensors = [leaf for leaf in leaves if type(leaf) is mapping.ShardedTensor]
+        objects = [leaf for leaf in leaves if type(leaf) is mapping.ShardedObject]
+        others = [leaf for leaf in leaves if type(leaf) not in (mapping.ShardedTensor, mapping.ShardedObject)]
+        return cls(tensors, objects, f"it asks for a {type(others[0]).__name__}" if others else None)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, dict):
+        for value in tree.values():
+            yield from _leaves(value)
+    elif isinstance(tree, list):
+        for value in tree:
+            yield from _leaves(value)
+    else:
+        yield tree
+
+
+def _answer(tree: Any, values: Mapping[int, Any]) -> Any:
+    """The tree with what its leaves asked for; like Megatron's, without dicts that ask for nothing."""
+    if isinstance(tree, dict):
+        answers = {key: _answer(value, values) for key, value in tree.items()}
+        return {key: answer for key, answer in answers.items() if not _is_empty(tree[key])}
+    if isinstance(tree, list):
+        return [_answer(value, values) for value in tree]
+    return values[id(tree)]
+
+
+def _is_empty(tree: Any) -> bool:
+    return isinstance(tree, (dict, list)) and not any(True for _ in _leaves(tree))

@@ -1,0 +1,267 @@
+"""Make Megatron's ``--async-save`` really asynchronous, and accept this package's own flags.
+
+Two defaults stand in its way:
+
+- since 0.16.0, ``validate_args`` switches ``--async-save`` off, with a warning, unless
+  ``--use-persistent-ckpt-worker`` is given too (megatron/training/arguments.py:1138@0.16.1, 1740@0.19.2).
+  Up to 0.15 an asynchronous save needs no such flag, so those versions are left alone;
+- since 0.17.0, ``--async-strategy`` defaults to ``nvrx``, and the job dies in ``get_async_strategy``
+  where nvidia-resiliency-ext is absent or too old
+  (megatron/core/dist_checkpointing/strategies/torch.py:1127@0.19.2).
+
+A flag that the user gave is never changed. The changes are made right after ``parse_args``: 0.16.x chooses
+the writer's queue before it calls ``validate_args`` (megatron/training/initialize.py:86-92@0.16.1).
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import wraps
+from importlib import import_module
+from typing import ParamSpec, TypeVar
+
+from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.megatron.huggingface_export import check_export
+from mcore_ckpt_ext.megatron.sources.huggingface import check_arguments
+from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.settings import (
+    ACCEPT_KEYS,
+    AUTO,
+    CONTINUE,
+    EXPORT_HF,
+    FALLBACK,
+    FAST,
+    FROM_HF,
+    LOAD,
+    ON_SAVE_FAILURE,
+    READ_ONCE,
+    SETTINGS,
+    STOCK,
+    STOP,
+)
+from mcore_ckpt_ext.versions import Version, parse_version
+
+P = ParamSpec("P")
+Arguments = TypeVar("Arguments", bound=Namespace)
+
+_PROVIDER = "extra_args_provider"
+FIRST_VERSION_THAT_NEEDS_THE_WORKER = (0, 16)
+
+
+@dataclass(frozen=True)
+class Change:
+    """One argument that is set to a value other than Megatron's default, and why."""
+
+    name: str
+    value: object
+    reason: str
+
+
+def wrap_parse_args(original: Callable[P, Arguments]) -> Callable[P, Arguments]:
+    """Return a ``parse_args`` whose result saves asynchronously when ``--async-save`` asks for it."""
+    signature = inspect.signature(original)
+
+    @wraps(original)
+    def parse_args(*args: P.args, **kwargs: P.kwargs) -> Arguments:
+        call = signature.bind(*args, **kwargs)
+        call.arguments[_PROVIDER] = _with_own_flags(call.arguments.get(_PROVIDER))
+        arguments = original(*call.args, **call.kwargs)
+        version = megatron_version()
+        changes = asynchronous_save_changes(arguments, sys.argv[1:], version, nvrx_problem)
+        for change in changes:
+            setattr(arguments, change.name, change.value)
+        if changes:
+            told = "; ".join(f"{change.name} = {change.value} ({change.reason})" for change in changes)
+            announce(f"--async-save: {told}")
+        if hazard := offload_hazard(arguments, version):
+            announce(f"--async-save: {hazard}")
+        return arguments
+
+    return parse_args
+
+
+def wrap_validate_args(original: Callable[..., Arguments]) -> Callable[..., Arguments]:
+    """Return a ``validate_args`` that ends a job, before it is built, which cannot begin or save as it is asked to."""
+
+    @wraps(original)
+    def validate_args(args: Arguments, *positional: object, **keywords: object) -> Arguments:
+        result = original(args, *positional, **keywords)
+        check_settings()
+        check_arguments(args)
+        check_export(args)
+        return result
+
+    return validate_args
+
+
+def check_settings() -> None:
+    """Refuse variables that mean nothing: what was to be safer, or was to go on, would be neither.
+
+    Raises:
+        UsageError: there are such.
+    """
+    if wrong := [setting for setting in SETTINGS if not setting.is_understood]:
+        raise UsageError(
+            "a variable of the environment has a value that it cannot have",
+            found="; ".join(f"{setting.name}={setting.text}" for setting in wrong),
+            expected="; ".join(f"{setting.name}: {setting.meaning}" for setting in wrong),
+            helps="correct it, or unset it; `mcore-ckpt doctor` shows all of them",
+        )
+
+
+def _with_own_flags(provider: Callable[[ArgumentParser], ArgumentParser] | None) -> Callable[..., ArgumentParser]:
+    """The user's provider of extra arguments, followed by this package's; Megatron has none of these names."""
+
+    def provide(parser: ArgumentParser) -> ArgumentParser:
+        parser = provider(parser) if provider is not None else parser
+        group = parser.add_argument_group(title="mcore_ckpt_ext")
+        group.add_argument(
+            ON_SAVE_FAILURE.flag,
+            choices=[CONTINUE, STOP],
+            help="Whether training goes on when a checkpoint cannot be saved "
+            f"(default: {ON_SAVE_FAILURE.name}, or {ON_SAVE_FAILURE.default}).",
+        )
+        group.add_argument(
+            FALLBACK.flag,
+            action="store_true",
+            default=None,
+            help="Resume from the newest whole checkpoint where the newest one is incomplete or damaged "
+            f"(also {FALLBACK.name}=1).",
+        )
+        group.add_argument(
+            LOAD.flag,
+            choices=[AUTO, STOCK, FAST],
+            help="Who reads the tensors of a torch_dist checkpoint: this package (fast), Megatron wherever it can "
+            f"(stock), this package under another layout (auto; default: {LOAD.name}, or {LOAD.default}).",
+        )
+        group.add_argument(
+            READ_ONCE.flag,
+            action="store_true",
+            default=None,
+            help="Where this package reads tensors, let what several ranks want be read by one of them and sent to the "
+            f"others (also {READ_ONCE.name}=1).",
+        )
+        group.add_argument(
+            FROM_HF.flag,
+            action="store_true",
+            default=None,
+            help="End where --load (or --pretrained-checkpoint) names no Hugging Face folder to start from; one with a "
+            f"config.json and no checkpoint is taken by itself (also {FROM_HF.name}=1).",
+        )
+        group.add_argument(
+            ACCEPT_KEYS.flag,
+            type=ACCEPT_KEYS.parse,
+            metavar="NAMES",
+            help="Keys of the config.json of a Hugging Face folder to start from, separated by commas, that have no "
+            f"effect on what the model computes (also {ACCEPT_KEYS.name}).",
+        )
+        group.add_argument(
+            EXPORT_HF.flag,
+            type=int,
+            metavar="EVERY",
+            help="Beside the checkpoint of every EVERY-th iteration, write a Hugging Face folder in the background: "
+            f"hf/iter_... in the folder of --save (also {EXPORT_HF.name}).",
+        )
+        return parser
+
+    return provide
+
+
+def asynchronous_save_changes(
+    arguments: Namespace,
+    command_line: Sequence[str],
+    version: tuple[int, int] | None,
+    find_nvrx_problem: Callable[[], str | None],
+) -> list[Change]:
+    """Decide which arguments must change so that ``--async-save`` does what it says; change nothing.
+
+    Args:
+        arguments: what Megatron's ``parse_args`` returned.
+        command_line: the words that the user gave, to tell a choice from a default.
+        version: (major, minor) of megatron.core, None where it is not known.
+        find_nvrx_problem: says why the nvrx strategy cannot work, None if it can; it imports the package,
+            so it is asked only where the answer matters.
+    """
+    if not _saves_asynchronously(arguments) or version is None or version < FIRST_VERSION_THAT_NEEDS_THE_WORKER:
+        return []
+    if not arguments.use_persistent_ckpt_worker and offload_hazard(arguments, version):
+        return []
+    changes = []
+    if getattr(arguments, "async_strategy", None) == "nvrx":
+        problem = find_nvrx_problem()
+        if problem and _is_given("--async-strategy", command_line):
+            # Stock saves synchronously, or says what to install. With the worker it would only die sooner.
+            return []
+        if problem:
+            changes.append(Change("async_strategy", "mcore", f"nvrx cannot be used: {problem}"))
+    if not arguments.use_persistent_ckpt_worker:
+        reason = f"without it Megatron {version[0]}.{version[1]} switches --async-save off"
+        changes.append(Change("use_persistent_ckpt_worker", True, reason))
+    return changes
+
+
+def offload_hazard(arguments: Namespace, version: tuple[int, int] | None) -> str | None:
+    """Say why this job's persistent writer is, or would be, a danger to its checkpoints; None where it is not.
+
+    It copies tensors from a GPU before training goes on, and reads those on the CPU later, where they lie: masters and
+    moments of an offloaded optimizer, which ``DistributedOptimizer`` hands out as they are
+    (``_get_main_param_and_optimizer_states``, megatron/core/optimizer/distrib_optimizer.py, and ``preload_tensors``,
+    filesystem_async.py of megatron-core 0.19.2 and of nvidia-resiliency-ext 0.6.0). Seen with the latter and tensors
+    on the CPU: weights of one step, masters of a later one.
+    """
+    if not (_saves_asynchronously(arguments) and getattr(arguments, "optimizer_cpu_offload", False)):
+        return None
+    danger = "a persistent writer reads what --optimizer-cpu-offload keeps on the CPU while training changes it"
+    if arguments.use_persistent_ckpt_worker:
+        return f"{danger}: checkpoints can be a mixture of steps; leave --use-persistent-ckpt-worker out"
+    if version is None or version < FIRST_VERSION_THAT_NEEDS_THE_WORKER:
+        return None  # a process forked for each save has the memory as it was
+    return f"{danger}, so it is not switched on, and Megatron saves synchronously"
+
+
+def _saves_asynchronously(arguments: Namespace) -> bool:
+    """Tell whether this job saves, asks to do so asynchronously, and uses a format that can.
+
+    Asynchronous saving works with torch_dist only (help of --async-save, 0.7.0 to 0.19.2). A job set up by
+    a YAML file is left alone: ``validate_yaml`` does not switch ``async_save`` off.
+    """
+    return (
+        bool(getattr(arguments, "async_save", False))
+        and hasattr(arguments, "use_persistent_ckpt_worker")
+        and getattr(arguments, "save", None) is not None
+        and getattr(arguments, "ckpt_format", None) == "torch_dist"
+        and getattr(arguments, "yaml_cfg", None) is None
+    )
+
+
+def _is_given(flag: str, command_line: Sequence[str]) -> bool:
+    """Tell whether the user gave a flag; Megatron's parser takes no abbreviations (allow_abbrev=False)."""
+    return any(word == flag or word.startswith(f"{flag}=") for word in command_line)
+
+
+def megatron_version() -> Version | None:
+    """Return (major, minor) of the imported megatron.core, None where it does not say."""
+    return parse_version(getattr(sys.modules.get("megatron.core"), "__version__", ""))
+
+
+def nvrx_problem() -> str | None:
+    """Say why Megatron's nvrx strategy would fail in this environment; None where it works.
+
+    Asks what Megatron asks: every import of ``get_async_strategy`` (0.17.0 on), then the parameter
+    ``mp_mode`` of ``get_write_results_queue``, which ``init_persistent_async_worker`` requires (0.18.0 on,
+    megatron/training/async_utils.py:98@0.19.2). A release below Megatron's minimum stops the import of
+    megatron.core itself (nvrx.py:has_nvrx_async_support@0.18.0 on), long before this.
+    """
+    try:
+        strategies = import_module("megatron.core.dist_checkpointing.strategies.torch")
+        _, functions = strategies.get_async_strategy("nvrx")
+        parameters = inspect.signature(functions["get_write_results_queue"]).parameters
+    except (ImportError, AttributeError, AssertionError, KeyError, ValueError) as error:
+        return str(error.__cause__ or error.__context__ or error)
+    if "mp_mode" not in parameters:
+        return "nvidia_resiliency_ext is too old: get_write_results_queue has no parameter mp_mode"
+    return None

@@ -1,0 +1,136 @@
+"""`--ckpt-ext-export-hf EVERY`: a Hugging Face folder of every such checkpoint, `hf/iter_...` beside the iterations.
+
+A process of its own makes it of the finished checkpoint, as `mcore-ckpt convert` does, after training has gone on; it
+shares nothing with the job but the disk, so that nothing that happens to it reaches the save or the training.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.megatron.saving.save import Save
+from mcore_ckpt_ext.megatron.sources.huggingface import named_model
+from mcore_ckpt_ext.settings import EXPORT_HF, SWITCH
+from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE
+
+FOLDER = "hf"
+_OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+_GENTLE = ("nice", "-n", "10")
+_MEMORY = "256MiB"
+_SHOWN = 3
+
+
+def check_export(arguments: Any) -> None:
+    """Refuse to begin a job that could not write what it is asked for.
+
+    Args:
+        arguments: Megatron's, validated.
+
+    Raises:
+        UsageError: there are no checkpoints of which such folders could be made.
+    """
+    every = EXPORT_HF.chosen(arguments)
+    if not every:
+        return
+    save, interval = getattr(arguments, "save", None), getattr(arguments, "save_interval", None)
+    chosen = getattr(arguments, "ckpt_format", TORCH_DIST)
+    found = (
+        f"{EXPORT_HF.flag} {every}" if every < 0
+        else f"--save {save}" if not save or "://" in str(save)
+        else f"--ckpt-format {chosen}" if chosen != TORCH_DIST
+        else f"--save-interval {interval}" if not interval or every % interval
+        else None
+    )  # fmt: skip
+    if found is not None:
+        raise UsageError(
+            "there will be no checkpoint of which a Hugging Face folder can be made", found=found,
+            expected=f"--save FOLDER, --ckpt-format {TORCH_DIST}, and {EXPORT_HF.flag} a multiple of --save-interval",
+        )  # fmt: skip
+
+
+def export_command(save: Save, arguments: Any) -> list[str] | None:
+    """The command that makes the folder of a saved checkpoint; None where none is asked for.
+
+    Args:
+        save: a save that is a fact.
+        arguments: Megatron's.
+    """
+    every = EXPORT_HF.chosen(arguments)
+    if every <= 0 or save.iteration % every or save.tracker_text == RELEASE:
+        return None
+    words = [sys.executable, "-m", "mcore_ckpt_ext", "convert", str(save.folder), str(destination(save))]
+    words += ["--to", "hf", "--force", "--workers", "1", "--memory-limit", _MEMORY]
+    tokenizer = named_model(arguments) or _folder(getattr(arguments, "tokenizer_model", None))
+    words += ["--tokenizer", str(tokenizer)] if tokenizer is not None else []
+    return [*_GENTLE, *words] if shutil.which(_GENTLE[0]) else words
+
+
+def destination(save: Save) -> Path:
+    """Where the Hugging Face folder of a checkpoint lies."""
+    return save.folder.parent / FOLDER / save.folder.name
+
+
+class Exports:
+    """The exports of a job, one after the other, on the rank that publishes its checkpoints.
+
+    Args:
+        start: begins a piece of work beside the training, when those before it are done.
+        say: tells the user a line.
+        warn: tells the user a line that nobody may overlook.
+    """
+
+    def __init__(
+        self, start: Callable[[Callable[[], None]], object], say: Callable[[str], None], warn: Callable[[str], None]
+    ) -> None:
+        self._start, self._say, self._warn = start, say, warn
+
+    def follow(self, save: Save, arguments: Any) -> None:
+        """Begin the export of a checkpoint that is a fact, if it is one of those that are wanted."""
+        command = export_command(save, arguments)
+        if command is not None:
+            self._start(lambda: self._run(command, save))
+
+    def _run(self, command: list[str], save: Save) -> None:
+        begun, place = time.monotonic(), destination(save)
+        try:
+            place.parent.mkdir(exist_ok=True)
+            # Into a file, for a pipe would break, and in a session of its own: where the job ends or is killed before,
+            # the checkpoint is whole all the same, and its folder shall be.
+            with tempfile.TemporaryFile("w+", errors="replace") as output:
+                environment = environment_of(os.environ)
+                result = subprocess.run(
+                    command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False,
+                    start_new_session=True,
+                )  # fmt: skip
+                output.seek(0)
+                problem = output.read() if result.returncode else None
+        except OSError as error:
+            problem = str(error)
+        if problem is None:
+            seconds = time.monotonic() - begun
+            self._say(f"iteration {save.iteration} is a Hugging Face folder, too: {place}, {seconds:.1f} s beside "
+                      "the training")  # fmt: skip
+        else:
+            told = " ".join(problem.strip().splitlines()[-_SHOWN:])
+            self._warn(f"WARNING: no Hugging Face folder of iteration {save.iteration} was written to {place}; the "
+                       f"checkpoint itself is whole: {told}")  # fmt: skip
+
+
+def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a process that is no rank of the job, and has no accelerator."""
+    kept = {name: value for name, value in variables.items() if not name.startswith(_OF_RANKS)}
+    return {**kept, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", SWITCH.name: "0"}
+
+
+def _folder(path: str | None) -> Path | None:
+    return Path(path) if path and "://" not in path and Path(path).is_dir() else None

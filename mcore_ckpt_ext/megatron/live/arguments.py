@@ -1,0 +1,81 @@
+"""The arguments of a live job that nobody parsed: what its model, its wrappers and its ranks say of themselves.
+
+Attributes used, present from core_v0.12.1 to 0.19.2: `config` of the model chunks (`TransformerConfig`), `ddp_config`
+of a DistributedOptimizer (`DistributedDataParallelConfig`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.parallel import SWITCHES
+from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
+
+_OF_MODEL = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size", "context_parallel_size",
+    *SWITCHES, *WEIGHT_SHARDS,
+)  # fmt: skip
+# Of `ddp_config`, and the arguments that they are.
+_OF_BUFFERS = {
+    "overlap_grad_reduce": "overlap_grad_reduce",
+    "bucket_size": "ddp_bucket_size",
+    "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    "fp8_param_gather": "fp8_param_gather",
+    "fp4_param_gather": "fp4_param_gather",
+    "use_distributed_optimizer": "use_distributed_optimizer",
+    "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
+}
+
+
+def unwrapped(model: Any) -> list[Any]:
+    """The chunks of a model, given as one or as several, without what wraps them for precision and for gradients."""
+    found = []
+    for chunk in model if isinstance(model, (list, tuple)) else [model]:
+        while isinstance(getattr(chunk, "module", None), torch.nn.Module):
+            chunk = chunk.module
+        found.append(chunk)
+    return found
+
+
+def chunks_of(optimizer: Any) -> list[Any]:
+    """The unwrapped model chunks whose parameters an optimizer steps, as its DistributedOptimizers know them.
+
+    Raises:
+        UnsupportedCheckpointError: none of it is a DistributedOptimizer.
+    """
+    chunks = [chunk for child in Chain.of(optimizer).distributed for chunk in child.model_chunks]
+    if not chunks:
+        raise UnsupportedCheckpointError(
+            "the optimizer does not know its model", found=type(optimizer).__name__,
+            helps="call mcore_ckpt_ext.load_optimizer(path, model, optimizer)",
+        )  # fmt: skip
+    return unwrapped(list(dict.fromkeys(chunks)))
+
+
+def live_arguments(chunks: Iterable[Any], optimizer: Any) -> JobArguments:
+    """What a live job states under Megatron's names.
+
+    Args:
+        chunks: the unwrapped model chunks.
+        optimizer: the live optimizer.
+    """
+    stated: dict[str, Any] = {}
+    config = next((chunk.config for chunk in chunks if hasattr(chunk, "config")), None)
+    stated |= {name: getattr(config, name) for name in _OF_MODEL if hasattr(config, name)}
+    stated["num_experts"] = getattr(config, "num_moe_experts", None)
+    for child in Chain.of(optimizer).distributed:
+        known = getattr(child, "ddp_config", None)
+        stated |= {argument: getattr(known, name) for name, argument in _OF_BUFFERS.items() if hasattr(known, name)}
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    sizes = [stated.get(name) or 1 for name in (*_OF_MODEL[:2], _OF_MODEL[5])]
+    stated |= {"world_size": world, "data_parallel_size": max(1, world // (sizes[0] * sizes[1] * sizes[2]))}
+    return JobArguments.of(stated, source="the live model and its optimizer", tells_all=False)

@@ -1,0 +1,224 @@
+"""Plans of several ranks, executed together: what more than one of them wants is read by one, and sent.
+
+For file systems that are slower than the network between the ranks (`--ckpt-ext-read-once`). What is to be read by whom
+follows from what all want (`planning.read_dedup`), so that no rank asks another for anything.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt_ext.collectives import agreed_here, rank_and_size
+from mcore_ckpt_ext.devices import host_buffer
+from mcore_ckpt_ext.group_device import payload_device
+from mcore_ckpt_ext.planning.overlap import Runs
+from mcore_ckpt_ext.planning.plan import Copy, Plan
+from mcore_ckpt_ext.planning.read_dedup import MESSAGE_BYTES, Message, Spans, messages_of, united
+from mcore_ckpt_ext.storage.checksums import is_plain
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.tensor_location import Payload
+from mcore_ckpt_ext.transfer import Destinations, Transfer
+
+# Messages that a rank has read before it is their turn.
+_AHEAD = 2
+
+
+def wanted_bytes(plan: Plan, transfer: Transfer) -> Spans:
+    """The bytes that a plan reads, of whatever is stored as its elements are counted.
+
+    Rows are wanted with what lies between them: of a matrix that is cut by columns, every rank gets all.
+
+    Raises:
+        CheckpointError: a record is not what the index describes.
+    """
+    starts: dict[str, list[Any]] = {}
+    stops: dict[str, list[Any]] = {}
+    for copy in plan.copies:
+        payload = transfer.locate(copy.extent)
+        if is_plain(copy, payload):
+            low, high = _hull(copy.runs)
+            starts.setdefault(payload.file, []).append(payload.offset + low * payload.dtype.itemsize)
+            stops.setdefault(payload.file, []).append(payload.offset + high * payload.dtype.itemsize)
+    return {file: united(numpy.concatenate(starts[file]), numpy.concatenate(stops[file])) for file in sorted(starts)}
+
+
+def _hull(runs: Runs) -> tuple[Any, Any]:
+    """Of each entry, the first source element and one past the last."""
+    last = runs.source + (runs.count - 1) * runs.source_stride
+    return numpy.minimum(runs.source, last), numpy.maximum(runs.source, last) + runs.length
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Elements of a message, of `dtype`, and where they go in the destination with index `target`."""
+
+    target: int
+    dtype: torch.dtype
+    runs: Runs
+
+
+class ReadOnce:
+    """One rank's plan, and its part in the messages."""
+
+    def __init__(self, plan: Plan, reader: FolderReader, transfer: Transfer, wants: Sequence[Spans]) -> None:
+        """Divide the plan; nothing is read, nothing sent.
+
+        Args:
+            plan: of this rank.
+            reader: of the checkpoint's folder.
+            transfer: likewise.
+            wants: `wanted_bytes` of every rank.
+        """
+        self._reader, self._transfer = reader, transfer
+        self._rank = rank_and_size()[0]
+        self._messages = messages_of(wants, self._rank)
+        self._parts: list[list[_Part]] = [[] for _ in self._messages]
+        self._has_taken_part = False
+        places: dict[str, list[tuple[int, int, int, int]]] = {}
+        for number, message in enumerate(self._messages):
+            for stretch in message.stretches:
+                places.setdefault(stretch.file, []).append((stretch.start, stretch.stop, stretch.at, number))
+        own: list[Copy] = []
+        for copy in plan.copies:
+            payload = transfer.locate(copy.extent)
+            own += self._divided(copy, payload, places.get(payload.file, [])) if is_plain(copy, payload) else [copy]
+        self._own = replace(plan, copies=own)
+
+    def _divided(self, copy: Copy, payload: Payload, places: list[tuple[int, int, int, int]]) -> Iterator[Copy]:
+        """What this rank reads for itself of a copy; what comes in messages is noted.
+
+        Args:
+            copy: of plain elements.
+            payload: where they lie.
+            places: of its file, ascending: first byte, one past the last, place in the message, number of the message.
+        """
+        size = payload.dtype.itemsize
+        low, high = (int(edge) for edge in (_hull(copy.runs)[0].min(), _hull(copy.runs)[1].max()))
+        first = bisect_right(places, payload.offset + low * size, key=lambda place: place[1])
+        last = bisect_left(places, payload.offset + high * size, key=lambda place: place[0])
+        done = low
+        for start, stop, at, number in places[first:last]:
+            begin, end = (start - payload.offset) // size, (stop - payload.offset) // size
+            yield from _some(copy, done, begin)
+            if len(inside := copy.runs.within(begin, end)):
+                self._parts[number].append(_Part(copy.target, payload.dtype, inside.moved(at // size - begin, 0)))
+            done = end
+        yield from _some(copy, done, high)
+
+    def execute(self, destinations: Destinations) -> None:
+        """Fill the destinations, like `Transfer.execute`; collective.
+
+        Whatever goes wrong here, this rank takes part until all have what they wait for, and raises then.
+
+        Raises:
+            UnreadableCheckpointError: a file is damaged; some elements, of other ranks, too, may be wrong.
+        """
+        with self.taking_part():
+            self._transfer.execute(self._own, destinations)
+            self._exchange(destinations)
+
+    @contextmanager
+    def taking_part(self) -> Iterator[None]:
+        """Within this scope, a rank that fails before the exchange takes part in it all the same."""
+        try:
+            yield
+        except Exception:
+            if not self._has_taken_part:
+                self._exchange(None)
+            raise
+
+    def _exchange(self, destinations: Destinations | None) -> None:
+        self._has_taken_part = True
+        problems: list[Exception] = []
+
+        def attempt(work: Callable[[], object]) -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - raised below, once nobody waits for this rank
+                problems.append(error)
+
+        read_into, received = agreed_here("making room for what is read once", self._room, "nothing was sent")
+        with ThreadPoolExecutor(1, thread_name_prefix="mcore_ckpt_ext") as pool:
+            ahead = self._read_ahead(pool, read_into)
+            for message, parts in zip(self._messages, self._parts, strict=True):
+                there = received[: message.nbytes]
+                if message.reader == self._rank:
+                    data, reading = next(ahead)
+                    attempt(reading.result)
+                    there = data if data.device == there.device else there.copy_(data)
+                _pass_on(there, message, self._rank)
+                if destinations is not None:
+                    for part in parts:
+                        attempt(lambda part=part, there=there: _place(part, there, destinations))  # type: ignore[misc]
+        if problems:
+            raise problems[0]
+
+    @property
+    def _own_messages(self) -> list[Message]:
+        return [message for message in self._messages if message.reader == self._rank]
+
+    def _room(self) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Memory to read messages into, and for the one that is at hand: once they are under way none can be asked for.
+
+        A rank that then had none would leave the others waiting.
+        """
+        count = min(len(self._own_messages), _AHEAD + 1)
+        largest = max((message.nbytes for message in self._messages), default=0)
+        received = torch.empty(largest, dtype=torch.uint8, device=payload_device())
+        return [host_buffer(MESSAGE_BYTES) for _ in range(count)], received
+
+    def _read_ahead(
+        self, pool: ThreadPoolExecutor, room: Sequence[torch.Tensor]
+    ) -> Iterator[tuple[torch.Tensor, Future[None]]]:
+        """The messages that this rank reads, and when they are there; whoever asks for one is done with the last."""
+        own, count = self._own_messages, len(room)
+        begun: deque[tuple[torch.Tensor, Future[None]]] = deque()
+        for number, message in enumerate(own):
+            data = room[number % count][: message.nbytes]
+            begun.append((data, pool.submit(self._read, message, data)))
+            if len(begun) == count:
+                yield begun.popleft()
+        yield from begun
+
+    def _read(self, message: Message, data: torch.Tensor) -> None:
+        memory = memoryview(data.numpy())
+        for stretch in message.stretches:
+            place = memory[stretch.at : stretch.at + stretch.stop - stretch.start]
+            self._reader.read_into(stretch.file, stretch.start, place)
+
+
+def _some(copy: Copy, low: int, high: int) -> Iterator[Copy]:
+    """The part of a copy of which the source lies in `[low, high)`, if there is any."""
+    if low < high and len(runs := copy.runs.within(low, high)):
+        yield replace(copy, runs=runs)
+
+
+def _pass_on(data: torch.Tensor, message: Message, rank: int) -> None:
+    """Receive a message, but for its reader, and send it to those that get it from this rank."""
+    giver, others = message.route(rank)
+    if giver is not None:
+        _wait_for([dist.P2POp(dist.irecv, data, giver)])
+    if others:
+        _wait_for([dist.P2POp(dist.isend, data, other) for other in others])
+
+
+def _wait_for(operations: list[dist.P2POp]) -> None:
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+
+
+def _place(part: _Part, data: torch.Tensor, destinations: Destinations) -> None:
+    elements, destination = data.view(part.dtype), destinations[part.target]
+    for source, target, length, count, source_stride, target_stride in part.runs.rows():
+        places = destination.as_strided((count, length), (target_stride, 1), destination.storage_offset() + target)
+        places.copy_(elements.as_strided((count, length), (source_stride, 1), source))

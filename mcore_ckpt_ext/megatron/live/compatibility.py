@@ -1,0 +1,219 @@
+"""What a checkpoint and a live job must have in common before a resume is planned."""
+
+from __future__ import annotations
+
+from operator import eq
+from pathlib import Path
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import (
+    ModelMismatchError,
+    ProofError,
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+    some,
+)
+from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.megatron.live.model import NEW, Spell, quantisation
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
+from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
+from mcore_ckpt_ext.model_space.names import spelled_as_in
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.settings import ACCEPT_LOST
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+
+_ROUNDED = {"bfloat16": "--bf16", "float16": "--fp16"}
+
+
+def spelling_in(checkpoint: Checkpoint, live: set[str], arguments: JobArguments | None = None) -> Spell:
+    """Gives live names as the checkpoint has them; `str` where they are the same, as under the same layer spec.
+
+    Args:
+        checkpoint: that is to be resumed.
+        live: the names of all parameters and buffers of the live model.
+        arguments: of the running job, where it may be another kind of model.
+
+    Raises:
+        CheckpointError: a hybrid model is to go on from a GPT, and cannot.
+    """
+    known = set(checkpoint.names(WEIGHT))
+    own = {name: name for name in live}
+    if arguments is not None and becomes_hybrid(checkpoint.arguments, arguments):
+        layers = checkpoint.arguments.num_layers
+        of_gpt = names_in_gpt(str(arguments.hybrid_layer_pattern), layers, live)
+        own = {name: NEW + name if found is None else found for name, found in of_gpt.items()}
+    spelled = {name: spelled_as_in(known, found) for name, found in own.items()}
+    return str if all(map(eq, spelled, spelled.values())) else lambda name: spelled.get(name, name)
+
+
+def becomes_hybrid(written: JobArguments, running: JobArguments) -> bool:
+    """Whether a hybrid model is to go on from a GPT (`_maybe_setup_gpt_to_hybrid_load`, checkpointing.py, 0.19.2)."""
+    was_hybrid = written.hybrid_layer_pattern or written.stated.get("hybrid_override_pattern")
+    return bool(running.hybrid_layer_pattern) and not was_hybrid
+
+
+def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
+    """Refuse a model that would leave stored parameters unused.
+
+    Raises:
+        ModelMismatchError: the checkpoint holds a tensor that no rank's model has.
+    """
+    unused = [name for name in checkpoint.names(WEIGHT) if name not in live]
+    if unused:
+        raise ModelMismatchError(
+            "the checkpoint holds parameters that the model does not have",
+            found=f"{len(unused)} of them, {', '.join(unused[:3])}",
+            where=str(checkpoint.folder),
+            helps="resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
+        )
+
+
+def check_optimizer_was_saved(written: JobArguments, folder: str) -> None:
+    """Refuse to resume an optimizer that the job of the checkpoint did not save.
+
+    Megatron ends by a KeyError, once the weights are loaded (`load_checkpoint`, megatron/training/checkpointing.py,
+    core_v0.7.0 to 0.19.2).
+
+    Args:
+        written: the arguments of the job that wrote the checkpoint.
+        folder: of the checkpoint.
+
+    Raises:
+        ModelMismatchError: it was saved with --no-save-optim.
+    """
+    if written.no_save_optim:
+        raise ModelMismatchError(
+            "the checkpoint holds no optimizer, which the job that wrote it left out (--no-save-optim)",
+            expected="the state of an optimizer to resume",
+            where=folder,
+            helps="resume with --no-load-optim: the optimizer then begins anew from the weights; --finetune also "
+            "starts at iteration 0",
+        )
+
+
+def check_tokens(tokens: int | None, arguments: JobArguments, folder: Path) -> None:
+    """Refuse a vocabulary in which tokens of the checkpoint have no row; rows that are padding may come and go.
+
+    Args:
+        tokens: of the checkpoint, without padding; None where they are not known.
+        arguments: of the running job.
+        folder: of the checkpoint.
+
+    Raises:
+        ModelMismatchError: there are such.
+    """
+    rows = arguments.padded_vocab_size
+    if tokens is not None and rows is not None and rows < tokens:
+        raise ModelMismatchError(
+            "the model's vocabulary is smaller than the checkpoint's: tokens with their optimizer state would be lost",
+            found=f"{tokens} tokens",
+            expected=f"at most {rows}, padding included",
+            where=str(folder),
+            helps="resume with the tokenizer, or the --vocab-size, that the checkpoint was written with",
+        )
+
+
+def check_adapters(checkpoint: Checkpoint, running: ParallelLayout, arguments: JobArguments) -> None:
+    """Refuse adapters that the loop that wrote them itself would hand out wrongly under another tensor parallel size.
+
+    Raises:
+        UnsupportedCheckpointError: there are such.
+    """
+    moved = "tensor" in checkpoint.layout.unknown or checkpoint.layout.tensor != running.tensor
+    if moved and (wrong := ordered_by_size(checkpoint, arguments)):
+        raise UnsupportedCheckpointError(
+            f"{loop_of(wrong)} reads the rows of these adapters wrongly under another tensor parallel size",
+            found=f"{some(wrong, 2)}, under TP{running.tensor}",
+            expected=f"TP{checkpoint.layout.tensor}, as they were saved",
+            where=str(checkpoint.folder),
+            helps="keep the size; `mcore-ckpt convert --to hf` writes them for peft in their true order",
+        )
+
+
+def check_kinds(checkpoint: Checkpoint, shard: LiveShard) -> None:
+    """Refuse an optimizer that keeps different state for a parameter than the one that wrote the checkpoint.
+
+    Raises:
+        ModelMismatchError: its state cannot be derived from what is stored, or something stored would be dropped.
+    """
+    state = checkpoint.optimizer
+    stored = {kind for kind in state.carried_kinds if state.logical_tensor(kind, shard.name) is not None} - {FP32_PARAM}
+    wanted = set(shard.kinds)
+    if stored and stored != wanted:
+        raise ModelMismatchError(
+            "the checkpoint was written by an optimizer of another kind than the running one",
+            found=f"{' and '.join(sorted(stored))} of this parameter",
+            expected=" and ".join(sorted(wanted)) or "nothing but its master",
+            where=f"{shard.name}, {checkpoint.folder}",
+            helps="what one kind keeps, Adam's moments or Muon's momentum, follows from nothing that another keeps: "
+            "resume with the optimizer of the checkpoint (--optimizer; `mcore-ckpt inspect` tells which), or with "
+            "--no-load-optim",
+        )
+
+
+def check_precision(checkpoint: Checkpoint, shard: LiveShard) -> None:
+    """Refuse weights that were rounded otherwise than the live ones are: masters could not be proven by them.
+
+    Raises:
+        ModelMismatchError: they were.
+    """
+    stored, parameter = checkpoint.logical_tensor(WEIGHT, shard.name), shard.live.parameter
+    if stored is None or quantisation(parameter) is not None or checkpoint.follow_from_weights(shard.name):
+        return
+    live = str(parameter.dtype).removeprefix("torch.")
+    if stored.dtype in _ROUNDED and live != stored.dtype:
+        raise ModelMismatchError(
+            "the running job is of another precision than the checkpoint, whose masters are not those of such weights",
+            found=f"{stored.dtype}",
+            expected=live,
+            where=f"{shard.name}, {checkpoint.folder}",
+            helps=f"resume with {_ROUNDED[stored.dtype]}, as it was written; or, in the other precision, with "
+            "--no-load-optim: the optimizer then begins anew from the weights",
+        )
+
+
+def check_stored_once(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint in which elements are stored more than once.
+
+    Raises:
+        UnreadableCheckpointError: there are such.
+    """
+    index = checkpoint.format_reader.stored_index
+    if index is not None and (overlapping := index.overlapping):
+        raise UnreadableCheckpointError(
+            "the checkpoint stores elements more than once, and it is not known which of them count",
+            found=f"overlapping chunks of {some(sorted(overlapping), 3)}",
+            where=str(checkpoint.folder),
+            helps="its index was edited, or put together from several: use another iteration",
+        )
+
+
+def check_lost(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint that Megatron itself wrote with holes.
+
+    Raises:
+        ProofError: optimizer state is lost; the message names all of it.
+    """
+    lost = checkpoint.optimizer.lost_elements()
+    if lost:
+        raise ProofError(
+            "Megatron wrote this fully_reshardable optimizer state shifted; most of it can be repaired, but not all",
+            found=f"{sum(lost.values())} elements in no slot: "
+            + ", ".join(f"{count} of {name}" for name, count in lost.items()),
+            where=str(checkpoint.folder),
+            helps="resume from an iteration saved without --dist-ckpt-optim-fully-reshardable, or set "
+            f"{ACCEPT_LOST.name}=1: the lost masters are then taken from the weights, their moments are zero",
+        )
+
+
+def verify_checksums(checkpoint: Checkpoint, rank: int, ranks: int) -> None:
+    """Compare the checksums of this rank's share of all records.
+
+    Raises:
+        UnreadableCheckpointError: one differs.
+    """
+    for number, (file, offset, length) in enumerate(sorted(set(checkpoint.archives()))):
+        if number % ranks == rank:
+            TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()

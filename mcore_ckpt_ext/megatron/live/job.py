@@ -1,0 +1,105 @@
+"""One rank of a live job: its model and optimizer as they are to be filled, and what it tells the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from mcore_ckpt_ext.errors import ModelMismatchError
+from mcore_ckpt_ext.layout.weight_spec import LentWeight
+from mcore_ckpt_ext.megatron.live.model import (
+    NEW,
+    Spell,
+    held_among,
+    live_names,
+    live_tensors,
+    registered_names,
+    trained_names,
+)
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import homes_of
+
+
+class LiveJob:
+    """The model and the optimizer of one rank, as they are to be filled.
+
+    Attributes:
+        homes: its optimizers.
+        shards: what they hold, and a checkpoint has.
+        new: what they hold of parameters that start anew.
+        view: what this rank tells the others.
+    """
+
+    def __init__(self, chunks: Sequence[Any], optimizer: Any, spell: Spell = str) -> None:
+        """Read it.
+
+        Args:
+            chunks: the unwrapped model chunks.
+            optimizer: the live optimizer.
+            spell: gives names as the checkpoint has them.
+
+        Raises:
+            UnsupportedCheckpointError: this package does not fill this kind of optimizer.
+            ModelMismatchError: see `Home.shards`.
+        """
+        self.homes = homes_of(optimizer)
+        stored = live_tensors(chunks, spell)
+        self._live = live = held_among(stored, chunks)
+        held = [shard for home in self.homes for shard in home.shards(live)]
+        self.shards = [shard for shard in held if not shard.name.startswith(NEW)]
+        self.new = [shard for shard in held if shard.name.startswith(NEW)]
+        first = not self.homes or any(home.is_first_replica for home in self.homes)
+        self.view = RankView(
+            names=live_names(stored) if first else [],
+            trained=trained_names(chunks, live) if first else [],
+            registered=[registered_names(chunk, live) for chunk in chunks] if first else [],
+            kinds=frozenset(home.kind for home in self.homes),
+        )
+
+    def lent(self) -> dict[str, LentWeight]:
+        """What this rank tells of its weights, for an optimizer that is stored without them.
+
+        Whether tensor-parallel ranks share a parameter, and along which axis, it says itself
+        (`set_tensor_model_parallel_attributes`, megatron/core/tensor_parallel/layers.py, core_v0.7.0 to 0.19.2).
+        """
+        found: dict[str, LentWeight] = {}
+        for described in self._live.values():
+            is_shared = bool(getattr(described.parameter, "tensor_model_parallel", False))
+            axis = int(getattr(described.parameter, "partition_dim", 0)) if is_shared else None
+            for name, tensor in described.tensors.items():
+                parts = sum(region.name == name for region in described.regions)
+                found[name] = LentWeight(tensor, axis, parts)
+        return found
+
+
+@dataclass(frozen=True)
+class RankView:
+    """What a rank tells the others before planning; of data-parallel ranks, the first speaks for all."""
+
+    names: list[str]
+    trained: list[str]
+    registered: list[list[str]]
+    kinds: frozenset[str]
+
+
+def check_same_kinds(views: Sequence[RankView]) -> None:
+    """Refuse ranks that keep their masters in different ways; a rank may lack a kind that another has.
+
+    Raises:
+        ModelMismatchError: two ranks were started with different options.
+    """
+    ranks_of: dict[frozenset[str], list[int]] = {}
+    for rank, view in enumerate(views):
+        ranks_of.setdefault(view.kinds, []).append(rank)
+    ordered = sorted(ranks_of, key=len)
+    if all(fewer <= more for fewer, more in pairwise(ordered)):
+        return
+    raise ModelMismatchError(
+        "the ranks of this job do not keep their optimizers in the same way",
+        found="; ".join(
+            f"{' and '.join(sorted(kinds))} on rank {', '.join(map(str, ranks_of[kinds]))}" for kinds in ordered
+        ),
+        expected="the same on all of them",
+        helps="start all ranks with the same options (--optimizer-offload-fraction, --use-precision-aware-optimizer)",
+    )

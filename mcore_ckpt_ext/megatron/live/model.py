@@ -1,0 +1,150 @@
+"""Megatron's live model, seen as slices of model space.
+
+Attributes used, present from core_v0.7.0 to 0.19.2: `sharded_state_dict` of the model chunks, and what its entries
+say about themselves (megatron/core/dist_checkpointing/mapping.py). Nothing is imported: the caller hands over the
+objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.master_check import WITHIN_FP4, WITHIN_FP8, Proof, smallest_step
+from mcore_ckpt_ext.model_space.names import name_at, stacked_axes
+from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+
+
+@dataclass(frozen=True)
+class LiveParameter:
+    """A live parameter: its regions in the order of its memory, and the global tensors they belong to."""
+
+    parameter: torch.Tensor
+    regions: tuple[Region, ...]
+    tensors: Mapping[str, LogicalTensor]
+    may_pad: bool
+
+
+def quantisation(parameter: torch.Tensor) -> Proof | None:
+    """How the masters of a live parameter are proven that is kept in fp8 or fp4; None where it is a plain tensor.
+
+    Transformer Engine's quantised tensors show a high-precision dtype, and dequantise themselves (`QuantizedTensor`,
+    transformer_engine/pytorch/quantized_tensor.py, 2.1 to 2.20.2; `NVFP4Tensor` since 2.8). One with a single scale
+    keeps it as `_scale_inv` (`Float8Tensor`, float8_tensor.py).
+    """
+    kind = type(parameter)
+    if kind.dequantize is torch.Tensor.dequantize:
+        return None
+    scale = getattr(parameter, "_scale_inv", None)
+    step = 0.0 if scale is None else smallest_step(torch.float8_e4m3fn, float(scale))
+    return (WITHIN_FP4 if "FP4" in kind.__name__ else WITHIN_FP8).at_step(step)
+
+
+Spell = Callable[[str], str]
+"""Gives a model-space name as a checkpoint has it."""
+
+NEW = "new."
+"""What then stands before the name of a parameter that the checkpoint's model does not have, and that starts anew."""
+
+
+def live_tensors(chunks: Sequence[Any], spell: Spell = str) -> list[LiveParameter]:
+    """Every tensor, parameters and buffers, that the model chunks would store, as their sharded state dicts say."""
+    return [_described(entry, spell) for entry in _stored(chunks) if isinstance(entry.data, torch.Tensor)]
+
+
+def live_parameters(chunks: Sequence[Any], spell: Spell = str) -> dict[int, LiveParameter]:
+    """All parameters and buffers of the model chunks by `id`, described by the model's own sharded state dict."""
+    held = _held(chunks)
+    return {id(entry.data): _described(entry, spell) for entry in _stored(chunks) if id(entry.data) in held}
+
+
+def held_among(stored: Iterable[LiveParameter], chunks: Sequence[Any]) -> dict[int, LiveParameter]:
+    """Of `live_tensors`, what `live_parameters` would give."""
+    held = _held(chunks)
+    return {id(live.parameter): live for live in stored if id(live.parameter) in held}
+
+
+def _stored(chunks: Sequence[Any]) -> Iterator[Any]:
+    """What the chunks' sharded state dicts say of the tensors that they have."""
+    entries = (entry for chunk in chunks for entry in _entries(_sharded(chunk)))
+    return (entry for entry in entries if getattr(entry, "data", None) is not None)
+
+
+def _held(chunks: Sequence[Any]) -> set[int]:
+    return {id(tensor) for chunk in chunks for tensor in (*chunk.parameters(), *chunk.buffers())}
+
+
+def live_names(stored: Iterable[LiveParameter]) -> list[str]:
+    """The model-space names that tensors stand for."""
+    return list(dict.fromkeys(name for live in stored for name in live.tensors))
+
+
+def registered_names(chunk: Any, live: Mapping[int, LiveParameter]) -> list[str]:
+    """Names of a chunk's parameters in registration order."""
+    return [live[id(parameter)].regions[0].name for parameter in chunk.parameters() if id(parameter) in live]
+
+
+def trained_names(chunks: Sequence[Any], live: Mapping[int, LiveParameter]) -> list[str]:
+    """Model-space names of all that the chunks' trained parameters hold."""
+    trained = (live[id(p)] for chunk in chunks for p in chunk.parameters() if p.requires_grad and id(p) in live)
+    return list(dict.fromkeys(name for parameter in trained for name in parameter.tensors))
+
+
+def _sharded(chunk: Any) -> Any:
+    """A chunk's sharded state dict, by the process groups that it was given, where it was given any.
+
+    `ensure_metadata_has_dp_cp_group` asks `parallel_state` otherwise (megatron/core/transformer/utils.py, core_v0.16.0
+    to 0.19.2), which has none where a program gives Megatron all of its groups.
+    """
+    given = getattr(getattr(chunk, "pg_collection", None), "dp_cp", None)
+    return chunk.sharded_state_dict() if given is None else chunk.sharded_state_dict(metadata={"dp_cp_group": given})
+
+
+def _entries(tree: Any) -> Iterator[Any]:
+    """The leaves of a sharded state dict that describe tensors (ShardedTensor and ShardedTensorFactory)."""
+    if isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _entries(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from _entries(value)
+    elif hasattr(tree, "global_offset") and hasattr(tree, "local_shape") or hasattr(tree, "build_fn"):
+        yield tree
+
+
+def _described(entry: Any, spell: Spell) -> LiveParameter:
+    if not hasattr(entry, "build_fn"):
+        region, tensor = _region(entry, spell)
+        return LiveParameter(entry.data, (region,), {tensor.name: tensor}, bool(entry.allow_shape_mismatch))
+    # A factory cuts the parameter into parts with places of their own (SwiGLU gate and up, Mamba's in_proj). Built
+    # over a tensor without memory, the parts' offsets in its storage tell which part lies where.
+    ghost = torch.empty(entry.data.shape, dtype=entry.data.dtype, device="meta")
+    parts = sorted(
+        _entries(entry.build_fn(entry.key, ghost, entry.replica_id, entry.flattened_range)),
+        key=lambda part: int(part.data.storage_offset()),
+    )
+    end = 0
+    for part in parts:
+        if part.data.storage_offset() != end or not part.data.is_contiguous():
+            raise UnsupportedCheckpointError(
+                "a parameter is stored in parts that are not contiguous rows of it", where=str(entry.key)
+            )
+        end += part.data.numel()
+    described = [_region(part, spell) for part in parts]
+    tensors = {tensor.name: tensor for _, tensor in described}
+    return LiveParameter(entry.data, tuple(region for region, _ in described), tensors, may_pad=False)
+
+
+def _region(sharded: Any, spell: Spell) -> tuple[Region, LogicalTensor]:
+    """A ShardedTensor's place in model space."""
+    stacked = stacked_axes(sharded.key)
+    sizes = (1,) * sharded.prepend_axis_num + tuple(sharded.local_shape)
+    name = spell(name_at(sharded.key, sharded.global_offset[:stacked]))
+    dtype = str(sharded.dtype).removeprefix("torch.")
+    region = Region(name, tuple(sharded.global_offset[stacked:]), sizes[stacked:])
+    return region, LogicalTensor(name, tuple(sharded.global_shape[stacked:]), dtype)

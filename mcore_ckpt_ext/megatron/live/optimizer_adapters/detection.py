@@ -1,0 +1,191 @@
+"""Which kind of optimizer a live job has, and what stock Megatron makes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.master_check import half_precision
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Home
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.distributed import DistributedHome
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.layer_wise import LayerWiseHome
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.offloaded import OffloadedHome
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.precision_aware import PrecisionAwareHome, keeps_halves
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.undistributed import UndistributedHome
+
+# megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2.
+_UNDISTRIBUTED = ("Float16OptimizerWithFloat16Params", "FP32Optimizer")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """The optimizers of a live job that step parameters, stubs left out, by how they keep what is stepped.
+
+    Attributes:
+        distributed: DistributedOptimizers.
+        whole: those of whole parameters, each with the LayerWiseDistributedOptimizer that shares its parameters out
+            between data-parallel ranks, if one does.
+        unknown: all others.
+    """
+
+    distributed: Sequence[Any]
+    whole: Sequence[tuple[Any, Any]]
+    unknown: Sequence[Any]
+
+    @classmethod
+    def of(cls, optimizer: Any) -> Chain:
+        """Of an optimizer that may be a chain, with chains in it.
+
+        With `--optimizer muon --use-distributed-optimizer` a chain holds LayerWiseDistributedOptimizer, itself a chain,
+        and the DistributedOptimizer of what Muon does not step (`_get_megatron_emerging_optimizer`,
+        megatron/core/optimizer/__init__.py, core_v0.19.1, 0.19.2 and the development head of August 2026).
+        """
+        distributed, whole, unknown = [], [], []
+        for child, layer_wise in _leaves(optimizer, None):
+            if hasattr(child, "gbuf_ranges"):
+                distributed.append(child)
+            elif type(child).__name__ in _UNDISTRIBUTED and kept_by(child.optimizer) is not None:
+                whole.append((child, layer_wise))
+            else:
+                unknown.append(child)
+        return cls(distributed, whole, unknown)
+
+
+def _leaves(optimizer: Any, layer_wise: Any) -> Iterator[tuple[Any, Any]]:
+    children = getattr(optimizer, "chained_optimizers", None)
+    if children is None:
+        if not getattr(optimizer, "is_stub_optimizer", False):
+            yield optimizer, layer_wise
+        return
+    # LayerWiseDistributedOptimizer, core_v0.16.0 to 0.19.2.
+    layer_wise = optimizer if hasattr(optimizer, "allgather_params") else layer_wise
+    for child in children:
+        yield from _leaves(child, layer_wise)
+
+
+def homes_of(optimizer: Any) -> list[Home]:
+    """The homes of a (chained) optimizer's masters and moments.
+
+    Raises:
+        UnsupportedCheckpointError: this package does not fill some child's kind.
+    """
+    chain = Chain.of(optimizer)
+    if chain.unknown:
+        first = chain.unknown[0]
+        raise UnsupportedCheckpointError(
+            "this version does not fill this kind of optimizer",
+            found=" over ".join(type(one).__name__ for one in (first, getattr(first, "optimizer", None)) if one),
+            helps="resume as the checkpoint was written, which is left to Megatron; or with --no-load-optim",
+        )
+    check_supported(chain.distributed)
+    return [
+        *(_home_of(child) for child in chain.distributed),
+        *(
+            LayerWiseHome(child, layer_wise) if layer_wise is not None else UndistributedHome(child)
+            for child, layer_wise in chain.whole
+        ),
+    ]
+
+
+def _home_of(optimizer: Any) -> Home:
+    if is_offloaded(optimizer):
+        return OffloadedHome(optimizer)
+    return PrecisionAwareHome(optimizer) if is_precision_aware(optimizer) else DistributedHome(optimizer)
+
+
+def check_supported(optimizers: Sequence[Any]) -> None:
+    """Refuse masters beside fp8 or fp4 primary weights that are not plain fp32 shards.
+
+    Raises:
+        UnsupportedCheckpointError: the fused optimizer keeps them, or some of them are on the CPU.
+    """
+    for optimizer in optimizers:
+        # Transformer Engine's quantised tensors show a high-precision dtype; their buffers do not.
+        if not any(dtypes[0] == torch.uint8 for ranges in optimizer.gbuf_ranges for dtypes in ranges):
+            continue
+        config = optimizer.config
+        inside = getattr(config, "use_precision_aware_optimizer_no_fp8_or_ds_fp8", is_precision_aware(optimizer))
+        if inside or is_offloaded(optimizer):
+            raise UnsupportedCheckpointError(
+                "this version does not fill this kind of optimizer from a checkpoint of another kind or layout",
+                found="fp8 or fp4 primary weights whose masters are in the fused optimizer, or on the CPU",
+                expected="plain fp32 masters",
+                helps="resume under the layout that the checkpoint was written with; without "
+                "--use-precision-aware-optimizer and --optimizer-cpu-offload; or with --no-load-optim",
+            )
+
+
+def is_precision_aware(optimizer: Any) -> bool:
+    """Whether a DistributedOptimizer leaves its masters to Transformer Engine's FusedAdam, or to the CPU's."""
+    return bool(getattr(optimizer.config, "use_precision_aware_optimizer", False))
+
+
+def is_offloaded(optimizer: Any) -> bool:
+    """Whether a DistributedOptimizer works on the CPU in part (HybridDeviceOptimizer)."""
+    return hasattr(optimizer.optimizer, "sub_optimizers")
+
+
+def keeps_remainders(optimizer: Any) -> bool:
+    """Whether the trailing 16 bits of the masters, as int16, are all that is kept beside bf16 weights.
+
+    Source: `FusedAdam.store_param_remainders`, transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2;
+    Megatron sets it since core_v0.11.0, where the class can do it, and has no flag for it.
+    """
+    inner = optimizer.optimizer
+    return bool(getattr(inner, "store_param_remainders", False) and getattr(optimizer.config, "bf16", False))
+
+
+def any_keeps_remainders(optimizer: Any) -> bool:
+    """Whether it is so for one of a live optimizer's chain."""
+    return any(map(keeps_remainders, Chain.of(optimizer).distributed))
+
+
+def switched(
+    optimizer: Any, written: JobArguments, kind: str | None, stored_remainders: Callable[[], bool]
+) -> list[str]:
+    """What a job has switched on or off in its optimizer since the checkpoint; Megatron looks at none of it.
+
+    torch's loader copies numbers into whatever tensor is asked for: int16 remainders into fp32 masters, or masters
+    into remainders (seen with core_v0.19.0 and 0.19.2; NaN after the next step).
+
+    Args:
+        optimizer: the live (chained) optimizer.
+        written: the arguments of the job that wrote the checkpoint.
+        kind: what the running job's arguments name, see `kind_named`.
+        stored_remainders: whether the checkpoint has remainders; asked only where both jobs may have them.
+    """
+    chain = Chain.of(optimizer)
+    optimizers, found = chain.distributed, []
+    if bool(written.use_distributed_optimizer) == bool(chain.whole or chain.unknown):
+        found.append("use_distributed_optimizer")
+    if bool(written.optimizer_cpu_offload) != any(map(is_offloaded, optimizers)):
+        found.append("optimizer_cpu_offload")
+    aware = any(map(is_precision_aware, optimizers))
+    if bool(written.use_precision_aware_optimizer) != aware:
+        found.append("use_precision_aware_optimizer")
+    elif aware and not found and stored_remainders() != any(map(keeps_remainders, optimizers)):
+        found.append("store_param_remainders")
+    elif aware and not found and half_precision(written) != any(map(keeps_halves, optimizers)):
+        found.append("main_params_dtype")
+    return [*found, *(["optimizer"] if is_another_kind(written, kind) else [])]
+
+
+def is_another_kind(written: JobArguments, kind: str | None) -> bool:
+    """Whether a job has another optimizer than the job that wrote the checkpoint: `kind`, as `kind_named` gives it."""
+    return len({name for name in (kind_named(written.stated), kind) if name}) > 1
+
+
+def kind_named(stated: Mapping[str, Any]) -> str | None:
+    """The optimizer that a job's arguments name; None where they name none.
+
+    `dist_muon` is `muon` with parameters that are shared out (megatron/training/arguments.py, core_v0.16.1 to 0.19.2).
+    What Muon does not step, Adam does, or Lion (`--muon-scalar-optimizer`, since core_v0.19.0).
+    """
+    name, other = str(stated.get("optimizer") or "").removeprefix("dist_"), stated.get("muon_scalar_optimizer")
+    return f"{name} and {other}" if "muon" in name and other not in (None, "adam") else name or None

@@ -1,0 +1,97 @@
+"""DistributedOptimizer with plain fp32 masters: Adam of Apex, Transformer Engine and torch, Lion.
+
+Attributes used, present from core_v0.7.0 to 0.19.2 in megatron/core/optimizer/distrib_optimizer.py:
+`gbuf_ranges[buffer][dtypes][bucket]["param_map"][param]["param"]`, `model_param_group_index_map`,
+`optimizer.param_groups`, `optimizer.state`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.megatron.live.model import LiveParameter
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainHome, described
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ
+from mcore_ckpt_ext.optimizers.groups import BOUNDS
+
+
+class DistributedHome(PlainHome):
+    """The home of masters and moments that `DistributedOptimizer` shards over data-parallel ranks."""
+
+    @property
+    def kind(self) -> str:
+        """The way in which masters are kept, in words; the same on all ranks that have such a home."""
+        return "whole masters"
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Whether no other rank reports the same about the model."""
+        return bool(self._optimizer.data_parallel_group.rank() == 0)
+
+    def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
+        """What this rank holds."""
+        for buckets in (b for ranges in self._optimizer.gbuf_ranges for b in ranges.values()):
+            for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
+                own = described(live, parameter)
+                local = Slice(own.regions, ranges["param"].start, ranges["param"].end)
+                shard = LiveShard(own, local, self, self._kinds)
+                self._check(shard)
+                yield shard
+
+    def share_weights(self) -> None:
+        """What follows every step (`DistributedDataParallel.start_param_sync`, core_v0.8.0 to 0.19.2)."""
+        for chunk in self._optimizer.model_chunks:
+            chunk.start_param_sync(force_sync=True)
+
+    def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
+        """The optimizer's own loading gives torch's Adam its step for each parameter.
+
+        Since core_v0.19.0 it also looks up the groups by their bounds (`param_group_identifier_keys`, optimizer.py): it
+        gets those of the live groups, which a new learning rate has changed, and the stored ones come afterwards.
+        """
+        known = [{**group, **_bounds(live)} for live, group in zip(self.param_groups, groups, strict=True)]
+        state: dict[str, Any] = {"optimizer": {"param_groups": known}}
+        if scaler is not None:
+            state["grad_scaler"] = scaler
+        self._optimizer.load_state_dict(state)
+        for live, group in zip(self.param_groups, groups, strict=True):
+            live.update(_bounds(group))
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        """Both moments of Adam, one of Lion: what the optimizer inside keeps, whatever the job's is called.
+
+        Beside a layer-wise Lion or SOAP, Adam steps the rest, and `optimizer_state_keys` (core_v0.19.0 to 0.19.2 and
+        the development head of August 2026) answers for the job's optimizer instead.
+        """
+        return kept_by(self._optimizer.optimizer) or tuple(
+            getattr(self._optimizer, "optimizer_state_keys", (EXP_AVG, EXP_AVG_SQ))
+        )
+
+    @override
+    def _stepped(self, shard: LiveShard) -> torch.Tensor:
+        group, order = self._optimizer.model_param_group_index_map[shard.live.parameter]
+        stepped: torch.Tensor = self._optimizer.optimizer.param_groups[group]["params"][order]
+        return stepped
+
+    def _check(self, shard: LiveShard) -> None:
+        main = self._kept(shard)
+        if main.dtype != torch.float32 or main.numel() != shard.slice.numel or not main.is_contiguous():
+            raise UnsupportedCheckpointError(
+                "the optimizer's masters are not plain fp32 shards",
+                found=f"{main.dtype}, {main.numel()} elements",
+                expected=f"torch.float32, {shard.slice.numel} elements",
+                where=shard.name,
+            )
+
+
+def _bounds(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in BOUNDS if key in group}

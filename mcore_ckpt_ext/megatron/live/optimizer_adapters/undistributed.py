@@ -1,0 +1,77 @@
+"""Optimizers of whole parameters, the same on all data-parallel ranks: Adam, Muon, Lion without distribution.
+
+Attributes used, present from core_v0.7.0 to 0.19.2 in megatron/core/optimizer/optimizer.py: `float16_groups` and
+`fp32_from_float16_groups` of Float16OptimizerWithFloat16Params; `optimizer.param_groups`, `optimizer.state` and
+`grad_scaler` of that and FP32Optimizer, whose masters are the weights themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from mcore_ckpt_ext.megatron.live.model import LiveParameter
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.offloaded import set_step
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.plain import PlainHome, described
+from mcore_ckpt_ext.model_space.slices import Slice
+
+
+class UndistributedHome(PlainHome):
+    """The home of masters and moments that every data-parallel rank holds whole."""
+
+    kind = "whole masters of whole parameters"
+
+    def __init__(self, optimizer: Any) -> None:
+        """Args: the Float16OptimizerWithFloat16Params or FP32Optimizer, over what `kept_by` knows."""
+        super().__init__(optimizer)
+        self._kinds = kept_by(optimizer.optimizer) or ()
+
+    @property
+    def is_first_replica(self) -> bool:
+        """Every rank reports the same; those of one stage cannot be told apart here."""
+        return True
+
+    def shards(self, live: Mapping[int, LiveParameter]) -> Iterator[LiveShard]:
+        """What this rank holds."""
+        for group in self.param_groups:
+            for master in group["params"]:
+                own = described(live, self._parameters.get(id(master), master))
+                yield LiveShard(own, Slice.whole(own.regions), self, self._kinds)
+
+    def share_weights(self) -> None:
+        """Every rank has written all of them."""
+
+    def finish(self, groups: Sequence[Mapping[str, Any]], scaler: Mapping[str, Any] | None) -> None:
+        """Take over the parameter groups' values, in the order of `param_groups`, and the gradient scaler's state."""
+        for group, values in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+        if steps := [int(group["step"]) for group in groups if "step" in group]:  # Muon counts none
+            set_step(self._optimizer.optimizer, max(steps))
+        if scaler is not None and getattr(self._optimizer, "grad_scaler", None):
+            self._optimizer.grad_scaler.load_state_dict(scaler)
+
+    @cached_property
+    def _parameters(self) -> dict[int, torch.Tensor]:
+        """The model's parameter of each fp32 copy, by the copy's `id`."""
+        pairs = zip(
+            getattr(self._optimizer, "float16_groups", []),
+            getattr(self._optimizer, "fp32_from_float16_groups", []),
+            strict=True,
+        )
+        return {id(master): own for owns, masters in pairs for own, master in zip(owns, masters, strict=True)}
+
+    @cached_property
+    def _masters(self) -> dict[int, torch.Tensor]:
+        """The master of each parameter, by the parameter's `id`."""
+        masters = [master for group in self.param_groups for master in group["params"]]
+        return {id(self._parameters.get(id(master), master)): master for master in masters}
+
+    @override
+    def _stepped(self, shard: LiveShard) -> torch.Tensor:
+        return self._masters[id(shard.live.parameter)]

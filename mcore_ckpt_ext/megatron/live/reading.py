@@ -1,0 +1,111 @@
+"""What one rank reads from a checkpoint for its optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.megatron.live.broadcast_read import ReadOnce, wanted_bytes
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
+from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan, plans_of
+from mcore_ckpt_ext.planning.read_dedup import Spans
+from mcore_ckpt_ext.transfer import read_wanted
+
+
+class Reading:
+    """What one rank reads: the plan, and which shard each part of it is for."""
+
+    def __init__(self, checkpoint: Checkpoint, shards: Sequence[LiveShard], accept_lost: bool) -> None:
+        self._checkpoint = checkpoint
+        self._accept_lost = accept_lost
+        wishes = [(kind, shard) for shard in shards for kind in (FP32_PARAM, *shard.kinds)]
+        derived = [wish for wish in wishes if checkpoint.derivation(wish[0], wish[1].name) is not None]
+        self._derived = {wish: plans_of(_slice(*wish), checkpoint, accept_lost) for wish in derived}
+        self._stored = [wish for wish in wishes if wish not in self._derived]
+        self._plan = make_plan([_slice(*wish) for wish in self._stored], checkpoint, accept_lost)
+        for plan in self.plans:
+            for copy in plan.copies:
+                checkpoint.transfer.locate(copy.extent)
+
+        self._once: dict[str, ReadOnce] = {}
+
+    def wanted_bytes(self) -> dict[str, Spans]:
+        """What this rank wants of each kind, to be told to all; what it derives, it reads for itself."""
+        transfer = self._checkpoint.transfer
+        return {kind: wanted_bytes(self._plan.of_kind(kind), transfer) for kind in (FP32_PARAM, *self.kinds)}
+
+    def share(self, wants: Sequence[Mapping[str, Spans]]) -> None:
+        """From now on, `read` is collective: what several ranks want of a kind is read by one.
+
+        Args:
+            wants: `wanted_bytes` of every rank.
+        """
+        reader, transfer = self._checkpoint.reader, self._checkpoint.transfer
+        for kind in (FP32_PARAM, *self.kinds):
+            of_ranks = [spans.get(kind, {}) for spans in wants]
+            self._once[kind] = ReadOnce(self._plan.of_kind(kind), reader, transfer, of_ranks)
+
+    @contextmanager
+    def taking_part(self, kinds: Iterable[str]) -> Iterator[None]:
+        """Within this scope, a rank that fails still sends what the others wait for of these kinds."""
+        with ExitStack() as stack:
+            for kind in reversed(list(kinds)):
+                if kind in self._once:
+                    stack.enter_context(self._once[kind].taking_part())
+            yield
+
+    @property
+    def plans(self) -> list[Plan]:
+        """All that is read: what is stored, and what the rest is derived from."""
+        return [self._plan, *(plan for plans in self._derived.values() for plan in plans)]
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The moments of all shards together, in the order in which all ranks read them."""
+        return tuple(sorted({kind for kind, _ in (*self._stored, *self._derived)} - {FP32_PARAM}))
+
+    def shards(self, kind: str) -> list[LiveShard]:
+        """The shards that keep a kind."""
+        return [shard for wanted, shard in (*self._stored, *self._derived) if wanted == kind]
+
+    def read(
+        self,
+        kind: str,
+        rooms: Mapping[LiveShard, torch.Tensor],
+        look: Callable[[LiveShard, int, int], None] | None = None,
+    ) -> dict[LiveShard, list[slice]]:
+        """Read all of one kind.
+
+        Args:
+            kind: which.
+            rooms: the memory, 1-D, that receives it, for each shard that keeps it.
+            look: is told of elements from the first to below the second, as of `Transfer.execute`.
+
+        Returns:
+            The elements that the checkpoint does not have.
+        """
+        targets = {target: shard for target, (wanted, shard) in enumerate(self._stored) if wanted == kind}
+        part, transfer = self._plan.of_kind(kind), self._checkpoint.transfer
+        memory = {target: rooms[shard] for target, shard in targets.items()}
+        if kind in self._once:
+            self._once[kind].execute(memory)
+        else:
+            seen = None if look is None else lambda target, start, stop: look(targets[target], start, stop)
+            transfer.execute(part, memory, seen)
+        missing: dict[LiveShard, list[slice]] = {}
+        for fill in part.fills:
+            missing.setdefault(targets[fill.target], []).append(slice(fill.start, fill.stop))
+        for (wanted, shard), plans in self._derived.items():
+            if wanted == kind:
+                values = read_wanted(self._checkpoint, transfer, _slice(kind, shard), self._accept_lost)
+                rooms[shard].copy_(values)
+                missing[shard] = [slice(fill.start, fill.stop) for plan in plans for fill in plan.fills]
+        return missing
+
+
+def _slice(kind: str, shard: LiveShard) -> WantedSlice:
+    return WantedSlice(kind, shard.slice, shard.live.tensors, shard.live.may_pad)

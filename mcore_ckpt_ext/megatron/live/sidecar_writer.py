@@ -1,0 +1,156 @@
+"""The sidecar of a running job: the packing of its buffers, gathered once and written beside each checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.collectives import attempt, gather, listed_of_all
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.sidecar import (
+    RecordedBucket,
+    RecordedDigests,
+    RecordedGroup,
+    RecordedParameter,
+    SaveRecord,
+    Sidecar,
+)
+from mcore_ckpt_ext.megatron.live.digests import Digester, first_instances
+from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_parameters
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A sidecar that is being made.
+
+    Attributes:
+        share: tells the other ranks what this one digested; collective. From then on the optimizer may change.
+        text: gives its text once it is known how long the save took; empty where it cannot be made.
+    """
+
+    share: Callable[[], None]
+    text: Callable[[SaveRecord | None], str]
+
+
+class PackingRecorder:
+    """Gathers the packing of a job's gradient buffers once for each optimizer, and gives the sidecar of each save.
+
+    Args:
+        say: tells the user a line.
+        versions: of this package, and of megatron-core.
+    """
+
+    def __init__(self, say: Callable[[str], None], versions: tuple[str, str]) -> None:
+        self._say = say
+        self._versions = versions
+        self._groups: WeakKeyDictionary[Any, tuple[RecordedGroup, ...]] = WeakKeyDictionary()
+        self._digesters: WeakKeyDictionary[Any, Digester] = WeakKeyDictionary()
+
+    def text(
+        self, chunks: Callable[[], Sequence[Any]], optimizer: Any, arguments: Mapping[str, Any], iteration: int
+    ) -> str:
+        """The text of a sidecar that does not tell how long the save took; arguments as of `begun`. Collective."""
+        begun = self.begun(chunks, optimizer, arguments, iteration)
+        begun.share()
+        return begun.text(None)
+
+    def begun(
+        self,
+        chunks: Callable[[], Sequence[Any]],
+        optimizer: Any,
+        arguments: Mapping[str, Any],
+        iteration: int,
+        beside: bool = False,
+    ) -> Begun:
+        """The sidecar of a save that begins; a collective call.
+
+        Args:
+            chunks: gives the unwrapped model chunks.
+            optimizer: what is saved; None where its packing need not be known.
+            arguments: Megatron's arguments of the run.
+            iteration: the iteration that is saved.
+            beside: as of `Digester.begin`.
+        """
+        if optimizer is None:
+            return Begun(lambda: None, lambda saved: "")
+        if optimizer not in self._groups:
+            live = chunks()
+            self._groups[optimizer] = self._gathered(live, optimizer)
+            self._digesters[optimizer] = Digester(live, optimizer, self._say)
+        digests = self._digesters[optimizer].begin(optimizer, beside)
+        groups = self._groups[optimizer]
+        return Begun(digests.share, lambda saved: self._text(groups, arguments, iteration, saved, digests.recorded()))
+
+    def _gathered(self, chunks: Sequence[Any], optimizer: Any) -> tuple[RecordedGroup, ...]:
+        own: list[RecordedGroup] = []
+        # Every rank must reach the gathering, and the save must not fail.
+        problem = attempt(lambda: own.extend(recorded_groups(chunks, optimizer)))
+        of_ranks = gather((own, problem))
+        if problems := listed_of_all([text for _, text in of_ranks]):
+            self._say(f"no sidecar for this job: {problems}; resuming will recover the packing instead")
+            return ()
+        return merged(group for groups, _ in of_ranks for group in groups)
+
+    def _text(
+        self,
+        groups: tuple[RecordedGroup, ...],
+        arguments: Mapping[str, Any],
+        iteration: int,
+        saved: SaveRecord | None,
+        digests: tuple[RecordedDigests, ...],
+    ) -> str:
+        """The sidecar's text; empty where it cannot be made: a checkpoint without it is as good as before."""
+        if not groups:
+            return ""
+        written_by, megatron = self._versions
+        try:
+            ranks = ParallelLayout.from_arguments(JobArguments.of(arguments))
+            layout = {name: int(size) for name, size in ranks.sizes().items()}
+            sidecar = Sidecar(f"mcore_ckpt_ext {written_by}", megatron, iteration, layout, groups, saved, digests)
+            return sidecar.to_json()
+        except Exception as error:  # noqa: BLE001 - see above
+            self._say(f"no sidecar beside iteration {iteration}: {error}; resuming will recover the packing instead")
+            return ""
+
+
+def recorded_groups(chunks: Sequence[Any], optimizer: Any) -> list[RecordedGroup]:
+    """This rank's part of the sidecar: the groups of which it is the first data-parallel rank.
+
+    Attributes used, present from core_v0.7.0 to 0.19.2: `buffers`, `data_parallel_group_idx` of the
+    DistributedOptimizer; `param_index_map`, `buckets` of its buffers (param_and_grad_buffer.py).
+    """
+    writers = [item for item in first_instances(optimizer) if item[1].data_parallel_group.rank() == 0]
+    live = live_parameters(chunks) if writers else {}
+    return [
+        RecordedGroup(number, (child.data_parallel_group_idx,), tuple(_buckets(child, live)))
+        for number, child in writers
+    ]
+
+
+def _buckets(optimizer: Any, live: Mapping[int, LiveParameter]) -> Iterable[RecordedBucket]:
+    for index, buffer in enumerate(optimizer.buffers):
+        for bucket in buffer.buckets:
+            parameters = [
+                RecordedParameter(live[id(parameter)].regions[0].name, start - bucket.offset, stop - bucket.offset)
+                for parameter, (start, stop, bucket_id) in buffer.param_index_map.items()
+                if bucket_id == bucket.bucket_id
+            ]
+            yield RecordedBucket(
+                buffer=index,
+                dtypes=str((buffer.param_dtype, buffer.grad_dtype)),
+                bucket=bucket.bucket_id,
+                numel=bucket.grad_data.numel(),
+                numel_unpadded=bucket.numel_unpadded,
+                parameters=tuple(sorted(parameters, key=lambda parameter: parameter.start)),
+            )
+
+
+def merged(groups: Iterable[RecordedGroup]) -> tuple[RecordedGroup, ...]:
+    """Groups with equal buffers (tensor-parallel siblings) become one entry."""
+    indices: dict[tuple[int, tuple[RecordedBucket, ...]], set[int]] = {}
+    for group in groups:
+        indices.setdefault((group.child, group.buckets), set()).update(group.indices)
+    return tuple(RecordedGroup(child, tuple(sorted(found)), buckets) for (child, buckets), found in indices.items())

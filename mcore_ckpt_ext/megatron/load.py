@@ -1,0 +1,338 @@
+"""The seam in `megatron/training/checkpointing.py` for resuming: what runs around `load_checkpoint`.
+
+Tried with core_v0.16.1, 0.19.0 and 0.19.2. A load that stock Megatron can do gets exactly the arguments it came with.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.collectives import agreed, is_first_rank
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
+from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.layout.master_check import Proof
+from mcore_ckpt_ext.megatron.check_after_load import PROVEN, Witness, prove_loaded, repair_shifted
+from mcore_ckpt_ext.megatron.fast_load import reading_fast
+from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
+from mcore_ckpt_ext.megatron.load_decision import Look, first_look, lacks_random_states, refuse_another_kind
+from mcore_ckpt_ext.megatron.new_tokens import (
+    initialization_kept,
+    keeps_initialization,
+    kept_message,
+    new_tokens,
+    refusal,
+    zeros_message,
+)
+from mcore_ckpt_ext.megatron.probe import (
+    Sight,
+    check_all_have_the_same,
+    check_all_see,
+    look_around,
+    taking_what_is_whole,
+    trackers_seen,
+)
+from mcore_ckpt_ext.megatron.random_states import may_differ, requested_grid
+from mcore_ckpt_ext.megatron.run_folder import folder_named, run_folder
+from mcore_ckpt_ext.megatron.running_version import megatron_version
+from mcore_ckpt_ext.megatron.shared_index import index_shared
+from mcore_ckpt_ext.megatron.sources.huggingface import start_from
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import fed, load_weights_alone
+from mcore_ckpt_ext.megatron.sources.megatron_fsdp import is_of_fsdp, load_into_fsdp
+from mcore_ckpt_ext.megatron.sources.torch_fsdp import advise_torch_fsdp, is_of_torch_fsdp, load_into_torch_fsdp
+from mcore_ckpt_ext.optimizer_reshard import prepare
+from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.patching.reentrancy import attended
+from mcore_ckpt_ext.settings import ACCEPT_LOST, AUTO, FAST, LOAD, READ_ONCE, SETTINGS, STOCK, VERIFY_ALL
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE
+
+Function = Callable[..., Any]
+_ANEW = "random state starts anew"
+
+
+def wrap_load_checkpoint(original: Function) -> Function:
+    """Around `load_checkpoint`: resume the optimizer ourselves where stock would refuse or load other parameters."""
+
+    def load(ddp_model: Any, optimizer: Any, opt_param_scheduler: Any, *positional: Any, **keywords: Any) -> Any:
+        return _Load(original, ddp_model, optimizer, opt_param_scheduler, positional, keywords).done()
+
+    @functools.wraps(original)
+    def load_checkpoint(*positional: Any, **keywords: Any) -> Any:
+        # --moe-use-upcycling still passes the model by the name that it had up to 0.8.0, and so ends by a TypeError in
+        # stock Megatron (`setup_model_and_optimizer`, megatron/training/training.py, core_v0.12.1 to 0.19.2).
+        if "model" in keywords:
+            keywords["ddp_model"] = keywords.pop("model")
+        return load(*positional, **keywords)
+
+    return load_checkpoint
+
+
+class _Load:
+    """One call of `load_checkpoint`, and the route that it takes."""
+
+    def __init__(
+        self,
+        original: Function,
+        ddp_model: Any,
+        optimizer: Any,
+        opt_param_scheduler: Any,
+        positional: Sequence[Any],
+        keywords: Mapping[str, Any],
+    ) -> None:
+        call = inspect.signature(original).bind(ddp_model, optimizer, opt_param_scheduler, *positional, **keywords)
+        call.apply_defaults()
+        self._given = call.arguments
+        self._original = functools.partial(original, ddp_model)
+        self._optimizer, self._scheduler, self._positional, self._keywords = (
+            optimizer, opt_param_scheduler, positional, keywords
+        )  # fmt: skip
+        self._scope = _scope(original)
+        self._chunks = self._scope["unwrap_model"](ddp_model)
+        self._arguments = self._scope["get_args"]()
+        self._load_arg = call.arguments["load_arg"]
+        self._directory, self._finetunes = run_folder(self._scope, self._arguments, self._load_arg)
+        self._told: list[str] = []
+        self._new_tokens = range(0)
+
+    def done(self) -> Any:
+        """Load; what the original returns."""
+        witness, sight = Witness(self._chunks), _sight(self._arguments, self._load_arg, self._directory)
+        if sight.model is not None:
+            result, weaker = (
+                start_from(self._scope, sight.model, self._chunks, self._optimizer, self._by_megatron),
+                None,
+            )
+        else:
+            if self._finetunes:
+                self._arguments.finetune = True  # as Megatron says it, once it has looked
+            self._new_tokens = new_tokens(sight.vocabulary_rows, self._arguments)
+            whole = taking_what_is_whole(self._scope, self._directory, sight.standing)
+            with attended(), whole, index_shared(sight.index):
+                result, weaker = self._by_its_route()
+        # Megatron-FSDP makes its weights of its masters: there is nothing else that they could be.
+        proven = False
+        if self._optimizer is not None and not is_of_fsdp(self._arguments):
+            proven = prove_loaded(self._chunks, self._optimizer, witness.has_seen_a_load(self._chunks), weaker)
+        if self._told:
+            announce(f"{LOAD.flag}: {self._told[-1]}{f'; {PROVEN}' if proven else ''}")
+        return result
+
+    def _by_its_route(self) -> tuple[Any, Proof | None]:
+        """What the original returns, and the proof of the checkpoint where this package filled the optimizer."""
+        scope, arguments, chunks, directory = self._scope, self._arguments, self._chunks, self._directory
+        self._accept_new_tokens(self._new_tokens)
+        if is_of_fsdp(arguments):
+            return load_into_fsdp(scope, directory, self._by_stock), None
+        if is_of_torch_fsdp(arguments):
+            return load_into_torch_fsdp(scope, directory, chunks, self._optimizer, self._by_stock), None
+        advise_torch_fsdp(arguments, directory)
+        if _resumes_optimizer(scope, self._optimizer):
+            if (look := first_look(scope, self._given, directory)) is not None:
+                is_stocks = look.stock_loads and not self._new_tokens
+                return (self._left_to_stock(look), None) if is_stocks else self._resumed(look)
+        elif _takes_optimizer(arguments, self._optimizer):
+            refuse_another_kind(scope, self._given, directory)
+            return self._by_stock(), None
+        with self._initialization_kept(self._new_tokens):
+            return self._weights_alone(), None
+
+    def _accept_new_tokens(self, tokens: range) -> None:
+        """Go on with tokens that the checkpoint has no row for, where the user accepts them, or stock is silent.
+
+        Raises:
+            ResumeRefusedError: an optimizer is to be resumed, and they were not accepted.
+        """
+        arguments = self._arguments
+        is_sharded = is_of_fsdp(arguments) or is_of_torch_fsdp(arguments)
+        if not tokens or (keeps_initialization() and not is_sharded):
+            return
+        if _takes_optimizer(arguments, self._optimizer):
+            raise refusal(tokens, str(self._directory), can_be_kept=not is_sharded)
+        announce(zeros_message(tokens))
+
+    @contextmanager
+    def _initialization_kept(self, tokens: range) -> Iterator[None]:
+        """Around a load of weights: new tokens keep their rows, if the user accepts them."""
+        kept = tokens if keeps_initialization() else range(0)
+        with initialization_kept(self._chunks, kept, self._optimizer):
+            yield
+        if kept:
+            announce(kept_message(kept))
+
+    def _by_megatron(self) -> Any:
+        return self._original(self._optimizer, self._scheduler, *self._positional, **self._keywords)
+
+    def _by_stock(self) -> Any:
+        """Stock's load, in which this package reads where it was told to, and tells so."""
+        if LOAD.chosen(self._arguments) != FAST:
+            return self._by_megatron()
+        with reading_fast(read_once=READ_ONCE.chosen(self._arguments)) as read:
+            result = self._by_megatron()
+        self._told.extend(read)
+        return result
+
+    def _left_to_stock(self, look: Look) -> Any:
+        """The load of an optimizer that stock finds its way with; read by this package where the layout changed."""
+        by_us = LOAD.chosen(self._arguments) == AUTO and look.is_moved
+        with (
+            self._without_random_states(look.lacks_random_states),
+            reading_fast(read_once=READ_ONCE.chosen(self._arguments)) if by_us else nullcontext(),
+        ):
+            result = self._by_stock()
+        if look.may_be_shifted:
+            repair_shifted(look.folder, self._chunks, self._optimizer, self._arguments)
+        return result
+
+    @contextmanager
+    def _without_random_states(self, lacking: bool) -> Iterator[None]:
+        """The scope of a load by stock, without the random states where it would request some that are not stored."""
+        if not lacking or self._arguments.no_load_rng:
+            yield
+            return
+        with rebound(vars(self._arguments), no_load_rng=True):
+            yield
+        announce(f"{_ANEW}: the checkpoint lacks some of those that this job requests")
+
+    def _weights_alone(self) -> Any:
+        """A load that leaves the optimizer out."""
+        arguments = self._arguments
+        folder = folder_named(self._directory, arguments)
+
+        def lacks() -> bool:
+            if folder is None or arguments.finetune or not (folder / METADATA_FILE).is_file():
+                return False
+            return folder.name != "release" and lacks_random_states(folder, arguments)
+
+        lacking = agreed("looking at the random states", lacks)[0] if may_differ(arguments) else False
+        with self._without_random_states(lacking):
+            return load_weights_alone(self._scope, self._directory, self._chunks, self._by_stock)
+
+    def _resumed(self, look: Look) -> tuple[Any, Proof]:
+        """Weights by Megatron, whoever reads them; the optimizer by this package, planned before and filled after."""
+        arguments, once = self._arguments, READ_ONCE.chosen(self._arguments)
+        own_bounds = _own_bounds(arguments)
+        prepared = prepare(
+            look.folder,
+            self._chunks,
+            self._optimizer,
+            JobArguments.of(vars(arguments)),
+            verify_all=VERIFY_ALL.value,
+            accept_lost=ACCEPT_LOST.value,
+            read_once=once,
+            own_bounds=own_bounds,
+        )
+        if self._scheduler is not None and prepared.schedule is None:
+            raise UnsupportedCheckpointError(
+                "the checkpoint holds no state of the learning rate's scheduler; the optimizer is untouched",
+                expected="lr_scheduler or opt_param_scheduler in its common state",
+                where=str(look.folder),
+                helps="another training loop wrote it: resume with --no-load-optim, or in a loop of your own by "
+                "mcore_ckpt_ext.load_optimizer",
+            )
+        if self._scheduler is not None:
+            agreed("comparing the schedules", lambda: check_schedule(self._scheduler, prepared.schedule, look.folder))
+        new = new_tokens(prepared.checkpoint.vocabulary_rows, arguments)
+        self._accept_new_tokens(new)
+        grid = requested_grid(arguments, megatron_version())
+        fresh = prepared.random_state_grid != grid or look.lacks_random_states
+        feed = fed(self._scope, look.folder, self._chunks) if look.is_fed else nullcontext()
+        less = {"no_load_optim": True, "no_load_rng": fresh or arguments.no_load_rng, **_strictness(arguments)}
+        fed_or_stock = look.is_fed or LOAD.chosen(arguments) == STOCK
+        with (
+            rebound(vars(arguments), **less),
+            feed,
+            nullcontext() if fed_or_stock else reading_fast(prepared.checkpoint, once),
+            initialization_kept(self._chunks, new),
+        ):
+            result = self._original(None, None, *self._positional, **self._keywords)
+        summary = prepared.prove().fill()
+        if self._scheduler is not None:
+            self._load_schedule(prepared.schedule, follows_samples=own_bounds)
+        grown = f"; {kept_message(new)}, with moments of zero" if new else ""
+        announce(f"{summary}{grown}{f'; {_ANEW}, as in stock Megatron on a changed layout' if fresh else ''}")
+        return result, prepared.checkpoint.proof
+
+    def _load_schedule(self, schedule: Mapping[str, Any] | None, *, follows_samples: bool) -> None:
+        """Load the scheduler, and have it set every parameter group's learning rate and weight decay.
+
+        Stock's `load_state_dict` does the latter before it takes up the weight decay of the checkpoint, so that the
+        next step would still be made with the command line's (megatron/core/optimizer_param_scheduler.py, core_v0.7.0
+        to 0.19.2). Under --override-opt_param-scheduler, 0.20 goes on where the samples stand (`load_checkpoint`): the
+        scheduler has counted fewer where steps were skipped, as in fp16, or where it once began anew.
+        """
+        self._scheduler.load_state_dict(schedule)
+        samples = self._arguments.consumed_train_samples
+        if follows_samples and megatron_version() >= (0, 20) and self._scheduler.num_steps != samples:
+            announce(f"the scheduler goes on at {samples} consumed samples, as Megatron has it under "
+                     f"--override-opt_param-scheduler; it had counted {self._scheduler.num_steps}")  # fmt: skip
+            self._scheduler.num_steps = samples
+        self._scheduler.step(increment=0)
+
+
+def _sight(arguments: Any, load_arg: str, directory: str | None) -> Sight:
+    """What the first rank sees, on every rank.
+
+    Raises:
+        ResumeRefusedError: on every rank, where some see no checkpoint, and others do; or where this package's settings
+            are not the same on all, so that some would wait for what others do not do.
+    """
+    is_fast = LOAD.chosen(arguments) == FAST
+
+    def look() -> tuple[Sight | None, tuple[bool, ...], dict[str, str]]:
+        seen = look_around(arguments, load_arg, directory, shares_index=is_fast) if is_first_rank() else None
+        return seen, trackers_seen(arguments, load_arg), {one.name: str(one.chosen(arguments)) for one in SETTINGS}
+
+    looks = agreed("looking at what is to be loaded", look)
+    check_all_see([found for _, found, _ in looks], arguments, load_arg)
+    check_all_have_the_same([settings for *_, settings in looks])
+    return looks[0][0] or Sight()
+
+
+def _scope(original: Function) -> MutableMapping[str, Any]:
+    """The globals of Megatron's checkpointing module, below whatever else has wrapped its functions."""
+    scope: MutableMapping[str, Any] = inspect.unwrap(original).__globals__
+    return scope
+
+
+def _resumes_optimizer(scope: Mapping[str, Any], optimizer: Any) -> bool:
+    """Whether the optimizer is one that the package may have to fill, from a checkpoint that it reads."""
+    arguments = scope["get_args"]()
+    if not _takes_optimizer(arguments, optimizer):
+        return False
+    detects = getattr(arguments, "auto_detect_ckpt_format", False)
+    chain = Chain.of(optimizer)
+    if chain.unknown or not (chain.whole or arguments.use_distributed_optimizer):
+        return False
+    return arguments.ckpt_format in (TORCH_DIST, LEGACY) or detects
+
+
+def _takes_optimizer(arguments: Any, optimizer: Any) -> bool:
+    """Whether a load takes up the state of an optimizer, whoever reads it."""
+    return optimizer is not None and not arguments.no_load_optim and not arguments.finetune
+
+
+def _own_bounds(arguments: Any) -> bool:
+    """Whether a new learning rate counts: under --override-opt_param-scheduler, as since 0.20 (`load_checkpoint`).
+
+    Before 0.19 the groups keep the stored bounds, in stock Megatron and here; 0.19 itself does not find its own groups.
+    What 0.20 takes from the arguments stands in the live groups, which are made of them, and of --use-mup and overrides
+    besides, which 0.20 forgets there (`get_megatron_optimizer`, megatron/core/optimizer/__init__.py, core_v0.19.2).
+    """
+    return bool(getattr(arguments, "override_opt_param_scheduler", False)) and megatron_version() >= (0, 19)
+
+
+def _strictness(arguments: Any) -> dict[str, str]:
+    """Megatron is not asked for the optimizer: where everything stored must be, that would be too little.
+
+    Source: `StrictHandling`, megatron/core/dist_checkpointing/validation.py, core_v0.8.0 to 0.19.2. Names are compared
+    by this package before that.
+    """
+    strict = "dist_ckpt_strictness"
+    return {strict: "raise_unexpected"} if getattr(arguments, strict, None) == "raise_all" else {}

@@ -1,0 +1,316 @@
+"""The first look at a checkpoint that is to be resumed: whether Megatron itself loads its optimizer, correctly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.collectives import agreed, attempt, is_first_rank
+from mcore_ckpt_ext.errors import ModelMismatchError, printable
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
+from mcore_ckpt_ext.formats.description import ARGUMENTS
+from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
+from mcore_ckpt_ext.formats.legacy_ranks import LAYER_WISE_FILES
+from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
+from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.layout.sidecar import orders_of
+from mcore_ckpt_ext.layout.weight_shards import check_gates
+from mcore_ckpt_ext.megatron.live.compatibility import becomes_hybrid, check_optimizer_was_saved, check_tokens
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import (
+    Chain,
+    is_another_kind,
+    kind_named,
+    switched,
+)
+from mcore_ckpt_ext.megatron.live.sidecar_writer import recorded_groups
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
+from mcore_ckpt_ext.megatron.param_group_compat import has_as_many_groups
+from mcore_ckpt_ext.megatron.policy import OF_ARGUMENTS, LoadDecision, decide
+from mcore_ckpt_ext.megatron.random_states import are_lacking, are_too_few, may_differ
+from mcore_ckpt_ext.megatron.running_version import megatron_version
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import changes_of, folder_to_feed
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
+from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, shows_names
+from mcore_ckpt_ext.optimizers.unsupported import has_remainders
+from mcore_ckpt_ext.patching.log import own_logger, speaks_for_the_job
+from mcore_ckpt_ext.settings import EXPLAIN
+from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_name
+
+_PHASE = "looking at the checkpoint"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a first look at a checkpoint says.
+
+    Attributes:
+        folder: the iteration folder.
+        decision: whether Megatron itself loads the optimizer, correctly.
+        is_fed: the weights must be fed to it (see `legacy_feed`).
+    """
+
+    folder: Path
+    decision: LoadDecision
+    is_fed: bool = False
+
+    @property
+    def lacks_random_states(self) -> bool:
+        """Whether stock Megatron requests random states that are not stored."""
+        return self.decision.omits_random_states
+
+    @property
+    def stock_loads(self) -> bool:
+        """Whether Megatron itself loads the optimizer."""
+        return self.decision.is_stock
+
+    @property
+    def is_moved(self) -> bool:
+        """Whether the parallel layout is another one."""
+        return self.decision.is_moved
+
+    @property
+    def may_be_shifted(self) -> bool:
+        """Whether Megatron may have written it shifted (see `optimizers.workarounds.fully_reshardable_padding`)."""
+        return FULLY_RESHARDABLE in _names(self.decision.optimizer_format)
+
+
+def first_look(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
+    """Look at what a load would take; collective.
+
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        call: the arguments of `load_checkpoint`.
+        directory: the run folder.
+
+    Returns:
+        None where there is no optimizer state for this package to consider.
+
+    Raises:
+        ResumeRefusedError: on every rank, where some rank cannot.
+    """
+    look = _look_of_all(scope, call, directory)
+    if look is not None and look.stock_loads and not look.is_fed:
+        chunks = functools.partial(scope["unwrap_model"], call["ddp_model"])
+        look = replace(look, decision=with_order_compared(look.decision, look.folder, chunks, call["optimizer"]))
+    if look is not None:
+        explain(look.decision, look.folder)
+    return look
+
+
+def with_order_compared(
+    decision: LoadDecision, folder: Path, chunks: Callable[[], Sequence[Any]], optimizer: Any
+) -> LoadDecision:
+    """A decision for stock, reconsidered where arrays do not show names and the sidecar shows others; collective."""
+    if not decision.is_stock or shows_names(decision.optimizer_format):
+        return decision
+    facts = LoadFacts(
+        decision.loop, megatron_version(), decision.optimizer_format, decision.is_moved,
+        is_packed_otherwise=packs_otherwise(folder, chunks, optimizer),
+    )  # fmt: skip
+    return replace(decide(facts), omits_random_states=decision.omits_random_states)
+
+
+def explain(decision: LoadDecision, folder: Path) -> None:
+    """Print a decision where MCORE_CKPT_EXT_EXPLAIN requests it, each time that it is made."""
+    if EXPLAIN.value and speaks_for_the_job():
+        own_logger().info("%s: %s", printable(str(folder)), decision)
+
+
+def _look_of_all(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
+    """The first rank's look; collective."""
+    arguments = scope["get_args"]()
+    folder = agreed(_PHASE, lambda: folder_to_feed(directory, arguments))[0]
+    if folder is not None:
+        return agreed(_PHASE, lambda: _look_at_what_is_fed(folder, call, arguments))[0]
+    if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
+        return None
+    looks = agreed(_PHASE, lambda: _look_with_megatron(scope, call, directory))
+    return next((look for look in looks if look is not None), None)
+
+
+def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer: Any) -> bool:
+    """Whether parameters have other places in the buffers than the sidecar says, if there is one; collective.
+
+    To be asked where arrays do not show their parameters' names.
+    Other parameters may be trained, or their modules registered in another order. Stock takes each other's state for
+    that of parameters of one size, under an unchanged layout, and beside remainders no proof would show it: every pair
+    of a weight and a remainder is some master's.
+    """
+
+    def recorded() -> Mapping[tuple[int, int], str] | None:
+        # What it records of the layout need not be compared: its order with the live one is.
+        sidecar = find_sidecar(folder).sidecar if is_first_rank() else None
+        return None if sidecar is None else sidecar.order()
+
+    def differs() -> bool:
+        own: dict[tuple[int, int], str] = {}
+        # What stock loads need not be of a kind that is known here.
+        attempt(lambda: own.update(orders_of(recorded_groups(chunks(), optimizer))))
+        return any(known.get(group, order) != order for group, order in own.items())
+
+    known = agreed(_PHASE, recorded)[0] or {}
+    return bool(known) and any(agreed(_PHASE, differs))
+
+
+def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) -> Look | None:
+    if folder.name == "release":
+        return None
+    written = open_checkpoint(folder).arguments
+    check_optimizer_was_saved(written, str(folder))
+    chain, running = Chain.of(call["optimizer"]), JobArguments.of(vars(arguments))
+    facts = LoadFacts(
+        Loop.LEGACY,
+        megatron_version(),
+        blockers=changes_of(folder, arguments),
+        chain=chain,
+        written=written,
+        running=running,
+        switched=lambda: _switched(folder, written, call, arguments),
+        has_own_files=lambda: _has_own_files(folder, chain, arguments),
+    )
+    decision = replace(decide(facts), omits_random_states=are_too_few(written, running))
+    return Look(folder, decision, is_fed=True)
+
+
+def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
+    """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves."""
+    arguments, optimizer = scope["get_args"](), call["optimizer"]
+    try:
+        common, name, release, kind = _by_megatron(scope, call, directory)
+    except (Exception, CheckpointException):
+        # Megatron and torch say what they missed, not what is wrong: our own reader names the file, and what helps.
+        if directory:
+            step = getattr(arguments, "ckpt_step", None)
+            _ = open_checkpoint(Path(directory) / iteration_name(step) if step else Path(directory)).common
+        raise
+    if common is None or release or getattr(kind, "name", None) != "GLOBAL":
+        return None
+    folder, chain, running = Path(name), Chain.of(optimizer), JobArguments.of(vars(arguments))
+    # Without arguments, as other loops save, stock takes any checkpoint for TP1 x PP1.
+    is_foreign = ARGUMENTS not in common
+    written = open_checkpoint(folder).arguments if is_foreign else JobArguments.of(vars(common[ARGUMENTS]))
+    check_optimizer_was_saved(written, str(folder))
+    check_tokens(written.tokens, running, folder)
+    check_gates(written, running, str(folder))
+    facts = LoadFacts(
+        Loop.MEGATRON,
+        megatron_version(),
+        optimizer_format=_format_of(folder, common, written, chain),
+        is_moved=is_foreign or becomes_hybrid(written, running) or bool(placement_changes(written, running)),
+        chain=chain,
+        written=written,
+        running=running,
+        optimizer_counts=(len(common_optimizers(common)), len(getattr(optimizer, "chained_optimizers", [None]))),
+        switched=lambda: _switched(folder, written, call, arguments),
+        stored_groups=lambda: stored_groups(folder),
+        has_as_many_groups=lambda: has_as_many_groups(common, chain),
+    )
+    decision = decide(facts)
+    if not chain.whole and facts.optimizer_format not in FORMATS and decision.reason not in OF_ARGUMENTS:
+        return None
+    lacking = are_too_few(written, running) or lacks_random_states(folder, arguments, written)
+    return Look(folder, replace(decision, omits_random_states=lacking))
+
+
+def stored_groups(folder: Path) -> Sequence[Mapping[str, Any]]:
+    """The parameter groups of a checkpoint, as the first rank finds them, whose decision counts; none on the others."""
+    found: list[Mapping[str, Any]] = []
+    if is_first_rank():
+        attempt(lambda: found.extend(open_checkpoint(folder).param_groups()))  # stock tells what is wrong
+    return found
+
+
+def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | None = None) -> bool:
+    """Whether a torch_dist checkpoint was saved with another grid of random states; seen by the first rank alone."""
+    if not may_differ(arguments) or not is_first_rank():
+        return False
+    checkpoint = open_checkpoint(folder)
+    if checkpoint.format_reader.index is None:
+        return False
+    stated = (written or checkpoint.arguments).stated
+    return are_lacking(checkpoint.random_state_grid(), arguments, megatron_version(), stated)
+
+
+def _format_of(folder: Path, common: Mapping[str, Any], written: JobArguments, chain: Chain) -> str | None:
+    """The stored optimizer format, by the label in the common state as far as that suffices."""
+    label = sharding_type(common)
+    # With a layer-wise optimizer the label speaks of a distributed one all the same: then the keys decide.
+    if not chain.whole or written.use_distributed_optimizer:
+        return label
+    return open_checkpoint(folder).optimizer_format if label else NOT_DISTRIBUTED
+
+
+def refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> None:
+    """Refuse what a live optimizer that is not filled here cannot use; all else that is wrong is Megatron's to tell.
+
+    Collective.
+
+    Raises:
+        ResumeRefusedError: on every rank, where the checkpoint names another kind of optimizer than the running job.
+    """
+    arguments = scope["get_args"]()
+    if arguments.ckpt_format == TORCH_DIST:
+        agreed(_PHASE, lambda: _refuse_another_kind(scope, call, directory))
+
+
+def _refuse_another_kind(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> None:
+    arguments = scope["get_args"]()
+    try:
+        common, name, release, _ = _by_megatron(scope, call, directory)
+    except (Exception, CheckpointException):  # noqa: BLE001 - stock meets it, too, and tells it
+        return
+    if common is None or release or "args" not in common:
+        return
+    written = JobArguments.of(vars(common["args"]))
+    check_optimizer_was_saved(written, str(name))
+    if is_another_kind(written, kind_named(vars(arguments))):
+        raise ModelMismatchError(
+            "the checkpoint was written by an optimizer of another kind than the running one",
+            found=f"--optimizer {kind_named(written.stated)}",
+            expected=f"--optimizer {kind_named(vars(arguments))}",
+            where=str(name),
+            helps="resume with the optimizer of the checkpoint, or with --no-load-optim",
+        )
+
+
+def _by_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Any:
+    """The common state, the folder's name, whether it is a release, and its kind.
+
+    The ranks meet in it, once (`read_metadata`): before anything that can fail on some of them alone, if all see a
+    tracker (`check_all_see`).
+    """
+    arguments = scope["get_args"]()
+    context = {key: call[key] for key in ("checkpointing_context",) if key in call}
+    return scope["_load_base_checkpoint"](directory, arguments, rank0=True, **context)
+
+
+def _has_own_files(folder: Path, chain: Chain, arguments: Any) -> bool:
+    """Whether a layer-wise optimizer finds in a legacy folder what it stored there, and any other what is its own.
+
+    Every rank reads the file of its own data-parallel number, and does so with `--ckpt-format torch` only; otherwise
+    the first one's part is handed to all (`save_checkpoint`, `load_checkpoint`, checkpointing.py, 0.16.1 to 0.19.2).
+    """
+    files = len(list(folder.glob(f"mp_rank_*/{LAYER_WISE_FILES}")))
+    if not any(layer_wise is not None for _, layer_wise in chain.whole):
+        return not files
+    return bool(arguments.ckpt_format == LEGACY and files == arguments.world_size)
+
+
+def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], arguments: Any) -> Sequence[str]:
+    def stored_remainders() -> bool:
+        index = open_checkpoint(folder).format_reader.index
+        return index is not None and has_remainders(index)
+
+    return switched(call["optimizer"], written, kind_named(vars(arguments)), stored_remainders)
+
+
+def _names(optimizer_format: str | None) -> list[str]:
+    return [encoding.name for encoding in encodings_named(optimizer_format)]

@@ -1,0 +1,183 @@
+"""The seams of saving: what Megatron calls goes to the coordinator of this job's saves.
+
+What runs around `save_checkpoint`, `schedule_async_save`, `maybe_finalize_async_save` (megatron/training) and
+`save_state_dict_async_finalize` (megatron/core/dist_checkpointing/strategies/state_dict_saver.py, and for the strategy
+`nvrx` nvidia_resiliency_ext/checkpointing/async_ckpt/state_dict_saver.py); read in core_v0.7.0, 0.12.3, 0.16.1, 0.19.0
+and 0.19.2, and in nvidia-resiliency-ext 0.6.0.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.megatron.api import recorder
+from mcore_ckpt_ext.megatron.huggingface_export import Exports
+from mcore_ckpt_ext.megatron.run_folder import trains_nothing
+from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
+from mcore_ckpt_ext.megatron.saving.committer import Publisher
+from mcore_ckpt_ext.megatron.saving.coordinator import Coordinator
+from mcore_ckpt_ext.megatron.saving.ranks import JobRanks
+from mcore_ckpt_ext.megatron.saving.save import Save
+from mcore_ckpt_ext.megatron.saving.strategies import MegatronWriters, ResiliencyWriters
+from mcore_ckpt_ext.megatron.saving.validation import judged, problems_on_disk, stored_bytes
+from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.patching.reentrancy import attended
+from mcore_ckpt_ext.patching.singletons import PROCESS
+from mcore_ckpt_ext.settings import CONTINUE, ON_SAVE_FAILURE
+
+Function = Callable[..., Any]
+
+
+def wrap_save_checkpoint(original: Function) -> Function:
+    """Around `save_checkpoint`: a torch_dist checkpoint is whole or not there, and has its sidecar."""
+    scope: MutableMapping[str, Any] = inspect.unwrap(original).__globals__
+
+    @functools.wraps(original)
+    def save_checkpoint(*positional: Any, **keywords: Any) -> Any:
+        call = inspect.signature(original).bind(*positional, **keywords)
+        call.apply_defaults()
+        if not _is_served(scope, call.arguments):
+            return original(*positional, **keywords)
+        save = _save_of(scope, call.arguments)
+
+        def stock(redirected: bool) -> Any:
+            elsewhere = rebound(scope, get_checkpoint_tracker_filename=lambda *_, **__: str(save.scratch))
+            try:
+                with attended(), elsewhere if redirected else nullcontext():
+                    return original(*positional, **keywords)
+            finally:
+                save.record.share()
+
+        # A synchronous save may delete an older one as soon as it has written the tracker: that must be the real one.
+        deletes = getattr(scope["get_args"](), "save_retain_interval", None) is not None
+        return _coordinator().run(save, stock, must_track=deletes)
+
+    return save_checkpoint
+
+
+def wrap_schedule_async_save(original: Function) -> Function:
+    """Around `schedule_async_save`: watch the writer, and finalise so that no rank is left waiting."""
+
+    @functools.wraps(original)
+    def schedule_async_save(async_request: Any, *positional: Any, **keywords: Any) -> Any:
+        def stock(request: Any) -> Any:
+            return original(request, *positional, **keywords)
+
+        return _coordinator().schedule(async_request, _writers(original, async_request), stock)
+
+    return schedule_async_save
+
+
+def wrap_maybe_finalize_async_save(original: Function) -> Function:
+    """Around `maybe_finalize_async_save`: never wait for what cannot come, and end a failed save as the user chose."""
+    signature = inspect.signature(original)  # training asks at every step
+
+    @functools.wraps(original)
+    def maybe_finalize_async_save(*positional: Any, **keywords: Any) -> Any:
+        call = signature.bind(*positional, **keywords)
+        call.apply_defaults()
+        stock = functools.partial(original, *positional, **keywords)
+        if not call.arguments["blocking"]:
+            return _coordinator().look(_writers(original), stock)
+        look = functools.partial(original, blocking=False)
+        return _coordinator().drain(_writers(original), look, stock, ending=bool(call.arguments.get("terminate")))
+
+    return maybe_finalize_async_save
+
+
+def wrap_save_state_dict_async_finalize(original: Function) -> Function:
+    """Around the step that writes the index: rank 0's errors reach all ranks, and every file is looked at."""
+
+    @functools.wraps(original)
+    def save_state_dict_async_finalize(storage_writer: Any, *positional: Any, **keywords: Any) -> Any:
+        def writes(save: Save | None, troubles: list[str]) -> Any:
+            with judged(storage_writer, functools.partial(_judgement, save), troubles):
+                return original(storage_writer, *positional, **keywords)
+
+        return _coordinator().index(writes)
+
+    return save_state_dict_async_finalize
+
+
+def _judgement(save: Save | None, metadata: Any) -> list[str]:
+    if save is None:
+        return []
+    save.bytes = stored_bytes(metadata)
+    return list(problems_on_disk(metadata, save.folder))
+
+
+def _coordinator() -> Coordinator:
+    return PROCESS.one(Coordinator, _new_coordinator)
+
+
+def _new_coordinator() -> Coordinator:
+    start = ThreadPoolExecutor(max_workers=1, thread_name_prefix="publishing").submit
+    publisher = Publisher(Disk(), start, time.monotonic, announce, _warn, _export)
+    return Coordinator(JobRanks(), publisher, announce, _goes_on)
+
+
+def _export(save: Save) -> None:
+    PROCESS.one(Exports, _new_exports).follow(save, sys.modules["megatron.training"].get_args())
+
+
+def _new_exports() -> Exports:
+    start = ThreadPoolExecutor(max_workers=1, thread_name_prefix="exporting").submit
+    return Exports(start, announce, _warn)
+
+
+def _writers(original: Function, request: object = None) -> MegatronWriters:
+    """The writers of the strategy that the job has chosen: its request shows it, or its queue, if there is one."""
+    scope = inspect.unwrap(original).__globals__
+    modules = [type(item).__module__ for item in (request, scope.get("_async_calls_queue"))]
+    is_other = any(module.startswith("nvidia_resiliency_ext.") for module in modules)
+    kind = ResiliencyWriters if is_other else MegatronWriters
+    return PROCESS.one(kind, lambda: kind(scope, _warn))
+
+
+def _warn(line: str) -> None:
+    announce(line, every_rank=True)
+
+
+def _goes_on() -> bool:
+    """Whether training goes on when a save fails: by argument, else by environment; by default not, as in stock."""
+    return ON_SAVE_FAILURE.chosen(sys.modules["megatron.training"].get_args()) == CONTINUE
+
+
+def _is_served(scope: Mapping[str, Any], call: Mapping[str, Any]) -> bool:
+    """Whether it is a persistent torch_dist checkpoint, with weights, in a folder of the file system."""
+    arguments = scope["get_args"]()
+    if trains_nothing(arguments):
+        return False
+    folder = str(arguments.save or "://")
+    is_persistent = not call.get("non_persistent_ckpt", False)
+    return getattr(arguments, "ckpt_format", None) == TORCH_DIST and is_persistent and "://" not in folder
+
+
+def _save_of(scope: Mapping[str, Any], call: Mapping[str, Any]) -> Save:
+    arguments, iteration, release = scope["get_args"](), int(call["iteration"]), bool(call.get("release", False))
+    folder = Path(scope["get_checkpoint_name"](arguments.save, iteration, release=release, return_base_dir=True))
+    optimizer = call["optimizer"] if _saves_distributed_optimizer(arguments) else None
+    chunks = functools.partial(scope["unwrap_model"], call["model"])
+    asynchronous = bool(getattr(arguments, "async_save", False))
+    return Save(
+        iteration=iteration,
+        folder=folder,
+        tracker=Path(scope["get_checkpoint_tracker_filename"](arguments.save)),
+        tracker_text="release" if release else str(iteration),
+        asynchronous=asynchronous,
+        record=recorder().begun(chunks, optimizer, vars(arguments), iteration, beside=asynchronous),
+    )
+
+
+def _saves_distributed_optimizer(arguments: Any) -> bool:
+    return getattr(arguments, "use_distributed_optimizer", False) and not arguments.no_save_optim

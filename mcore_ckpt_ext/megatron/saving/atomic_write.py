@@ -1,0 +1,126 @@
+"""Making a saved checkpoint a fact on disk: all of it is there and flushed, and the tracker file comes last."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from mcore_ckpt_ext.formats.backend import CONFIG_FILE
+from mcore_ckpt_ext.layout.sidecar import FILE_NAME, with_index
+from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folders, iteration_number, read_tracker
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, RECORDS_SUFFIX, digest_of_index
+from mcore_ckpt_ext.storage.publish import flush, flush_all, replace
+
+_PROBE = ".mcore_ckpt_ext.probe"
+_PROBE_BYTES = 1 << 12
+
+
+class Disk:
+    """The disk that holds a run, as far as saving changes it; a test puts another in its place."""
+
+    def prepare(self, folder: Path, tracker: Path) -> None:
+        """Make sure that a save into `folder` can begin, and that what lies there already no longer passes for whole.
+
+        Megatron writes over a folder that exists, and leaves the old index and the old `metadata.json` standing beside
+        the new files until it is done (`save`, megatron/core/dist_checkpointing/serialization.py, 0.7.0 to 0.19.2).
+
+        Raises:
+            OSError: the disk refuses; what was there is whole still, but the tracker may no longer name it.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._probe(folder / _PROBE)
+        except OSError:
+            with contextlib.suppress(OSError):
+                folder.rmdir()  # where it is empty: nobody needs it
+            raise
+        if self.is_tracked(folder, tracker):
+            _point_elsewhere(folder, tracker)
+        # The first of them makes it whole; the sidecar tells of buffers that will be overwritten.
+        for name in (CONFIG_FILE, METADATA_FILE, FILE_NAME):
+            (folder / name).unlink(missing_ok=True)
+        flush(folder)
+
+    def _probe(self, probe: Path) -> None:
+        try:
+            probe.write_bytes(bytes(_PROBE_BYTES))
+        finally:
+            probe.unlink(missing_ok=True)
+
+    def settle(self, folder: Path) -> None:
+        """Flush what Megatron's writers do not, and the names of all files.
+
+        They flush the `.distcp` files (`FileSystemWriterAsync`, strategies/filesystem_async.py, core_v0.7.0 to 0.19.2);
+        not `common.pt` (`save_common`, strategies/common.py) and `metadata.json` (`save_config`, core.py).
+
+        Raises:
+            OSError: the disk refuses, or what Megatron writes last is not there.
+        """
+        plain = {path for path in folder.iterdir() if path.suffix != RECORDS_SUFFIX and path.is_file()}
+        flush_all([*plain | {folder / CONFIG_FILE}, folder, folder.parent])
+
+    def publish(self, folder: Path, sidecar: str, tracker: Path | None, text: str) -> None:
+        """Once all else of a checkpoint is on the disk: put its sidecar there and point the tracker to it, for good.
+
+        Args:
+            folder: the iteration folder.
+            sidecar: the text of its sidecar, which is bound to the index that lies there; empty where there is none.
+            tracker: the tracker file, replaced in one step where Megatron truncates it first; None where Megatron has
+                written it.
+            text: what the tracker is to say.
+
+        Raises:
+            OSError: the disk refuses; the tracker names what it named.
+        """
+        digest = digest_of_index(folder) if sidecar else None
+        files = {folder / FILE_NAME: with_index(sidecar, digest) if digest else sidecar} if sidecar else {}
+        files |= {tracker: text} if tracker is not None else {}
+        replace(files)
+        with contextlib.suppress(OSError):  # the tracker already names it: this is no longer a failure
+            flush_all([folder, folder.parent])
+
+    def is_whole(self, folder: Path) -> bool:
+        """Whether a folder holds a checkpoint that Megatron has finished."""
+        return (folder / CONFIG_FILE).is_file()
+
+    def is_tracked(self, folder: Path, tracker: Path) -> bool:
+        """Whether a tracker names a folder beside it."""
+        with contextlib.suppress(OSError):
+            found = read_tracker(tracker)
+            return found is not None and found.folder is not None and found.folder.name == folder.name
+        return False
+
+    def discard(self, folders: Iterable[Path]) -> None:
+        """Remove what is left of saves that failed; of one that resists, the file that makes it whole."""
+        for folder in folders:
+            self.remove(folder / CONFIG_FILE)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def copy(self, source: Path, target: Path) -> None:
+        """Copy a small file, if that is possible."""
+        with contextlib.suppress(OSError):
+            shutil.copyfile(source, target)
+
+    def remove(self, path: Path) -> None:
+        """Remove a file, if that is possible."""
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def finished_iterations(run: Path) -> list[int]:
+    """Iterations with the file that Megatron writes last, newest first."""
+    return [number for number, folder in iteration_folders(run).items() if (folder / CONFIG_FILE).is_file()]
+
+
+def _point_elsewhere(folder: Path, tracker: Path) -> None:
+    """Make a tracker name the newest finished iteration before one, or remove it: a rollback left the newer ones."""
+    own = iteration_number(folder)
+    earlier = [number for number in finished_iterations(folder.parent) if own is None or number < own]
+    if earlier:
+        replace({tracker: str(earlier[0])})
+    else:
+        tracker.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        flush(tracker.parent)

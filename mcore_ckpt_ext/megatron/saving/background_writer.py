@@ -1,0 +1,201 @@
+"""The process that writes a checkpoint in the background: whether it lives and moves, and what it says when it fails.
+
+This module is imported by that process, too, so it imports neither torch nor a framework.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.megatron.saving.parent_watch import end_with_parent
+from mcore_ckpt_ext.settings import WRITER_PATIENCE
+
+_REMARKABLE = 10.0
+_LOOK_EVERY = 0.5
+_OUT_OF_MEMORY = Path("/sys/fs/cgroup/memory.events")
+# Where writers log the errors that they turn into "Worker failure" or a result (filesystem_async.py of Megatron 0.12.3
+# to 0.19.2, and of nvidia-resiliency-ext 0.6.0).
+_LOGGERS = ("megatron.core.dist_checkpointing", "nvidia_resiliency_ext.checkpointing.async_ckpt")
+
+
+class Report:
+    """Where a writer leaves the cause of its failure; the file exists only once there is one."""
+
+    def __init__(self) -> None:
+        self._path = Path(tempfile.gettempdir()) / f"mcore_ckpt_ext-{secrets.token_hex(8)}.error"
+
+    def observed(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """The same work, which another process can unpickle, with its errors reported here."""
+        return partial(_observed, work, str(self._path))
+
+    def read(self) -> str:
+        """What the writer said, with the end of its traceback last; empty where it said nothing."""
+        with contextlib.suppress(OSError):
+            text = self._path.read_text(errors="replace")
+            self._path.unlink()
+            return text.strip()
+        return ""
+
+    def added_to(self, problem: str) -> str:
+        """The problem, and what the writer itself said of it."""
+        said = self.read()
+        return f"{problem}\n    it said: {said}".replace("\n", "\n    ") if said else problem
+
+
+def _observed(work: Callable[..., Any], path: str, *positional: Any, **keywords: Any) -> Any:
+    end_with_parent()
+    handler = _ToFile(path)
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        return work(*positional, **keywords)
+    except BaseException:
+        _append(path, traceback.format_exc())
+        raise
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+
+
+class _ToFile(logging.Handler):
+    """Appends error messages to a report."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(logging.ERROR)
+        self._path = path
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one message."""
+        _append(self._path, record.getMessage() + "\n")
+
+
+def _append(path: str, text: str) -> None:
+    with contextlib.suppress(OSError):  # the cause must not be hidden by a full disk
+        descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(descriptor, text.encode())
+        finally:
+            os.close(descriptor)
+
+
+class ProcessWatch:
+    """Watches one writer process from the training process; every question costs microseconds.
+
+    Args:
+        process: a `multiprocessing` process.
+        stays: whether it goes on to other work when it is done, so that its end says nothing about its delivery.
+        say: told once when the writer has not moved for ten seconds.
+    """
+
+    def __init__(self, process: Any, stays: bool, say: Callable[[str], None]) -> None:
+        self.process = process
+        self._stays = stays
+        self._say = say
+        self._out_of_memory = _kills_for_memory()
+        self.renew()
+
+    def renew(self) -> None:
+        """A new piece of work begins."""
+        self._moved = self._looked = time.monotonic()
+        self._marks: tuple[object, ...] = ()
+        self._told = False
+
+    def problem(self, owes: bool) -> str | None:
+        """What is wrong with the writer, or None.
+
+        Args:
+            owes: its result is outstanding, so that even a proper end comes too early.
+        """
+        if not self.process.is_alive():
+            return self._death() if owes or (self.process.exitcode and not self._stays) else None
+        if not owes:
+            return None
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_EVERY:
+            self._looked = now
+            if killed := _killed_child(self.process.pid):
+                return f"a process of its writer (pid {self.process.pid}) was killed by {killed}"
+            marks = _signs_of_life(self.process.pid)
+            if marks != self._marks:
+                self._marks, self._moved, self._told = marks, now, False
+        return self._silence(now - self._moved)
+
+    def _silence(self, seconds: float) -> str | None:
+        state = "stopped by a signal" if self._marks[:1] == ("T",) else "waiting for the disk, or forever"
+        what = f"its writer (pid {self.process.pid}) has not moved for {seconds:.0f} s: {state}"
+        if seconds > _REMARKABLE and not self._told:
+            self._told = True
+            self._say(f"{what}; it is given up after {WRITER_PATIENCE.value:.0f} s ({WRITER_PATIENCE.name})")
+        return what if seconds > WRITER_PATIENCE.value else None
+
+    def _death(self) -> str:
+        pid, code = self.process.pid, self.process.exitcode
+        if code is None or code >= 0:
+            return f"its writer (pid {pid}) ended with exit code {code} before it was done"
+        cause = f"its writer (pid {pid}) was killed by {_signal_name(-code)}"
+        if -code == signal.SIGKILL and _kills_for_memory() > self._out_of_memory:
+            cause += ": out of memory, according to the kernel"
+        return cause
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _kills_for_memory() -> int:
+    """How often the kernel killed for memory in this process's control group (version 2); 0 where it does not say."""
+    with contextlib.suppress(OSError, ValueError):
+        fields = dict(line.split() for line in _OUT_OF_MEMORY.read_text().splitlines())
+        return int(fields.get("oom_kill", 0))
+    return 0
+
+
+def _stat(pid: int) -> list[str]:
+    """The fields of `/proc/PID/stat` from the state on, see proc(5); empty where there is none."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return []
+
+
+def _children(pid: int) -> list[int]:
+    with contextlib.suppress(OSError, ValueError):
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return []
+
+
+def _signs_of_life(pid: int) -> tuple[object, ...]:
+    """The writer's state, and what grows while it or a child of it works: processor time and bytes written."""
+    marks: list[object] = []
+    for process in (pid, *_children(pid)):
+        fields = _stat(process)
+        marks += ["T" if fields[:1] == ["T"] else "", *fields[11:13]]
+        with contextlib.suppress(OSError):
+            marks.append(Path(f"/proc/{process}/io").read_text())
+    return tuple(marks)
+
+
+def _killed_child(pid: int) -> str | None:
+    """The signal that killed a child of the writer; up to 0.16 it forks one per file, and waits for all without limit.
+
+    Source: `write_preloaded_data_multiproc`, filesystem_async.py, core_v0.7.0 to 0.16.1.
+    """
+    for child in _children(pid):
+        fields = _stat(child)
+        if fields[:1] == ["Z"] and (number := int(fields[-1]) & 0x7F):
+            return _signal_name(number)
+    return None

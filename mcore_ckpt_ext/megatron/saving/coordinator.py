@@ -1,0 +1,286 @@
+"""The owner of every save of a job: what Megatron's calls mean for a save, and what every rank then knows.
+
+Its surroundings can be replaced: the ranks, the disk, the writers, the clock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from mcore_ckpt_ext.collectives import Failure, attempt, text_of
+from mcore_ckpt_ext.errors import CheckpointError, SaveFailedError
+from mcore_ckpt_ext.megatron.saving.committer import Publisher
+from mcore_ckpt_ext.megatron.saving.save import Finalise, Point, Ranks, Save, State, Step
+from mcore_ckpt_ext.settings import CONTINUE, ON_SAVE_FAILURE
+
+_POLL_SECONDS = 0.1
+Stock = Callable[[], Any]
+
+
+class WriterLostError(SaveFailedError):
+    """Some rank's writer is gone or stuck; raised on every rank."""
+
+
+class _NotFinalisedError(SaveFailedError):
+    """The writers are done, but this save is not whole; raised on every rank."""
+
+    def __init__(self, what: str, save: Save) -> None:
+        super().__init__(what)
+        self.save = save
+
+
+class Writers(Protocol):
+    """The background writers of this rank, of one of Megatron's strategies."""
+
+    def claimed(self, request: Any, save: Save, finalise: Finalise) -> Any:
+        """The request with its writer's errors reported, and its steps, if it has any, handed to `finalise`."""
+
+    def handing_over(self) -> contextlib.AbstractContextManager[None]:
+        """While a request is being handed over: do not wait for a dead writer."""
+
+    def watch_newest(self, completed: Callable[[str], str]) -> None:
+        """From now on, asking whether all ranks' writers are done raises WriterLostError on all if one is not well.
+
+        Args:
+            completed: adds to a problem what the writer itself said about it.
+        """
+
+    def are_done(self) -> bool:
+        """Whether nothing is outstanding; the same on every rank."""
+
+    def going_home(self) -> contextlib.AbstractContextManager[None]:
+        """While the writers are being ended: do not wait for a dead one."""
+
+    def renew(self) -> None:
+        """Give up all writers and what they still owe, and start new ones."""
+
+    def drop_results(self) -> None:
+        """Forget what writers have delivered for a save that has been given up."""
+
+
+class Coordinator:
+    """Owns the saves of a job, on one of its ranks.
+
+    Args:
+        ranks: the ranks of the job.
+        publisher: rank 0's last step of a save.
+        say: tells the user a line, on rank 0.
+        goes_on: whether training goes on when a save fails; the same on every rank.
+        clock: seconds, and how to wait for some.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        publisher: Publisher,
+        say: Callable[[str], None],
+        goes_on: Callable[[], bool],
+        clock: tuple[Callable[[], float], Callable[[float], None]] = (time.monotonic, time.sleep),
+    ) -> None:
+        self._ranks, self._publisher, self._say, self._goes_on = ranks, publisher, say, goes_on
+        self._now, self._sleep = clock
+        self._saves: list[Save] = []  # those being written or published, oldest first
+        self._active: Save | None = None  # the one that nested calls plan or finalise
+
+    def run(self, save: Save, stock: Callable[[bool], Any], must_track: bool = False) -> Any:
+        """One `save_checkpoint`: its checkpoint is whole or not there.
+
+        Args:
+            save: what is saved, and where.
+            stock: Megatron's own; it is told whether its tracker file goes to the scratch place.
+            must_track: Megatron must write the tracker of a synchronous save itself.
+
+        Raises:
+            SaveFailedError: on every rank, unless the user wants to go on without.
+        """
+        save.began = self._now()
+        if reason := self._first_does(Point.BEGIN, partial(self._begin, save)):
+            self._conclude(ask=True)
+            return self._fail(f"iteration {save.iteration} cannot be saved to {save.folder}:\n  {reason}", [save])
+        self._conclude(ask=False)
+        redirected = self._ranks.is_first and (save.asynchronous or not must_track or save.was_tracked)
+        try:
+            with self._activated(save):
+                if not save.asynchronous:
+                    save.become(State.WRITING)
+                result = stock(redirected)
+        except Failure as error:
+            return self._fail(f"iteration {save.iteration} was not saved: {text_of(error)}", [save])
+        except SaveFailedError as error:
+            return self._fail(str(error), [save])
+        save.stalled = self._now() - save.began
+        if not save.asynchronous:
+            self._publish_now(save, redirected)
+        return result
+
+    def schedule(self, request: Any, writers: Writers, stock: Callable[[Any], Any]) -> Any:
+        """One `schedule_async_save`: the writers get what the active save has planned."""
+        save = self._active
+        if save is None:
+            return stock(request)
+        save.record.share()
+        request = writers.claimed(request, save, partial(self._finalise, save))
+        with writers.handing_over():
+            result = stock(request)
+        if request.finalize_fns:
+            save.become(State.WRITING)
+            self._saves.append(save)
+        writers.watch_newest(self._with_report)
+        return result
+
+    def look(self, writers: Writers, stock: Stock) -> Any:
+        """One `maybe_finalize_async_save` of a training step."""
+        self._publisher.end(wait=False)
+        return self._looked(writers, stock) if self._at(State.WRITING) else stock()
+
+    def drain(self, writers: Writers, look: Stock, stock: Stock, ending: bool) -> Any:
+        """One `maybe_finalize_async_save` that waits, but never for what cannot come; `ending`: writers end, too.
+
+        Raises:
+            SaveFailedError: on every rank, unless the user wants to go on without.
+        """
+        self._publisher.end(wait=False)
+        while self._at(State.WRITING) and not writers.are_done():
+            self._looked(writers, look)
+            for save in self._at(State.WRITING):
+                save.stalled += _POLL_SECONDS
+            self._sleep(_POLL_SECONDS if self._at(State.WRITING) else 0)
+        if reasons := self._conclude(ask=True):
+            self._fail("; ".join(reasons))
+        with writers.going_home() if ending else contextlib.nullcontext():
+            return stock()
+
+    def index(self, writes: Callable[[Save | None, list[str]], Any]) -> Any:
+        """The step that writes the index, whose errors on rank 0 reach all ranks.
+
+        Args:
+            writes: does it for the active save, and lists what is wrong.
+
+        Raises:
+            SaveFailedError: on every rank, in a synchronous save. In an asynchronous one nobody raises, because up to
+                0.12 all ranks meet right behind (`finalize_fn`, strategies/torch.py): `_finalise` tells what is wrong.
+        """
+        save, troubles, results = self._active, list[str](), list[Any]()
+        # It raises on rank 0 alone, up to 0.12, where another rank's writer reported an error.
+        problem = attempt(lambda: results.append(writes(save, troubles)))
+        problem = "; ".join(troubles[:3]) or problem
+        if save is not None and save.asynchronous:
+            save.index_problem = problem
+        elif (reason := self._ranks.agree(Point.INDEX, problem)) is not None:
+            what = "the index could not be written" if save is None else f"iteration {save.iteration} was not saved"
+            raise SaveFailedError(f"{what}:\n  {reason}")
+        return results[0] if results else None
+
+    def _at(self, state: State) -> list[Save]:
+        return [save for save in self._saves if save.state is state]
+
+    @contextlib.contextmanager
+    def _activated(self, save: Save) -> Iterator[None]:
+        self._active, before = save, self._active
+        try:
+            yield
+        finally:
+            self._active = before
+
+    def _first_does(self, point: Point, work: Callable[[], object]) -> str | None:
+        return self._ranks.agree(point, attempt(work) if self._ranks.is_first else None)
+
+    def _begin(self, save: Save) -> None:
+        """On rank 0: make sure that the previous save is published, and that this one has a place."""
+        self._publisher.end(wait=True)
+        if problems := [before.problem for before in self._saves if before.problem is not None]:
+            raise CheckpointError("; ".join(problems))
+        self._publisher.prepare(save)
+
+    def _publish_now(self, save: Save, redirected: bool) -> None:
+        save.become(State.FINALISED)
+        save.become(State.PUBLISHING)
+        if reason := self._first_does(Point.OUTCOME, partial(self._publisher.publish, save, redirected)):
+            return self._fail(f"iteration {save.iteration} was not saved:\n  {reason}", [save])
+        save.become(State.TOLD)
+        return self._publisher.tell(save) if self._ranks.is_first else None
+
+    def _looked(self, writers: Writers, stock: Stock) -> Any:
+        try:
+            return stock()
+        except WriterLostError as error:
+            lost = self._at(State.WRITING)
+            names = ", ".join(str(save.iteration) for save in lost)
+            writers.renew()
+            writers.drop_results()
+            return self._fail(f"iteration {names} was not saved:\n  {error}", lost)
+        except _NotFinalisedError as error:
+            if self._at(State.WRITING) == [error.save]:  # others hold the same queue
+                writers.drop_results()
+            return self._fail(str(error), [error.save])
+
+    def _finalise(self, save: Save, steps: Sequence[Step]) -> None:
+        """What Megatron does when all writers are done, with every rank's errors told to all before the tracker moves.
+
+        Raises:
+            SaveFailedError: on every rank.
+        """
+        began, problem = self._now(), None
+        with self._activated(save):
+            for step in (step for step in steps if not step.is_own):
+                if problem is None:
+                    problem = attempt(step.run)
+                    problem = save.index_problem if problem is None else problem
+                if problem is not None and step.has_barrier:
+                    self._ranks.barrier()
+        # It may be empty: what Megatron collects from all ranks has words on rank 0 only.
+        reason = self._ranks.agree(Point.FINALISE, None if problem is None else save.report.added_to(problem))
+        save.stalled += self._now() - began
+        if reason is not None:
+            raise _NotFinalisedError(f"iteration {save.iteration} was not saved:\n  {reason}", save)
+        save.become(State.FINALISED)
+        own = [step for step in steps if step.is_own]
+        self._publisher.begin(save, own) if self._ranks.is_first else self._publisher.do(save, own)
+        save.become(State.PUBLISHING)
+
+    def _conclude(self, ask: bool) -> list[str]:
+        """Every rank learns how publishing ended; where nobody asks, that it went well.
+
+        Returns:
+            What went wrong.
+        """
+        reasons = []
+        for save in self._at(State.PUBLISHING):
+            if ask and self._ranks.is_first:
+                self._publisher.end(wait=True)
+            reason = self._ranks.agree(Point.OUTCOME, save.problem) if ask else None
+            save.become(State.FAILED if reason else State.TOLD)
+            self._saves.remove(save)
+            reasons += [reason.removeprefix("rank 0: ")] if reason else []
+        return reasons
+
+    def _with_report(self, problem: str) -> str:
+        writing = self._at(State.WRITING)
+        return writing[0].report.added_to(problem) if writing else problem
+
+    def _fail(self, what: str, saves: Sequence[Save] = ()) -> None:
+        """Clear away what is left of failed saves, and go on or stop, as the user chose; the same on every rank.
+
+        Raises:
+            SaveFailedError: the user did not choose to go on.
+        """
+        # A call within `save_checkpoint` may have failed it already, or told it and failed for the one before.
+        saves = [save for save in saves if save.state not in (State.FAILED, State.TOLD)]
+        for save in saves:
+            save.become(State.FAILED)
+        self._saves = [save for save in self._saves if save not in saves]
+        if self._ranks.is_first:
+            self._publisher.clear_away(saves)
+        if self._goes_on():
+            return self._say(f"{what}; training goes on, the next checkpoint will be tried as planned")
+        gone = [str(save.iteration) for save in saves if save.writes_over and save.has_place]
+        untouched = "other checkpoints are untouched"
+        if gone:  # which the first rank knows
+            untouched = f"what stood there of iteration {', '.join(gone)} is gone, {untouched}"
+        choice = f"{ON_SAVE_FAILURE.flag} {CONTINUE} (or {ON_SAVE_FAILURE.name}={CONTINUE})"
+        helps = f"{choice} lets training go on; {untouched}"
+        raise SaveFailedError(what, helps=helps) from None

@@ -1,0 +1,41 @@
+"""The ranks of a running job, as saving sees them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt_ext.collectives import is_first_rank, reasons_of_all
+from mcore_ckpt_ext.errors import SaveFailedError
+from mcore_ckpt_ext.group_device import control_device
+from mcore_ckpt_ext.megatron.saving.save import Point
+
+
+class JobRanks:
+    """Those of torch.distributed's default group, or the only one where there is none."""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank publishes."""
+        return is_first_rank()
+
+    def agree(self, point: Point, problem: str | None) -> str | None:
+        """Meet; only three numbers are exchanged as long as all is well.
+
+        Raises:
+            SaveFailedError: on every rank, when they are at different points, so that none knows what the others mean.
+        """
+        if not dist.is_initialized():
+            return problem
+        own = [int(problem is not None), point.value, -point.value]
+        highest = torch.tensor(own, dtype=torch.int, device=control_device())
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+        is_problem, last, first = highest.tolist()
+        if last != -first:
+            names = f"{Point(-first).name} and {Point(last).name}"
+            raise SaveFailedError("the ranks of the job are at different points of saving", found=names)
+        return reasons_of_all(problem) if is_problem else None
+
+    def barrier(self) -> None:
+        """Stand in for one of Megatron's."""
+        dist.barrier()

@@ -1,0 +1,239 @@
+"""The writers behind Megatron's strategies, seen from training, which never waits for one that cannot answer.
+
+Works on `AsyncCallsQueue` and its callers, megatron/core/dist_checkpointing/strategies/async_utils.py, and on the one
+queue of a job in megatron/training/async_utils.py; read in core_v0.7.0, 0.12.3, 0.16.1, 0.19.0 and 0.19.2. The strategy
+`nvrx` has the same classes in nvidia_resiliency_ext/checkpointing/async_ckpt/core.py; read in 0.6.0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore_ckpt_ext.collectives import reasons_of_all
+from mcore_ckpt_ext.group_device import control_device
+from mcore_ckpt_ext.megatron.saving.background_writer import ProcessWatch
+from mcore_ckpt_ext.megatron.saving.coordinator import WriterLostError
+from mcore_ckpt_ext.megatron.saving.save import Finalise, Save, Step
+
+_POLL_SECONDS = 0.1
+# Its finalisation functions end with a barrier, after something that rank 0 alone does: `metadata_finalize_fn` and,
+# since 0.18, `integrity_finalize_fn`.
+_WITH_BARRIER = "megatron.core.dist_checkpointing.serialization"
+# Its functions do not communicate: `save_checkpoint`, checkpointing.py; read in core_v0.7.0, 0.12.3, 0.16.1 and 0.19.0.
+_OF_TRAINING = "megatron.training"
+
+
+class MegatronWriters:
+    """The writers of the strategy `mcore`, the only one up to 0.16.
+
+    Args:
+        scope: the globals of megatron/training/async_utils.py.
+        warn: tells the user a line from this rank.
+    """
+
+    results = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+
+    def __init__(self, scope: MutableMapping[str, Any], warn: Callable[[str], None]) -> None:
+        self._scope, self._warn = scope, warn
+        self._watches: dict[int, ProcessWatch] = {}
+
+    def claimed(self, request: Any, save: Save, finalise: Finalise) -> Any:
+        """Take over a request: a named tuple, with a list to which Megatron adds nothing more."""
+        if request.finalize_fns:
+            steps = [
+                Step(function, function.__module__ == _WITH_BARRIER, function.__module__.startswith(_OF_TRAINING))
+                for function in request.finalize_fns
+            ]
+            request.finalize_fns[:] = [partial(finalise, steps)]
+        names = [name for name in ("async_fn", "preload_fn") if getattr(request, name, None) is not None]
+        return request._replace(**{name: save.report.observed(getattr(request, name)) for name in names})
+
+    def are_done(self) -> bool:
+        """Whether Megatron's queue is empty."""
+        return bool(self._scope["is_empty_async_queue"]())
+
+    @contextlib.contextmanager
+    def handing_over(self) -> Iterator[None]:
+        """Restart a persistent writer that died while idle, and do not wait for a dead one.
+
+        `PersistentAsyncCaller.schedule_async_call` waits without limit until the writer has copied the tensors (`join`
+        of `preload_q`, since 0.19 `_persistent_preload_q`).
+        """
+        caller = self._persistent_caller()
+        process = _process_of(caller)
+        if process is not None and not process.is_alive() and not self._queue().async_calls:
+            self._warn(f"the idle writer (pid {process.pid}) of a rank has died; a new one is started")
+            self.renew()  # what it wrote has been taken up, and the request holds the present queue of results
+            caller = self._persistent_caller()
+        with self._impatient(caller, "preload_q"):
+            yield
+
+    @contextlib.contextmanager
+    def going_home(self) -> Iterator[None]:
+        """Do not wait for a persistent writer that has died, or dies while it is waited for.
+
+        `PersistentAsyncCaller.close` waits without limit for an answer to its last order.
+        """
+        caller = self._persistent_caller() if self._scope.get("_async_calls_queue") is not None else None
+        process = _process_of(caller)
+        if process is not None and not process.is_alive():
+            self._end(caller)
+            caller = None
+        with self._impatient(caller, "queue", give_up=lambda: _process_of(caller).kill()):
+            yield
+
+    def watch_newest(self, completed: Callable[[str], str]) -> None:
+        """Report dead writers in the very collective by which the ranks ask whether all are done."""
+        caller = self._queue().async_calls[-1].async_caller
+        if not hasattr(caller, "sync_all_async_calls"):  # up to 0.8
+            return
+        if (known := self._watch_of(caller)) is not None:
+            known.renew()
+
+        def sync_all_async_calls(is_alive: int) -> bool:
+            watch = self._watch_of(caller)
+            problem = None if watch is None else watch.problem(bool(is_alive))
+            own = [int(problem is not None), int(is_alive)]
+            highest = torch.tensor(own, dtype=torch.int, device=control_device())
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+            is_lost, is_any_alive = highest.tolist()
+            if is_lost:
+                raise WriterLostError(reasons_of_all(completed(problem) if problem is not None else None))
+            return not is_any_alive
+
+        caller.sync_all_async_calls = sync_all_async_calls
+
+    def renew(self) -> None:
+        """Give up all writers of this rank and what they still owe, and start with a new queue."""
+        queue, scope = self._queue(), self._scope
+        callers = [call.async_caller for call in queue.async_calls]
+        if is_persistent := getattr(queue, "persistent", False):
+            callers.append(queue._get_async_caller())
+        queue.async_calls.clear()
+        for caller in {id(caller): caller for caller in callers}.values():
+            self._end(caller)
+        if hasattr(type(queue), "_persistent_caller"):
+            type(queue)._persistent_caller = None
+        scope["_async_calls_queue"] = None if is_persistent else type(queue)()
+        if is_persistent:
+            start = scope["init_persistent_async_worker"]
+            needs_rank = "rank" in inspect.signature(start).parameters
+            start(dist.get_rank(), "forkserver") if needs_rank else start()
+        # The ranks compare the numbers of their calls, and not every rank may have had to start anew.
+        self._queue().call_idx = queue.call_idx
+
+    def drop_results(self) -> None:
+        """Forget the queue of results, the only one in a process; the next save makes a new one, with a new manager.
+
+        What a writer put into it for a save that was given up would be taken for the next save's, and the process that
+        has died may be the one that manages it.
+        """
+        module = sys.modules.get(self.results)
+        if module is not None and getattr(module, "_results_queue", None) is not None:
+            with contextlib.suppress(Exception):
+                module._results_queue._manager.shutdown()
+            module._results_queue = None  # type: ignore[attr-defined]
+
+    def _queue(self) -> Any:
+        return self._scope.get("_get_async_calls_queue", lambda: self._scope["_async_calls_queue"])()
+
+    def _persistent_caller(self) -> Any:
+        queue = self._queue()
+        return queue._get_async_caller() if getattr(queue, "persistent", False) else None
+
+    def _watch_of(self, caller: Any) -> ProcessWatch | None:
+        if (process := _process_of(caller)) is None:
+            return None
+        known = self._watches.get(process.pid)
+        if known is None or known.process is not process:
+            rank, stays = dist.get_rank(), any(hasattr(caller, name) for name in ("comp_q", "_persistent_comp_q"))
+            known = ProcessWatch(process, stays, lambda what: self._warn(f"rank {rank}: {what}"))
+            self._watches[process.pid] = known
+        return known
+
+    @contextlib.contextmanager
+    def _impatient(self, caller: Any, name: str, give_up: Callable[[], None] = lambda: None) -> Iterator[None]:
+        """Within this context, `join` of one of the queues of a persistent caller can give up."""
+        found = [queue for queue in (name, f"_persistent_{name}") if getattr(caller, queue, None) is not None]
+        if not found:
+            yield
+            return
+        (attribute,) = found  # the caller's own, or since 0.19 its class's
+        is_own, queue = attribute in vars(caller), getattr(caller, attribute)
+        setattr(caller, attribute, _ImpatientQueue(queue, lambda: self._watch_of(caller), give_up))
+        try:
+            yield
+        finally:
+            setattr(caller, attribute, queue) if is_own else delattr(caller, attribute)
+
+    def _end(self, caller: Any) -> None:
+        """Kill a caller's process, and make sure that nobody waits for what it leaves behind."""
+        if (process := _process_of(caller)) is not None:
+            self._watches.pop(process.pid, None)
+            process.kill()
+        for name in ("queue", "preload_q", "comp_q"):
+            for holder, attribute in ((caller, name), (type(caller), f"_persistent_{name}")):
+                if (queue := getattr(holder, attribute, None)) is not None:
+                    queue.cancel_join_thread()
+                    if holder is type(caller):
+                        setattr(holder, attribute, None)
+        if hasattr(type(caller), "_persistent_process"):
+            type(caller)._persistent_process = None
+        caller.process = None
+
+
+class ResiliencyWriters(MegatronWriters):
+    """The writers of the strategy `nvrx`, nvidia-resiliency-ext."""
+
+    results = "nvidia_resiliency_ext.checkpointing.async_ckpt.filesystem_async"
+
+    def renew(self) -> None:
+        """Like Megatron's. A started writer is kept at its class, and the old queue ends it when it is closed."""
+        super().renew()
+        self._persistent_caller()
+
+
+class _ImpatientQueue:
+    """A joinable queue whose `join` also returns when the process that should empty it cannot."""
+
+    def __init__(self, queue: Any, watch: Callable[[], ProcessWatch | None], give_up: Callable[[], None]) -> None:
+        self.queue, self._watch, self._give_up = queue, watch, give_up
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.queue, name)
+
+    def __reduce__(self) -> tuple[Callable[[Any], Any], tuple[Any]]:
+        # Up to 0.16 the writer process is started, and gets its queues, during the first call.
+        return _itself, (self.queue,)
+
+    def join(self) -> None:
+        """Wait until everything is done, or the writer is given up; the next look at it then tells all ranks."""
+        condition = self.queue._cond
+        while True:
+            # A process that died while it held the lock never gives it back.
+            if condition.acquire(timeout=_POLL_SECONDS):
+                try:
+                    if self.queue._unfinished_tasks._semlock._is_zero() or condition.wait(_POLL_SECONDS):
+                        return
+                finally:
+                    condition.release()
+            if (watch := self._watch()) is not None and watch.problem(owes=True):
+                self._give_up()
+                return
+
+
+def _itself(item: Any) -> Any:
+    return item
+
+
+def _process_of(caller: Any) -> Any:
+    """The writer process; a caller of 0.19 that has written nothing yet finds its warmed-up process at its class."""
+    return getattr(caller, "process", None) or getattr(caller, "_persistent_process", None)

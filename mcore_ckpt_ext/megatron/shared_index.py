@@ -1,0 +1,175 @@
+"""The index of a checkpoint is read by one rank and handed to all, within one load.
+
+Megatron and this package look into `.metadata` several times on every rank, and it grows with the job: on thousands of
+ranks, a file system is asked for terabytes before the first tensor is read.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, iteration_name
+from mcore_ckpt_ext.storage.dcp_index import (
+    INDEX_BYTES,
+    METADATA_FILE,
+    PLANS,
+    DcpIndex,
+    Lent,
+    asked_for_objects_alone,
+    lent,
+    lent_of,
+    objects_alone,
+)  # fmt: skip
+
+_COMMON = "load_common_state_dict"
+
+
+@contextmanager
+def index_shared(handed: Lent | None) -> Iterator[None]:
+    """Within this scope no rank but the first reads the index of the checkpoint that is to be loaded.
+
+    Args:
+        handed: the first rank's, from `index_of`; None where every rank reads its own.
+    """
+    # A rank whose folder is another one, a copy on its own machine, say, sees so by the size.
+    mine = None if handed is None or _size(handed.folder) != handed.size else handed
+    with lent(mine), index_read_once() if mine is not None else nullcontext():
+        yield
+
+
+def index_of(directory: Any, step: int | None, arguments: Any) -> Lent | None:
+    """The index of the iteration that a load would take, without what a load does not look at; None without one.
+
+    The ranks' plans concern those who save as they have saved before (`--ckpt-assume-constant-structure`,
+    `TorchDistSaveShardedStrategy.async_save`, strategies/torch.py, core_v0.12.0 to 0.19.2).
+    """
+    with suppress(CheckpointError, OSError):
+        run = Path(str(directory))
+        folder = run / iteration_name(step) if step else iteration_folder(run)
+        found = Lent(folder, read_file(folder, METADATA_FILE, INDEX_BYTES))
+        return found if getattr(arguments, "ckpt_assume_constant_structure", False) else found.without_plans()
+    return None
+
+
+def is_moved(index: Lent, arguments: Any) -> bool:
+    """Whether the parallel layout is another one than that of the checkpoint, so that it is not Megatron's to load."""
+    with suppress(CheckpointError, OSError), lent(index):
+        return bool(placement_changes(open_checkpoint(index.folder).arguments, JobArguments.of(vars(arguments))))
+    return False
+
+
+def _size(folder: Path) -> int:
+    with suppress(OSError):
+        return (folder / METADATA_FILE).stat().st_size
+    return -1
+
+
+@contextmanager
+def index_read_once() -> Iterator[None]:
+    """Within this scope torch unpickles the index of a folder once; where it is lent, not at all for the common state.
+
+    Megatron asks for it four times in a load: twice for the common state, which lies in the folder as an object since
+    core_v0.19.0 (`load_common_state_dict`, dist_checkpointing/serialization.py), for tensors, and for other objects
+    (`FileSystemReader.read_metadata`, torch/distributed/checkpoint/filesystem.py, 2.4 to 2.13). Its own
+    `CachedMetadataFileSystemReader` (core_v0.14.0 to 0.16.1, later only with `--ckpt-assume-constant-structure`) keeps
+    what it got, for a later save, too, so that it is given all of it.
+    """
+    reader: Any = import_module("torch.distributed.checkpoint").FileSystemReader
+    original = reader.read_metadata
+    known: dict[str, Any] = {}
+    objects: dict[str, Any] = {}
+
+    @functools.wraps(original)
+    def read_metadata(self: Any, *positional: Any, **keywords: Any) -> Any:
+        if positional or keywords:
+            return original(self, *positional, **keywords)
+        folder = str(self.path)
+        handed = lent_of(Path(folder))
+        if handed is not None and asked_for_objects_alone() and type(self) is reader:
+            with suppress(CheckpointError):  # whatever is wrong with it, torch shall meet
+                if folder not in objects:
+                    objects[folder] = _of_objects(handed.index)
+                return objects[folder]
+        if folder not in known:
+            known[folder] = _unpickled(original, self, handed)
+        return known[folder]
+
+    reader.read_metadata = read_metadata
+    try:
+        with _common_state_by_objects():
+            yield
+    finally:
+        reader.read_metadata = original
+
+
+@contextmanager
+def _common_state_by_objects() -> Iterator[None]:
+    """Within this scope Megatron, where it is there, reads the common state as what it is: an object."""
+    names = ("megatron.core.dist_checkpointing", "megatron.core.dist_checkpointing.serialization")
+    with ExitStack() as scope:
+        for module in (sys.modules[name] for name in names if name in sys.modules):
+            if (load := vars(module).get(_COMMON)) is not None:
+                scope.enter_context(rebound(vars(module), **{_COMMON: _alone(load)}))
+        yield
+
+
+def _alone(load: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(load)
+    def load_alone(*positional: Any, **keywords: Any) -> Any:
+        with objects_alone():
+            return load(*positional, **keywords)
+
+    return load_alone
+
+
+def _of_objects(index: DcpIndex) -> Metadata:
+    """What torch would make of an index without tensors."""
+    entries: dict[str, Any] = {key: BytesStorageMetadata() for key in index.objects}
+    return Metadata(entries, None, {MetadataIndex(key): _StorageInfo(*place) for key, place in index.objects.items()})
+
+
+def _unpickled(read_metadata: Callable[[Any], Any], reader: Any, handed: Lent | None) -> Any:
+    """What torch makes of the index, whose bytes are at hand where it is lent."""
+    files = getattr(reader, "fs", None)
+    if handed is not None and files is not None:
+        reader.fs = _WithIndex(files, handed.data)
+    try:
+        found = read_metadata(reader)
+    finally:
+        if files is not None:
+            reader.fs = files
+    if getattr(found, PLANS, None) is True:  # what stands for them
+        delattr(found, PLANS)
+    return found
+
+
+class _WithIndex:
+    """Torch's file system, but for the index, whose bytes are at hand."""
+
+    def __init__(self, files: Any, data: bytes) -> None:
+        self._files, self._data = files, data
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._files, name)
+
+    def create_stream(self, path: Any, mode: str) -> Any:
+        """Open a file as torch does."""
+        if Path(path).name == METADATA_FILE and mode == "rb":
+            return io.BytesIO(self._data)
+        return self._files.create_stream(path, mode)

@@ -1,0 +1,1 @@
+"""Checkpoints of any format, presented in the form in which a Megatron loader requests its own."""

@@ -1,0 +1,241 @@
+"""Hands a checkpoint to jobs whose loader is torch's distributed checkpoint: of Megatron-FSDP, and of torch's FSDP.
+
+Their `load_checkpoint` builds a state dict of DTensors, lets torch fill it, and takes it over (`_load_base_checkpoint`,
+megatron/training/checkpointing.py, core_v0.12.0 to 0.19.2 and the development head of August 2026). Within the scope
+that this module opens, torch reads the tensors by a `DraftedReader` instead of from files. Everything before and after
+it is stock.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Set
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+
+from mcore_ckpt_ext.collectives import agreed_here, gather, rank_and_size, text_of
+from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.fsdp_target import FsdpArray
+from mcore_ckpt_ext.formats.steps import check_step
+from mcore_ckpt_ext.megatron.live.compatibility import check_lost, verify_checksums
+from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import DraftedReader
+from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
+from mcore_ckpt_ext.operations.block_reader import Filler
+from mcore_ckpt_ext.optimizers.digests import check_digests
+from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.settings import ACCEPT_LOST, VERIFY_ALL
+
+_TORCH = "torch.distributed.checkpoint"
+STEPS = "opt_param_scheduler.num_steps"
+
+
+class DraftedFeed(ABC):
+    """One checkpoint, handed to one load.
+
+    Attributes:
+        checkpoint: what is handed out.
+        arguments: of the job that wrote it, as this one compares them with its own.
+    """
+
+    backend: ClassVar[str]
+    """The job's own format."""
+    whose: ClassVar[str]
+    """Whose job it is, for messages."""
+    exact: ClassVar[str]
+    """How to keep what would be rounded, for messages."""
+
+    checkpoint: Checkpoint
+    arguments: Any
+
+    def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
+        self._folder = folder
+        self.checkpoint = checkpoint
+        self._filler = Filler(checkpoint, ACCEPT_LOST.value)
+        self._reader: DraftedReader | None = None
+        self._fills_optimizer = False
+
+    @abstractmethod
+    def arrays(self) -> Mapping[str, FsdpArray]:
+        """What the job may ask for, by key."""
+
+    @abstractmethod
+    def objects(self) -> Mapping[str, Any]:
+        """Whatever else it may ask for."""
+
+    @abstractmethod
+    def is_wanted(self, key: str, *, is_tensor: bool) -> bool:
+        """Whether a key that the job asks for must be there; otherwise it keeps what it has."""
+
+    @abstractmethod
+    def check_used(self, arrays: Mapping[str, FsdpArray], every: Set[str]) -> None:
+        """Refuse a job that leaves parameters of the checkpoint unused.
+
+        Args:
+            arrays: as `arrays` gave them.
+            every: keys of the tensors of all ranks.
+
+        Raises:
+            ModelMismatchError: there are such.
+        """
+
+    @abstractmethod
+    def complete(self, state_dict: Mapping[str, Any]) -> None:
+        """Put into a job's state dict what it would have to ask for, and does not."""
+
+    def load(self, scope: MutableMapping[str, Any], arguments: Any, stock: Callable[[], Any]) -> Any:
+        """Stock's load, fed from the checkpoint."""
+        started = time.monotonic()
+        # Of a release, stock takes the weights alone.
+        without = arguments.no_load_optim or self._folder.name == "release"
+        with self._open(scope), rebound(vars(arguments), no_load_rng=True, no_load_optim=without):
+            result = stock()
+        announce(f"{self._summary()}, {time.monotonic() - started:.1f} s; random state starts anew")
+        return result
+
+    @contextmanager
+    def _open(self, scope: MutableMapping[str, Any]) -> Iterator[None]:
+        """The scope within which Megatron's loader reads this checkpoint."""
+        original, checkpointing = scope["_load_base_checkpoint"], import_module(_TORCH)
+        load_state_dict = checkpointing.load_state_dict
+
+        def load_base_checkpoint(*positional: Any, rank0: bool = False, **keywords: Any) -> Any:
+            if rank0:
+                known = {key: self.checkpoint.common.get(key) for key in ("iteration", "checkpoint_version")}
+                kind = scope["CheckpointType"][self.backend.upper()]
+                released = self._folder.name == "release"
+                return {"args": self.arguments, **known}, str(self._folder), released, kind
+            within = rebound(vars(checkpointing), FileSystemReader=_no_files, load_state_dict=fill)
+            with within, rebound(scope, _get_checkpoint_format=lambda *_: self.backend):
+                return original(*positional, rank0=rank0, **keywords)
+
+        def fill(state_dict: dict[str, Any], *_: Any, **__: Any) -> None:
+            self._fill(state_dict, load_state_dict)
+
+        readers = {"FileSystemReader": _no_files} if "FileSystemReader" in scope else {}
+        with rebound(scope, _load_base_checkpoint=load_base_checkpoint, **readers):
+            yield
+
+    def _summary(self) -> str:
+        """What was done, over all ranks, in one line; collective."""
+        read, proven = zip(*gather((self._reader.bytes_read if self._reader else 0, self._filler.proven)), strict=True)
+        source = self.checkpoint
+        how = f"proven {source.proof.words}" if source.proof.is_near else "proven equal to their weights"
+        what, of_what = (
+            ("model and optimizer", source.optimizer_format) if self._fills_optimizer else ("weights", "alone")
+        )
+        return (
+            f"{what} resumed from {source.layout} by {self.whose}: {source.format}, {of_what}, "
+            f"{sum(read) / 1e6:,.1f} MB read, {sum(proven):,} masters {how}"
+        )
+
+    def _fill(self, state_dict: dict[str, Any], load: Callable[..., None]) -> None:
+        """Fill a state dict by torch's own `load`; collective.
+
+        Raises:
+            ResumeRefusedError: on every rank; until the reading nothing is written.
+        """
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        planner.set_up_planner(state_dict, Metadata({}))
+        live = {key: value for key, value in planner.state_dict.items() if isinstance(value, torch.Tensor)}
+        others = planner.state_dict.keys() - live.keys()
+        every = {key for keys in gather(sorted(live)) for key in keys}
+
+        def plan() -> DraftedReader:
+            reader = self._planned(live, others, every)
+            self.complete(state_dict)
+            return reader
+
+        planned = agreed_here("planning the resume", plan, "nothing of the checkpoint is written yet")
+        self._reader = planned
+        try:
+            load(state_dict, planned, planner=DefaultLoadPlanner(allow_partial_load=True))
+        except CheckpointException as error:
+            raise ResumeRefusedError(
+                "mcore_ckpt_ext refused while reading the model and the optimizer; they are partly written: do not "
+                f"train on, start again\n  {text_of(error)}"
+            ) from error
+
+    def _planned(self, live: Mapping[str, torch.Tensor], others: Set[str], every: Set[str]) -> DraftedReader:
+        """The reader of what this rank asks for.
+
+        Args:
+            live: the tensors by key.
+            others: keys of everything else.
+            every: keys of the tensors of all ranks.
+
+        Raises:
+            CheckpointError: checkpoint and job do not fit each other.
+        """
+        check_step(self.checkpoint)
+        if VERIFY_ALL.value:
+            verify_checksums(self.checkpoint, *rank_and_size())
+        self._fills_optimizer = any(
+            key.startswith("optimizer.") and self.is_wanted(key, is_tensor=True) for key in every
+        )
+        if self._fills_optimizer:
+            self._check_optimizer()
+        arrays, objects = self.arrays(), self.objects()
+        self.check_used(arrays, every)
+        asked = [key for key in live if self.is_wanted(key, is_tensor=True) or key in arrays]
+        needed = [key for key in others if self.is_wanted(key, is_tensor=False)]
+        for key in (*asked, *needed):
+            if key not in (arrays if key in live else objects):
+                raise ModelMismatchError(
+                    "the job has something that the checkpoint lacks", where=f"{key}, {self._folder}",
+                    helps="resume with the model and optimizer arguments that the checkpoint was written with",
+                )  # fmt: skip
+        return DraftedReader({key: self._fitted(arrays[key], live[key]) for key in asked}, objects, self._filler)
+
+    def _check_optimizer(self) -> None:
+        if self.checkpoint.optimizer_format is None:
+            raise ModelMismatchError(
+                "the checkpoint has no optimizer state", where=str(self._folder), helps="resume with --finetune"
+            )
+        if not ACCEPT_LOST.value:
+            check_lost(self.checkpoint)
+        for buffers in self.checkpoint.optimizer.buffers:
+            check_digests(buffers, str(self._folder), rank_and_size())
+
+    def _fitted(self, array: FsdpArray, live: torch.Tensor) -> FsdpArray:
+        """An array in the shape of the live tensor: the vocabulary may be padded otherwise.
+
+        Raises:
+            ModelMismatchError: they differ in more than that, or rows of tokens would be lost.
+            UnsupportedCheckpointError: the live one would round it.
+        """
+        if str(live.dtype) != f"torch.{array.tensor.dtype}":
+            raise UnsupportedCheckpointError(
+                "the job would round what the checkpoint holds", found=f"{live.dtype}",
+                expected=array.tensor.dtype, where=array.key, helps=self.exact,
+            )  # fmt: skip
+        shape = tuple(live.shape)
+        may_pad = array.tensor.name in VOCABULARY and shape[1:] == array.shape[1:]
+        if shape != array.shape and not (may_pad and shape[0] >= (self.checkpoint.tokens or 0)):
+            raise ModelMismatchError(
+                "the model and the checkpoint disagree about the shape of a parameter",
+                found=f"{array.shape} in the checkpoint", expected=f"{shape}", where=array.key,
+                helps="resume with the model arguments that the checkpoint was written with",
+            )  # fmt: skip
+        return replace(array, shape=shape, tensor=replace(array.tensor, shape=shape)) if may_pad else array
+
+
+def _no_files(*_: Any, **__: Any) -> Any:
+    """In place of torch's reader of the folder, which holds no index of what these jobs ask for."""
+    return _NoFiles()
+
+
+class _NoFiles:
+    @staticmethod
+    def read_metadata() -> Metadata:
+        return Metadata({})

@@ -1,0 +1,204 @@
+"""`--load` (or `--pretrained-checkpoint`) of a Hugging Face folder: a job starts from it, without a conversion on disk.
+
+Stock Megatron finds no tracker file in such a folder, says so in one line among many, and trains from random weights
+(`_load_base_checkpoint`, megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.collectives import agreed, is_first_rank
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UsageError, with_article
+from mcore_ckpt_ext.families.arguments import complete
+from mcore_ckpt_ext.families.config_keys import accepting
+from mcore_ckpt_ext.families.contradictions import contradictions
+from mcore_ckpt_ext.families.flags import training_flags
+from mcore_ckpt_ext.families.forward_pass import told
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, is_model
+from mcore_ckpt_ext.formats.huggingface_model import LOCAL, TRANSFORMER_ENGINE, described_model
+from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
+from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.megatron.live.model import live_parameters
+from mcore_ckpt_ext.megatron.new_tokens import (
+    initialization_kept,
+    keeps_initialization,
+    kept_message,
+    new_tokens,
+    refusal,
+)
+from mcore_ckpt_ext.megatron.sources.legacy_state_dict import fed
+from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
+from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.settings import ACCEPT_KEYS, FROM_HF
+from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE
+
+_PRETRAINED = "pretrained_checkpoint"
+_HELPS = "convert it first: mcore-ckpt convert FOLDER RUN --to torch_dist (or fsdp_dtensor)"
+# Where these are set, what is loaded takes another way than through a state dict of this rank.
+_OTHER_WAYS = ("use_megatron_fsdp", "use_torch_fsdp2", "moe_use_upcycling", "non_persistent_ckpt_type")
+
+
+def model_folder(arguments: Any, load_arg: str = "load") -> Path | None:
+    """The Hugging Face folder that a job starts from; None where Megatron has a checkpoint to load, or nothing at all.
+
+    As in Megatron, `--pretrained-checkpoint` counts where `--load` names no checkpoint (`load_checkpoint`).
+    """
+    for name in (load_arg, _PRETRAINED):
+        directory = getattr(arguments, name, None)
+        if directory and (Path(directory) / TRACKER_FILE).exists():
+            return None
+        if name == load_arg and getattr(arguments, "ckpt_step", None):
+            return None
+        if _is_model(directory):
+            return Path(str(directory))
+    return None
+
+
+def named_model(arguments: Any) -> Path | None:
+    """The Hugging Face folder that a job began with, whether or not it has checkpoints of its own by now."""
+    named = (getattr(arguments, name, None) for name in ("load", _PRETRAINED))
+    return next((Path(str(directory)) for directory in named if _is_model(directory)), None)
+
+
+def _is_model(directory: str | None) -> bool:
+    return bool(directory) and "://" not in str(directory) and is_model(Path(str(directory)))
+
+
+def check_arguments(arguments: Any) -> None:
+    """Refuse to start from a Hugging Face folder with arguments that it does not go with; each rank finds the same.
+
+    Args:
+        arguments: Megatron's, validated.
+
+    Raises:
+        UsageError: the folder is none, or an option asks for another way of loading.
+        ModelMismatchError: the arguments describe another model than `config.json` does.
+    """
+    folder = model_folder(arguments)
+    if folder is None:
+        if FROM_HF.chosen(arguments) and not _is_model(getattr(arguments, _PRETRAINED, None)):
+            raise _no_folder(arguments)
+        return
+    formats, chosen = (TORCH_DIST, LEGACY), getattr(arguments, "ckpt_format", TORCH_DIST)
+    wrong = [f"--{name.replace('_', '-')}" for name in _OTHER_WAYS if getattr(arguments, name, None)]
+    if wrong := wrong + ([] if chosen in formats else [f"--ckpt-format {chosen}"]):
+        raise UsageError(
+            "no job starts from a Hugging Face folder with this option", found=", ".join(wrong), where=str(folder),
+            helps=_HELPS,
+        )  # fmt: skip
+    with accepting(ACCEPT_KEYS.chosen(arguments)):
+        described = described_model(folder, transformer_impl=_layer_spec(arguments))
+    running = JobArguments.of(vars(arguments))
+    if found := contradictions(described.family, described.arguments, running):
+        raise ModelMismatchError(
+            f"the arguments of the job contradict config.json, which describes {with_article(described.family.name)}",
+            found="; ".join(found), where=str(folder / CONFIG),
+            helps=f"describe the model of config.json: {shlex.join(training_flags(described.arguments))}",
+        )  # fmt: skip
+
+
+def _no_folder(arguments: Any) -> UsageError:
+    named = str(getattr(arguments, "load", None))
+    has_checkpoint = (Path(named) / TRACKER_FILE).exists()
+    what = f"it holds {TRACKER_FILE}" if has_checkpoint else "no Hugging Face folder with a config.json and weights"
+    return UsageError(
+        f"{FROM_HF.flag}: --load names no Hugging Face folder to start from", found=what, where=named,
+        helps="a job that goes on from its own checkpoints does not need the option: --load RUN "
+        "--pretrained-checkpoint FOLDER takes the folder only as long as RUN has none",
+    )  # fmt: skip
+
+
+def start_from(
+    scope: MutableMapping[str, Any], folder: Path, chunks: Sequence[Any], optimizer: Any, stock: Callable[[], Any]
+) -> Any:
+    """Load the weights of a Hugging Face folder by stock's own function, fed with this rank's part of them; collective.
+
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        folder: the folder, on every rank.
+        chunks: the unwrapped model chunks.
+        optimizer: the live one, whose masters are made of the weights; or None.
+        stock: calls the original with all its arguments.
+
+    Raises:
+        ResumeRefusedError: on every rank, when the folder and the model do not fit, or cannot be read.
+    """
+    arguments = scope["get_args"]()
+    agreed("comparing the arguments with config.json", lambda: check_arguments(arguments))
+    new = agreed("comparing the vocabularies", lambda: _new_tokens(folder, arguments), "nothing is loaded")[0]
+    left_out: list[str] = []
+
+    def opened(live: set[str]) -> Checkpoint:
+        checkpoint = _opened(folder, arguments)
+        if checkpoint.has_mtp and not any(name.startswith("mtp.") for name in live):
+            with accepting(ACCEPT_KEYS.chosen(arguments)):
+                checkpoint = checkpoint.without_mtp()
+            left_out.append("MTP layers, which this job does not have (--mtp-num-layers)")
+        _check_vocabulary(checkpoint, chunks)
+        if checkpoint.left_out:
+            left_out.append(f"{len(checkpoint.left_out)} tensors that Megatron has no place for")
+        return checkpoint.view
+
+    exists = rebound(scope, checkpoint_exists=lambda path: path is not None and Path(path) == folder)
+    with exists, fed(scope, folder, chunks, opened), initialization_kept(chunks, new, optimizer):
+        result = stock()
+    grown = f"; {kept_message(new)}" if new else ""
+    left = f"; left out: {'; '.join(left_out)}" if left_out else ""
+    announce(f"the weights of the Hugging Face folder {folder}, cut for the running layout, are what training starts "
+             f"from{left}{grown}")  # fmt: skip
+    for line in told(complete(JobArguments.of(vars(arguments)))):
+        announce(f"otherwise than in the Hugging Face model, {line}")
+    return result
+
+
+def _layer_spec(arguments: Any) -> str:
+    return LOCAL if getattr(arguments, "transformer_impl", None) == LOCAL else TRANSFORMER_ENGINE
+
+
+def _opened(folder: Path, arguments: Any) -> HuggingFaceCheckpoint:
+    """The folder under the job's layer spec, with the keys of `config.json` that the job accepts."""
+    with accepting(ACCEPT_KEYS.chosen(arguments)):
+        return HuggingFaceCheckpoint(folder, transformer_impl=_layer_spec(arguments))
+
+
+def _new_tokens(folder: Path, arguments: Any) -> range:
+    """The job's tokens that the folder has no row for, as the first rank sees them.
+
+    Raises:
+        ResumeRefusedError: there are such, and they were not accepted.
+    """
+    rows: list[int] = []
+    if is_first_rank():
+        with suppress(CheckpointError, OSError):  # what is wrong with the folder is found, and named, by its load
+            rows.append(_opened(folder, arguments).vocabulary)
+    tokens = new_tokens(rows[0] if rows else None, arguments)
+    if tokens and not keeps_initialization():
+        raise refusal(tokens, str(folder))
+    return tokens
+
+
+def _check_vocabulary(checkpoint: HuggingFaceCheckpoint, chunks: Sequence[Any]) -> None:
+    """Refuse a model with fewer tokens than the folder; more of them are padding.
+
+    Raises:
+        ModelMismatchError: it has.
+    """
+    for live in live_parameters(chunks).values():
+        tensor = live.tensors.get(WORD_EMBEDDINGS)
+        if tensor is not None and tensor.shape[0] < checkpoint.vocabulary:
+            raise ModelMismatchError(
+                "the model has fewer tokens than the folder, whose last ones would be lost",
+                found=f"{tensor.shape[0]} rows, padding included", expected=f"at least {checkpoint.vocabulary}",
+                where=str(checkpoint.folder / CONFIG),
+                helps=f"a larger --make-vocab-size-divisible-by, or --padded-vocab-size {checkpoint.vocabulary} where "
+                "Megatron has it",
+            )  # fmt: skip

@@ -1,0 +1,233 @@
+"""Feeds `load_checkpoint` with this rank's part of a checkpoint whose files stock Megatron cannot load by itself.
+
+These are legacy checkpoints that were written under another layout, zarr ones where Megatron has no reader, what
+Megatron-FSDP (`fsdp_dtensor`) or torch's FSDP (`torch_dcp`) wrote, for a job that is not one of theirs, and Hugging
+Face folders (`from_huggingface`).
+
+Stock Megatron opens the rank folder of a legacy checkpoint that its own layout names (`_load_base_checkpoint`,
+checkpointing.py, core_v0.7.0 to 0.19.2): it refuses with `--ckpt-format torch`, and otherwise fails or, since 0.16,
+silently loads half a model. Of a zarr checkpoint, Megatron from 0.16 on says that there is no strategy for it; what
+either FSDP wrote it takes for `torch_dcp`, and asks it for none of its tensors (`_get_checkpoint_format`).
+Within the scope that this module opens, that function returns what it would have read from a legacy checkpoint of the
+running layout. Everything after it is stock.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.collectives import agreed
+from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
+from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
+from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.plain_dcp import plain_backend
+from mcore_ckpt_ext.formats.zarr import is_zarr
+from mcore_ckpt_ext.layout.parallel import placement_changes
+from mcore_ckpt_ext.megatron.live.compatibility import check_names, spelling_in
+from mcore_ckpt_ext.megatron.live.extra_states import FoundStates, states_for
+from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_names, live_parameters, live_tensors
+from mcore_ckpt_ext.megatron.run_folder import folder_named
+from mcore_ckpt_ext.model_space.names import is_extra_state
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.patching.log import announce, states_of_nobody
+from mcore_ckpt_ext.patching.overrides import rebound
+from mcore_ckpt_ext.planning.plan import WantedSlice, make_plan
+
+_DISTRIBUTED = "use_distributed_optimizer"
+# `check_checkpoint_args` compares these; they follow from the tensor- and pipeline-parallel size.
+_FOLLOWS_LAYOUT = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size", "make_vocab_size_divisible_by",
+)  # fmt: skip
+
+
+def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
+    """The iteration folder that Megatron would load from a run folder, if it may have to be fed."""
+    folder = folder_named(directory, arguments)
+    if folder is None or is_legacy(folder):
+        return folder
+    plain = plain_backend(folder)
+    foreign = (is_zarr(folder) and not _reads_zarr()) or plain not in (None, arguments.ckpt_format)
+    return folder if foreign else None
+
+
+def _reads_zarr() -> bool:
+    """Whether the running Megatron has its zarr strategy (until core_v0.16.0, commit faa6037b) and the library."""
+    strategies = import_module("megatron.core.dist_checkpointing.strategies")
+    return find_spec(f"{strategies.__name__}.zarr") is not None and find_spec("zarr") is not None
+
+
+def changes_of(folder: Path, arguments: Any) -> list[str]:
+    """What keeps stock Megatron from loading the checkpoint in such a folder; empty where nothing does.
+
+    For a legacy one: the arguments in which it differs from what the running layout would have written.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    checkpoint = open_checkpoint(folder)
+    try:
+        if checkpoint.format != LEGACY:
+            return [f"the format {checkpoint.format}"]
+        changes = placement_changes(checkpoint.arguments, JobArguments.of(vars(arguments)))
+        # Without it the optimizer's state is in no file that the distributed optimizer would open.
+        written = checkpoint.arguments.use_distributed_optimizer
+        return changes if written or not getattr(arguments, _DISTRIBUTED, False) else [*changes, _DISTRIBUTED]
+    finally:
+        checkpoint.reader.close()
+
+
+def load_weights_alone(
+    scope: MutableMapping[str, Any], directory: str | None, chunks: Sequence[Any], stock: Callable[[], Any]
+) -> Any:
+    """A load that leaves the optimizer out: stock's own, but fed where stock could not load it by itself.
+
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        directory: the run folder.
+        chunks: the unwrapped model chunks.
+        stock: calls the original with all its arguments.
+
+    Raises:
+        ResumeRefusedError: on every rank, when some rank's part cannot be put together.
+    """
+    arguments = scope["get_args"]()
+
+    def look() -> Path | None:
+        folder = folder_to_feed(directory, arguments)
+        return folder if folder is not None and changes_of(folder, arguments) else None
+
+    folder = agreed("looking at the checkpoint", look)[0]
+    if folder is None:
+        return stock()
+    with fed(scope, folder, chunks):
+        result = stock()
+    form = "legacy" if is_legacy(folder) else open_checkpoint(folder).format
+    announce(f"weights of the {form} checkpoint {folder} cut for the running layout; random state starts anew")
+    return result
+
+
+@contextmanager
+def fed(
+    scope: MutableMapping[str, Any],
+    folder: Path,
+    chunks: Sequence[Any],
+    opened: Callable[[set[str]], Checkpoint] | None = None,
+) -> Iterator[None]:
+    """Feed the loads within this scope; the model is not touched before every rank has its part.
+
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        folder: of the checkpoint.
+        chunks: the unwrapped model chunks.
+        opened: opens it for the names of the live model, over all ranks.
+
+    Raises:
+        ResumeRefusedError: on every rank, when some rank's part cannot be put together.
+    """
+    arguments = scope["get_args"]()
+    told = agreed("reading the live model", lambda: live_names(live_tensors(chunks)))
+    live = {name for names in told for name in names}
+    state: dict[str, Any] = {}
+    releases: list[bool] = []
+
+    def cut() -> tuple[int, int]:
+        checkpoint = opened(live) if opened is not None else open_checkpoint(folder)
+        found, missing, unknown = _rank_state(checkpoint, chunks, arguments, live)
+        state.update(found)
+        releases.append(checkpoint.released)
+        return missing, unknown
+
+    missing, unknown = map(sum, zip(*agreed("cutting the weights", cut), strict=True))
+    if missing:
+        announce(states_of_nobody(missing))
+    if unknown:
+        announce(f"extra states of {unknown} modules hold what is not known: they start empty, and fp8 scaling anew")
+
+    def load_base_checkpoint(*_: Any, **__: Any) -> tuple[Any, ...]:
+        if "set_loaded_iteration" in scope:  # since 0.16
+            scope["set_loaded_iteration"](state["iteration"])
+        found = (state, str(folder), releases[0])
+        # The kind of checkpoint is returned since 0.9.
+        return (*found, scope["CheckpointType"].LEGACY) if "CheckpointType" in scope else found
+
+    with rebound(scope, _load_base_checkpoint=load_base_checkpoint), rebound(vars(arguments), no_load_rng=True):
+        yield
+
+
+def _rank_state(
+    checkpoint: Checkpoint, chunks: Sequence[Any], arguments: Any, live: set[str]
+) -> tuple[dict[str, Any], int, int]:
+    """What this rank's `model_optim_rng.pt` would hold, without optimizer and random state.
+
+    Returns:
+        It, and how many extra states are not in the checkpoint, or not known.
+    """
+    try:
+        spell = spelling_in(checkpoint, live)
+        check_names(checkpoint, set(map(spell, live)))
+        # A Hugging Face folder has no arguments of its own: those of this job have been compared with its config.json.
+        written = Namespace(**(vars(arguments) if checkpoint.format == HUGGING_FACE else checkpoint.args))
+        vars(written).update({name: getattr(arguments, name) for name in _FOLLOWS_LAYOUT if hasattr(arguments, name)})
+        described, states = live_parameters(chunks, spell), checkpoint.extra_states()
+        models, found = zip(*(_model_state(checkpoint, chunk, described, states) for chunk in chunks), strict=True)
+        keys = ["model"] if len(models) == 1 else [f"model{number}" for number in range(len(models))]
+        state = {**checkpoint.common, "args": written, **dict(zip(keys, models, strict=True))}
+        return state, sum(len(one.missing) for one in found), sum(len(one.unknown) for one in found)
+    finally:
+        checkpoint.reader.close()
+
+
+def _model_state(
+    checkpoint: Checkpoint, chunk: Any, described: Mapping[int, LiveParameter], states: Mapping[str, Any]
+) -> tuple[dict[str, Any], FoundStates]:
+    """A `state_dict` for one model chunk under its own names; what the checkpoint lacks stays as the live chunk has it.
+
+    `states`: the checkpoint's extra states.
+    """
+    state: dict[str, Any] = dict(chunk.state_dict(keep_vars=True))
+    local = [name for name, value in state.items() if isinstance(value, torch.Tensor) and not is_extra_state(name)]
+    for name in local:
+        if id(state[name]) not in described:
+            raise ModelMismatchError("the model has a tensor that its own sharded state dict does not list", where=name)
+    tensors = [described[id(state[name])] for name in local]
+    wanted = [WantedSlice(WEIGHT, Slice.whole(live.regions), live.tensors, live.may_pad) for live in tensors]
+    filled = [torch.empty(live.parameter.numel(), dtype=live.parameter.dtype, device="cpu") for live in tensors]
+    checkpoint.transfer.execute(make_plan(wanted, checkpoint), filled)
+    if checkpoint.format == HUGGING_FACE:
+        _check_numbers(tensors, filled, str(checkpoint.folder))
+    found = states_for(state, dict(zip(local, tensors, strict=True)), states)
+    values = {
+        name: values.view(live.parameter.shape) for name, live, values in zip(local, tensors, filled, strict=True)
+    }
+    return state | values | dict(found.states), found
+
+
+def _check_numbers(tensors: Sequence[LiveParameter], filled: Sequence[torch.Tensor], where: str) -> None:
+    """Refuse weights that are no numbers: every loss would be none. A checkpoint's own masters prove its weights.
+
+    Raises:
+        UnreadableCheckpointError: one is not finite.
+    """
+    for live, values in zip(tensors, filled, strict=True):
+        # The sum of finite numbers may be infinite, but one that is not finite never makes a finite sum.
+        if values.is_floating_point() and not values.sum(dtype=torch.float64).isfinite():
+            wrong = int((~values.isfinite()).sum())
+            if wrong:
+                raise UnreadableCheckpointError(
+                    "weights to begin with are not finite, and training would begin with a loss that is no number",
+                    found=f"{wrong} of {values.numel()} elements are NaN or infinite",
+                    where=f"{live.regions[0].name}, {where}",
+                    helps="take another copy of the folder; a job that wrote it had diverged",
+                )

@@ -1,0 +1,113 @@
+"""Lets a job of Megatron-FSDP resume any other format: it is handed what `convert --to fsdp_dtensor` would write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, MutableMapping, Set
+from pathlib import Path
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.collectives import agreed, agreed_here
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.fsdp_names import GROUPS, MODEL, ModuleNames
+from mcore_ckpt_ext.formats.fsdp_target import FsdpArray, FsdpTarget
+from mcore_ckpt_ext.formats.plain_dcp import plain_backend
+from mcore_ckpt_ext.megatron.load_decision import explain
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
+from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
+from mcore_ckpt_ext.megatron.run_folder import folder_named
+from mcore_ckpt_ext.megatron.running_version import megatron_version
+from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DraftedFeed
+from mcore_ckpt_ext.operations.sources import open_source
+from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
+from mcore_ckpt_ext.targets import FsdpDtensor, LayerSpec
+
+
+def is_of_fsdp(arguments: Any) -> bool:
+    """Whether a job is one of Megatron-FSDP."""
+    return arguments.ckpt_format == FSDP_DTENSOR and bool(getattr(arguments, "use_megatron_fsdp", False))
+
+
+def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock: Callable[[], Any]) -> Any:
+    """A load of a job of Megatron-FSDP: stock's own, but of another format than its own by way of a `DraftedReader`.
+
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        directory: the run folder.
+        stock: calls the original with all its arguments.
+
+    Raises:
+        ResumeRefusedError: on every rank, where the checkpoint cannot be taken over.
+    """
+    arguments = scope["get_args"]()
+
+    def look() -> tuple[Path, LoadDecision] | None:
+        folder = folder_named(directory, arguments)
+        if folder is None:
+            return None
+        own = plain_backend(folder) == FSDP_DTENSOR
+        blockers = [] if own else ["another format than its own"]
+        return folder, decide(LoadFacts(Loop.MEGATRON_FSDP, blockers=blockers))
+
+    found = agreed("looking at the checkpoint", look)[0]
+    if found is None:
+        return stock()
+    folder, decision = found
+    explain(decision, folder)
+    if decision.is_stock:
+        return stock()
+    return agreed_here("opening the checkpoint", lambda: _Feed(folder, arguments)).load(scope, arguments, stock)
+
+
+class _Feed(DraftedFeed):
+    """One checkpoint, handed to one load of Megatron-FSDP."""
+
+    backend: ClassVar[str] = FSDP_DTENSOR
+    whose: ClassVar[str] = "Megatron-FSDP"
+    exact: ClassVar[str] = (
+        "keep masters and moments in fp32 (--megatron-fsdp-main-params-dtype fp32, --exp-avg-dtype fp32, "
+        "--exp-avg-sq-dtype fp32)"
+    )
+
+    def __init__(self, folder: Path, arguments: Any) -> None:
+        running = JobArguments.of(vars(arguments))
+        if (running.pipeline_model_parallel_size or 1) > 1:
+            raise UnsupportedCheckpointError(
+                "it is not known how pipeline stages of Megatron-FSDP number their layers",
+                found=f"--pipeline-model-parallel-size {running.pipeline_model_parallel_size}",
+                expected="1", where=str(folder), helps="resume without pipeline stages",
+            )  # fmt: skip
+        spec: LayerSpec = "local" if running.transformer_impl == "local" else "transformer_engine"
+        super().__init__(folder, open_source(folder, FsdpDtensor(transformer_impl=spec), None))
+        experts_apart = (running.expert_model_parallel_size or 1) > 1
+        # The checkpoint under the names that the running job has.
+        self._target = FsdpTarget(self.checkpoint, megatron_version(), experts_apart, ModuleNames(running))
+        self.arguments = self._target.common["args"]
+
+    @override
+    def complete(self, state_dict: Mapping[str, Any]) -> None:
+        """It asks for all."""
+
+    @override
+    def arrays(self) -> Mapping[str, FsdpArray]:
+        return {array.key: array for array in self._target.arrays()}
+
+    @override
+    def objects(self) -> Mapping[str, Any]:
+        return dict(self._target.objects())
+
+    @override
+    def is_wanted(self, key: str, *, is_tensor: bool) -> bool:
+        return is_tensor or key == STEPS or (key.startswith(GROUPS) and key.endswith(".step"))
+
+    @override
+    def check_used(self, arrays: Mapping[str, FsdpArray], every: Set[str]) -> None:
+        unused = [key for key in arrays if key.startswith(MODEL) and key not in every]
+        if unused:
+            raise ModelMismatchError(
+                "the checkpoint holds parameters that the model does not have",
+                found=f"{len(unused)} of them, {', '.join(unused[:3])}", where=str(self._folder),
+                helps="resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
+            )  # fmt: skip

@@ -1,0 +1,241 @@
+"""Lets a job of torch's FSDP (`--use-torch-fsdp2 --ckpt-format torch_dcp`) resume any format, its own among them.
+
+Stock Megatron resumes none. Its loader asks for `optimizer.state_dict(is_loading=True)`, but every optimizer is a
+ChainedOptimizer, whose `state_dict` knows no such argument (`load_checkpoint`, megatron/training/checkpointing.py;
+`get_megatron_optimizer`, megatron/core/optimizer/__init__.py; core_v0.12.1 to 0.19.2 and the development head of August
+2026). Nor would it ask for Adam's step, which a fused Adam has in its parameter groups only after the first one. Such
+jobs have neither tensor nor pipeline parallelism (`validate_args`, megatron/training/arguments.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence, Set
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.collectives import agreed, agreed_here
+from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.flattened import MODEL
+from mcore_ckpt_ext.formats.fsdp_target import FsdpArray
+from mcore_ckpt_ext.formats.group_rule import group_that_holds
+from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
+from mcore_ckpt_ext.formats.torch_dcp import NAME as TORCH_DCP
+from mcore_ckpt_ext.formats.unread import COMMON_KEYS
+from mcore_ckpt_ext.layout.local_parameters import model_space_name
+from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
+from mcore_ckpt_ext.megatron.live.compatibility import check_names, spelling_in
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import kept_by
+from mcore_ckpt_ext.megatron.load_decision import explain
+from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
+from mcore_ckpt_ext.megatron.policy import decide
+from mcore_ckpt_ext.megatron.run_folder import folder_named
+from mcore_ckpt_ext.megatron.running_version import megatron_version
+from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DraftedFeed
+from mcore_ckpt_ext.model_space.names import is_extra_state
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.patching.log import announce
+
+# `check_checkpoint_args` compares these, which are those of the one layout that such a job has.
+_OF_LAYOUT = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "padded_vocab_size")
+_OPTIMIZER = "optimizer"
+
+
+def is_of_torch_fsdp(arguments: Any) -> bool:
+    """Whether a job is one of torch's FSDP that keeps its checkpoints in `torch_dcp`."""
+    return arguments.ckpt_format == TORCH_DCP and bool(getattr(arguments, "use_torch_fsdp2", False))
+
+
+def advise_torch_fsdp(arguments: Any, directory: str | None) -> None:
+    """Say what helps a job of torch's FSDP that keeps another format than `torch_dcp`.
+
+    Stock Megatron finds none of its optimizer's parameters in the model's sharded state dict, whose tensors are parts
+    of them, and ends with `KeyError: 0` (`get_param_id_to_sharded_param_map`, dist_checkpointing/optimizer.py, 0.19.2).
+    """
+    if not getattr(arguments, "use_torch_fsdp2", False) or arguments.ckpt_format == TORCH_DCP:
+        return
+    if not (arguments.no_load_optim or arguments.finetune) and folder_named(directory, arguments) is not None:
+        announce(
+            f"stock Megatron does not load an optimizer under --use-torch-fsdp2 --ckpt-format {arguments.ckpt_format}; "
+            f"with --ckpt-format {TORCH_DCP} this package resumes a checkpoint of any format"
+        )
+
+
+def load_into_torch_fsdp(
+    scope: MutableMapping[str, Any],
+    directory: str | None,
+    chunks: Sequence[Any],
+    optimizer: Any,
+    stock: Callable[[], Any],
+) -> Any:
+    """A load of a job of torch's FSDP: stock's own, by way of a `DraftedReader`.
+
+    Args:
+        scope: the globals of Megatron's checkpointing module.
+        directory: the run folder.
+        chunks: the unwrapped model chunks.
+        optimizer: the live optimizer.
+        stock: calls the original with all its arguments.
+
+    Raises:
+        ResumeRefusedError: on every rank, where the checkpoint cannot be taken over.
+    """
+    arguments = scope["get_args"]()
+    folder = agreed("looking at the checkpoint", lambda: folder_named(directory, arguments))[0]
+    if folder is None or optimizer is None:
+        return stock()
+    explain(decide(LoadFacts(Loop.TORCH_FSDP)), folder)
+    feed = agreed_here("opening the checkpoint", lambda: _Feed(folder, arguments, chunks, optimizer))
+    with feed.asked():
+        return feed.load(scope, arguments, stock)
+
+
+class _Feed(DraftedFeed):
+    """One checkpoint, handed to one load of torch's FSDP."""
+
+    backend: ClassVar[str] = TORCH_DCP
+    whose: ClassVar[str] = "torch's FSDP"
+    exact: ClassVar[str] = "train in the precision that the checkpoint was written in"
+
+    def __init__(self, folder: Path, arguments: Any, chunks: Sequence[Any], optimizer: Any) -> None:
+        running = JobArguments.of(vars(arguments))
+        self._optimizer, self._child = optimizer, _only_child(optimizer)
+        named = {
+            key: (id(value), model_space_name(key, 0, 0, running))
+            for chunk in chunks
+            for key, value in chunk.state_dict(keep_vars=True).items()
+            if isinstance(value, torch.Tensor) and not is_extra_state(key)
+        }
+        order = WitnessedOrder("the live model", [[name for _, name in named.values()]])
+        checkpoint = open_checkpoint(folder, witnesses=[order])
+        spell = spelling_in(checkpoint, {name for _, name in named.values()}, running)
+        super().__init__(folder, checkpoint)
+        self._weights = {f"{MODEL}{key}": spell(name) for key, (_, name) in named.items()}
+        self._names = {number: spell(name) for number, name in named.values()}
+        self._without = arguments.no_load_optim or arguments.finetune or folder.name == "release"
+        state = PortableState.of(checkpoint, known_arguments(checkpoint.arguments), megatron_version())
+        self._common = {key: value for key, value in state.common.items() if key in COMMON_KEYS}
+        self.arguments = self._common["args"]
+        vars(self.arguments).update({name: getattr(arguments, name) for name in _OF_LAYOUT})
+        self._groups = self._names_by_group()
+        self._places = self._kept()
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """The scope within which the optimizer says what it has, as the loader asks for it."""
+
+        def state_dict(is_loading: bool = False) -> Any:
+            if is_loading and self._child.init_state_fn is not None:
+                self._child.init_state_fn(self._child.optimizer, self._child.config)
+            return self._child.state_dict()
+
+        self._optimizer.state_dict = state_dict
+        try:
+            yield
+        finally:
+            del self._optimizer.state_dict
+
+    @override
+    def complete(self, state_dict: Mapping[str, Any]) -> None:
+        """Each parameter group takes over the settings of its parameters, Adam's step among them."""
+        if not self._without and self.checkpoint.optimizer_format is not None:
+            state = state_dict[_OPTIMIZER]
+            for number, group in enumerate(state.get(_OPTIMIZER, state)["param_groups"]):
+                group.update(self._settings(number))
+
+    def _settings(self, number: int) -> Mapping[str, Any]:
+        """What the checkpoint says of the parameters of a live group.
+
+        Raises:
+            ModelMismatchError: they were in several groups.
+        """
+        (groups,) = distinct_groups(self.checkpoint.param_groups(), experts_apart=False)
+        names = self._groups[number]
+        known = {name: self.checkpoint.named_tensor(WEIGHT, name).shape for name in names}
+        found = {group_that_holds(name, shape, groups, self.checkpoint.arguments) for name, shape in known.items()}
+        if len(found) > 1:
+            raise ModelMismatchError(
+                "parameters of one group of the running optimizer were in several ones", found=f"{len(found)} groups",
+                where=f"{names[0]}, {self._folder}", helps="resume with the optimizer arguments of the checkpoint",
+            )  # fmt: skip
+        return groups[found.pop()] if found else {}
+
+    @override
+    def arrays(self) -> Mapping[str, FsdpArray]:
+        weights = {name: self.checkpoint.named_tensor(WEIGHT, name) for name in self.checkpoint.names(WEIGHT)}
+        found = {}
+        for key, (kind, name) in self._places.items():
+            if (tensor := weights.get(name)) is not None:
+                if kind != WEIGHT:
+                    tensor = self.checkpoint.optimizer.logical_tensor(kind, name) if not self._without else None
+                if tensor is not None:
+                    found[key] = FsdpArray(key, tensor.shape, kind, tensor, 0)
+        return found
+
+    @override
+    def objects(self) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in self._common.items():
+            nested = isinstance(value, Mapping)
+            found.update({f"{key}.{name}": inner for name, inner in value.items()} if nested else {key: value})
+        return found
+
+    @override
+    def is_wanted(self, key: str, *, is_tensor: bool) -> bool:
+        if not is_tensor:
+            return key == STEPS and not self._without
+        return key in self._places and (key.startswith(MODEL) or not self._without)
+
+    @override
+    def check_used(self, arrays: Mapping[str, FsdpArray], every: Set[str]) -> None:
+        check_names(self.checkpoint, {name for _, name in self._places.values()})
+
+    def _kept(self) -> dict[str, tuple[str, str]]:
+        """What the job keeps under each key: the kind, and the name of the parameter."""
+        found = {key: (WEIGHT, name) for key, name in self._weights.items()}
+        for group, parameters in enumerate(self._halves):
+            for position, parameter in enumerate(parameters):
+                found[f"{_OPTIMIZER}.fp32_from_fp16_params.{group}.{position}"] = FP32_PARAM, self._names[id(parameter)]
+        # Around the inner optimizer's own dict there is another one, unless the job trains in fp32.
+        state = f"{_OPTIMIZER}.{_OPTIMIZER}.state" if self._halves else f"{_OPTIMIZER}.state"
+        for number, name in enumerate(name for names in self._groups for name in names):
+            found.update({f"{state}.{number}.{kind}": (kind, name) for kind in kept_by(self._child.optimizer) or ()})
+        return found
+
+    @property
+    def _halves(self) -> Sequence[Sequence[Any]]:
+        """The parameters of half precision in each live parameter group."""
+        found: Sequence[Sequence[Any]] = getattr(self._child, "float16_groups", [])
+        return found
+
+    def _names_by_group(self) -> list[list[str]]:
+        """The names of the parameters in each live parameter group, in their order."""
+        masters = getattr(self._child, "fp32_from_float16_groups", [])
+        own = {
+            id(master): parameter
+            for parameters, copies in zip(self._halves, masters, strict=True)
+            for parameter, master in zip(parameters, copies, strict=True)
+        }
+        groups = self._child.optimizer.param_groups
+        return [[self._names[id(own.get(id(one), one))] for one in group["params"]] for group in groups]
+
+
+def _only_child(optimizer: Any) -> Any:
+    """The one optimizer of whole parameters.
+
+    Raises:
+        UnsupportedCheckpointError: it is of another kind, or there are several.
+    """
+    chain = Chain.of(optimizer)
+    if len(chain.whole) != 1 or chain.distributed or chain.unknown:
+        raise UnsupportedCheckpointError(
+            "this version does not fill this kind of optimizer of torch's FSDP", found=type(optimizer).__name__,
+            expected="one optimizer of whole parameters", helps="resume with --optimizer adam; or with --no-load-optim",
+        )  # fmt: skip
+    return chain.whole[0][0]

@@ -1,0 +1,103 @@
+"""A checkpoint of any format as torch's distributed checkpoint reads it: as if it were stored in `fsdp_dtensor`."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
+from mcore_ckpt_ext.formats.fsdp_target import FsdpArray
+from mcore_ckpt_ext.operations.block_reader import Filler
+from mcore_ckpt_ext.planning.write_plan import Block, Placed, Record
+
+
+class DraftedReader(StorageReader):
+    """Reads each part of an array from where the checkpoint has it, and proves the masters among them."""
+
+    def __init__(self, arrays: Mapping[str, FsdpArray], objects: Mapping[str, Any], filler: Filler) -> None:
+        """Args: what `FsdpTarget` lays out, by key; what reads it."""
+        self._arrays, self._objects, self._filler = arrays, objects, filler
+        self.bytes_read = 0
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The index that such a folder would have, each array in one piece."""
+        entries: dict[str, Any] = {key: BytesStorageMetadata() for key in self._objects}
+        for key, array in self._arrays.items():
+            whole = ChunkStorageMetadata(torch.Size([0] * len(array.shape)), torch.Size(array.shape))
+            properties = TensorProperties(getattr(torch, array.tensor.dtype))
+            entries[key] = TensorStorageMetadata(properties, torch.Size(array.shape), [whole])
+        return Metadata(entries)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what a plan asks for.
+
+        Raises:
+            ProofError: a master does not round to its weight.
+            CheckpointError: the checkpoint is damaged or incomplete.
+        """
+        tensors = []
+        for item in plan.items:
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, self._pickled(item.storage_index.fqn))
+            else:
+                tensors.append((item, planner.resolve_tensor(item).detach()))
+        with ThreadPoolExecutor(DEFAULT_WORKERS, thread_name_prefix="mcore_ckpt_ext") as pool:
+            for _ in pool.map(lambda one: self._fill(*one), tensors):
+                pass
+        for item, tensor in tensors:
+            planner.commit_tensor(item, tensor)
+            self.bytes_read += tensor.nbytes
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _pickled(self, key: str) -> io.BytesIO:
+        data = io.BytesIO()
+        torch.save(self._objects[key], data)
+        data.seek(0)
+        return data
+
+    def _fill(self, item: ReadItem, tensor: torch.Tensor) -> None:
+        array = self._arrays[item.storage_index.fqn]
+        numel = prod(tensor.shape)
+        in_place = tensor.device.type == "cpu" and tensor.is_contiguous()
+        room = tensor.view(-1) if in_place else torch.empty(numel, dtype=tensor.dtype)
+        placed = Placed(0, array.wanted(item.storage_offsets, item.lengths))
+        record = Record(array.key, 0, array.tensor.dtype, numel, (placed,))
+        self._filler.fill(record, Block(0, numel, (placed,)), room)
+        if not in_place:
+            tensor.copy_(room.view(tensor.shape))
+
+    def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
+        """Nothing has to be prepared."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Every rank reads what it asks for."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Every rank reads what it asks for."""
+        return plans
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """There is no state."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """It belongs to one checkpoint."""
+        return False

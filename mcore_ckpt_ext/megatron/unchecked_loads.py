@@ -1,0 +1,69 @@
+"""Loads by Megatron Core of optimizers whose stored layout is not known: checked as soon as they are done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from mcore_ckpt_ext.collectives import agreed_here
+from mcore_ckpt_ext.errors import ResumeRefusedError, some
+from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
+from mcore_ckpt_ext.megatron.loaded_masters import MasterEvidence
+from mcore_ckpt_ext.optimizer_reshard import prepare
+from mcore_ckpt_ext.patching.log import announce
+from mcore_ckpt_ext.settings import ACCEPT_LOST, PROOF, WARN
+
+_FILLED = "Megatron has already filled the optimizer: do not train on, start again"
+
+
+class UncheckedLoads:
+    """The optimizers that Megatron Core loads from a folder which does not say under which layout it was saved."""
+
+    def __init__(self) -> None:
+        self._folders: WeakKeyDictionary[Any, Path] = WeakKeyDictionary()
+
+    def add(self, optimizer: Any, folder: Path) -> None:
+        """Note that Megatron Core is about to load an optimizer from a folder."""
+        self._folders[optimizer] = folder
+
+    def check(self, optimizer: Any) -> None:
+        """Compare the masters of an optimizer that was noted with the live weights, on samples; collective.
+
+        Where some are those of the live weights and others are not, the state is another layout's, or was written
+        shifted: then this package fills the optimizer, and compares every master. Where none is, the weights are not
+        loaded yet, and there is nothing to compare with.
+
+        Raises:
+            ResumeRefusedError: on every rank, where the masters are others, and it cannot be filled either.
+        """
+        folder = self._folders.pop(optimizer, None)
+        if folder is None:
+            return
+        chunks = chunks_of(optimizer)
+        evidence = MasterEvidence.of_all_ranks(
+            agreed_here("comparing masters with weights", lambda: MasterEvidence.of(chunks, optimizer), _FILLED)
+        )
+        if not evidence.is_contradictory:
+            if evidence.differing:
+                announce(
+                    f"the optimizer of {folder} is loaded by Megatron and not verified: the live weights are not those "
+                    "of its masters, as where they are loaded later"
+                )
+            return
+        try:
+            running = live_arguments(chunks, optimizer)
+            proven = prepare(folder, chunks, optimizer, running, accept_lost=ACCEPT_LOST.value).prove()
+        except ResumeRefusedError as error:
+            refusal = ResumeRefusedError(
+                f"the optimizer's masters are those of other parameters; {_FILLED}\n  {error}\n  ",
+                found=f"{len(evidence.differing)} parameters, {some(evidence.differing)}",
+                expected="masters that round to the live weights, as those of the other parameters do",
+                where=str(folder),
+                helps="load the weights of the same checkpoint before its optimizer",
+            )
+            if PROOF.value != WARN:
+                raise refusal from error
+            announce(f"{PROOF.name}={WARN}: {refusal}")
+            return
+        announce(f"Megatron loaded masters of other parameters, which are replaced; {proven.fill()}")

@@ -1,0 +1,165 @@
+"""Fills the blocks of what a conversion writes: reads their content, proves masters on the way, rounds, quantises."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.operations.fp16_overflow import check_fits
+from mcore_ckpt_ext.operations.reading import Remembering
+from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
+from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, derivation_of, make_plan, plans_of
+from mcore_ckpt_ext.planning.write_plan import Block, Placed, Quantised, Record
+from mcore_ckpt_ext.storage.checksums import Checksums
+from mcore_ckpt_ext.storage.crc32 import Piece
+from mcore_ckpt_ext.storage.scaled import block_scales, encode
+from mcore_ckpt_ext.transfer import Transfer, read_wanted
+
+
+class Filler:
+    """Reads the content of blocks, and proves the masters in them."""
+
+    def __init__(self, checkpoint: Checkpoint, accept_lost: bool) -> None:
+        self.proven = 0
+        self._proof, self._rounds_weights = checkpoint.proof, checkpoint.rounds_weights
+        self._source = Remembering(checkpoint)
+        self._checksums = Checksums(checkpoint.reader)
+        # The records are shared between threads already.
+        self._transfer = Transfer(checkpoint.reader, workers=1, checksums=self._checksums)
+        self._accept_lost = accept_lost
+        self._lock = threading.Lock()
+
+    def fill(self, record: Record, block: Block, elements: torch.Tensor) -> list[Piece]:
+        """Read the content of one block of a record, and prove the masters in it.
+
+        Returns:
+            The pieces of the block whose checksums are known.
+
+        Raises:
+            ProofError: a master does not round to its weight.
+            CheckpointError: the source is damaged or incomplete.
+        """
+        if record.quantised is not None:
+            self._fill_quantised(record.quantised, block, elements)
+            return []
+        return self._fill_content(record, block, elements)
+
+    def look(self, record: Record) -> None:
+        """Take notice of what a record was made of that an interrupted run wrote, so that its checksums are compared.
+
+        Raises:
+            CheckpointError: the source is damaged or incomplete.
+        """
+        for placed in record.content if record.quantised is None else record.quantised.content:
+            wanted = placed.wanted
+            if placed.arranged is not None:
+                wanted = replace(wanted, slice=Slice.whole(wanted.slice.regions))
+            for plan in plans_of(wanted, self._source, self._accept_lost):
+                for copy in plan.copies:
+                    self._transfer.locate(copy.extent)
+
+    def finish(self, workers: int) -> None:
+        """Compare the checksums of records of which only parts were read.
+
+        Raises:
+            UnreadableCheckpointError: one differs.
+        """
+        with ThreadPoolExecutor(workers, thread_name_prefix="mcore_ckpt_ext") as pool:
+            for compared in [pool.submit(verify) for verify in self._checksums.rest()]:
+                compared.result()
+
+    def _fill_quantised(self, matrix: Quantised, block: Block, elements: torch.Tensor) -> None:
+        """Read the bands of a matrix that a block is about, one after the other, and quantise each."""
+        unit = matrix.unit
+        for band in range(block.start // unit, -(-block.stop // unit)):
+            content = matrix.band(band)
+            values = torch.zeros(content.stop - content.start)
+            self._fill_content(None, content, values)
+            rows = values.view(-1, matrix.columns)
+            scales = block_scales(rows, matrix.width, matrix.name)
+            made = scales if matrix.scales else encode(rows, scales, matrix.width).view(-1)
+            start = band * unit - block.start
+            elements[start : start + made.numel()].copy_(made)
+
+    def _fill_content(self, record: Record | None, block: Block, elements: torch.Tensor) -> list[Piece]:
+        rooms = [(placed, elements[placed.start : placed.stop]) for placed in block.content]
+        known = self._read([(placed.wanted, room) for placed, room in rooms if placed.arranged is None])
+        for placed, room in rooms:
+            self._read_arranged(placed, room)
+            if record is not None and record.dtype == "float16":
+                check_fits(placed, room, self._read_placed if placed.arranged is None else self._read_arranged)
+        begins = {id(room): placed.start * room.element_size() for placed, room in rooms}
+        return [(begins[id(room)] + start, begins[id(room)] + stop, crc) for room, (start, stop, crc) in known]
+
+    def _read_placed(self, placed: Placed, room: torch.Tensor) -> None:
+        self._read([(placed.wanted, room)])
+
+    def _read(self, parts: Sequence[tuple[WantedSlice, torch.Tensor]]) -> list[tuple[torch.Tensor, Piece]]:
+        """Read slices; what is stored is copied, what is derived computed. Returns what is known of the rooms."""
+        stored = []
+        for wanted, room in parts:
+            if derivation_of(self._source, wanted.kind, wanted.slice.regions[0].name) is None:
+                stored.append((wanted, room))
+            else:
+                room.copy_(read_wanted(self._source, self._transfer, wanted, self._accept_lost))
+        return self._read_stored(stored)
+
+    def _read_stored(self, parts: Sequence[tuple[WantedSlice, torch.Tensor]]) -> list[tuple[torch.Tensor, Piece]]:
+        """Read slices, and prove the masters among them before any rounding."""
+        exact = [
+            torch.empty(room.numel()) if wanted.kind == FP32_PARAM and room.dtype != torch.float32 else room
+            for wanted, room in parts
+        ]
+        plan = make_plan([wanted for wanted, _ in parts], self._source, self._accept_lost)
+        self._transfer.execute(plan, exact)
+        pieces = self._checksums.of_plan(plan, exact, self._transfer.locate)
+        for index, ((wanted, room), values) in enumerate(zip(parts, exact, strict=True)):
+            if wanted.kind == FP32_PARAM and not self._rounds_weights:
+                self._prove(wanted, values, plan, index)
+            if values is not room:
+                room.copy_(values)
+        return [(parts[target][1], piece) for target, piece in pieces if exact[target] is parts[target][1]]
+
+    def _read_arranged(self, placed: Placed, room: torch.Tensor) -> None:
+        """Read the rows or columns that hold a part of a matrix, and put its elements into the record's order."""
+        if placed.arranged is None:
+            return
+        reading = placed.arranged.reading(placed.wanted.slice)
+        matrix = Slice.whole(reading.regions)
+        shift = placed.arranged.shift
+        elements = torch.empty(matrix.numel, dtype=torch.float32 if shift else room.dtype)
+        self._read([(replace(placed.wanted, slice=matrix), elements)])
+        elements += shift
+        ordered = elements.view(reading.shape).permute(reading.order).reshape(-1)
+        room.copy_(ordered[reading.before : reading.before + room.numel()])
+
+    def _prove(self, wanted: WantedSlice, masters: torch.Tensor, plan: Plan, index: int) -> None:
+        tensors = {name: self._weight(name, tensor) for name, tensor in wanted.tensors.items()}
+        dtype = next(iter(tensors.values())).dtype
+        weights = torch.empty(masters.numel(), dtype=getattr(torch, dtype))
+        beside = make_plan([replace(wanted, kind=WEIGHT, tensors=tensors)], self._source)
+        self._transfer.execute(beside, [weights])
+        for fill in plan.fills:
+            if fill.target == index:
+                # These masters are stored nowhere: padding of the vocabulary (zero on both sides), or accepted losses.
+                masters[fill.start : fill.stop] = weights[fill.start : fill.stop]
+        proof_beside(self._source, wanted.tensors, self._proof, self._transfer).check(
+            masters, weights, lambda position: f"element {position} of {wanted.slice}", ": use another iteration"
+        )
+        with self._lock:
+            self.proven += masters.numel()
+
+    def _weight(self, name: str, master: LogicalTensor) -> LogicalTensor:
+        """The weight beside a master, in the shape that the target wants."""
+        weight = self._source.logical_tensor(WEIGHT, name)
+        if weight is None:
+            raise UnreadableCheckpointError("a parameter with optimizer state has no weight", where=name)
+        return replace(weight, shape=master.shape)

@@ -1,0 +1,95 @@
+"""A verification as data for programs: one result for each check, by a stable id, and the problems."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from mcore_ckpt_ext.operations.findings import (
+    CHECKSUMS,
+    COMPLETE,
+    COPIES,
+    COVERED,
+    DIGESTS,
+    FILE_DIGESTS,
+    KNOWN,
+    MANIFEST,
+    PROOF,
+    VALUES,
+    Severity,
+    Verification,
+)  # fmt: skip
+
+Status = Literal["passed", "failed", "skipped", "not applicable"]
+
+IDS = {
+    COMPLETE: "complete", FILE_DIGESTS: "file-digests", COVERED: "every-element-once", KNOWN: "every-key-known",
+    MANIFEST: "integrity-manifest", CHECKSUMS: "checksums", DIGESTS: "optimizer-digests", PROOF: "masters",
+    COPIES: "copies", VALUES: "values",
+}  # fmt: skip
+"""The id of each check by its name in text; ids are public, and never given to another check."""
+_OF_CONTENT = {MANIFEST, CHECKSUMS, DIGESTS, PROOF, COPIES, VALUES}
+SCHEMA = 2
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """The result of a check: `extent` is what was checked, or why it was not."""
+
+    id: str
+    status: Status
+    extent: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A problem: the check that found it, and where; `file` and `offset` are None where it is not of one place."""
+
+    severity: Severity
+    check: str
+    where: str
+    file: str | None
+    offset: int | None
+    what: str
+
+
+@dataclass(frozen=True)
+class VerificationResult:
+    """The result of `verify --json`; `sound` is False where a problem is an error."""
+
+    schema: int
+    path: str
+    quick: bool
+    sound: bool
+    checks: tuple[CheckResult, ...]
+    problems: tuple[Problem, ...]
+
+
+def verification_result(found: Verification) -> VerificationResult:
+    """Give each known check one result, and each finding its check's id."""
+    problems = (
+        Problem(one.severity, IDS[one.check], one.where, one.file, one.offset, one.what) for one in found.findings
+    )
+    return VerificationResult(SCHEMA, found.path, found.quick, found.sound, tuple(_checks(found)), tuple(problems))
+
+
+def _checks(found: Verification) -> Iterator[CheckResult]:
+    failed = {finding.check for finding in found.findings if finding.severity == "error"}
+    ended = COVERED not in {check.name for check in found.checks}
+    for name, identifier in IDS.items():
+        of_check = [check for check in found.checks if check.name == name]
+        done = [check for check in of_check if check.done]
+        extent = tuple(check.extent for check in (done or of_check))
+        if name in failed:
+            yield CheckResult(identifier, "failed", extent)
+        elif done:
+            yield CheckResult(identifier, "passed", extent)
+        elif of_check:
+            yield CheckResult(identifier, "skipped", extent)
+        elif found.quick and name in _OF_CONTENT:
+            yield CheckResult(identifier, "skipped", ("--quick checks metadata only",))
+        elif ended and name != FILE_DIGESTS:
+            yield CheckResult(identifier, "skipped", ("an earlier check failed",))
+        else:
+            yield CheckResult(identifier, "not applicable", ())

@@ -1,0 +1,372 @@
+"""Comparing two checkpoints of any formats and layouts in model space, bit by bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, interpreting
+from mcore_ckpt_ext.families.images_known import kind_of
+from mcore_ckpt_ext.families.recognition import family_named
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.huggingface_images import with_images
+from mcore_ckpt_ext.formats.huggingface_model import LOCAL
+from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.views import spelled_as
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, word_embeddings_in
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.operations.content import index_of
+from mcore_ckpt_ext.operations.coverage import check_stored_once, refuse_contradictions
+from mcore_ckpt_ext.operations.difference_map import DifferenceMap, MapBuilder, Tally
+from mcore_ckpt_ext.operations.metadata_diff import Fact, facts_beside
+from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
+from mcore_ckpt_ext.operations.reading import AsStored, Remembering, Rooms, blocks, threads
+from mcore_ckpt_ext.operations.replicas import differing_copies
+from mcore_ckpt_ext.operations.resumed_settings import Setting, settings_compared
+from mcore_ckpt_ext.operations.sources import open_both
+from mcore_ckpt_ext.planning.array_location import Rearranged
+from mcore_ckpt_ext.transfer import Transfer, read_slice
+
+SCHEMA = 4
+_Where = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingRows:
+    """Rows that only one of the two has, beyond the other's end: how many, and how many elements are not zero."""
+
+    only_in: str
+    rows: int
+    nonzero: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """How one tensor differs.
+
+    Attributes:
+        kind: of both tensors.
+        name: of both tensors.
+        shapes: of A and of B; rows that both have are compared where only the first axis differs.
+        dtypes: of A and of B; where they differ, values are compared as float64.
+        elements: compared.
+        different: elements whose bits differ.
+        signed_zeros: of these, 0.0 against -0.0.
+        largest: the largest absolute difference between two finite numbers.
+        first: the index of the first element that differs, and both values as text (JSON has no NaN).
+        padding: rows that only one has.
+        problem: why it could not be compared.
+        where: a picture of where the differences are; None unless it was asked for, or nothing differs.
+    """
+
+    kind: str
+    name: str
+    shapes: tuple[tuple[int, ...], tuple[int, ...]]
+    dtypes: tuple[str, str]
+    elements: int = 0
+    different: int = 0
+    signed_zeros: int = 0
+    largest: float = 0.0
+    first: tuple[tuple[int, ...], str, str] | None = None
+    padding: PaddingRows | None = None
+    problem: str = ""
+    where: DifferenceMap | None = None
+
+
+@dataclass(frozen=True)
+class KindComparison:
+    """All tensors of one kind."""
+
+    kind: str
+    compared: int
+    elements: int
+    only_in_a: tuple[str, ...]
+    only_in_b: tuple[str, ...]
+    different: tuple[TensorDifference, ...]
+
+    @property
+    def equal(self) -> bool:
+        """Same names, shapes, dtypes, and bits."""
+        return not (self.only_in_a or self.only_in_b or self.different)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The result; `facts` do not count for equality.
+
+    `equal`: tensors and settings are. `settings` are those that a resume takes up. They count where both checkpoints
+    have an optimizer, and neither kinds nor tensors alone were asked for; otherwise `settings_equal` is None.
+
+    Tensors are not equal while one of the two has keys that nothing here reads (`unread_a`, `unread_b`), or copies of
+    one tensor, held by several ranks, that are not the same (`differing_copies_a`, `differing_copies_b`).
+    """
+
+    schema: int
+    a: str
+    b: str
+    equal: bool
+    tensors_equal: bool
+    settings_equal: bool | None
+    kinds: tuple[KindComparison, ...]
+    settings: tuple[Setting, ...]
+    facts: tuple[Fact, ...]
+    unread_a: tuple[Unread, ...] = ()
+    unread_b: tuple[Unread, ...] = ()
+    differing_copies_a: tuple[str, ...] = ()
+    differing_copies_b: tuple[str, ...] = ()
+
+
+def compare(
+    a: str | os.PathLike[str],
+    b: str | os.PathLike[str],
+    *,
+    kinds: Sequence[str] | None = None,
+    family: str | None = None,
+    facts: Facts = NOTHING,
+    weights: str | os.PathLike[str] | None = None,
+    workers: int = DEFAULT_WORKERS,
+    progress: Progress = lambda done, total: None,
+    pictures: bool = False,
+    tensors_only: bool = False,
+) -> Comparison:
+    """Compare two checkpoints.
+
+    Equal means bit by bit: two NaNs with the same bits are equal, 0.0 and -0.0 are not.
+
+    Args:
+        a: a path as `open_checkpoint` takes it.
+        b: another.
+        kinds: which kinds; by default all that one of the two has, or with a Hugging Face folder all that both have.
+        family: of a Hugging Face folder, as `convert` takes it.
+        facts: what you know of the jobs that wrote them, where their checkpoints are without Megatron's arguments.
+        weights: where the weights lie of those that hold an optimizer alone.
+        workers: threads.
+        progress: told the bytes compared so far and the bytes to compare.
+        pictures: also say where in each tensor the differences are, and how large.
+        tensors_only: whether settings (learning rates, decay, scheduler, counters, random states) do not count.
+
+    Raises:
+        CheckpointError: one of them cannot be read, or has none of the asked kinds.
+
+    Example:
+        >>> report = convert("run", "other", Legacy())
+        >>> found = compare("run", "other")
+        >>> found.equal, [(kind.kind, kind.compared) for kind in found.kinds]
+        (True, [('weight', 27), ('fp32_param', 27), ('exp_avg', 27), ('exp_avg_sq', 27)])
+    """
+    with interpreting(f"{a} or {b}"):
+        sides = _sides(a, b, family, facts, weights)
+        compared = _comparison(sides, kinds, workers, progress, pictures)
+        settings = settings_compared(sides[0].checkpoint, sides[1].checkpoint)
+        if tensors_only or kinds is not None or not settings:
+            return replace(compared, settings=settings)
+        equal = all(setting.equal for setting in settings)
+        return replace(compared, settings=settings, settings_equal=equal, equal=compared.tensors_equal and equal)
+
+
+def _comparison(
+    sides: tuple[_Side, _Side], kinds: Sequence[str] | None, workers: int, progress: Progress, pictures: bool
+) -> Comparison:
+    known = list(dict.fromkeys(kind for side in sides for kind in side.kinds))
+    if any(side.checkpoint.format_reader.is_model_folder for side in sides):
+        known = [kind for kind in known if all(kind in side.kinds for side in sides)]
+    if kinds is not None and (unknown := [kind for kind in kinds if kind not in known]):
+        raise UnsupportedCheckpointError(
+            "neither checkpoint has what is to be compared", found=", ".join(known), expected=", ".join(unknown)
+        )
+    chosen = [kind for kind in known if (kind in kinds if kinds is not None else _counts(kind, sides))]
+    for side in sides:
+        held = [kind for kind in chosen if kind in side.kinds]
+        refuse_contradictions(side.checkpoint, check_stored_once(side.checkpoint, held))
+    of_b = {kind: set(sides[1].names(kind)) for kind in chosen}
+    shared = [(kind, name) for kind in chosen for name in sides[0].names(kind) if name in of_b[kind]]
+    counter = ByteCounter(sum(sides[0].nbytes(kind, name) for kind, name in shared), progress)
+
+    def one(pair: tuple[str, str]) -> TensorDifference:
+        return _compare_tensor(sides, *pair, counter, pictures)
+
+    with threads(workers) as pool:
+        results = list(pool.map(one, shared))
+    unread = [_unread(side, kinds, sides) for side in sides]
+    differing = [_differing_copies(side, chosen) for side in sides]
+    compared = tuple(_kind_comparison(sides, kind, [r for r in results if r.kind == kind]) for kind in chosen)
+    equal = all(comparison.equal for comparison in compared) and not any([*unread, *differing])
+    return Comparison(
+        schema=SCHEMA,
+        a=str(sides[0].checkpoint.folder),
+        b=str(sides[1].checkpoint.folder),
+        equal=equal,
+        tensors_equal=equal,
+        settings_equal=None,
+        kinds=compared,
+        settings=(),
+        facts=tuple(_facts(sides)),
+        unread_a=unread[0],
+        unread_b=unread[1],
+        differing_copies_a=differing[0],
+        differing_copies_b=differing[1],
+    )
+
+
+def _facts(sides: tuple[_Side, _Side]) -> Iterator[Fact]:
+    a, b = sides
+    rounded = [side.shifted() for side in sides]
+    if any(rounded):
+        told = (f"{count} norms, when 1 is subtracted" if count else "nothing" for count in rounded)
+        yield Fact("rounded before", *told)
+    if a.rows or b.rows:
+        yield Fact("vocabulary compared", a.vocabulary, b.vocabulary)
+    yield from facts_beside(a.checkpoint, b.checkpoint)
+
+
+def _differing_copies(side: _Side, kinds: Sequence[str]) -> tuple[str, ...]:
+    return tuple(differing_copies(side.checkpoint, [kind for kind in kinds if kind in side.kinds]))
+
+
+def _unread(side: _Side, kinds: Sequence[str] | None, sides: tuple[_Side, _Side]) -> tuple[Unread, ...]:
+    """What of one checkpoint nobody looks at, and should: of the chosen kinds, and of more than weights."""
+    if any(one.checkpoint.format_reader.is_model_folder for one in sides):
+        return ()
+    return tuple(one for one in side.checkpoint.unread() if not one.why and (kinds is None or one.kind in kinds))
+
+
+def _counts(kind: str, sides: tuple[_Side, _Side]) -> bool:
+    """Whether a kind is compared unasked: not where one side has it only to derive another kind from it."""
+    return all(kind in side.kinds for side in sides) or any(kind in side.checkpoint.carried_kinds() for side in sides)
+
+
+def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Where | None) -> tuple[_Side, _Side]:
+    """Both checkpoints, a Hugging Face folder with the vocabulary of the other, B under the names of A's layer spec."""
+    of_family = family_named(family) if family else None
+    opened = open_both((a, b), of_family, facts, weights)
+    rows: list[int | None] = [None, None]
+    for index, path in enumerate((a, b)):
+        this, other = opened[index], opened[1 - index]
+        if this.format_reader.is_model_folder and not other.format_reader.is_model_folder:
+            rows[1 - index] = this.vocabulary
+            if kind_of(other.names(WEIGHT)) is not None:
+                opened[index] = with_images(this)
+            elif set(this.names(WEIGHT)) != set(other.names(WEIGHT)):
+                opened[index] = open_checkpoint(path, family=of_family, transformer_impl=LOCAL)
+    as_stored = all(checkpoint.format_reader.is_model_folder for checkpoint in opened)  # neither is rounded then
+    of_a, of_b = opened[0], spelled_as(opened[1], opened[0])
+    return _Side(of_a, rows[0], as_stored), _Side(of_b, rows[1], as_stored)
+
+
+class _Side:
+    """One of the two checkpoints; of its vocabulary only `rows` are looked at, where that is given."""
+
+    def __init__(self, checkpoint: Checkpoint, rows: int | None, as_stored: bool) -> None:
+        self.checkpoint = checkpoint
+        self.rows = rows
+        self.source = Remembering(AsStored(checkpoint) if as_stored else checkpoint)
+        self.transfer = Transfer(checkpoint.reader, workers=1)
+        self._rooms = Rooms()
+        self.kinds = checkpoint.kinds()
+        self._names = {kind: checkpoint.names(kind) for kind in self.kinds}
+
+    def names(self, kind: str) -> list[str]:
+        return self._names.get(kind, [])
+
+    def tensor(self, kind: str, name: str) -> LogicalTensor:
+        found = self.source.logical_tensor(kind, name)
+        if found is None:
+            where = f"{kind} {name}, {self.checkpoint.folder}"
+            raise UnsupportedCheckpointError("a tensor has no elements", where=where)
+        if self.rows and in_vocabulary(name) and found.shape[0] > self.rows:
+            return replace(found, shape=(self.rows, *found.shape[1:]))
+        return found
+
+    @property
+    def vocabulary(self) -> str:
+        """How many of the vocabulary's rows are looked at."""
+        tensor = self.source.logical_tensor(WEIGHT, word_embeddings_in(self.checkpoint.names(WEIGHT)) or "")
+        stored = tensor.shape[0] if tensor else 0
+        return f"{self.rows} of {stored} rows, as many as the other has" if self.rows not in (None, stored) else "all"
+
+    def nbytes(self, kind: str, name: str) -> int:
+        tensor = self.source.logical_tensor(kind, name)
+        return 0 if tensor is None else prod(tensor.shape) * int(getattr(torch, tensor.dtype).itemsize)
+
+    def shifted(self) -> int:
+        """How many weights are stored as numbers that model space has less 1; in a coarse dtype they are rounded."""
+        extents = ([one.extent for one in self.source.stored(WEIGHT, name)] for name in self.names(WEIGHT))
+        return sum(any(isinstance(extent, Rearranged) and extent.shift for extent in found) for found in extents)
+
+    def read(self, kind: str, wanted: Slice) -> torch.Tensor:
+        return read_slice(self.source, self.transfer, kind, wanted, allocate=self._rooms.of(kind))
+
+
+def _compare_tensor(
+    sides: tuple[_Side, _Side], kind: str, name: str, counter: ByteCounter, pictures: bool
+) -> TensorDifference:
+    try:
+        tensors = (sides[0].tensor(kind, name), sides[1].tensor(kind, name))
+        return _compare_known(sides, kind, tensors, counter, pictures)
+    except CheckpointError as problem:
+        return TensorDifference(kind, name, ((), ()), ("", ""), problem=str(problem))
+
+
+def _compare_known(
+    sides: tuple[_Side, _Side],
+    kind: str,
+    tensors: tuple[LogicalTensor, LogicalTensor],
+    counter: ByteCounter,
+    pictures: bool,
+) -> TensorDifference:
+    a, b = tensors
+    shapes, dtypes = (a.shape, b.shape), (a.dtype, b.dtype)
+    if a.shape[1:] != b.shape[1:] or len(a.shape) != len(b.shape):
+        return TensorDifference(kind, a.name, shapes, dtypes)
+    row, common = prod(a.shape[1:]), min(prod(a.shape), prod(b.shape))
+    tally = Tally(MapBuilder(a.shape) if pictures else None)
+    for wanted in blocks((Region.whole(a.name, a.shape),), common):
+        of_a = sides[0].read(kind, wanted)
+        of_b = sides[1].read(kind, Slice((Region.whole(b.name, b.shape),), wanted.start, wanted.stop))
+        tally.count(of_a, of_b, wanted.start)
+        counter.add(of_a.nbytes)
+    padding = None
+    if a.shape != b.shape:
+        longer, side, label = (a, sides[0], "A") if a.shape[0] > b.shape[0] else (b, sides[1], "B")
+        padding = _padding(longer, side, label, kind, common, row)
+    first = None if tally.first is None else (index_of(tally.first[0], a.shape), *tally.first[1:])
+    return TensorDifference(
+        kind, a.name, shapes, dtypes, common, tally.different, tally.signed_zeros, tally.largest, first, padding,
+        where=tally.picture.finished() if tally.picture and tally.different else None,
+    )  # fmt: skip
+
+
+def _padding(tensor: LogicalTensor, side: _Side, label: str, kind: str, begin: int, row: int) -> PaddingRows:
+    rows = Region(
+        tensor.name,
+        (begin // max(row, 1), *(0 for _ in tensor.shape[1:])),
+        (tensor.shape[0] - begin // max(row, 1), *tensor.shape[1:]),
+    )
+    nonzero = sum(int((side.read(kind, wanted) != 0).sum()) for wanted in blocks((rows,)))
+    return PaddingRows(label, rows.sizes[0], nonzero)
+
+
+def _kind_comparison(sides: tuple[_Side, _Side], kind: str, results: list[TensorDifference]) -> KindComparison:
+    names = [sides[0].names(kind), sides[1].names(kind)]
+    sets = [set(of_side) for of_side in names]
+    return KindComparison(
+        kind=kind,
+        compared=len(results),
+        elements=sum(result.elements for result in results),
+        only_in_a=tuple(name for name in names[0] if name not in sets[1]),
+        only_in_b=tuple(name for name in names[1] if name not in sets[0]),
+        different=tuple(result for result in results if _differs(result)),
+    )
+
+
+def _differs(result: TensorDifference) -> bool:
+    same_form = result.shapes[0] == result.shapes[1] and result.dtypes[0] == result.dtypes[1]
+    return bool(result.different or result.problem or not same_form)

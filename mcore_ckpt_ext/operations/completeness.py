@@ -1,0 +1,197 @@
+"""Whether everything is there: the files that a finished save leaves, and room in them for every record.
+
+The order in which Megatron writes tells how far a save came: `.distcp` files, `.metadata`, then `metadata.json`, then
+the tracker file; an asynchronous save does the latter two when it is finalised. Source: `save` in
+megatron/core/dist_checkpointing/serialization.py and `save_checkpoint` in megatron/training/checkpointing.py,
+core_v0.7.0 to 0.19.2.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, some
+from mcore_ckpt_ext.formats.backend import CONFIG_FILE
+from mcore_ckpt_ext.formats.canonical import is_canonical
+from mcore_ckpt_ext.formats.colossalai import is_colossalai
+from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface, is_peft
+from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.plain_dcp import plain_backend
+from mcore_ckpt_ext.formats.verl_folder import is_verl
+from mcore_ckpt_ext.formats.zarr import is_zarr
+from mcore_ckpt_ext.operations.findings import COMPLETE, Finding, error, warning
+from mcore_ckpt_ext.storage.checkpoint_dirs import (
+    TRACKER_FILE,
+    Tracker,
+    check_folder_exists,
+    inner_folder,
+    iteration_folders,
+    iteration_number,
+    no_checkpoint,
+    read_tracker,
+)  # fmt: skip
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, check_plans
+from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
+from mcore_ckpt_ext.storage.files import FolderReader
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The iteration folder to look at, or None, and what its surroundings showed."""
+
+    folder: Path | None
+    findings: tuple[Finding, ...]
+
+
+def locate(path: Path) -> Located:
+    """The iteration folder that a path means.
+
+    Raises:
+        UnreadableCheckpointError: there is no checkpoint at all, not even a part of one.
+    """
+    check_folder_exists(path)
+    iterations = iteration_folders(path)
+    if tracker := read_tracker(path / TRACKER_FILE):
+        return _tracked(tracker, iterations)
+    path = inner_folder(path)
+    if _is_iteration(path):
+        return Located(path, tuple(_ahead_of_tracker(path)))
+    if is_colossalai(path) or _is_checked_model(path):
+        return Located(path, ())
+    if is_huggingface(path):
+        raise UnsupportedCheckpointError(
+            "a Hugging Face folder holds nothing to verify it by", where=str(path),
+            helps="compare it with the checkpoint that it was made from: mcore-ckpt diff"
+            f"{' --weights FOLDER' if is_peft(path) else ''}",
+        )  # fmt: skip
+    if not iterations:
+        raise no_checkpoint(path)
+    what = "missing, although there are iterations: no save has finished, for Megatron writes it last"
+    return Located(iterations[max(iterations)], (error(COMPLETE, str(path / TRACKER_FILE), what),))
+
+
+def _tracked(tracker: Tracker, iterations: Mapping[int, Path]) -> Located:
+    where, named, folder = str(tracker.path), tracker.iteration, tracker.folder
+    if folder is None:
+        return Located(None, (error(COMPLETE, where, f"it names no iteration: {tracker.text!r}"),))
+    newer = [entry.name for number, entry in sorted(iterations.items()) if named is not None and number > named]
+    findings = []
+    if newer:
+        what = f"it names {named}, but there is {some(newer)}: a save that was not finished"
+        findings.append(warning(COMPLETE, where, what))
+    if not folder.is_dir():
+        others = some([entry.name for entry in iterations.values()]) or "no other iteration"
+        findings.append(error(COMPLETE, where, f"it names {folder.name}, which is not there; there is {others}"))
+        return Located(None, tuple(findings))
+    return Located(folder, tuple(findings))
+
+
+def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
+    number, tracker = iteration_number(folder), read_tracker(folder.parent / TRACKER_FILE)
+    if number is not None and tracker and tracker.iteration is not None and tracker.iteration < number:
+        what = f"it names iteration {tracker.iteration}: this save was not finished, or not the last"
+        yield warning(COMPLETE, str(tracker.path), what)
+
+
+def _is_checked_model(path: Path) -> bool:
+    """Whether a folder is a Hugging Face model with the digests and checksums of this package."""
+    return is_huggingface(path) and not is_peft(path) and (path / DIGESTS_FILE).exists()
+
+
+def _is_iteration(path: Path) -> bool:
+    known = (CONFIG_FILE, METADATA_FILE, "common.pt")
+    files = any((path / name).exists() for name in known) or next(path.glob("__*.distcp"), None) is not None
+    return files or is_legacy(path) or is_canonical(path) or is_verl(path)
+
+
+def check_folder(folder: Path) -> list[Finding]:
+    """The files without which nothing else can be looked at."""
+    if any(known(folder) for known in (is_canonical, is_legacy, is_colossalai, is_verl, _is_checked_model)):
+        return []
+    if not _is_iteration(folder):
+        return [error(COMPLETE, str(folder), "the folder holds no file of a checkpoint")]
+    if plain_backend(folder) is not None:
+        return []
+    findings = []
+    if not (folder / CONFIG_FILE).exists():
+        what = "missing: Megatron writes it last, so the save was interrupted, or is under way"
+        findings.append(error(COMPLETE, str(folder / CONFIG_FILE), what, CONFIG_FILE))
+    if not (folder / METADATA_FILE).exists() and not is_zarr(folder):
+        what = "missing: without this index nobody knows what the .distcp files hold"
+        findings.append(error(COMPLETE, str(folder / METADATA_FILE), what, METADATA_FILE))
+    return findings
+
+
+def check_index_file(folder: Path) -> Iterator[Finding]:
+    """The part of an index that is not read otherwise: the ranks' plans."""
+    if (folder / METADATA_FILE).exists():
+        try:
+            check_plans(folder)
+        except CheckpointError as problem:
+            what = f"the ranks' plans at its end cannot be read, and stock Megatron's loader ends there: {problem}"
+            yield error(COMPLETE, str(folder / METADATA_FILE), what, METADATA_FILE)
+
+
+class _Record(NamedTuple):
+    offset: int
+    length: int
+    key: str
+
+
+def check_index(reader: FolderReader, index: DcpIndex) -> tuple[list[Finding], set[str], int]:
+    """Check that every record of the index has room of its own in its file.
+
+    Returns:
+        What is wrong, the files that fail, and how many files there are.
+    """
+    by_file: defaultdict[str, list[_Record]] = defaultdict(list)
+    for key, array in index.arrays.items():
+        for _, _, extent in array.chunks:
+            by_file[extent.file].append(_Record(extent.offset, extent.length, key))
+    for key, stored in index.objects.items():
+        by_file[stored.file].append(_Record(stored.offset, stored.length, key))
+    findings, failed = [], set()
+    for file, records in sorted(by_file.items()):
+        found = list(_check_file(reader, file, records))
+        findings += found
+        failed |= {file} if found else set()
+    folder = reader.folder
+    unknown = sorted(path.name for path in folder.glob("*.distcp") if path.name not in by_file)
+    if unknown:
+        findings.append(warning(COMPLETE, str(folder), f"files that the index does not know: {some(unknown)}"))
+    return findings, failed, len(by_file)
+
+
+def _check_file(reader: FolderReader, file: str, records: list[_Record]) -> Iterator[Finding]:
+    path = reader.folder / file
+    if not path.is_file():
+        keys = list(dict.fromkeys(record.key for record in records))
+        yield error(COMPLETE, str(path), f"missing; it held {len(records)} records, of {some(keys)}", path.name)
+        return
+    try:
+        size = reader.size(file)
+    except UnreadableCheckpointError as problem:
+        yield error(COMPLETE, str(path), str(problem), path.name)
+        return
+    cut = [r for r in records if r.offset < 0 or r.length < 0 or r.offset + r.length > size]
+    if cut:
+        keys = list(dict.fromkeys(record.key for record in cut))
+        needed = max(record.offset + record.length for record in cut)
+        yield error(
+            COMPLETE,
+            str(path),
+            f"{size:,} bytes, but its records need {needed:,}; cut off: {some(keys)}",
+            path.name,
+            size,
+        )
+    end, last = 0, ""
+    for offset, length, key in sorted(records):
+        if offset < end:
+            yield error(
+                COMPLETE, str(path), f"the records of {last} and {key} overlap at byte {offset:,}", path.name, offset
+            )
+        end, last = max(end, offset + length), key

@@ -1,0 +1,195 @@
+"""What the elements show: the proof, copies that must be equal, and values that no training leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, prod
+
+import torch
+
+from mcore_ckpt_ext.errors import some
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.layout.master_check import Mismatch
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.operations.findings import COPIES, PROOF, VALUES, Finding, error, warning
+from mcore_ckpt_ext.operations.reading import Remembering, Rooms, blocks
+from mcore_ckpt_ext.operations.replicas import compared_copies, is_left_by_offload
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
+from mcore_ckpt_ext.optimizers.tied_copies import bits_of
+from mcore_ckpt_ext.storage.checksums import Checksums
+from mcore_ckpt_ext.transfer import Transfer, read_slice
+
+
+@dataclass
+class ParameterReport:
+    """What was looked at for one name, and what was found; counts in elements, `bytes_read` of first copies.
+
+    `joined`: masters that are joined from their weights and remainders.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    proven: int = 0
+    joined: int = 0
+    copied: int = 0
+    elements: int = 0
+    bytes_read: int = 0
+
+
+@dataclass
+class _Tally:
+    """Counts over the blocks of one tensor."""
+
+    nan: int = 0
+    infinite: int = 0
+    negative: int = 0
+    wrong: int = 0
+    first: tuple[int, float, float] | None = None
+
+
+class ContentCheck:
+    """Checks the elements of a checkpoint, one parameter at a time; to be called from several threads.
+
+    Args:
+        checkpoint: its packing, where it needs one, has been recovered.
+        unreadable: files that are known to be missing or cut; what they hold is left out.
+        checksums: compared on the way, if any.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, state: bool, unreadable: set[str], checksums: Checksums | None = None
+    ) -> None:
+        self._checkpoint = checkpoint
+        # The blocks are shared between threads by whoever calls.
+        self._transfer = Transfer(checkpoint.reader, workers=1, checksums=checksums)
+        self._sources = {WEIGHT: Remembering(checkpoint.weights)}
+        self._rooms = Rooms()
+        self._unreadable = unreadable
+        self._optimizer = checkpoint.optimizer if state else None
+        self._shifted = set(self._optimizer.shifted) if self._optimizer else set()
+        if self._optimizer is not None:
+            self._sources |= dict.fromkeys(self._optimizer.kinds, Remembering(self._optimizer))
+
+    def check(self, name: str) -> ParameterReport:
+        """Everything about one parameter.
+
+        Raises:
+            CheckpointError: a part of it cannot be read.
+        """
+        report = ParameterReport()
+        tensors = {kind: source.logical_tensor(kind, name) for kind, source in self._sources.items()}
+        held = {kind: tensor for kind, tensor in tensors.items() if tensor is not None and self._readable(kind, name)}
+        if self._optimizer is not None and name in self._shifted:
+            report.findings += self._check_shifted(self._optimizer, name, held)
+            held = {kind: tensor for kind, tensor in held.items() if kind == WEIGHT}
+        shapes = {tensor.shape for tensor in held.values()}
+        if len(shapes) > 1:
+            shapes_of = {kind: tensor.shape for kind, tensor in held.items()}
+            report.findings.append(error(PROOF, name, f"its kinds differ in shape: {shapes_of}"))
+            return report
+        if held:
+            self._check_elements(name, held, report)
+        for kind in held:
+            self._check_copies(kind, name, report)
+        return report
+
+    def _readable(self, kind: str, name: str) -> bool:
+        return not any(stored.extent.file in self._unreadable for stored in self._sources[kind].stored(kind, name))
+
+    def _check_elements(self, name: str, held: dict[str, LogicalTensor], report: ParameterReport) -> None:
+        region = Region.whole(name, next(iter(held.values())).shape)
+        tallies = {kind: _Tally() for kind in held}
+        proof = proof_beside(self._checkpoint, [name], self._checkpoint.proof, self._transfer)
+        for wanted in blocks((region,)):
+            values = {kind: self._read(kind, wanted) for kind in held}
+            for kind, block in values.items():
+                _count_values(kind, block, tallies[kind])
+                report.elements += block.numel()
+                report.bytes_read += block.nbytes
+            if FP32_PARAM in values and WEIGHT in values:
+                if self._checkpoint.follow_from_weights(name):
+                    report.joined += wanted.numel
+                    continue
+                mismatch = proof.first_mismatch(values[FP32_PARAM], values[WEIGHT])
+                _tally_mismatch(mismatch, wanted.start, tallies[FP32_PARAM])
+                report.proven += wanted.numel
+        for kind, tally in tallies.items():
+            report.findings += _judge(kind, name, region.sizes, tally)
+
+    def _read(self, kind: str, wanted: Slice) -> torch.Tensor:
+        return read_slice(self._sources[kind], self._transfer, kind, wanted, allocate=self._rooms.of(kind))
+
+    def _check_copies(self, kind: str, name: str, report: ParameterReport) -> None:
+        for copy in compared_copies(self._checkpoint, kind, name, self._transfer):
+            report.copied += copy.elements
+            if copy.different:
+                what = f"copy {copy.number} differs from the first in {copy.different:,} elements ({copy.places})"
+                judged = warning if is_left_by_offload(self._checkpoint, kind, name) else error
+                report.findings.append(judged(COPIES, f"{kind} {name}", what))
+
+    def _check_shifted(self, optimizer: OptimizerState, name: str, held: dict[str, LogicalTensor]) -> Iterator[Finding]:
+        """Compare the slot of a parameter, as Megatron wrote it, with where its elements really stand."""
+        shapes = {kind: tensor.shape for kind, tensor in held.items() if kind != WEIGHT}
+        wrong = {
+            kind: sum(self._wrong_in_slot(optimizer, kind, wanted) for wanted in blocks((Region.whole(name, shape),)))
+            for kind, shape in shapes.items()
+        }
+        if any(wrong.values()):
+            lost = sum(last - first for kind in wrong for first, last in optimizer.lost(kind, name)) // len(wrong)
+            counts = ", ".join(f"{count:,} of {kind}" for kind, count in wrong.items())
+            what = (
+                f"Megatron 0.15 to 0.19 wrote it shifted; elements that are not its own: {counts}; of each "
+                f"{prod(next(iter(shapes.values()))):,}, {lost:,} are lost, and this package recovers the others"
+            )
+            yield error(PROOF, name, what)
+
+    def _wrong_in_slot(self, optimizer: OptimizerState, kind: str, wanted: Slice) -> int:
+        """The elements of a slot that are not its parameter's; lost ones count as wrong."""
+        slot = bits_of(read_slice(optimizer.written, self._transfer, kind, wanted))
+        found = bits_of(read_slice(self._sources[kind], self._transfer, kind, wanted, accept_lost=True))
+        different = slot != found
+        (region,) = wanted.regions
+        for first, last in optimizer.lost(kind, region.name):
+            different[max(0, first - wanted.start) : max(0, last - wanted.start)] = True
+        return int(different.sum())
+
+
+def _count_values(kind: str, block: torch.Tensor, tally: _Tally) -> None:
+    if not block.is_floating_point():
+        return
+    values = block.float() if block.element_size() == 1 else block
+    # A sum is finite only where all of its numbers are, and takes a thirtieth of the time. That of large numbers may be
+    # infinite, too: then each is looked at.
+    if not isfinite(float(values.sum())) and not bool(torch.isfinite(values).all()):
+        tally.nan += int(torch.isnan(values).sum())
+        tally.infinite += int(torch.isinf(values).sum())
+    if kind == EXP_AVG_SQ and values.numel() and not float(values.amin()) >= 0:
+        tally.negative += int((values < 0).sum())
+
+
+def _tally_mismatch(mismatch: Mismatch | None, start: int, tally: _Tally) -> None:
+    if mismatch is not None:
+        tally.wrong += mismatch.count
+        tally.first = tally.first or (start + mismatch.position, mismatch.master, mismatch.weight)
+
+
+def _judge(kind: str, name: str, shape: tuple[int, ...], tally: _Tally) -> Iterator[Finding]:
+    where = f"{kind} {name}"
+    if tally.first is not None:
+        position, master, weight = tally.first
+        what = f"{tally.wrong:,} masters do not round to their weights; the first is {master!r} beside {weight!r}"
+        yield error(PROOF, where, f"{what}, at {index_of(position, shape)}")
+    odd = [(tally.nan, "NaN"), (tally.infinite, "infinite"), (tally.negative, "negative")]
+    if any(count for count, _ in odd):
+        yield warning(VALUES, where, some([f"{count:,} elements are {what}" for count, what in odd if count]))
+
+
+def index_of(position: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The index of an element of the row-major flattening."""
+    index: list[int] = []
+    for size in reversed(shape):
+        position, remainder = divmod(position, max(size, 1))
+        index.insert(0, remainder)
+    return tuple(index)

@@ -1,0 +1,297 @@
+"""Converting a checkpoint into another format or layout: from a path to a published folder.
+
+The target lays out its files, the source says where each element lies, the plan between the two is executed block by
+block, and every master is proven against its weight on the way.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
+from mcore_ckpt_ext.errors import DestinationError, ProofError, interpreting
+from mcore_ckpt_ext.families.config_keys import accepting
+from mcore_ckpt_ext.families.recognition import family_named
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
+from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.layout.weight_shards import check_gates_stand
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.block_reader import Filler
+from mcore_ckpt_ext.operations.coverage import check_stored_once, refuse_contradictions
+from mcore_ckpt_ext.operations.destination import checked_destination
+from mcore_ckpt_ext.operations.execution import LocalOutput, RemoteOutput
+from mcore_ckpt_ext.operations.group_settings import check_group_of_each, check_settings
+from mcore_ckpt_ext.operations.output_planning import LaidOut, lay_out
+from mcore_ckpt_ext.operations.replicas import differing_copies, in_words
+from mcore_ckpt_ext.operations.source_state import check_unchanged, state_before, state_of
+from mcore_ckpt_ext.operations.sources import open_source
+from mcore_ckpt_ext.operations.unsupported_state import settle
+from mcore_ckpt_ext.operations.workers import Alone, Team
+from mcore_ckpt_ext.optimizers import tied_copies as left_by_offload
+from mcore_ckpt_ext.optimizers.digests import check_digests
+from mcore_ckpt_ext.planning.write_plan import Output
+from mcore_ckpt_ext.storage.file_digests import compare_digests, with_digests
+from mcore_ckpt_ext.storage.paths import as_path, is_remote
+from mcore_ckpt_ext.targets import Target
+from mcore_ckpt_ext.writing import BLOCK_BYTES
+
+# A block is held once as it is written, once more while it is proven, and its weights beside it.
+_BLOCKS_AT_ONCE = 4
+# What a cache still holds when it is proven, summed up and written; less would cost more planning than it saves.
+_CACHED_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a conversion did, or with `dry_run` what it would do; sizes in bytes.
+
+    Attributes:
+        destination: the folder that was made.
+        files: how many it has.
+        records: arrays in them.
+        bytes_read: of tensors of the source.
+        bytes_written: of all files.
+        peak_memory: what blocks take together at most.
+        proven_elements: masters that are proven to be those of their weights.
+        seconds: from beginning to end.
+        notes: what a user of the destination should know.
+        lost: elements that the source itself lacks, by parameter.
+        unread: keys of the source that nothing here knows, or that are not carried.
+        how: the way in which masters are proven, in words.
+    """
+
+    destination: Path
+    files: int
+    records: int
+    bytes_read: int
+    bytes_written: int
+    peak_memory: int
+    proven_elements: int
+    seconds: float
+    notes: Sequence[str]
+    lost: Mapping[str, int] = field(default_factory=dict)
+    unread: Sequence[Unread] = ()
+    how: str = "round to their weights"
+
+
+def convert(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    target: Target,
+    *,
+    family: str | None = None,
+    accept_keys: Sequence[str] = (),
+    workers: int = DEFAULT_WORKERS,
+    memory_limit: int = DEFAULT_MEMORY,
+    force: bool = False,
+    resume: bool = False,
+    dry_run: bool = False,
+    accept_lost: bool = False,
+    drop: Collection[str] = (),
+    facts: Facts = NOTHING,
+    weights: str | os.PathLike[str] | None = None,
+    merge: str | os.PathLike[str] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    team: Team | None = None,
+) -> Report:
+    """Convert a checkpoint, optimizer included.
+
+    Args:
+        source: a run folder (its newest iteration), an iteration folder, a Hugging Face or a canonical folder.
+        destination: the run folder to make (for `HuggingFace` and `Canonical` the folder itself).
+        target: what to write: `TorchDist(...)`, `Legacy(...)`, `FsdpDtensor()`, `HuggingFace(...)` or `Canonical()`.
+        family: of the model, where a Hugging Face folder is read or written and its family is not recognised: a name,
+            or `path.py:Class`, which is executed.
+        accept_keys: keys of a Hugging Face folder's `config.json` that have no effect on what the model computes.
+        workers: records that are written at the same time.
+        memory_limit: bytes that the blocks of all workers may take together.
+        force: replace the destination.
+        resume: continue an interrupted conversion of the same source with the same options.
+        dry_run: only say what would be done.
+        accept_lost: convert although the source lacks elements of the optimizer; their masters are taken from the
+            weights, their moments become zero.
+        drop: kinds of optimizer state to leave out, where it cannot be carried; `optimizer` leaves all of it out.
+        facts: what you know of the job that wrote a source without Megatron's arguments.
+        weights: where the weights lie, if the source holds an optimizer alone: a Hugging Face folder, or a checkpoint.
+        merge: the model that the source's adapters are merged into, a Hugging Face folder or a checkpoint; the source
+            itself, where they lie beside it.
+        progress: told the bytes written so far and the bytes to write, of this process.
+        team: the processes that share the work, each with the same arguments; by default this one alone.
+
+    Raises:
+        UsageError: an option makes no sense for this source.
+        CheckpointError: the source cannot be read, proven or represented, or the destination not written. Nothing is
+            published then.
+
+    Example:
+        >>> report = convert("run", "out", TorchDist(megatron_version="0.16.1"))
+        >>> report.proven_elements, report.files
+        (53536, 6)
+        >>> open_checkpoint("out").optimizer_format
+        'fully_reshardable'
+    """
+    begun = time.monotonic()
+    team = team or Alone()
+    of_family = family_named(family) if family else None
+    seen = state_before(as_path(source))
+    with accepting(accept_keys):
+        checkpoint = open_source(source, target, of_family, facts, weights, merge)
+    read = checkpoint.merger.sources if checkpoint.merger else [checkpoint]
+    folders = [*(one.folder for one in read), *([as_path(weights)] if weights is not None else [])]
+    before = [seen[folder] if folder in seen else state_of(folder) for folder in folders]
+    with interpreting(checkpoint.folder):
+        for one in read:
+            check_gates_stand(one.arguments, str(one.folder))
+        checkpoint, unread = settle(checkpoint, target, drop)
+        laid_out = lay_out(checkpoint, target, of_family)
+    output = with_digests(laid_out.output, laid_out.folder)
+    read_from = [*folders, as_path(source), *([as_path(merge)] if merge is not None else [])]
+    read_from += map(as_path, target.reads)
+    place = checked_destination(destination, read_from, laid_out.folder)
+    with interpreting(checkpoint.folder):
+        lost = _checked_losses(checkpoint, accept_lost) if laid_out.reads_optimizer else {}
+        reads_optimizer = laid_out.reads_optimizer and checkpoint.optimizer_format is not None
+        kinds = checkpoint.carried_kinds() if reads_optimizer else (WEIGHT,)
+        refuse_contradictions(checkpoint, check_stored_once(checkpoint, kinds))
+        groups = checkpoint.param_groups() if reads_optimizer else []
+        checks = (check_settings, check_group_of_each) if reads_optimizer else ()
+        told = [found for check in checks for found in check(checkpoint, groups)]
+        refuse_contradictions(checkpoint, (found for found in told if found.severity == "error"))
+        if reads_optimizer and not dry_run:
+            _check_digests(checkpoint, team)
+    largest = BLOCK_BYTES if _turns(checkpoint, output) else _CACHED_BYTES
+    block_bytes = max(1 << 16, min(largest, memory_limit // (workers * _BLOCKS_AT_ONCE)))
+    filler = Filler(checkpoint, accept_lost)
+    differing: list[str] = []
+    if not dry_run:
+        with interpreting(checkpoint.folder):
+            differing = _differing_copies(checkpoint, laid_out.reads_optimizer, team)
+        # Inodes and devices are not the same on all machines that share the work, nor after a restart.
+        states = [[entry[:3] for entry in state] for state in before]
+        identity = ([*map(str, folders)], states, target, family, accept_lost, sorted(drop), facts)
+        fingerprint = _fingerprint(identity, output)
+        make = RemoteOutput if is_remote(place.path) else LocalOutput
+        written = make(place, fingerprint, team, workers, block_bytes)
+
+        def unchanged() -> None:
+            for folder, state in zip(folders, before, strict=True):
+                check_unchanged(folder, state)
+
+        def readable() -> None:
+            _check_readable(written.folder, checkpoint, laid_out)
+
+        written.write(output, filler, (unchanged, readable), progress, force=force, resume=resume)
+    return Report(
+        destination=place.path,
+        files=len(output.files),
+        records=len(output.records),
+        bytes_read=sum(record.nbytes for record in output.records),
+        bytes_written=output.bytes_written,
+        peak_memory=workers * _BLOCKS_AT_ONCE * block_bytes,
+        proven_elements=team.total(filler.proven),
+        seconds=time.monotonic() - begun,
+        notes=[
+            *output.notes, *_left_by_offload(checkpoint), *differing, *(f"{one.where}: {one.what}" for one in told),
+            *(note for folder in folders for note in _edited(folder)),
+        ],
+        lost=lost,
+        unread=unread,
+        how=checkpoint.proof.words if checkpoint.proof.is_near else "round to their weights",
+    )  # fmt: skip
+
+
+def _edited(folder: Path) -> list[str]:
+    """A note for each small file of a source that was edited, or damaged, since this package wrote it."""
+    found = compare_digests(folder)
+    return [f"{folder / file.name} is not as it was written: {file.what}" for file in found.changed] if found else []
+
+
+def _turns(checkpoint: Checkpoint, output: Output) -> bool:
+    """Whether matrices may be transposed or quantised on the way: parts of their rows and columns are slow to read.
+
+    Of weights that are merged, every number takes several times its memory on the way.
+    """
+    if checkpoint.merger:
+        return False
+    turned = any(placed.arranged is not None for record in output.records for placed in record.content)
+    turned = turned or any(record.quantised is not None for record in output.records)
+    return turned or checkpoint.format == HUGGING_FACE
+
+
+def _fingerprint(identity: tuple[object, ...], output: Output) -> str:
+    """What makes two conversions the same: source, options, and every byte that is known without reading a tensor."""
+    found = hashlib.sha256(repr(identity).encode())
+    for file in output.files:
+        found.update(repr((file.name, file.length)).encode())
+        for position, data in file.literals:
+            found.update(repr(position).encode())
+            found.update(data)
+    return found.hexdigest()
+
+
+def _checked_losses(checkpoint: Checkpoint, accept_lost: bool) -> dict[str, int]:
+    """Elements that the source lacks, by parameter.
+
+    Raises:
+        ProofError: there are some, and they were not accepted.
+    """
+    lost = dict(checkpoint.optimizer.lost_elements()) if checkpoint.optimizer_format else {}
+    if lost and not accept_lost:
+        raise ProofError(
+            "the checkpoint was written damaged: elements of the optimizer are not in it",
+            found=", ".join(f"{count} of {name}" for name, count in list(lost.items())[:8]),
+            where=str(checkpoint.folder),
+            helps="use another iteration, or accept the loss: --accept-lost",
+        )
+    return lost
+
+
+def _differing_copies(checkpoint: Checkpoint, with_optimizer: bool, team: Team) -> list[str]:
+    """A note where ranks hold copies of one tensor that are not the same; each process looks at its share."""
+    kinds, found = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,), list[str]()
+    team.all(lambda: found.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
+    count = team.total(len(found))
+    return [in_words(found, count)] if count else []
+
+
+def _left_by_offload(checkpoint: Checkpoint) -> list[str]:
+    """A note where copies of the word embeddings differ that CPU offload may leave so."""
+    if not checkpoint.optimizer_format or not checkpoint.arguments.optimizer_cpu_offload:
+        return []
+    count = left_by_offload.differing_masters(checkpoint.optimizer, checkpoint.transfer)
+    return [left_by_offload.in_words(count)] if count else []
+
+
+def _check_digests(checkpoint: Checkpoint, team: Team) -> None:
+    """Refuse remainders that are not those that were saved; each process looks at its share.
+
+    Raises:
+        ProofError: see `digests.check_digests`.
+    """
+
+    def own() -> None:
+        for buffers in checkpoint.optimizer.buffers:
+            check_digests(buffers, str(checkpoint.folder), (team.rank, team.size))
+
+    team.all(own)
+
+
+def _check_readable(folder: Path, source: Checkpoint, laid_out: LaidOut) -> None:
+    """Open what was written, as a reader will, and compare what it says about itself with the source."""
+    written = laid_out.reads_back(folder)
+    for kind in laid_out.kinds:
+        expected = sorted(set(source.names(kind)) - set(laid_out.left_out))
+        if sorted(written.names(kind)) != expected:
+            raise DestinationError(
+                "what was written does not read back as the source; nothing was published",
+                found=f"{len(written.names(kind))} tensors of {kind}",
+                expected=f"{len(expected)}",
+                where=str(folder),
+            )

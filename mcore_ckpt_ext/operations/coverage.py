@@ -1,0 +1,207 @@
+"""Whether every element of every tensor is there exactly once: arithmetic over the metadata, without tensor bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from math import prod
+from operator import sub
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.grid import grid_of
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.operations.findings import COVERED, Finding, error, warning
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers, FlatArray
+from mcore_ckpt_ext.optimizers.groups import LION, rule_of
+from mcore_ckpt_ext.planning.overlap import Piece, overlap
+from mcore_ckpt_ext.planning.plan import Copies
+
+_MOMENTS = frozenset({EXP_AVG, EXP_AVG_SQ})
+_OF_ADAM = _MOMENTS | {FP32_PARAM, PARAM_REMAINDER}
+
+
+def copies_of(checkpoint: Checkpoint, kind: str, name: str) -> Copies:
+    """The parts of a tensor, the copies of each part, and the slices that hold each copy."""
+    source = checkpoint.weights if kind == WEIGHT else checkpoint.optimizer
+    return source.copies(kind, name)
+
+
+def check_tensor(tensor: LogicalTensor, kind: str, parts: Copies) -> Iterator[Finding]:
+    """Check that each copy is whole, and that the first copies of all parts make up the tensor, each element once."""
+    if _is_grid(tensor, parts):
+        return
+    where = f"{kind} {tensor.name}"
+    for slices in (copy for copies in parts for copy in copies):
+        for stored in slices:
+            if not all(_inside(region, tensor.shape) for region in stored.slice.regions):
+                yield error(COVERED, where, f"a part lies outside of its shape {tensor.shape}: {stored.slice.regions}")
+                return
+    first = [stored for copies in parts for stored in copies[0]]
+    numels = [[sum(stored.slice.numel for stored in copy) for copy in copies] for copies in parts]
+    if any(len(set(of_part)) > 1 for of_part in numels):
+        yield error(COVERED, where, f"its copies hold different numbers of elements: {numels}")
+    pieces = [Piece(region, low, high, 0) for stored in first for region, low, high, _ in stored.slice.pieces()]
+    whole = Region.whole(tensor.name, tensor.shape)
+    missing = overlap(tensor.shape, Piece(whole, 0, whole.numel, 0), pieces).missing
+    absent = sum(high - low for low, high in missing)
+    if absent:
+        what = f"{absent:,} of {whole.numel:,} elements are not stored anywhere; the first is {missing[0][0]}"
+        yield error(COVERED, where, what)
+    twice = sum(stored.slice.numel for stored in first) + absent - whole.numel
+    if twice:
+        yield error(COVERED, where, f"{twice:,} elements are stored more than once")
+
+
+def _is_grid(tensor: LogicalTensor, parts: Copies) -> bool:
+    """Whether there is one copy, whose parts are the cells of a grid, each once, as most tensors are stored."""
+    match parts:
+        case [[[only]]] if only.slice == Slice.whole((Region.whole(tensor.name, tensor.shape),)):
+            return True
+        case [[[_, *_] as copy]]:
+            regions = [stored.slice.regions[0] for stored in copy if len(stored.slice.regions) == 1]
+        case _:
+            return False
+    whole = all(stored.slice == Slice.whole(stored.slice.regions) for stored in copy)
+    if not whole or len(regions) < len(copy) or any(len(region.sizes) != len(tensor.shape) for region in regions):
+        return False
+    grid = grid_of(region.offsets for region in regions)
+    for axis, (begins, end) in enumerate(zip(grid, tensor.shape, strict=True)):
+        sizes = dict(zip(begins, map(sub, [*begins[1:], end], begins), strict=True))
+        if begins[0] != 0 or begins[-1] > end or any(r.sizes[axis] != sizes[r.offsets[axis]] for r in regions):
+            return False
+    return prod(map(len, grid)) == len(regions) == len({region.offsets for region in regions})
+
+
+def _inside(region: Region, shape: tuple[int, ...]) -> bool:
+    limits = zip(region.offsets, region.sizes, shape, strict=False)
+    return len(region.sizes) == len(shape) and all(low >= 0 and low + size <= end for low, size, end in limits)
+
+
+def check_weights(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """All weights."""
+    yield from _check_kind(checkpoint, WEIGHT)
+
+
+def check_arrays(buffers: Buffers) -> Iterator[Finding]:
+    """Check the flat arrays themselves, whatever lies where in them."""
+    for (child, index), arrays in buffers.arrays.items():
+        of_group = {kind for _, kind in arrays}
+        for bucket in dict.fromkeys(bucket for bucket, _ in arrays):
+            if lacking := {kind for kind in of_group if (bucket, kind) not in arrays}:
+                where = f"optimizer {child}, dp_group_idx_{index}.{bucket}"
+                yield error(COVERED, where, f"its {_listed(lacking)} is not there, which other buckets have")
+        for (bucket, kind), array in arrays.items():
+            yield from check_flat(f"{kind} of optimizer {child}, dp_group_idx_{index}.{bucket}", array)
+
+
+def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
+    """Check the pieces of one flat array."""
+    end, missing, twice = 0, 0, 0
+    for start, stop in sorted((piece.start, piece.stop) for piece in array.pieces):
+        missing += max(0, start - end)
+        twice += max(0, min(end, stop) - start)
+        end = max(end, stop)
+    missing += max(0, array.numel - end)
+    if missing:
+        yield error(COVERED, where, f"{missing:,} of {array.numel:,} elements are not stored anywhere")
+    if twice:
+        yield error(COVERED, where, f"{twice:,} elements are stored more than once")
+
+
+def check_state(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """The optimizer's state by name; its packing must be known."""
+    optimizer = checkpoint.optimizer
+    for kind in optimizer.kinds:
+        yield from _check_kind(checkpoint, kind)
+    for buffers in optimizer.buffers:
+        yield from check_groups(buffers)
+    yield from check_kinds(checkpoint)
+    without = sorted(set(checkpoint.models.weights) - set(optimizer.names()))
+    for name in without:
+        yield warning(COVERED, name, "it has a weight and no optimizer state: it was frozen, or its state is missing")
+
+
+def check_kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
+    """Check that each parameter with optimizer state is one of the model's, and has all that its rule keeps.
+
+    Which kinds belong together is seen from the other parameters, and from the parameter groups.
+    """
+    optimizer, known = checkpoint.optimizer, set(checkpoint.names(WEIGHT))
+    kinds_of: dict[str, frozenset[str]] = {}
+    for kind in optimizer.kinds:
+        for name in optimizer.names(kind):
+            kinds_of[name] = kinds_of.get(name, frozenset()) | {kind}
+    has_lion = any(rule_of(group) == LION for group in checkpoint.param_groups())
+    all_kept = set(kinds_of.values()) if not has_lion else set()
+    for name, kept in kinds_of.items():
+        if known and name not in known:
+            yield error(COVERED, name, f"it has {_listed(kept)}, but no weight: the model has no such parameter")
+        lacking = sorted((more - kept for more in all_kept if kept < more), key=sorted)
+        is_adams = kept <= _OF_ADAM and (EXP_AVG_SQ in kept or (EXP_AVG in kept and not has_lion))
+        if not lacking and is_adams:
+            lacking = [_MOMENTS - kept]
+        if any(lacking) and not _needs_no_master(checkpoint, name, lacking[0]):
+            what = " or ".join(map(_listed, lacking))
+            yield error(COVERED, name, f"it has {_listed(kept)}, but its {what} is not there")
+
+
+def _needs_no_master(checkpoint: Checkpoint, name: str, lacking: Collection[str]) -> bool:
+    """Whether only the master is lacking of a parameter that is trained in fp32 itself."""
+    weight = checkpoint.logical_tensor(WEIGHT, name)
+    return set(lacking) == {FP32_PARAM} and weight is not None and weight.dtype == "float32"
+
+
+def _listed(kinds: Collection[str]) -> str:
+    return " and ".join(sorted(kinds))
+
+
+def check_stored_once(checkpoint: Checkpoint, kinds: Iterable[str]) -> Iterator[Finding]:
+    """Check that no element is stored more than once: it is not known which of the values counts."""
+    for kind in kinds:
+        for name in checkpoint.names(kind):
+            tensor = checkpoint.logical_tensor(kind, name)
+            parts = copies_of(checkpoint, kind, name)
+            first = sum(stored.slice.numel for copies in parts for stored in copies[0])
+            if tensor is not None and first > prod(tensor.shape):
+                yield from check_tensor(tensor, kind, parts)
+
+
+def refuse_contradictions(checkpoint: Checkpoint, findings: Iterable[Finding]) -> None:
+    """Refuse a checkpoint in which something was found.
+
+    Raises:
+        UnreadableCheckpointError: it names the first finding.
+    """
+    found = next(iter(findings), None)
+    if found is not None:
+        raise UnreadableCheckpointError(
+            "the checkpoint contradicts itself, so that it is not known what it holds",
+            found=found.what,
+            where=f"{found.where}, {checkpoint.folder}",
+            helps="it was put together from several, or is damaged; `mcore-ckpt verify` names all of it: use another "
+            "iteration",
+        )
+
+
+def check_groups(buffers: Buffers) -> Iterator[Finding]:
+    """Check that each rank that held a parameter has stored a group."""
+    present = {group.rank for group in buffers.groups.values()}
+    absent: dict[str, list[str]] = {}
+    for name in buffers.models.weights:
+        for rank in buffers.models.ranks_of(name):
+            if rank not in present:
+                absent.setdefault(str(rank), []).append(name)
+    for place, names in absent.items():
+        what = f"its optimizer state is not there; it had {len(names)} parameters, the first is {names[0]}"
+        yield error(COVERED, place, what)
+
+
+def _check_kind(checkpoint: Checkpoint, kind: str) -> Iterator[Finding]:
+    names: Sequence[str] = checkpoint.names(kind)
+    for name in names:
+        tensor = checkpoint.logical_tensor(kind, name)
+        if tensor is None:
+            yield error(COVERED, f"{kind} {name}", "it is nowhere")
+        else:
+            yield from check_tensor(tensor, kind, copies_of(checkpoint, kind, name))

@@ -1,0 +1,179 @@
+"""Where a conversion writes: never into its source, and never over anything but a checkpoint.
+
+What may be replaced is what this tool or Megatron demonstrably wrote: a run folder by its tracker file and what is in
+its one iteration, a canonical or Hugging Face folder by the mark in it. Anything else in a folder keeps it from being
+replaced, by name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt_ext.errors import CheckpointError, DestinationError
+from mcore_ckpt_ext.formats.backend import sharded_backend
+from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
+from mcore_ckpt_ext.formats.huggingface_folder import COMPANION_PATTERN, CONFIG, written_by_us
+from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, TRACKER_FILE, iteration_number
+from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
+from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote
+
+# Megatron's own files beside the iterations (megatron/training: checkpointing.py, training.py, utils.py, 0.7 to 0.19).
+_OF_RUNS = (re.escape(TRACKER_FILE), r"latest_wandb_artifact_path\.txt", r"progress\.txt")
+# And in an iteration, with what Megatron-Bridge and this tool keep there.
+_OF_ITERATIONS = (
+    r"\.metadata|metadata\.json|common\.pt|__\d+_\d+\.distcp",
+    rf"mcore_ckpt_ext\.json|{re.escape(DIGESTS_FILE)}|integrity\.json|run_config\.yaml|train_state\.pt",
+    rf"tokenizer/({COMPANION_PATTERN}|[^/]+)",
+    r"mp_rank_[\d_]+/(model_optim_rng|model_rng|distrib_optim|optim|layer_wise_optimizer_\d+)\.pt",
+    r"[^/]+/(\.zarray|\d+(\.\d+)*|shard_\d[\d._]*\.pt)",
+)
+_OF_CANONICAL = r"common\.json|model\.safetensors\.index\.json|canonical-\d+-of-\d+\.safetensors"
+_OF_HUGGING_FACE = r"(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+_OF_ALL = re.escape(DIGESTS_FILE)
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Destination:
+    """The folder to make; `iteration` is the folder in it that will hold the checkpoint, or empty."""
+
+    path: Path
+    iteration: str
+
+    def check_replaceable(self, path: Path) -> None:
+        """Refuse a folder that must not be replaced; what was moved aside has another path.
+
+        Raises:
+            DestinationError: it is no checkpoint, or more than that.
+        """
+        if path.is_symlink() or not path.is_dir():
+            raise self._refused("the destination is no folder, so it is not replaced", "a file, or a link")
+        if not any(path.iterdir()):
+            return
+        self._check_iterations(path)
+        found = dict(_entries(path))
+        try:
+            known = re.compile("|".join(_known(path)))
+        except CheckpointError as error:
+            raise self._refused("the destination is no checkpoint, so it is not replaced", str(error)) from error
+        if known.pattern == "":
+            raise self._refused("the destination is no checkpoint, so it is not replaced", _some(found))
+        strange = [name for name, ordinary in found.items() if not (ordinary and known.fullmatch(name))]
+        if strange:
+            raise self._refused("the destination holds more than a checkpoint, which would be lost", _some(strange))
+
+    def _check_iterations(self, path: Path) -> None:
+        folders = [entry.name for entry in path.iterdir() if iteration_number(entry) is not None]
+        others = [name for name in folders if name != self.iteration]
+        if others:
+            raise self._refused("the destination holds other iterations, which would be lost", _some(others))
+
+    def _refused(self, what: str, found: str) -> DestinationError:
+        return DestinationError(
+            what,
+            found=found,
+            expected="what this tool or Megatron wrote, and nothing else",
+            where=str(self.path),
+            helps="choose another folder, or move this one away yourself",
+        )
+
+
+def checked_destination(path: str | os.PathLike[str], sources: Iterable[Path], iteration: str) -> Destination:
+    """The destination, without links and `..` in its path.
+
+    Args:
+        path: as the user gives it.
+        sources: folders that are read.
+        iteration: see `Destination`.
+
+    Raises:
+        DestinationError: it is no path at all, a link, or lies in a source, or a source in it.
+    """
+    found = as_path(path)
+    if not is_remote(found):
+        if "\0" in str(found):
+            raise DestinationError("no folder can have that name", found=repr(str(found)), helps="choose another")
+        if found.is_symlink():
+            raise DestinationError(
+                "the destination is a symbolic link", found=f"a link to {found.readlink()}", where=str(found),
+                helps="name the folder that it points to",
+            )  # fmt: skip
+        found = Path(os.path.realpath(found))
+    for source in sources:
+        if _nested(found, source):
+            raise DestinationError(
+                "the destination would lie in a folder that is read, or replace it", found=f"{source} is read",
+                where=str(found),
+                helps="choose a folder beside it",
+            )  # fmt: skip
+    return Destination(found, iteration)
+
+
+def _nested(first: Path, second: Path) -> bool:
+    """Whether one of two paths is the other, or lies in it, by whatever names and links they are reached."""
+    if is_remote(first) != is_remote(second):
+        return False
+    if is_remote(first):
+        if file_system(first) != file_system(second):
+            return False
+        above, below = (str(path.path).strip("/") + "/" for path in (first, second))  # type: ignore[attr-defined]
+        return above.startswith(below) or below.startswith(above)
+    one, other = (Path(os.path.realpath(path)) for path in (first, second))
+    return _identity(one) in set(map(_identity, _upwards(other))) or _identity(other) in set(
+        map(_identity, _upwards(one))
+    )
+
+
+def _upwards(path: Path) -> Iterator[Path]:
+    yield path
+    yield from path.parents
+
+
+def _identity(path: Path) -> object:
+    """A folder's identity, whatever its name (a bind mount, an upper-case letter); without a folder, its path."""
+    try:
+        status = path.stat()
+    except OSError:
+        return path
+    return status.st_dev, status.st_ino
+
+
+def _entries(folder: Path) -> Iterator[tuple[str, bool]]:
+    """Everything below a folder except folders: relative paths, and whether each is an ordinary file."""
+    for above, folders, files in os.walk(folder):
+        below = os.path.relpath(above, folder)
+        for name in [*files, *(name for name in folders if (Path(above) / name).is_symlink())]:
+            status = (Path(above) / name).lstat()
+            yield (name if below == "." else f"{below}/{name}"), stat.S_ISREG(status.st_mode)
+
+
+def _known(folder: Path) -> list[str]:
+    """Patterns of the files that belong to the checkpoint in a folder; none where there is no checkpoint.
+
+    Raises:
+        CheckpointError: its marks cannot be read.
+    """
+    if is_canonical(folder):
+        CanonicalCheckpoint(folder)
+        return [_OF_CANONICAL, _OF_ALL]
+    if (folder / TRACKER_FILE).is_file():
+        named = (entry for entry in folder.iterdir() if iteration_number(entry) is not None or entry.name == RELEASE)
+        names = [entry.name for entry in named]
+        if len(names) != 1:
+            return []
+        if not is_legacy(folder / names[0]):
+            sharded_backend(folder / names[0])
+        return [*_OF_RUNS, *(f"{re.escape(names[0])}/({pattern})" for pattern in _OF_ITERATIONS)]
+    if (folder / CONFIG).is_file() and written_by_us(folder):
+        return [_OF_HUGGING_FACE, COMPANION_PATTERN, _OF_ALL]
+    return []
+
+
+def _some(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names)[:_SHOWN])

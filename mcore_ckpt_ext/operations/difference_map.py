@@ -1,0 +1,102 @@
+"""What two tensors differ in: how many elements, by how much, and where: a coarse picture of any tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from mcore_ckpt_ext.optimizers.tied_copies import bits_of
+
+MOST_ROWS, MOST_COLUMNS = 16, 64
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceMap:
+    """A tensor of two axes, the first and all others, cut into cells; only cells with differences are listed.
+
+    Attributes:
+        rows: of cells.
+        columns: of cells.
+        cells: (number of the cell, row by row; elements that differ; the largest absolute difference of two finite
+            numbers).
+    """
+
+    rows: int
+    columns: int
+    cells: tuple[tuple[int, int, float], ...]
+
+
+class MapBuilder:
+    """Adds up what the blocks of a tensor differ in.
+
+    Args:
+        shape: of the tensor, in elements; the elements that are compared come first.
+    """
+
+    def __init__(self, shape: Sequence[int]) -> None:
+        self._height = shape[0] if len(shape) > 1 else 1
+        self._width = max(1, prod(shape[1:]) if len(shape) > 1 else prod(shape))
+        self.rows, self.columns = max(1, min(self._height, MOST_ROWS)), min(self._width, MOST_COLUMNS)
+        self._different = torch.zeros(self.rows * self.columns, dtype=torch.int64)
+        self._largest = torch.zeros(self.rows * self.columns, dtype=torch.float64)
+
+    def add(self, positions: torch.Tensor, distances: torch.Tensor) -> None:
+        """Take note of elements that differ.
+
+        Args:
+            positions: int64, of the elements in the tensor, row-major.
+            distances: float64, as many; not finite where one of the two numbers is not.
+        """
+        row = (positions // self._width).clamp(max=max(0, self._height - 1)) * self.rows // max(1, self._height)
+        cell = row * self.columns + positions % self._width * self.columns // self._width
+        self._different += torch.bincount(cell, minlength=len(self._different))
+        finite = torch.where(torch.isfinite(distances), distances, 0.0)
+        self._largest.scatter_reduce_(0, cell, finite, "amax")
+
+    def finished(self) -> DifferenceMap:
+        """The picture of everything that was added."""
+        (cells,) = self._different.nonzero(as_tuple=True)
+        found = zip(cells.tolist(), self._different[cells].tolist(), self._largest[cells].tolist(), strict=True)
+        return DifferenceMap(self.rows, self.columns, tuple(found))
+
+
+@dataclass
+class Tally:
+    """Adds up what the blocks of two tensors differ in.
+
+    Attributes:
+        picture: where to draw it; None if nobody looks.
+        different: elements whose bits differ.
+        signed_zeros: of these, 0.0 against -0.0.
+        largest: the largest absolute difference between two finite numbers.
+        first: the position of the first element that differs, and both values as text.
+    """
+
+    picture: MapBuilder | None = None
+    different: int = 0
+    signed_zeros: int = 0
+    largest: float = 0.0
+    first: tuple[int, str, str] | None = None
+
+    def count(self, a: torch.Tensor, b: torch.Tensor, start: int) -> None:
+        """Take note of two blocks, 1-D and of one length, whose first element is number `start` of the tensor."""
+        if a.dtype != b.dtype:
+            a, b = a.double(), b.double()
+        bits_of_a, bits_of_b = bits_of(a), bits_of(b)
+        # Most blocks are equal, which one pass shows that stores nothing.
+        if torch.equal(bits_of_a, bits_of_b):
+            return
+        positions = (bits_of_a != bits_of_b).nonzero().flatten()
+        first, second = a[positions].double(), b[positions].double()
+        self.different += len(positions)
+        self.signed_zeros += int(((first == 0) & (second == 0)).sum())
+        distance = (first - second).abs()
+        if self.picture is not None:
+            self.picture.add(positions + start, distance)
+        finite = distance[torch.isfinite(distance)]
+        self.largest = max(self.largest, float(finite.max()) if len(finite) else 0.0)
+        if self.first is None:
+            self.first = (start + int(positions[0]), repr(float(first[0])), repr(float(second[0])))

@@ -1,0 +1,33 @@
+"""Values that are rounded to float16, which has none above 65504."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.planning.write_plan import Placed
+
+
+def check_fits(placed: Placed, rounded: torch.Tensor, read: Callable[[Placed, torch.Tensor], None]) -> None:
+    """Refuse finite values that became infinite.
+
+    Args:
+        placed: what was read.
+        rounded: its elements, in float16.
+        read: reads it again, into memory of another dtype.
+
+    Raises:
+        UnsupportedCheckpointError: a value does not fit.
+    """
+    if all(tensor.dtype == "float16" for tensor in placed.wanted.tensors.values()) or rounded.isfinite().all():
+        return
+    exact = torch.empty(rounded.numel())
+    read(placed, exact)
+    if (lost := exact.isfinite() & ~rounded.isfinite()).any():
+        raise UnsupportedCheckpointError(
+            "a value does not fit into float16, and would become infinite",
+            found=f"{exact[lost].abs().max().item():g}", expected=f"at most {torch.finfo(torch.float16).max:g}",
+            where=placed.wanted.slice.regions[0].name, helps="choose another dtype: --dtype bfloat16",
+        )  # fmt: skip

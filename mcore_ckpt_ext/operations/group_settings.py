@@ -1,0 +1,72 @@
+"""What the settings show: of the parameter groups and of the scheduler, those that are missing or make no sense."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import shown, some
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.common_state import scheduler_in
+from mcore_ckpt_ext.formats.group_rule import decay_of, decays_by_rule
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
+from mcore_ckpt_ext.operations.findings import COMPLETE, VALUES, Finding, error, warning
+from mcore_ckpt_ext.optimizers.groups import ADAM, rule_of
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
+
+# Of every parameter group, and of Adam's (torch.optim, Transformer Engine's FusedAdam).
+_NEEDED, _OF_ADAM = ("lr", "weight_decay"), ("eps",)
+# A fused optimizer of CUDA graphs (`capturable`) keeps them as tensors.
+_NUMBERS = (int, float, torch.Tensor, TensorReference)
+
+
+def check_settings(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """What cannot be, of a checkpoint's parameter groups and its scheduler.
+
+    An error where a setting is not there or is no number; a warning where it is no finite one: the next step would make
+    the weights so.
+    """
+    found: dict[str, bool] = {}
+    for group in groups:
+        for key in _NEEDED + (_OF_ADAM if rule_of(group) == ADAM else ()):
+            if not isinstance(group.get(key), _NUMBERS):
+                found[f"{key} is {shown(group[key])}" if key in group else f"a group has no {key}"] = True
+        found |= _odd(group)
+    yield from _told("parameter groups", found)
+    scheduler = scheduler_in(checkpoint.common)
+    if scheduler is not None:
+        wrong = {f"it is a {type(scheduler).__name__}": True} if not isinstance(scheduler, Mapping) else _odd(scheduler)
+        steps = scheduler.get("num_steps", 0) if isinstance(scheduler, Mapping) else 0
+        yield from _told("scheduler", wrong if isinstance(steps, _NUMBERS) else {f"num_steps is {shown(steps)}": True})
+    elif checkpoint.arguments.tells_all:
+        what = "there is none: a resume with the optimizer needs one, and is refused"
+        yield warning(COMPLETE, "scheduler", what)
+
+
+def check_group_of_each(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+    """Parameters that no group is for, by Megatron's own rule; a loop may have another. Their packing is known."""
+    there = {None if (decay := decay_of(group)) is None else bool(decay) for group in groups}
+    if not there or None in there:
+        return
+    without: dict[bool, list[str]] = {}
+    for name in checkpoint.names(FP32_PARAM):
+        decays = decays_by_rule(name, checkpoint.named_tensor(FP32_PARAM, name).shape, checkpoint.arguments)
+        if decays not in there:
+            without.setdefault(decays, []).append(name)
+    for decays, names in without.items():
+        what = f"there is none with{'' if decays else 'out'} weight decay, as Megatron has for {some(names, 2)}"
+        yield warning(VALUES, "parameter groups", what)
+
+
+def _odd(settings: Mapping[str, Any]) -> dict[str, bool]:
+    """Those that are no finite numbers, in words."""
+    odd = ((key, value) for key, value in settings.items() if isinstance(value, float) and not isfinite(value))
+    return {f"{key} is {value}": False for key, value in odd}
+
+
+def _told(where: str, found: Mapping[str, bool]) -> Iterator[Finding]:
+    for what, is_error in sorted(found.items()):
+        yield (error if is_error else warning)(VALUES, where, what)

@@ -1,0 +1,281 @@
+"""What is in a checkpoint, from metadata alone: layout, writer, model, bytes, files, and who can resume it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.errors import interpreting
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.layout.rank_grid import RankGrid
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.model_space.slices import numel_of
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.missing_ranks import why_silent
+from mcore_ckpt_ext.operations.pipeline_map import Stage, stages_of
+from mcore_ckpt_ext.operations.versions import Resumption, Writer, resumptions, writer_of
+from mcore_ckpt_ext.optimizers.description import described
+from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
+from mcore_ckpt_ext.optimizers.table import opens_by_metadata, shows_names
+from mcore_ckpt_ext.storage.gc_pause import collector_paused
+
+SCHEMA = 5
+_LABELS = {
+    "tensor": "TP", "pipeline": "PP", "virtual_pipeline": "VPP", "expert": "EP", "expert_tensor": "ETP",
+    "context": "CP", "data": "DP",
+}  # fmt: skip
+_DISTCP = re.compile(r"^(?:.*/)?__(\d+)_(\d+)\.distcp$")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """An array of model space; shape in elements."""
+
+    kind: str
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass
+class StoredFile:
+    """A file, explained.
+
+    Attributes:
+        rank: the global rank that wrote it; None where the name does not say.
+        writer: which of that rank's writers.
+        place: the rank's place in the layout, in words.
+        bytes_on_disk: None when the file is missing.
+        bytes_by_kind: payload of the arrays in it.
+        tensors: the arrays of which it holds a part, as its format names them.
+    """
+
+    file: str
+    rank: int | None
+    writer: int | None
+    place: str
+    bytes_on_disk: int | None
+    records: int = 0
+    bytes_by_kind: dict[str, int] = field(default_factory=dict)
+    tensors: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class BufferMap:
+    """Which parameter lies where in one flat array of `numel` elements: (name, first, one past the last).
+
+    `witness` proposed it, and sizes and chunk borders agree with it; empty where no proposal fits.
+    """
+
+    group: str
+    buffer: str
+    numel: int
+    witness: str
+    parameters: tuple[tuple[str, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """Everything that `inspect` reports; sizes in bytes.
+
+    A dimension of `layout` is None where nothing tells its size. `described_by` names the file that describes the job
+    of a checkpoint without Megatron's arguments; `unbelieved` says what such a source says, and is not so.
+    """
+
+    schema: int
+    path: str
+    format: str
+    iteration: int
+    layout: Mapping[str, int | None]
+    layout_text: str
+    writer: Writer
+    optimizer_format: str | None
+    optimizer: str
+    model: Mapping[str, int | float | str]
+    training: Mapping[str, int | float | list[int | float]]
+    bytes_on_disk: int
+    bytes_by_kind: Mapping[str, int]
+    files: tuple[StoredFile, ...]
+    silent_ranks: tuple[int, ...]
+    why_silent: str
+    resumptions: tuple[Resumption, ...]
+    sidecar: bool
+    sidecar_problem: str | None
+    tensors: tuple[StoredTensor, ...]
+    buffers: tuple[BufferMap, ...]
+    stages: tuple[Stage, ...] = ()
+    described_by: str = ""
+    unbelieved: tuple[str, ...] = ()
+
+
+def inspect(
+    path: str | os.PathLike[str],
+    *,
+    buffers: bool = False,
+    facts: Facts = NOTHING,
+    weights: str | os.PathLike[str] | None = None,
+) -> Inspection:
+    """Inspect a checkpoint; nothing but metadata is read.
+
+    Args:
+        path: a run folder (its newest iteration), an iteration folder, or a canonical folder.
+        buffers: also propose the maps of flat gradient buffers.
+        facts: what you know of the job that wrote a checkpoint without Megatron's arguments.
+        weights: where the weights lie, if the checkpoint holds an optimizer alone; samples of it are then read.
+
+    Raises:
+        CheckpointError: it cannot be read.
+
+    Example:
+        >>> found = inspect("run")
+        >>> found.writer.version, found.layout_text, found.model["parameters"]
+        ('0.16', 'TP2 x PP2 x DP2', 53536)
+        >>> [(who.who, who.versions) for who in found.resumptions][-1]
+        ('Megatron with mcore_ckpt_ext', '0.16 to 0.19')
+    """
+    with collector_paused(), interpreting(path):
+        return _inspection(open_checkpoint(path, facts=facts, weights=weights), buffers)
+
+
+def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
+    layout = checkpoint.layout
+    grid = RankGrid(layout, bool(checkpoint.arguments.use_tp_pp_dp_mapping))
+    files = _files(checkpoint, grid)
+    ranks = {file.rank for file in files if file.rank is not None}
+    silent = tuple(rank for rank in range(layout.world) if rank not in ranks) if ranks and grid.is_known else ()
+    by_kind: dict[str, int] = {}
+    for file in files:
+        for kind, size in file.bytes_by_kind.items():
+            by_kind[kind] = by_kind.get(kind, 0) + size
+    writer = writer_of(checkpoint)
+    return Inspection(
+        schema=SCHEMA,
+        path=str(checkpoint.folder),
+        format=checkpoint.format,
+        iteration=checkpoint.iteration,
+        layout={_LABELS.get(name, name): size for name, size in layout.known_sizes().items()},
+        layout_text=str(layout),
+        writer=writer,
+        optimizer_format=checkpoint.optimizer_format,
+        optimizer=described(
+            [kind for kind in by_kind if kind not in (WEIGHT, OTHER)], checkpoint.param_groups(), checkpoint.arguments
+        ),
+        model=_model(checkpoint),
+        training=_training(checkpoint),
+        bytes_on_disk=sum(file.bytes_on_disk or 0 for file in files) + _other_bytes(checkpoint.folder, files),
+        bytes_by_kind=by_kind,
+        files=tuple(files),
+        silent_ranks=silent,
+        why_silent=why_silent(silent, grid, checkpoint.arguments),
+        resumptions=tuple(resumptions(checkpoint, writer)),
+        sidecar=checkpoint.sidecar is not None,
+        sidecar_problem=checkpoint.sidecar_problem,
+        tensors=_tensors(checkpoint),
+        buffers=_buffers(checkpoint) if buffers else (),
+        stages=stages_of(checkpoint, grid),
+        described_by=checkpoint.format_reader.described_by,
+        unbelieved=tuple(checkpoint.format_reader.problems),
+    )
+
+
+def _files(checkpoint: Checkpoint, grid: RankGrid) -> list[StoredFile]:
+    files: dict[str, StoredFile] = {}
+    for part in checkpoint.format_reader.stored_parts():
+        file = files.get(part.file)
+        if file is None:
+            file = files[part.file] = _explained(checkpoint, part.file, grid)
+        file.records += 1
+        file.bytes_by_kind[part.kind] = file.bytes_by_kind.get(part.kind, 0) + part.nbytes
+        if not file.tensors or file.tensors[-1] != part.tensor:
+            file.tensors.append(part.tensor)
+    for file in files.values():
+        file.tensors = list(dict.fromkeys(file.tensors))
+    return sorted(files.values(), key=lambda file: (file.rank is None, file.rank or 0, file.writer or 0, file.file))
+
+
+def _explained(checkpoint: Checkpoint, name: str, grid: RankGrid) -> StoredFile:
+    path = checkpoint.folder / name
+    size = path.stat().st_size if path.is_file() else None
+    if (match := _DISTCP.match(name)) and path.is_relative_to(checkpoint.folder):  # else of another job
+        rank = int(match[1])
+        return StoredFile(name, rank, int(match[2]), grid.place(rank), size)
+    if (rank_of_file := checkpoint.format_reader.rank_of(name)) is not None:
+        return StoredFile(name, None, None, grid.model_place(*rank_of_file), size)
+    return StoredFile(name, None, None, "", size)
+
+
+def _other_bytes(folder: Path, files: list[StoredFile]) -> int:
+    known = {folder / file.file for file in files}
+    others = (path for path in folder.rglob("*") if path not in known and path.is_file())
+    return sum(path.stat().st_size for path in others)
+
+
+def _model(checkpoint: Checkpoint) -> dict[str, int | float | str]:
+    """The model in numbers; what the arguments do not give is left out."""
+    names = {
+        "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
+        "attention heads": "num_attention_heads", "query groups": "num_query_groups", "experts": "num_experts",
+        "experts a token": "moe_router_topk", "sequence length": "seq_length",
+        "vocabulary, padded": "padded_vocab_size", "layer spec": "transformer_impl",
+    }  # fmt: skip
+    arguments = checkpoint.arguments
+    tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
+    shapes = [(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None]
+    experts = {"experts", "experts a token"} if not arguments.num_experts else set()
+    found: dict[str, Any] = {"parameters": sum(prod(shape) for shape, _ in shapes)}
+    for label, name in names.items():
+        if arguments.value(name) is not None and label not in experts:
+            found[label] = arguments.value(name)
+    if checkpoint.vocabulary_contradiction:
+        found["vocabulary, padded"] = checkpoint.vocabulary_contradiction
+    if not arguments.group_query_attention:
+        found.pop("query groups", None)
+    found["embeddings"] = "untied" if arguments.untie_embeddings_and_output_weights else "tied"
+    found["weights"] = ", ".join(sorted({dtype for _, dtype in shapes}))
+    return {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in found.items()}
+
+
+def _training(checkpoint: Checkpoint) -> dict[str, int | float | list[int | float]]:
+    """Learning rate, step and counters, from the parameter groups and arguments."""
+    groups = checkpoint.param_groups()
+    found: dict[str, int | float | list[int | float]] = {}
+    for key in ("step", "lr"):
+        values = sorted({float(group[key]) for group in groups if isinstance(group.get(key), (int, float))})
+        if values:
+            whole = [int(value) if value.is_integer() else value for value in values]
+            found[key] = whole[0] if len(whole) == 1 else whole
+    for key in ("consumed_train_samples", "consumed_valid_samples"):
+        if (value := checkpoint.arguments.value(key)) is not None:
+            found[key] = value
+    return found
+
+
+def _tensors(checkpoint: Checkpoint) -> tuple[StoredTensor, ...]:
+    """All weights; optimizer state too where the format names it without a packing."""
+    kinds = checkpoint.kinds() if shows_names(checkpoint.optimizer_format) else [WEIGHT]
+    tensors = [(kind, checkpoint.logical_tensor(kind, name)) for kind in kinds for name in checkpoint.names(kind)]
+    return tuple(StoredTensor(kind, t.name, t.shape, t.dtype) for kind, t in tensors if t is not None)
+
+
+def _buffers(checkpoint: Checkpoint) -> tuple[BufferMap, ...]:
+    name = checkpoint.optimizer_format
+    if name is None or not opens_by_metadata(name):
+        return ()
+    return tuple(mapped for buffers in checkpoint.optimizer.buffers for mapped in _maps(buffers))
+
+
+def _maps(buffers: Buffers) -> Iterator[BufferMap]:
+    for key, proposal in buffers.proposed_packings().items():
+        group = buffers.groups[key]
+        for bucket, stored in sorted(group.buckets.items()):
+            placements = proposal.packing[bucket] if proposal else ()
+            parameters = tuple((p.name, p.start, p.start + numel_of(p.regions)) for p in placements)
+            witness = proposal.witness if proposal else ""
+            yield BufferMap(str(group), str(bucket), stored.numel_unpadded, witness, parameters)

@@ -1,0 +1,130 @@
+"""Whether the bytes are those that were written: torch's own checksums, and Megatron's manifest."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.operations.findings import CHECKSUMS, MANIFEST, Finding, error
+from mcore_ckpt_ext.planning.array_location import RawArray
+from mcore_ckpt_ext.storage.checked_files import open_file, read_file
+from mcore_ckpt_ext.storage.checksums import verify_array
+from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.storage.paths import is_remote
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+
+_ALGORITHM = "sha256"
+_HASH_BLOCK = 1 << 22
+
+Advance = Callable[[int], None]
+Archive = tuple[str, int, int]
+Item = TypeVar("Item")
+
+
+def labels(checkpoint: Checkpoint) -> dict[tuple[str, int], str]:
+    """What the archive at a place in a file holds, by Megatron's key, where the checkpoint says so."""
+    found: dict[tuple[str, int], str] = {}
+    index = checkpoint.format_reader.stored_index
+    if index is not None:
+        for key, array in index.arrays.items():
+            for chunk in array.chunks:
+                found[chunk.extent.file, chunk.extent.offset] = f"{key}, chunk at {chunk.offsets}"
+        for key, stored in index.objects.items():
+            found[stored.file, stored.offset] = key
+    return found
+
+
+def check_archives(
+    checkpoint: Checkpoint, archives: Iterable[Archive], workers: int, advance: Advance
+) -> list[Finding]:
+    """Compare the CRC-32 of every record of every archive."""
+    known = labels(checkpoint)
+
+    def check(archive: Archive) -> Finding | None:
+        file, offset, length = archive
+        try:
+            TorchArchive(checkpoint.reader, file, offset, length).verify_checksums()
+        except CheckpointError as problem:
+            label = known.get((file, offset))
+            return error(CHECKSUMS, file if label is None else f"{file}: {label}", str(problem), file, offset)
+        finally:
+            advance(length)
+        return None
+
+    return list(_in_threads(check, archives, workers))
+
+
+def check_bare_arrays(
+    checkpoint: Checkpoint, arrays: Iterable[RawArray], workers: int, advance: Advance
+) -> list[Finding]:
+    """Compare the CRC-32 of every array that lies bare in a file and has one."""
+
+    def check(array: RawArray) -> Finding | None:
+        try:
+            verify_array(checkpoint.reader, array)
+        except CheckpointError as problem:
+            return error(CHECKSUMS, array.file, str(problem), array.file, array.offset)
+        finally:
+            advance(array.length)
+        return None
+
+    return list(_in_threads(check, arrays, workers))
+
+
+def check_manifest(folder: Path, workers: int, advance: Advance) -> list[Finding]:
+    """Compare the SHA-256 of every file with `integrity.json`, which `--verify-integrity` leaves since core_v0.18.0.
+
+    Source: `save_integrity_manifest` and `_verify_integrity_manifest_impl`,
+    megatron/core/dist_checkpointing/validation.py, core_v0.18.0 to 0.19.2.
+    Its form is `{"algorithm": "sha256", "files": {name: hex digest}}`, for the files beside it.
+    """
+    path = folder / MANIFEST
+    try:
+        manifest = parsed(read_file(folder, MANIFEST))
+        algorithm, files = manifest.get("algorithm", _ALGORITHM), dict(manifest["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as problem:
+        return [error(MANIFEST, str(path), f"it cannot be read: {type(problem).__name__}: {problem}")]
+    if algorithm != _ALGORITHM:
+        return [error(MANIFEST, str(path), f"it uses {algorithm!r}, known is {_ALGORITHM}")]
+
+    def check(entry: tuple[str, object]) -> Finding | None:
+        name, expected = entry
+        if Path(name).name != name:
+            return error(MANIFEST, str(path), f"it names something outside of the folder: {name!r}")
+        try:
+            found = _digest(folder, name, advance)
+        except OSError as problem:
+            return error(MANIFEST, str(folder / name), f"missing or unreadable: {problem.strerror}", name)
+        if found != expected:
+            what = f"its SHA-256 is {found[:16]}..., recorded is {str(expected)[:16]}..."
+            return error(MANIFEST, str(folder / name), what, name)
+        return None
+
+    return list(_in_threads(check, files.items(), workers))
+
+
+def manifest_bytes(folder: Path) -> int:
+    """Roughly how much `check_manifest` reads."""
+    if not (folder / MANIFEST).exists():
+        return 0
+    return sum(path.stat().st_size for path in folder.iterdir() if path.is_file() and path.name != MANIFEST)
+
+
+def _digest(folder: Path, name: str, advance: Advance) -> str:
+    digest = hashlib.sha256()
+    with (folder / name).open("rb") if is_remote(folder) else os.fdopen(open_file(folder, name), "rb") as file:
+        while block := file.read(_HASH_BLOCK):
+            digest.update(block)
+            advance(len(block))
+    return digest.hexdigest()
+
+
+def _in_threads(check: Callable[[Item], Finding | None], items: Iterable[Item], workers: int) -> Iterator[Finding]:
+    with ThreadPoolExecutor(workers) as pool:
+        yield from (finding for finding in pool.map(check, items) if finding is not None)

@@ -1,0 +1,86 @@
+"""Which iterations of a run are whole, by the cheap checks of `verify`, so that a resume may take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.canonical import is_canonical
+from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.plain_dcp import plain_backend
+from mcore_ckpt_ext.formats.zarr import is_zarr
+from mcore_ckpt_ext.operations.verification import verify
+from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folders, iteration_name, read_tracker
+
+
+@dataclass(frozen=True)
+class Standing:
+    """The state of the checkpoint that a resume would take.
+
+    Attributes:
+        wanted: what the tracker, or the user, names.
+        problems: what is wrong with it; empty if nothing is.
+        newest_whole: the newest iteration of the run that is whole, or None; looked for only where the wanted one is
+            not whole.
+        unfinished: iterations that came after the wanted one and are not whole.
+        has_tracker: whether the tracker names anything at all.
+    """
+
+    wanted: str
+    problems: tuple[str, ...]
+    newest_whole: int | None
+    unfinished: tuple[int, ...]
+    has_tracker: bool = True
+
+
+def standing_of(run: Path, step: int | None = None) -> Standing | None:
+    """Look at what a resume from a run folder would take.
+
+    Args:
+        run: the run folder.
+        step: the iteration that the user names; otherwise the tracker names it.
+
+    Returns:
+        None where there is nothing to judge: no tracker, or a checkpoint in another format than torch_dist, which is
+        stock Megatron's to resume.
+    """
+    tracker = read_tracker(run / TRACKER_FILE)
+    if step is None and (tracker is None or tracker.names_release):
+        return None
+    iterations = _iterations(run)
+    wanted = tracker.iteration if step is None and tracker else step
+    if wanted is None:
+        problem = f"{run / TRACKER_FILE} names no iteration, it holds {tracker.text if tracker else ''!r}"
+        return Standing("what the tracker names", (problem,), _newest_whole(iterations), (), has_tracker=False)
+    folder = iterations.get(wanted, run / iteration_name(wanted))
+    if _is_of_another_format(folder):
+        return None
+    problems = problems_of(folder)
+    later = tuple(number for number, newer in iterations.items() if number > wanted and problems_of(newer))
+    others = {number: path for number, path in iterations.items() if number != wanted and plain_backend(path) is None}
+    return Standing(f"iteration {wanted}", problems, _newest_whole(others) if problems else None, later)
+
+
+def _is_of_another_format(folder: Path) -> bool:
+    return is_legacy(folder) or is_canonical(folder) or is_zarr(folder) or plain_backend(folder) is not None
+
+
+def problems_of(folder: Path) -> tuple[str, ...]:
+    """What is wrong with an iteration, by its files and its metadata; empty if nothing is."""
+    try:
+        found = verify(folder, quick=True)
+    except UnsupportedCheckpointError:  # whatever it is, it is not damage
+        return ()
+    except (CheckpointError, OSError) as error:
+        return (str(error),)
+    return tuple(f"{finding.where}: {finding.what}" for finding in found.findings if finding.severity == "error")
+
+
+def _iterations(run: Path) -> dict[int, Path]:
+    """Iteration folders by number, newest first."""
+    return {number: path for number, path in iteration_folders(run).items() if path.is_dir()}
+
+
+def _newest_whole(iterations: dict[int, Path]) -> int | None:
+    return next((number for number, folder in iterations.items() if not problems_of(folder)), None)

@@ -1,0 +1,340 @@
+"""Which layouts of a number of GPUs can resume a checkpoint, best first, with what each needs and what to type."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
+from mcore_ckpt_ext.errors import UsageError, interpreting
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
+from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
+from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, Recomputation
+from mcore_ckpt_ext.layout_choice.model_table import ModelTable
+from mcore_ckpt_ext.layout_choice.search import PINS, Found, Search, Wish, batch_of, search
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.operations.parameter_table import table_of
+from mcore_ckpt_ext.optimizers.table import stock_can_load
+from mcore_ckpt_ext.targets import version_number
+from mcore_ckpt_ext.versions import Version
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """One layout that Megatron accepts; sizes in bytes, of the fullest GPU.
+
+    Attributes:
+        layout: its sizes, in words.
+        sizes: the size of each dimension.
+        layers_per_stage: decoder layers of each pipeline rank.
+        fits: whether it fits; None where that is not known, because no memory size is given and the old layout needed
+            less.
+        memory: weights, gradients, optimizer, activations (an estimate), and host memory.
+        bubble: the idle share of the pipeline, 0 to 1.
+        micro_batch_size: samples that a rank processes at once.
+        global_batch_size: samples of an iteration.
+        read_per_rank: bytes that the fullest rank reads.
+        read_in_all: bytes that all ranks read.
+        read_once: bytes that are read with `--ckpt-ext-read-once`.
+        seconds: at the given rate; None without one.
+        stock_resumes: whether stock Megatron alone resumes the optimizer.
+        keeps_random_state: whether random states are carried over.
+        flags: to paste into the job's command line.
+        notes: what changes for the user.
+    """
+
+    layout: str
+    sizes: Mapping[str, int]
+    layers_per_stage: tuple[int, ...]
+    fits: bool | None
+    memory: Memory
+    bubble: float
+    micro_batch_size: int
+    global_batch_size: int
+    read_per_rank: int
+    read_in_all: int
+    read_once: int
+    seconds: float | None
+    stock_resumes: bool
+    keeps_random_state: bool
+    flags: str
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """The result of `plan`.
+
+    Attributes:
+        layouts: accepted layouts, best first, as many as were asked for.
+        accepted: how many there are in all.
+        least_memory: bytes of a GPU that every accepted layout needs, listed or not; None where none is accepted.
+        least_layout: the one that needs no more.
+        gpu_memory: bytes of a GPU; where they are not given, what the old layout needs by the same estimate.
+        gpu_memory_source: where that number is from.
+        excluded: how many combinations each rule of Megatron excluded.
+        nearest: for each rule, the excluded layout that is nearest to the old one, and why: (layout, reason).
+        unknown: arguments of the job that are not known, and count as their defaults.
+    """
+
+    schema: int
+    path: str
+    gpus: int
+    old_layout: str
+    megatron_version: str
+    parameters: int
+    layouts: tuple[PlannedLayout, ...]
+    accepted: int
+    least_memory: int | None
+    least_layout: str | None
+    gpu_memory: int | None
+    gpu_memory_source: str
+    excluded: Mapping[str, int]
+    nearest: tuple[tuple[str, str], ...]
+    unknown: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        """Whether at least one layout is accepted and fits."""
+        return any(one.fits is not False for one in self.layouts)
+
+
+def plan(
+    path: str | os.PathLike[str],
+    gpus: int,
+    *,
+    gpus_per_node: int = 8,
+    gpu_memory: int | None = None,
+    megatron_version: str | None = None,
+    pins: Mapping[str, int] | None = None,
+    recomputation: str | None = None,
+    read_rate: int | None = None,
+    most: int | None = 10,
+    facts: Facts = NOTHING,
+    stated: Mapping[str, Any] | None = None,
+) -> LayoutPlan:
+    """List the layouts that Megatron accepts for a checkpoint on so many GPUs; reads metadata alone.
+
+    Args:
+        path: a run folder (its newest iteration) or an iteration folder.
+        gpus: number of GPUs.
+        gpus_per_node: tensor parallelism beyond them crosses nodes, and comes last.
+        gpu_memory: bytes of a GPU; by default at least what the old layout needs by the same estimate.
+        megatron_version: the release that will run; by default the installed one, else the newest known.
+        pins: sizes that are fixed: `{"tp": 8}`.
+        recomputation: `none`, `selective` or `full`; by default that of the job.
+        read_rate: bytes a second that all GPUs together read from the store.
+        most: how many layouts are listed; None for all.
+        facts: the layout of the job that wrote a checkpoint without Megatron's arguments.
+        stated: arguments of the job that the checkpoint does not state, by name.
+
+    Raises:
+        UsageError: a value makes no sense.
+        CheckpointError: the checkpoint cannot be read, or does not say enough of its model.
+    """
+    if gpus < 1 or gpus_per_node < 1:
+        raise UsageError("the number of GPUs is not 1 or more", found=f"{min(gpus, gpus_per_node)}")
+    with interpreting(path):
+        checkpoint = open_checkpoint(path, facts=facts)
+        job = checkpoint.arguments.changed(**stated) if stated else checkpoint.arguments
+        version = version_number(megatron_version)
+        old = ParallelLayout.from_arguments(job)
+        table, buffers = table_of(checkpoint, job), buffers_of(job)
+        wish = Wish(
+            gpus, gpus_per_node, version, gpu_memory, recomputation=_recomputation(job, recomputation),
+            pins=_sizes_of(pins or {}),
+        )  # fmt: skip
+        source = "--gpu-memory"
+        if gpu_memory is None:
+            wish, source = _as_before(job, table, old, wish, buffers)
+        result = search(job, table, old, wish, buffers)
+        least = min(result.found, key=lambda one: one.memory.total, default=None)
+        chosen = result.found if most is None else result.found[:most]
+        return LayoutPlan(
+            schema=SCHEMA,
+            path=str(checkpoint.folder),
+            gpus=gpus,
+            old_layout=str(old),
+            megatron_version=str(version),
+            parameters=table.elements,
+            layouts=tuple(_planned(one, checkpoint, job, old, version, read_rate) for one in chosen),
+            accepted=len(result.found),
+            least_memory=least.memory.total if least else None,
+            least_layout=str(least.choice.layout) if least else None,
+            gpu_memory=wish.memory,
+            gpu_memory_source=source,
+            excluded=dict(result.excluded),
+            nearest=_nearest(result),
+            unknown=_unknown(job),
+        )
+
+
+def _as_before(
+    job: JobArguments, table: ModelTable, old: ParallelLayout, wish: Wish, buffers: Buffers
+) -> tuple[Wish, str]:
+    """The memory that the old layout needs: its job ran."""
+    pins = {name: getattr(old, name) for name in PINS.values()}
+    before = search(job, table, old, replace(wish, gpus=old.world, pins=pins), buffers).found
+    if not before or old.unknown:
+        return wish, "not known: give --gpu-memory"
+    return replace(wish, memory=before[0].memory.total, is_least=True), f"at least: {old} needs it, and its job ran"
+
+
+def buffers_of(job: JobArguments) -> Buffers:
+    """How a job keeps its gradients and its optimizer, by its arguments."""
+    is_fp32 = bool(job.accumulate_allreduce_grads_in_fp32) or not (job.bf16 or job.fp16)
+    fraction = job.stated.get("optimizer_offload_fraction")
+    offloads = bool(job.optimizer_cpu_offload) and isinstance(fraction, float)
+    return Buffers(
+        4 if is_fp32 else 2,
+        bool(job.use_distributed_optimizer),
+        bool(job.ddp_pad_buckets_for_high_nccl_busbw),
+        float(fraction) if offloads and isinstance(fraction, float) else 0.0,
+    )
+
+
+def _recomputation(job: JobArguments, wanted: str | None) -> Recomputation:
+    text = wanted or job.stated.get("recompute_granularity") or "none"
+    try:
+        return Recomputation(text)
+    except ValueError:
+        raise UsageError(
+            "there is no such recomputation",
+            found=str(text)[:40],
+            expected=", ".join(one.value for one in Recomputation),
+        ) from None
+
+
+def _sizes_of(pins: Mapping[str, int]) -> dict[str, int]:
+    unknown = [name for name in pins if name not in PINS]
+    if unknown:
+        raise UsageError("there is no such dimension", found=unknown[0][:40], expected=", ".join(PINS))
+    return {PINS[name]: size for name, size in pins.items()}
+
+
+def _planned(
+    one: Found, checkpoint: Checkpoint, job: JobArguments, old: ParallelLayout, version: Version, read_rate: int | None
+) -> PlannedLayout:
+    choice, layout = one.choice, one.choice.layout
+    running = job.changed(**_arguments_of(one))
+    is_moved = bool(placement_changes(job, running))
+    keeps = (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline)
+    expert_ranks = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
+    weights = [stage.dense.weight_bytes + stage.experts.weight_bytes for stage in one.holdings]
+    states = [(stage.dense.stored_state, stage.experts.stored_state) for stage in one.holdings]
+    share = layout.data * layout.context
+    per_rank = [w + d // share + e // expert_ranks for w, (d, e) in zip(weights, states, strict=True)]
+    in_all = sum(rank * layout.world // layout.pipeline for rank in per_rank)
+    once = in_all - sum(size * (layout.world // layout.pipeline - layout.tensor) for size in weights)
+    return PlannedLayout(
+        layout=str(layout),
+        sizes={label: getattr(layout, name) for label, name in PINS.items()} | {"dp": layout.data},
+        layers_per_stage=tuple(map(sum, choice.split.layers)) if choice.split else (),
+        fits=one.fits,
+        memory=one.memory,
+        bubble=round(one.bubble, 4),
+        micro_batch_size=choice.micro_batch,
+        global_batch_size=choice.global_batch,
+        read_per_rank=max(per_rank),
+        read_in_all=in_all,
+        read_once=min(once, in_all),
+        seconds=None if read_rate is None else round(in_all / read_rate, 1),
+        stock_resumes=checkpoint.optimizer_format is None
+        or stock_can_load(checkpoint.optimizer_format, is_moved, version),
+        keeps_random_state=keeps,
+        flags=" ".join(_flags_of(one)),
+        notes=tuple(_notes_of(one, job, keeps)),
+    )
+
+
+def _arguments_of(one: Found) -> dict[str, Any]:
+    choice, layout = one.choice, one.choice.layout
+    return {
+        "tensor_model_parallel_size": layout.tensor,
+        "pipeline_model_parallel_size": layout.pipeline,
+        "virtual_pipeline_model_parallel_size": layout.virtual_pipeline if layout.virtual_pipeline > 1 else None,
+        "expert_model_parallel_size": layout.expert,
+        "expert_tensor_parallel_size": layout.expert_tensor,
+        "context_parallel_size": layout.context,
+        "data_parallel_size": layout.data,
+        "world_size": layout.world,
+        **(dict(choice.split.arguments) if choice.split else {}),
+    }
+
+
+def _flags_of(one: Found) -> list[str]:
+    """The job's flags for a layout, as Megatron spells them."""
+    choice, layout = one.choice, one.choice.layout
+    flags = [
+        f"--tensor-model-parallel-size {layout.tensor}",
+        f"--pipeline-model-parallel-size {layout.pipeline}",
+        f"--context-parallel-size {layout.context}",
+    ]
+    if choice.job.num_experts:
+        flags += [
+            f"--expert-model-parallel-size {layout.expert}",
+            f"--expert-tensor-parallel-size {layout.expert_tensor}",
+        ]
+    split = dict(choice.split.arguments) if choice.split else {}
+    text = split.get("pipeline_model_parallel_layout")
+    # Virtual stages of hybrid models are named in their pattern, and nowhere else.
+    if layout.virtual_pipeline > 1 and not text and not is_hybrid(choice.job):
+        flags.append(f"--num-virtual-stages-per-pipeline-rank {layout.virtual_pipeline}")
+    for name, value in split.items():
+        flag = f"--{name.replace('_', '-')}"
+        if value is True:
+            flags.append(flag)
+        elif value and value is not True:
+            flags.append(f"{flag} '{value}'" if isinstance(value, str) else f"{flag} {value}")
+    if choice.has_sequence_parallelism:
+        flags.append("--sequence-parallel")
+    flags += [f"--micro-batch-size {choice.micro_batch}", f"--global-batch-size {choice.global_batch}"]
+    if choice.global_batch != batch_of(choice.job)[1]:
+        flags.append("--override-opt_param-scheduler")
+    return flags
+
+
+def _notes_of(one: Found, job: JobArguments, keeps_random_state: bool) -> list[str]:
+    choice = one.choice
+    micro, whole = batch_of(job)
+    notes = []
+    if choice.global_batch != whole:
+        notes.append(
+            f"the global batch changes from {whole} to {choice.global_batch}: the schedule is counted in samples, and "
+            "takes the values of the command line"
+        )
+    elif choice.micro_batch != micro:
+        notes.append(f"the micro batch changes from {micro} to {choice.micro_batch}; the global batch stays")
+    if job.stated.get("use_megatron_fsdp"):
+        notes.append("planned for the distributed optimizer: --use-megatron-fsdp divides weights and gradients, too")
+    if any(job.stated.get(name, 1) not in (None, 1) for name in WEIGHT_SHARDS):
+        notes.append("planned without weight shards: leave --tensor-parallel-num-weight-shards out")
+    if job.rampup_batch_size:
+        notes.append("the batch size ramps up: see that every step of the ramp is a multiple of micro batch x DP")
+    if not keeps_random_state:
+        notes.append("random states start anew, as in stock Megatron on a changed layout")
+    if choice.has_sequence_parallelism and not job.stated.get("sequence_parallel"):
+        notes.append("--sequence-parallel is needed to train experts under tensor parallelism")
+    return notes
+
+
+def _nearest(result: Search) -> tuple[tuple[str, str], ...]:
+    """For each rule the excluded layout that is nearest to the old one, nearest first."""
+    by_distance = sorted(result.nearest.values(), key=lambda one: one[0])
+    return tuple((str(layout), reason) for _, layout, reason in by_distance)
+
+
+_NEEDED: Sequence[str] = (
+    "num_layers", "num_attention_heads", "hidden_size", "seq_length", "global_batch_size", "micro_batch_size",
+)  # fmt: skip
+
+
+def _unknown(job: JobArguments) -> tuple[str, ...]:
+    """Arguments that a plan uses and nothing states."""
+    return tuple(name for name in _NEEDED if not job.is_known(name))

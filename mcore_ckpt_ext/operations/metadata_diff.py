@@ -1,0 +1,121 @@
+"""What two checkpoints have beside their tensors: told, and not judged."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shown, some
+from mcore_ckpt_ext.families.arguments import complete
+from mcore_ckpt_ext.families.forward_pass import differing
+from mcore_ckpt_ext.formats import adapter_scaling
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.common_state import scheduler_in
+from mcore_ckpt_ext.formats.expert_states import content_of, scaling_of
+from mcore_ckpt_ext.model_space.adapters import is_adapter
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
+
+_DIGITS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """Something beside the tensors, told and not judged."""
+
+    what: str
+    a: str
+    b: str
+
+
+def facts_beside(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
+    """What there is to tell of two checkpoints."""
+    yield Fact("format", _format(a), _format(b))
+    yield Fact("layout", str(a.layout), str(b.layout))
+    yield Fact("iteration", str(a.iteration), str(b.iteration))
+    for key in ("step", "lr"):
+        yield Fact(key, _group_values(a, key), _group_values(b, key))
+    for key in ("weight_decay", "betas", "eps", "max_lr", "min_lr"):
+        settings = _settings(a, key), _settings(b, key)
+        if "none" not in settings and settings[0] != settings[1]:
+            yield Fact(key, *settings)
+    for what, key in (("scheduled samples", "num_steps"), ("consumed samples", "consumed_train_samples")):
+        counts = _counted(a, key), _counted(b, key)
+        if "none" not in counts and counts[0] != counts[1]:
+            yield Fact(what, *counts)
+    yield from _models(a, b)
+    left_out = _left_out(a), _left_out(b)
+    if any(left_out):
+        yield Fact("not compared", *(told or "nothing" for told in left_out))
+    scaling = _scaling(a), _scaling(b)
+    multiplied = _multiplied(a), _multiplied(b)
+    if any(multiplied):
+        yield Fact("adapters multiplied by", *(told or "none" for told in multiplied))
+    if any(scaling):
+        yield Fact("fp8 scales, histories", *(told or "none" for told in scaling))
+
+
+def _models(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
+    """What the two compute differently with the same tensors, as far as both say how they do."""
+    with suppress(UnsupportedCheckpointError):  # a checkpoint need not say how large its model is
+        models = complete(a.arguments), complete(b.arguments)
+        for name, values in differing(*models).items():
+            yield Fact(name, *map(shown, values))
+
+
+def _left_out(checkpoint: Checkpoint) -> str:
+    """What of a Hugging Face folder sees images, where the other has none; empty where nothing does."""
+    return some(checkpoint.format_reader.not_looked_at, 1)
+
+
+def _format(checkpoint: Checkpoint) -> str:
+    return f"{checkpoint.format}, optimizer {checkpoint.optimizer_format or 'none'}"
+
+
+def _group_values(checkpoint: Checkpoint, key: str) -> str:
+    """The distinct values of a key of the parameter groups."""
+    groups: list[dict[str, Any]] = checkpoint.param_groups()
+    values = {float(group[key]) for group in groups if isinstance(group.get(key), (int, float))}
+    texts = (f"{value:g}" if value.is_integer() else repr(value) for value in sorted(values))
+    return ", ".join(dict.fromkeys(texts)) or "none"  # one NaN is not another
+
+
+def _settings(checkpoint: Checkpoint, key: str) -> str:
+    """The distinct values of any setting of the parameter groups."""
+    return ", ".join(sorted({shown(group[key]) for group in checkpoint.param_groups() if key in group})) or "none"
+
+
+def _counted(checkpoint: Checkpoint, key: str) -> str:
+    """What the scheduler, or the job, has counted."""
+    scheduler = scheduler_in(checkpoint.common)
+    found = scheduler.get(key) if isinstance(scheduler, dict) else None
+    return shown(checkpoint.args.get(key, "none") if found is None else found)
+
+
+def _multiplied(checkpoint: Checkpoint) -> str:
+    """What no tensor of adapters tells; empty where there are none."""
+    if not any(map(is_adapter, checkpoint.names(WEIGHT))):
+        return ""
+    try:
+        scaling = adapter_scaling.scaling_of(checkpoint, None)
+    except UnsupportedCheckpointError:
+        return "not known"
+    return f"{scaling.alpha:g} / {'root of the ' if scaling.by_root else ''}rank"
+
+
+def _scaling(checkpoint: Checkpoint) -> str:
+    """How many modules have fp8 scaling, and a digest of its numbers; empty where none has."""
+    count, digest = 0, hashlib.sha256()
+    for name, state in sorted(checkpoint.extra_states().items()):
+        try:
+            parts = [(what, values.numpy().tobytes()) for what, values in sorted(scaling_of(state).items())]
+        except UnknownStateError:  # of another kind than that of fp8: by its bytes
+            parts = [("", content_of(state) or b"")]
+        for what, data in parts:
+            digest.update(f"{name} {what} {len(data)};".encode())
+            digest.update(data)
+        count += bool(parts)
+    return f"of {count} modules, {digest.hexdigest()[:_DIGITS]}" if count else ""

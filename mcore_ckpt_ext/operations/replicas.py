@@ -1,0 +1,79 @@
+"""Copies of one tensor that several ranks hold: replicated norms, tied embeddings. The first is taken everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.errors import some
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.model_space.anatomy import is_word_embeddings
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.coverage import copies_of
+from mcore_ckpt_ext.optimizers.tied_copies import different_elements
+from mcore_ckpt_ext.planning.plan import StoredSlice
+from mcore_ckpt_ext.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class ComparedCopy:
+    """A copy beside the first: its number, its elements, how many of them differ in their bits, and where both lie."""
+
+    number: int
+    elements: int
+    different: int
+    places: str
+
+
+def compared_copies(checkpoint: Checkpoint, kind: str, name: str, transfer: Transfer) -> Iterator[ComparedCopy]:
+    """Each copy of a part of a tensor, compared with the first copy of that part.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    source = checkpoint.weights if kind == WEIGHT else checkpoint.optimizer
+    tensor = source.logical_tensor(kind, name)
+    if tensor is None:
+        return
+    for first, *others in copies_of(checkpoint, kind, name):
+        for number, copy in enumerate(others, start=1):
+            different = different_elements(tensor, kind, first, copy, transfer)
+            elements = sum(stored.slice.numel for stored in copy)
+            yield ComparedCopy(number, elements, different, f"{_place(first)} and {_place(copy)}")
+
+
+def is_left_by_offload(checkpoint: Checkpoint, kind: str, name: str) -> bool:
+    """Whether copies may differ because the job was like that (`optimizers/tied_copies.py`)."""
+    return kind != WEIGHT and is_word_embeddings(name) and bool(checkpoint.arguments.optimizer_cpu_offload)
+
+
+def differing_copies(checkpoint: Checkpoint, kinds: Iterable[str], share: tuple[int, int] = (0, 1)) -> list[str]:
+    """The kind and name of each tensor whose copies are not all the same, and where they lie.
+
+    Args:
+        checkpoint: with the packing of its buffers recovered, where kinds of the optimizer are asked for.
+        kinds: that are looked at.
+        share: which part of the names: the number of this process, and how many there are.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    transfer, found = Transfer(checkpoint.reader, workers=1), []
+    for kind in kinds:
+        shifted = set(checkpoint.optimizer.shifted) if kind != WEIGHT else set()
+        for name in checkpoint.names(kind)[share[0] :: share[1]]:
+            if name in shifted or is_left_by_offload(checkpoint, kind, name):
+                continue
+            places = [copy.places for copy in compared_copies(checkpoint, kind, name, transfer) if copy.different]
+            found += [f"{kind} {name} ({places[0]})"] if places else []
+    return found
+
+
+def in_words(found: Sequence[str], count: int) -> str:
+    """What whoever goes on from there should know, of `count` tensors."""
+    more = "" if count == len(found) else f", and others: {count} in all"
+    return f"copies that ranks hold of one tensor differ; the first is taken: {some(found, 3)}{more}"
+
+
+def _place(copy: Sequence[StoredSlice]) -> str:
+    return some(list(dict.fromkeys(stored.extent.file for stored in copy)), 2)

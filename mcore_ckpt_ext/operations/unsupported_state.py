@@ -1,0 +1,125 @@
+"""The account of a conversion: every key of the source is carried, follows from what is, or is named with its size."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, readable, some
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.unread import OTHER, Unread
+from mcore_ckpt_ext.formats.views import without_optimizer
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.operations.coverage import check_kinds, refuse_contradictions
+from mcore_ckpt_ext.targets import Canonical, Target
+
+OPTIMIZER = "optimizer"
+"""What `--drop` calls all of an optimizer's state."""
+
+# What `DistributedOptimizer` and Adam have; `legacy` is written for them.
+_ADAM = {FP32_PARAM, EXP_AVG, EXP_AVG_SQ}
+_NO_PLACE = "a Hugging Face folder has no place for it"
+_MERGED = "it belongs to the model as it was before"
+_DROPPED = "dropped, as you asked"
+
+
+def settle(checkpoint: Checkpoint, target: Target, drop: Collection[str]) -> tuple[Checkpoint, list[Unread]]:
+    """The checkpoint without what is to be dropped, and what the conversion does not carry.
+
+    Args:
+        checkpoint: the source.
+        target: what is written.
+        drop: kinds of optimizer state that the user gives up; `optimizer` for all of it.
+
+    Raises:
+        UnsupportedCheckpointError: optimizer state would be lost.
+        UnreadableCheckpointError: some of it is missing already, or belongs to no parameter.
+        UsageError: there is nothing of a kind that is to be dropped.
+    """
+    unread = checkpoint.unread()
+    merger = checkpoint.merger
+    if drop and (merger or target.is_model_folder):
+        what = "merged model" if merger else "Hugging Face folder"
+        raise UsageError(f"there is nothing to drop: a {what} has no optimizer", found=_spelt(drop))
+    if merger:
+        trained = [one for one in merger.sources if one.optimizer_format]
+        return checkpoint, [*unread, *(item for one in trained for item in _stored_optimizer(one, _MERGED))]
+    if target.is_model_folder:
+        left = target.weights_alone and checkpoint.optimizer_format
+        return checkpoint, [*unread, *(_stored_optimizer(checkpoint, _NO_PLACE) if left else ())]
+    _check_drop(checkpoint, unread, drop)
+    if OPTIMIZER in drop:
+        dropped = _stored_optimizer(checkpoint, _DROPPED) if checkpoint.optimizer_format else []
+        return without_optimizer(checkpoint), [*unread, *dropped]
+    lost = [item for item in unread if item.of_optimizer and item.kind not in drop]
+    if lost:
+        raise UnsupportedCheckpointError(
+            "the checkpoint holds optimizer state that nothing here reads, so it would be lost",
+            found=listed(lost),
+            where=str(checkpoint.folder),
+            helps=f"to go on without it, --drop {' '.join(dict.fromkeys(item.kind for item in lost))}; "
+            f"for the weights alone, --drop {OPTIMIZER}",
+        )
+    if checkpoint.optimizer_format is not None:
+        refuse_contradictions(checkpoint, check_kinds(checkpoint))
+        _check_can_be_held(checkpoint, target)
+    return checkpoint, unread
+
+
+def listed(items: Iterable[Unread]) -> str:
+    """The keys with their sizes, the first few of them."""
+    return some([f"{item.key} ({readable(item.nbytes)})" for item in items])
+
+
+def _check_drop(checkpoint: Checkpoint, unread: Collection[Unread], drop: Collection[str]) -> None:
+    there = dict.fromkeys(item.kind for item in unread if item.of_optimizer)
+    if checkpoint.optimizer_format or there:
+        there[OPTIMIZER] = None
+    unknown = [kind for kind in drop if kind not in there]
+    if unknown:
+        raise UsageError(
+            "that is carried, or is not there: only what cannot be carried is dropped by its kind",
+            found=_spelt(unknown), expected=", ".join(there) or "nothing", where=str(checkpoint.folder),
+            helps=f"leave the option out; for the weights alone, --drop {OPTIMIZER}",
+        )  # fmt: skip
+
+
+def _check_can_be_held(checkpoint: Checkpoint, target: Target) -> None:
+    """Refuse an optimizer that the target's optimizer is not.
+
+    All that a DistributedOptimizer holds has the same kinds, and in legacy files those of Adam; beside optimizers of
+    whole parameters, legacy files have all of it whole.
+
+    Raises:
+        UnsupportedCheckpointError: it has other state, not all of it for every parameter, or no parameter groups.
+    """
+    state = checkpoint.optimizer
+    names = {kind: set(state.names(kind)) for kind in state.kinds}
+    whole = target.whole_states and checkpoint.chain()
+    distributed = {name for name in state.names() if state.is_distributed(name) and not whole}
+    held = [names[kind] & distributed for kind in state.carried_kinds if names[kind] & distributed]
+    even = all(of_kind == distributed for of_kind in held)
+    adam = even and (not distributed or {kind for kind in names if names[kind] & distributed} >= _ADAM)
+    possible = adam if target.for_adam else even or target.for_any_optimizer
+    if checkpoint.param_groups() and possible:
+        return
+    found = f"{checkpoint.optimizer_format}: " + ", ".join(f"{k} of {len(names[k])} parameters" for k in names)
+    raise UnsupportedCheckpointError(
+        f"this optimizer cannot be written as {target.name}: it would be lost",
+        found=found if checkpoint.param_groups() else f"{found}; no parameter groups",
+        expected=f"{', '.join(sorted(_ADAM))} of every parameter, as Megatron has them with Adam",
+        where=str(checkpoint.folder),
+        helps=f"--to {Canonical.name} keeps all of it; for the weights alone, --drop {OPTIMIZER}",
+    )
+
+
+def _stored_optimizer(checkpoint: Checkpoint, why: str) -> list[Unread]:
+    """The whole optimizer, kind by kind."""
+    sizes: dict[str, int] = {}
+    for part in checkpoint.format_reader.stored_parts():
+        if part.kind not in (WEIGHT, OTHER):
+            sizes[part.kind] = sizes.get(part.kind, 0) + part.nbytes
+    return [Unread(f"optimizer state {kind}", kind, nbytes, why) for kind, nbytes in sizes.items()]
+
+
+def _spelt(drop: Iterable[str]) -> str:
+    return f"--drop {' '.join(drop)}"

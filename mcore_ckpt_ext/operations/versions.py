@@ -1,0 +1,203 @@
+"""Which Megatron wrote a checkpoint, by what evidence, and which Megatron can resume it.
+
+Megatron does not record its version. Every statement here is a bound that some file or key implies; together they
+leave a range. Sources: megatron/core/dist_checkpointing and megatron/training/checkpointing.py, core_v0.7.0 to
+0.19.2; the arguments were compared in megatron/training/arguments.py of every release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.evidence import Bound, Loading
+from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
+from mcore_ckpt_ext.loops.bridge import RUN_CONFIG
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
+from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
+from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version, parse_version
+
+# An argument that appeared in a release and is in every later one; forks may have taken it over earlier.
+_ARGUMENT_SINCE = {
+    Version(0, 8): "tiktoken_pattern",
+    Version(0, 9): "decoder_first_pipeline_num_layers",
+    Version(0, 10): "num_distributed_optimizer_instances",
+    Version(0, 11): "use_precision_aware_optimizer",
+    Version(0, 12): "ddp_num_buckets",
+    Version(0, 13): "pipeline_model_parallel_layout",
+    Version(0, 14): "use_megatron_fsdp",
+    Version(0, 15): "quick_geglu",
+    Version(0, 16): "linear_attention_freq",
+    Version(0, 17): "dist_ckpt_workers",
+    Version(0, 18): "cuda_graph_modules",
+    Version(0, 19): "ckpt_load_validate_sharding_integrity",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What was seen, and the first and last release that it allows the writer to be."""
+
+    what: str
+    first: str
+    last: str
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Who wrote a checkpoint: a version or a range of them, the evidence, and the earliest release that it allows."""
+
+    version: str
+    evidence: tuple[Evidence, ...]
+    first: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Resumption:
+    """Who resumes a checkpoint with its optimizer, under which layouts, and what to know about it."""
+
+    who: str
+    versions: str
+    layouts: str
+    note: str = ""
+
+
+def writer_of(checkpoint: Checkpoint) -> Writer:
+    """Recognise the writer; where bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
+    if foreign := checkpoint.format_reader.foreign_writer:
+        return Writer(foreign, (), OLDEST)
+    recorded = checkpoint.sidecar.megatron if checkpoint.sidecar else ""
+    if recorded:
+        only = Evidence(f"the sidecar of mcore_ckpt_ext records {recorded}", recorded, recorded)
+        return Writer(_by_loop(checkpoint, recorded), (only,), parse_version(recorded) or OLDEST)
+    if written_for := _written_for(checkpoint):
+        # Its arguments are those of the job that wrote the source, and its index has no plans of ranks.
+        only = Evidence("`mcore-ckpt convert` wrote it, as it records itself", written_for, written_for)
+        whom = f"{'Megatron-Bridge on ' if _is_of_bridge(checkpoint) else ''}Megatron {written_for}"
+        return Writer(f"mcore-ckpt convert, for {whom}", (only,), parse_version(written_for) or OLDEST)
+    bounds = list(_bounds(checkpoint))
+    first = max((low for _, low, _ in bounds if low), default=OLDEST)
+    last = min((high for _, _, high in bounds if high), default=NEWEST)
+    evidence = tuple(Evidence(what, str(low or ""), str(high or "")) for what, low, high in bounds)
+    if first > last:
+        return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
+    span = _span([version for version in KNOWN if first <= version <= last])
+    return Writer(_by_loop(checkpoint, span), evidence, first)
+
+
+def _written_for(checkpoint: Checkpoint) -> str:
+    """The version that a conversion was written for; empty where it is none."""
+    found = checkpoint.arguments.stated.get(WRITTEN_FOR)
+    return str(found or (checkpoint.common.get(WRITTEN_FOR) if not checkpoint.arguments.tells_all else "") or "")
+
+
+def _is_of_bridge(checkpoint: Checkpoint) -> bool:
+    return checkpoint.format_reader.described_by == RUN_CONFIG
+
+
+def _by_loop(checkpoint: Checkpoint, version: str) -> str:
+    """A version of Megatron, with the loop that ran on it where it was another one."""
+    return f"Megatron-Bridge on Megatron Core {version}" if _is_of_bridge(checkpoint) else version
+
+
+def _bounds(checkpoint: Checkpoint) -> Iterator[Bound]:
+    yield from checkpoint.format_reader.evidence()
+    arguments = checkpoint.arguments
+    if not arguments.tells_all:
+        return
+    known = [version for version, name in _ARGUMENT_SINCE.items() if arguments.is_known(name)]
+    unknown = [version for version, name in _ARGUMENT_SINCE.items() if not arguments.is_known(name)]
+    if known:
+        newest = max(known)
+        yield f"its arguments have {_ARGUMENT_SINCE[newest]}", newest, None
+    following = [version for version in unknown if not known or version > max(known)]
+    if arguments.stated and following:
+        oldest = min(following)
+        yield f"its arguments lack {_ARGUMENT_SINCE[oldest]}", None, Version(0, oldest.minor - 1)
+
+
+def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
+    """Who resumes the checkpoint with its optimizer: stock Megatron, and Megatron with this package.
+
+    Nothing is promised about releases older than the writer.
+    """
+    loading = checkpoint.format_reader.loading
+    if not loading.in_megatron:
+        return [Resumption("nobody as it is", "", "", "convert it first: mcore-ckpt convert --to torch_dist or legacy")]
+    if loading.stumbles:
+        return [*_of_torch_fsdp(writer, loading)]
+    if loading.flag:
+        return [*_of_fsdp(checkpoint, writer, loading)]
+    if not checkpoint.arguments.tells_all:
+        return [*_of_another_loop(checkpoint)]
+    readable = [version for version in KNOWN if min(writer.first, NEWEST) <= version <= loading.last]
+    own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
+    same = [v for v in readable if _stock(checkpoint, False, v)]
+    other = [v for v in readable if _stock(checkpoint, True, v)]
+    found = []
+    if other:
+        found.append(Resumption("stock Megatron", _span(other), "any", _stock_note(checkpoint)))
+    if rest := [v for v in same if v not in other]:
+        found.append(Resumption("stock Megatron", _span(rest), own, _stock_note(checkpoint)))
+    if not found:
+        found.append(Resumption("stock Megatron", "none", "none", _stock_note(checkpoint)))
+    if checkpoint.optimizer_format is None or encodings_named(checkpoint.optimizer_format):
+        note = "tested with 0.16.1, 0.19.0 and 0.19.2"
+        found.append(Resumption("Megatron with mcore_ckpt_ext", _span(readable), "any", note))
+    return found
+
+
+def _of_fsdp(checkpoint: Checkpoint, writer: Writer, loading: Loading) -> Iterator[Resumption]:
+    readable = [version for version in KNOWN if max(writer.first, loading.since) <= version]
+    own = f"its own: {checkpoint.layout}; another DP"
+    yield Resumption(f"stock Megatron with {loading.flag}", _span(readable), own, _stock_note(checkpoint))
+    yield Resumption(
+        "stock Megatron without it", "none", "none", "mcore-ckpt convert --to torch_dist makes it one of its own"
+    )
+    yield Resumption("Megatron with mcore_ckpt_ext, without it", _span(readable), "any", "tested with 0.19.2")
+
+
+def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
+    """See `megatron/sources/torch_fsdp.py` for what stock Megatron makes of its own."""
+    known = _span([version for version in KNOWN if max(writer.first, loading.since) <= version])
+    yield Resumption("stock Megatron", "none", "none", loading.stumbles)
+    yield Resumption(f"Megatron with mcore_ckpt_ext, {loading.flag}", known, "TP1, any DP", "tested with 0.19.2")
+    yield Resumption("Megatron with mcore_ckpt_ext, without it", known, "any", "tested with 0.19.2")
+
+
+def _of_another_loop(checkpoint: Checkpoint) -> Iterator[Resumption]:
+    """Who resumes a checkpoint without Megatron's arguments, which `load_checkpoint` there asks for its layout."""
+    described = _is_of_bridge(checkpoint)
+    other = stock_can_load(checkpoint.optimizer_format, True, NEWEST)
+    own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
+    who = "Megatron-Bridge" if described else "the training loop that wrote it"
+    yield Resumption(who, "", "any" if other else own, _stock_note(checkpoint))
+    yield Resumption("stock Megatron", "none", "none", "mcore-ckpt convert --to torch_dist gives it arguments")
+    yield Resumption("Megatron with mcore_ckpt_ext", "", "any", "tested with 0.19.2")
+    if described:
+        yield Resumption("Megatron-Bridge with mcore_ckpt_ext", "", "any", "tested with 0.3.1")
+
+
+def _stock(checkpoint: Checkpoint, placement_changed: bool, version: Version) -> bool:
+    # Rank folders are found by the running layout (`get_checkpoint_name`), whatever lies in them.
+    by_rank = checkpoint.format_reader.loading.by_rank
+    return not (by_rank and placement_changed) and stock_can_load(
+        checkpoint.optimizer_format, placement_changed, version
+    )
+
+
+def _stock_note(checkpoint: Checkpoint) -> str:
+    if checkpoint.optimizer_format is None:
+        return "it holds no optimizer"
+    # What Megatron may have done wrongly when it saved, a conversion has not.
+    intact = FULLY_RESHARDABLE if _written_for(checkpoint) else None
+    encodings = encodings_named(checkpoint.optimizer_format)
+    return "; ".join(encoding.note for encoding in encodings if encoding.note and encoding.name != intact)
+
+
+def _span(versions: Sequence[Version]) -> str:
+    """`0.8 to 0.15`, or one version; the versions are consecutive."""
+    if not versions:
+        return "none"
+    return str(versions[0]) if len(versions) == 1 else f"{str(versions[0])} to {str(versions[-1])}"

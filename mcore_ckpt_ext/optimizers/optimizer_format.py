@@ -1,0 +1,145 @@
+"""An encoding: one way in which an optimizer's state lies in a checkpoint, and everything that follows from it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.layout.grad_buffer import PackingRule
+from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.master_check import Proof
+from mcore_ckpt_ext.layout.packing_candidates import Proposal
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.layout.sidecar import Sidecar
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.plan import Source
+from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredObject
+from mcore_ckpt_ext.transfer import Transfer
+
+Version = tuple[int, int]
+
+# Chained optimizers may mark their keys, chains of chains twice (`ChainedOptimizer.sharded_state_dict`,
+# megatron/core/optimizer/optimizer.py, core_v0.7.0 to 0.19.2).
+CHAIN = r"^(?P<chain>(?:chained_\d+\.)*)"
+_OPTIMIZER_KEY = re.compile(CHAIN + r"optimizer\.")
+_BESIDE_BUFFERS = re.compile(
+    r"\.(optimizer|grad_scaler|param_state|param_state_sharding_type|per_bucket_numel(_unpadded)?)/shard_\d+_\d+$"
+)
+
+
+def is_of_group(key: str) -> bool:
+    """Whether an object beside gradient buffers is read, or follows from what is read.
+
+    Source: `sharded_state_dict` of `DistributedOptimizer`, megatron/core/optimizer/distrib_optimizer.py, core_v0.6.0 to
+    0.19.2.
+    """
+    return bool(_BESIDE_BUFFERS.search(key))
+
+
+class Holder(Protocol):
+    """What an encoding needs from the checkpoint that holds it."""
+
+    @property
+    def folder(self) -> Path:
+        """The iteration folder."""
+
+    @property
+    def transfer(self) -> Transfer:
+        """Reads the checkpoint's files."""
+
+    @property
+    def arguments(self) -> JobArguments:
+        """What is known of the arguments of the job that wrote it."""
+
+    @property
+    def weights(self) -> Source:
+        """The model's arrays."""
+
+    @property
+    def models(self) -> LocalModels:
+        """The local parameters of the ranks that wrote it."""
+
+    @property
+    def proof(self) -> Proof:
+        """How its masters are proven."""
+
+    @property
+    def sidecar(self) -> Sidecar | None:
+        """What was recorded beside it, if there is a readable one."""
+
+    def orders(self) -> Sequence[ParameterOrder]:
+        """Witnesses of the order in which parameters were registered."""
+
+    def proposals(self, rules: Sequence[PackingRule], models: LocalModels) -> list[Proposal]:
+        """Witnesses of the packing of gradient buffers that hold the parameters of `models`."""
+
+
+@dataclass(frozen=True)
+class StoredKeys:
+    """What a `torch_dist` checkpoint stores of its optimizers, by key.
+
+    Attributes:
+        arrays: by sharded key.
+        objects: by key with Megatron's `/shard_...` suffix.
+        natural_shapes: the shapes of arrays that are stored reshaped.
+        chunks_show_parameters: see `DcpIndex`.
+        label: what the checkpoint calls all of it; some of it may be stored differently.
+        read_object: reads one of the objects.
+    """
+
+    arrays: Mapping[str, StoredArray]
+    objects: Mapping[str, StoredObject]
+    natural_shapes: Mapping[str, tuple[int, ...]]
+    chunks_show_parameters: bool
+    label: str | None
+    read_object: Callable[[str], Any]
+
+    def of_optimizers(self) -> StoredKeys:
+        """Without what belongs to the model and the job."""
+        return self.only([key for key in (*self.arrays, *self.objects) if _OPTIMIZER_KEY.match(key)])
+
+    def only(self, keys: Collection[str]) -> StoredKeys:
+        """The part under the given keys."""
+        chosen = set(keys)
+        arrays = {key: array for key, array in self.arrays.items() if key in chosen}
+        objects = {key: place for key, place in self.objects.items() if key in chosen}
+        return replace(self, arrays=arrays, objects=objects)
+
+    def __iter__(self) -> Any:
+        """All keys."""
+        yield from self.arrays
+        yield from self.objects
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """A row of the table.
+
+    Attributes:
+        name: Megatron's own where it has one, as `param_state_sharding_type` has it.
+        stored: what is stored, in words.
+        written_by: who writes it, in words.
+        claims: the keys of a torch_dist checkpoint that are in this encoding; each key is in one at most.
+        read: makes the state of what was claimed, given the parameters that no other encoding names.
+        stock_loads: whether Megatron itself loads an intact one correctly, by whether the gradient buffers of the run
+            differ from those of the job that wrote it, and the version of the running megatron-core.
+        note: what a user should know when stock Megatron resumes it.
+        shows_names: whether every array says which parameter it belongs to; otherwise that is recovered.
+        distributed: whether a DistributedOptimizer has it.
+        opening_reads_elements: whether only a look at elements shows what is there.
+    """
+
+    name: str
+    stored: str
+    written_by: str
+    claims: Callable[[StoredKeys], Collection[str]]
+    read: Callable[[Holder, StoredKeys, Callable[[], LocalModels]], OptimizerState]
+    stock_loads: Callable[[bool, Version], bool]
+    note: str = ""
+    shows_names: bool = True
+    distributed: bool = True
+    opening_reads_elements: bool = False

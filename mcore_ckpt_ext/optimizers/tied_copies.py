@@ -1,0 +1,80 @@
+"""Masters of a tied embedding that differ between the pipeline stages that hold it.
+
+With `--optimizer-cpu-offload` one stage may step its copy by torch's Adam and the other by FusedAdam, which do not
+agree in every bit (seen with core_v0.16.1 to 0.19.2). That is how the job was: the first stage's copy is taken, and the
+user is told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mcore_ckpt_ext.layout.master_check import BITS
+from mcore_ckpt_ext.model_space.anatomy import word_embeddings_in
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, LogicalTensor
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.plan import OneCopy, StoredSlice
+from mcore_ckpt_ext.transfer import Transfer, read_slice
+
+_BLOCK = 1 << 22
+
+
+def differing_masters(state: OptimizerState, transfer: Transfer, share: tuple[int, int] = (0, 1)) -> int:
+    """How many masters of the word embeddings are not the same in every bit of all copies.
+
+    Args:
+        state: the optimizer's.
+        transfer: reads its files.
+        share: which part of the work this is: its number, and how many there are.
+    """
+    table = word_embeddings_in(state.names(FP32_PARAM))
+    tensor = state.logical_tensor(FP32_PARAM, table) if table else None
+    if table is None or tensor is None:
+        return 0
+    return sum(
+        different_elements(tensor, FP32_PARAM, first, other, transfer, share)
+        for first, *others in state.copies(FP32_PARAM, table)
+        for other in others
+    )
+
+
+def different_elements(
+    tensor: LogicalTensor, kind: str, one: Sequence[StoredSlice], other: Sequence[StoredSlice], transfer: Transfer,
+    share: tuple[int, int] = (0, 1),
+) -> int:  # fmt: skip
+    """How many elements of two copies of a part of a tensor are not the same in every bit.
+
+    Args:
+        tensor: that both are a part of.
+        kind: of the tensor.
+        one: the slices of a copy.
+        other: those of another, of the same part.
+        transfer: reads the files.
+        share: which blocks are looked at: the number of this process, and how many there are.
+    """
+    regions = tuple(dict.fromkeys(region for stored in one for region in stored.slice.regions))
+    end, found = sum(stored.slice.numel for stored in one), 0
+    for number, begin in enumerate(range(0, end, _BLOCK)):
+        if number % share[1] == share[0]:
+            wanted = Slice(regions, begin, min(begin + _BLOCK, end))
+            first, second = (
+                bits_of(read_slice(OneCopy(tensor, copy), transfer, kind, wanted)) for copy in (one, other)
+            )
+            found += int((first != second).sum())
+    return found
+
+
+def bits_of(values: torch.Tensor) -> torch.Tensor:
+    """The elements as integers of their size: equal exactly where all bits are."""
+    return values.view(BITS[values.element_size()])
+
+
+def in_words(count: int) -> str:
+    """What whoever goes on from there should know."""
+    return (
+        f"{count:,} masters of the tied word embeddings differ between pipeline stages, as --optimizer-cpu-offload may "
+        "leave them: those of the first stage are taken"
+    )

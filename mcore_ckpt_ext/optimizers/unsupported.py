@@ -1,0 +1,109 @@
+"""Optimizer state that no weight can prove, or that cannot be placed, is refused before anything is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.layout.quantised import QUANTISED, quantises
+from mcore_ckpt_ext.layout.weight_shards import expert_weight_shards, weight_shards
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
+from mcore_ckpt_ext.optimizers.optimizer_format import Holder, StoredKeys
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+
+_QUANTISING = ("fp8_param_gather", "fp4_param_gather")
+# FusedAdam divides such moments by a scale of each tensor, and Megatron stores them multiplied again, in fp32
+# (`get_unscaled_state`, transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2).
+_SCALED = ("float16", "uint8", "int8", "float8_e4m3fn", "float8_e5m2")
+_MODEL_SPACE_MASTER = re.compile(r"^(?:chained_\d+\.)*optimizer\.state\.(?:fp32_param|param)\.")
+
+
+def check_provable(holder: Holder, keys: StoredKeys | None, encodings: Sequence[str]) -> None:
+    """Refuse optimizer state that no weight can prove.
+
+    Args:
+        holder: the checkpoint.
+        keys: what a torch_dist checkpoint stores of its optimizers.
+        encodings: of the state, by name.
+
+    Raises:
+        UnsupportedCheckpointError: the state is of such a kind.
+    """
+    found = _unprovable(holder, keys)
+    if found:
+        raise UnsupportedCheckpointError(
+            "the optimizer state cannot be proven: nothing stored follows from its masters in a way that is known",
+            found=found,
+            where=str(holder.folder),
+            helps="resume under the layout, and with the optimizer's options, that it was written with (switching them "
+            "off makes Megatron take numbers for masters that are none); or resume with --no-load-optim",
+        )
+    in_flat_buffers = keys is not None and any(".gbuf_idx_" in key for key in keys)
+    if in_flat_buffers and not holder.arguments.is_known("tensor_model_parallel_size"):
+        raise UnsupportedCheckpointError(
+            "the optimizer state lies in flat buffers, whose layout follows from that of the job, and the checkpoint "
+            "does not say under which parallel layout it was written",
+            found=holder.arguments.source,
+            where=str(holder.folder),
+            helps="state it (--tensor-model-parallel-size and so on; of a source --source-tensor-model-parallel-size); "
+            "--drop optimizer converts its weights alone",
+        )
+    shards, of_experts = weight_shards(holder.arguments), expert_weight_shards(holder.arguments)
+    if in_flat_buffers and holder.arguments.num_experts and max(shards, of_experts) > 1:
+        raise UnsupportedCheckpointError(
+            "the optimizer state of experts lies in flat buffers of generalized tensor parallelism, of which it is not "
+            "known here which part of a weight lies where",
+            found=f"{shards} shards of dense weights, {of_experts} of those of experts",
+            where=str(holder.folder),
+            helps="resume under the layout, and with the --tensor-parallel-num-weight-shards, that it was written "
+            "with, which is left to Megatron; or resume with --no-load-optim",
+        )
+    if FULLY_RESHARDABLE not in encodings and _transposes_experts(holder.arguments):
+        raise UnsupportedCheckpointError(
+            "the optimizer state of the experts cannot be placed: it is transposed, and the weights are not",
+            found="GroupedMLP: --moe-grouped-gemm without Transformer Engine's grouped linear layers",
+            where=str(holder.folder),
+            helps="under the layout that wrote it, save once with --dist-ckpt-optim-fully-reshardable (0.15, 0.16); "
+            "or resume with --no-load-optim",
+        )
+
+
+def _unprovable(holder: Holder, keys: StoredKeys | None) -> str | None:
+    arrays = keys.arrays if keys else {}
+    masters = [array for key, array in arrays.items() if is_master(key)]
+    if narrow := next((array for array in masters if array.dtype not in ("float32", "int16")), None):
+        return f"masters of {narrow.dtype}"
+    moments = [key for key, array in arrays.items() if array.dtype in _SCALED and not is_master(key)]
+    if moments:
+        return f"moments of {arrays[moments[0]].dtype} without their scale: {moments[0]}"
+    in_buffers = any(f"(torch.{QUANTISED}," in key for key in arrays)
+    if in_buffers and not quantises(holder.arguments):
+        return f"gradient buffers for parameters of torch.{QUANTISED}, in a job without {' or '.join(_QUANTISING)}"
+    if (in_buffers or quantises(holder.arguments)) and any(array.dtype == "int16" for array in masters):
+        return "masters that are what bf16 weights lack, in a job whose weights are fp8 or fp4"
+    return None
+
+
+def _transposes_experts(arguments: JobArguments) -> bool:
+    """Whether the job's experts were `GroupedMLP` (megatron/core/transformer/moe/experts.py, core_v0.7.0 to 0.16.1).
+
+    It keeps one matrix for all experts of a rank, transposed; `sharded_state_dict` turns its weights, not the flat
+    optimizer state. Who chooses it: megatron/core/models/gpt/moe_module_specs.py (core_v0.11.0 to 0.16.1); an
+    older version's arguments do not say what it chose, and the proof decides.
+    """
+    chosen = arguments.moe_use_legacy_grouped_gemm
+    return bool(arguments.moe_grouped_gemm) and bool(
+        chosen or (chosen is not None and arguments.transformer_impl == "local")
+    )
+
+
+def has_remainders(index: DcpIndex) -> bool:
+    """Whether masters are stored as the int16 that a precision-aware optimizer keeps beside bf16 weights."""
+    return any(is_master(key) and array.dtype == "int16" for key, array in index.arrays.items())
+
+
+def is_master(key: str) -> bool:
+    """Whether the array of a sharded key holds masters, in any torch_dist format."""
+    return key.endswith(".param") if ".gbuf_idx_" in key else bool(_MODEL_SPACE_MASTER.match(key))

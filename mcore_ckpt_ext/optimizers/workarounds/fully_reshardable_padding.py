@@ -1,0 +1,199 @@
+"""`fully_reshardable` as Megatron 0.15.0 to 0.19.2 writes it when a bucket that is not the last has end padding.
+
+The writer joins a buffer's buckets without the padding at their ends, then cuts the parameters out at positions that
+still count it (`sharded_param_state_fully_reshardable`, megatron/core/optimizer/distrib_optimizer.py; fixed by commit
+32a03b77 of 2026-08-21, which is in no release). So the slot of a parameter holds elements that lie further on, and what
+falls into an alignment gap, or into the slot of a replica that is not saved, is in no slot at all. Where the layout of
+the buffers is known, the rest can be found again: it stands in its neighbours' slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import override
+
+from mcore_ckpt_ext.layout.buckets import Placement
+from mcore_ckpt_ext.layout.grad_buffer import PackingRule
+from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank
+from mcore_ckpt_ext.layout.master_check import Mismatch, first_mismatch
+from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, packed_buffers
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatPiece, cut
+from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.overlap import Piece, overlap
+from mcore_ckpt_ext.planning.plan import Copies, Source, StoredSlice
+from mcore_ckpt_ext.transfer import Transfer, read_slice
+
+_SAMPLE = 64
+
+
+@dataclass(frozen=True)
+class _Shifted:
+    """A local parameter whose slot holds other elements, and where its own lay in the joined buffer."""
+
+    rank: ModelRank
+    placement: Placement
+    buffer: PackedBuffer
+
+
+class ShiftedState(OptimizerState):
+    """A `fully_reshardable` state whose shifted parameters are looked up where their elements really are.
+
+    Elements that are in no slot are missing from `stored`, so that planning their tensor is refused. `written` is the
+    state as its slots hold it.
+    """
+
+    def __init__(
+        self, written: ModelSpaceState, models: LocalModels, shifted: Mapping[str, Sequence[_Shifted]]
+    ) -> None:
+        self.kinds = written.kinds
+        self._written = written
+        self._models = models
+        self._shifted = shifted
+
+    @property
+    def shifted(self) -> Sequence[str]:
+        """The parameters whose slots hold other elements."""
+        return sorted(self._shifted)
+
+    @property
+    @override
+    def written(self) -> ModelSpaceState:
+        return self._written
+
+    def copies(self, kind: str, name: str) -> Copies:
+        """The copies of the slots, which are all there, whatever they hold."""
+        return self.written.copies(kind, name)
+
+    @override
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        return self.written.logical_tensor(kind, name)
+
+    @override
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        if name not in self._shifted:
+            return self.written.stored(kind, name)
+        return [
+            piece
+            for found in self._shifted[name]
+            for piece in cut(found.placement, _joined(self.written, self._models, kind, found))
+        ]
+
+    def lost(self, kind: str, name: str) -> list[tuple[int, int]]:
+        """Elements `[first, last)` of a tensor's flattening that are in no slot."""
+        tensor = self.logical_tensor(kind, name)
+        if tensor is None:
+            return []
+        whole = Region.whole(name, tensor.shape)
+        pieces = [
+            Piece(region, start, stop, 0)
+            for stored in self.stored(kind, name)
+            for region, start, stop, _ in stored.slice.pieces()
+        ]
+        return overlap(tensor.shape, Piece(whole, 0, whole.numel, 0), pieces).missing
+
+    @override
+    def lost_elements(self) -> dict[str, int]:
+        counts = {name: sum(last - first for first, last in self.lost(FP32_PARAM, name)) for name in self.shifted}
+        return {name: count for name, count in counts.items() if count}
+
+    @override
+    def names(self, kind: str | None = None) -> list[str]:
+        return self.written.names(kind)
+
+    def witnesses(self) -> list[str]:
+        """Where the places of the parameters are known from."""
+        return ["the arrays' own names, repaired where Megatron wrote them shifted"]
+
+
+def repaired(
+    written: ModelSpaceState,
+    models: LocalModels,
+    orders: Iterable[ParameterOrder],
+    weights: Source,
+    transfer: Transfer,
+) -> ModelSpaceState | ShiftedState:
+    """The state as it is to be read: as written where that is right, otherwise repaired by the first order that holds.
+
+    Where neither holds it is returned as written; the proof then refuses what is wrong.
+    """
+    for order in orders:
+        shifted = _shifted(models, order)
+        if not shifted or masters_hold(written, shifted, weights, transfer):
+            return written
+        state = ShiftedState(written, models, shifted)
+        if masters_hold(state, shifted, weights, transfer):
+            return state
+    return written
+
+
+def shifted_names(models: LocalModels, order: ParameterOrder) -> list[str]:
+    """The parameters whose slots hold other elements, if these are the ranks and the order that it was written by."""
+    return list(_shifted(models, order))
+
+
+def _shifted(models: LocalModels, order: ParameterOrder) -> dict[str, list[_Shifted]]:
+    """All local parameters after some end padding, by name; those that hold the copy to read first come first."""
+    found: dict[str, list[_Shifted]] = {}
+    ranks = {rank for name in models.weights for rank in models.ranks_of(name)}
+    for rank in sorted(ranks, key=lambda rank: (rank.pipeline, rank.tensor, rank.expert is not None, rank.expert or 0)):
+        stages = range(models.layout.virtual_pipeline)
+        for buffer in packed_buffers(models, order, PackingRule.SINCE_0_13, rank, stages) or []:
+            for origin, bucket in zip(buffer.joined_origins(), buffer.buckets, strict=True):
+                for index, start, _ in bucket.placements if origin != bucket.start else ():
+                    placement = buffer.placement(index, origin + start)
+                    if rank in models.ranks_of(placement.name):
+                        found.setdefault(placement.name, []).append(_Shifted(rank, placement, buffer))
+    return found
+
+
+def _joined(written: ModelSpaceState, models: LocalModels, kind: str, shifted: _Shifted) -> FlatArray:
+    """The joined buffer of one rank, as far as the slots that this rank saved hold it.
+
+    The slot of a parameter at padded position p holds the elements from p on of the joined buffer; beyond its end the
+    writer put zeros.
+    """
+    buffer = shifted.buffer
+    end = sum(bucket.numel_unpadded for bucket in buffer.buckets)
+    pieces: list[FlatPiece] = []
+    for bucket in buffer.buckets:
+        for index, start, _ in bucket.placements:
+            position = bucket.start + start
+            for region in buffer.regions[index]:
+                stop = min(position + region.numel, end)
+                if position < stop and _saves(models, shifted.rank, region.name):
+                    slots = [slot for slot in written.stored(kind, region.name) if slot.slice.regions == (region,)]
+                    pieces += [FlatPiece(position, stop, slot.extent, slot.first) for slot in slots]
+                position += region.numel
+    return FlatArray(end, "float32", tuple(pieces))
+
+
+def _saves(models: LocalModels, rank: ModelRank, name: str) -> bool:
+    """Whether the slot of a parameter was filled by this rank: replicas, and the tied copy, are not saved."""
+    holders = models.ranks_of(name)
+    return rank in holders and rank.pipeline == holders[0].pipeline
+
+
+def masters_hold(
+    state: Source,
+    names: Iterable[str],
+    weights: Source,
+    transfer: Transfer,
+    mismatch: Callable[[torch.Tensor, torch.Tensor], Mismatch | None] = first_mismatch,
+) -> bool:
+    """Whether samples of the masters of some parameters round to their weights."""
+    for name in names:
+        stored = state.stored(FP32_PARAM, name)
+        for piece in stored[:1]:
+            start, stop = piece.slice.start, min(piece.slice.stop, piece.slice.start + _SAMPLE)
+            sample = Slice(piece.slice.regions, start, stop)
+            master = read_slice(state, transfer, FP32_PARAM, sample)
+            if mismatch(master, read_slice(weights, transfer, WEIGHT, sample)) is not None:
+                return False
+    return True

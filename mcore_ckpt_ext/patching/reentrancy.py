@@ -1,0 +1,25 @@
+"""Whether a loop that this package knows is at work, which decides for itself how its optimizer is loaded and saved."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from mcore_ckpt_ext.patching.singletons import PROCESS
+
+
+class Attended:
+    """Whether it is, now."""
+
+    is_busy = False
+
+
+@contextmanager
+def attended() -> Iterator[None]:
+    """Within this scope, the seams of any loop leave everything to whoever has called."""
+    state = PROCESS.one(Attended)
+    before, state.is_busy = state.is_busy, True
+    try:
+        yield
+    finally:
+        state.is_busy = before

@@ -1,0 +1,265 @@
+"""Wrap functions of frameworks that may not be imported yet, and undo it without a trace.
+
+The rules: a seam that does not look as expected is left alone, with the reason kept; a failure in here
+never reaches the framework; others may wrap before us or on top of us and keep working.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Literal, NamedTuple
+
+from mcore_ckpt_ext.patching.import_hook import PostImportFinder
+from mcore_ckpt_ext.patching.log import own_logger, speaks_for_the_job
+
+Function = Callable[..., Any]
+State = Literal["waiting for import", "patched", "not patched"]
+
+
+class Seam(NamedTuple):
+    """One function of a framework that this package wraps.
+
+    A named tuple, since every ``import torch`` pays for this class, and a dataclass takes ten times as long to make.
+
+    Args:
+        module: full dotted name of the module that defines it.
+        attribute: its name there, ``Class.method`` for a method.
+        wrapper: "module:function" of the factory that takes the original and returns its replacement;
+            imported only once the framework's module is.
+        parameters: names that the original must accept, in this order; others may stand between.
+        version_module: the module whose ``__version__`` tells the framework's version.
+        raises: the framework's types of errors, as "module:class", that the original raises where the wrapper raises
+            one of this package: that one becomes a subclass of them (see `replaced_errors`).
+    """
+
+    module: str
+    attribute: str
+    wrapper: str
+    parameters: tuple[str, ...] = ()
+    version_module: str | None = None
+    raises: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.module}.{self.attribute}"
+
+
+class SeamStatus(NamedTuple):
+    """The state of one seam; ``version`` is the framework's, ``reason`` says why a seam is not patched."""
+
+    seam: str
+    state: State
+    version: str | None = None
+    reason: str | None = None
+
+
+class SeamMismatchError(Exception):
+    """The framework does not look the way the seam expects."""
+
+
+class _Patch:
+    """One wrapped function: what it was, what stands in its place, and whether that is switched on.
+
+    ``dispatch`` stays harmless forever: once switched off it is the original, so a wrapper that someone
+    else put on top of it, or a reference that nobody can find, goes on working after an uninstall.
+    """
+
+    def __init__(self, seam: Seam, original: Function, replacement: Function) -> None:
+        self._class, _, self.attribute = seam.attribute.rpartition(".")
+        self.original = original
+        self.active = True
+
+        @functools.wraps(original)
+        def dispatch(*args: Any, **kwargs: Any) -> Any:
+            if not self.active:
+                return original(*args, **kwargs)
+            try:
+                return replacement(*args, **kwargs)
+            except BaseException as error:
+                if seam.raises:
+                    _add_replaced_types(error, seam)
+                raise
+
+        self.dispatch = dispatch
+
+    def apply(self, module: ModuleType) -> None:
+        """Put the wrapper in the original's place."""
+        self._rebind(module, self.original, self.dispatch)
+
+    def undo(self, module: ModuleType) -> None:
+        """Put the original back wherever the wrapper still stands; elsewhere the wrapper passes through."""
+        self.active = False
+        self._rebind(module, self.dispatch, self.original)
+
+    def _rebind(self, module: ModuleType, before: Function, after: Function) -> None:
+        if not self._class:
+            _rebind(module, self.attribute, before, after)
+            return
+        owner = getattr(module, self._class)
+        held = vars(owner).get(self.attribute)
+        if isinstance(held, staticmethod) and held.__func__ is before:
+            setattr(owner, self.attribute, staticmethod(after))
+        elif held is before:
+            setattr(owner, self.attribute, after)
+
+
+class HookRegistry:
+    """Keeps a fixed list of seams wrapped, from ``install`` to ``uninstall``.
+
+    Thread-safe. The lock guards the books only and is never held while something is imported, so it
+    cannot deadlock with the import system's own locks.
+    """
+
+    def __init__(self, seams: Sequence[Seam]) -> None:
+        self._seams = tuple(seams)
+        self._finder = PostImportFinder({seam.module for seam in self._seams}, self._after_import)
+        self._lock = threading.RLock()
+        self._installed = False
+        self._patches: dict[Seam, list[tuple[ModuleType, _Patch]]] = {}
+        self._reasons: dict[Seam, str] = {}
+
+    def install(self) -> None:
+        """Wrap the seams of modules that are imported, and watch for the others; a second call is harmless."""
+        with self._lock:
+            self._installed = True
+            if self._finder not in sys.meta_path:
+                sys.meta_path.insert(0, self._finder)
+            late = [seam for seam in self._seams if seam not in self._patches and seam.module in sys.modules]
+        for seam in late:
+            self._patch(seam, sys.modules[seam.module])
+
+    def uninstall(self) -> None:
+        """Give back every original, and stop watching."""
+        with self._lock:
+            self._installed = False
+            if self._finder in sys.meta_path:
+                sys.meta_path.remove(self._finder)
+            for patches in self._patches.values():
+                for module, patch in patches:
+                    patch.undo(module)
+            self._patches.clear()
+            self._reasons.clear()
+
+    def status(self) -> list[SeamStatus]:
+        """Report the state of each seam, in the order of the seams."""
+        with self._lock:
+            return [self._status(seam) for seam in self._seams]
+
+    def _after_import(self, name: str, module: ModuleType) -> None:
+        for seam in self._seams:
+            if seam.module == name:
+                self._patch(seam, module)
+
+    def _patch(self, seam: Seam, module: ModuleType) -> None:
+        """Wrap one seam; whatever goes wrong is noted, and the framework stays as it is."""
+        try:
+            original = _checked_target(seam, module)
+            if not self._is_ours(seam, original):
+                replacement = _factory(seam)(original)
+                if not callable(replacement):
+                    raise SeamMismatchError(f"{seam.wrapper} returned {replacement!r}, which is not callable")
+                self._commit(seam, module, _Patch(seam, original, replacement))
+        except Exception as error:  # noqa: BLE001 - a failing hook must not break the framework's import
+            self._refuse(seam, error)
+
+    def _commit(self, seam: Seam, module: ModuleType, patch: _Patch) -> None:
+        with self._lock:
+            # Between the look and the lock, another thread may have uninstalled, or patched already.
+            if self._installed and _function(seam, module) is patch.original:
+                patch.apply(module)
+                self._patches.setdefault(seam, []).append((module, patch))
+                self._reasons.pop(seam, None)
+
+    def _refuse(self, seam: Seam, error: Exception) -> None:
+        reason = str(error) if isinstance(error, SeamMismatchError) else f"{type(error).__name__}: {error}"
+        with self._lock:
+            told = self._reasons.get(seam) == reason
+            self._reasons[seam] = reason
+        if speaks_for_the_job() and not told:
+            own_logger().warning("%s is left as it is: %s", seam, reason)
+
+    def _is_ours(self, seam: Seam, function: Function) -> bool:
+        with self._lock:
+            return any(patch.dispatch is function for _, patch in self._patches.get(seam, ()))
+
+    def _status(self, seam: Seam) -> SeamStatus:
+        version = _version(seam)
+        if seam in self._reasons:
+            return SeamStatus(str(seam), "not patched", version, self._reasons[seam])
+        if seam in self._patches:
+            return SeamStatus(str(seam), "patched", version, self._on_top(seam))
+        if not self._installed:
+            return SeamStatus(str(seam), "not patched", version, "the hooks are not installed")
+        if seam.module in sys.modules:
+            return SeamStatus(str(seam), "not patched", version, "it was imported past the hooks, or is being imported")
+        return SeamStatus(str(seam), "waiting for import", version)
+
+    def _on_top(self, seam: Seam) -> str | None:
+        """Say whose function stands where ours was put, if ours no longer does."""
+        module, patch = self._patches[seam][-1]
+        current = _function(seam, module)
+        if current is patch.dispatch:
+            return None
+        place = f"{getattr(current, '__module__', '?')}.{getattr(current, '__qualname__', repr(current))}"
+        return f"another wrapper stands on top of ours: {place}"
+
+
+def _add_replaced_types(error: BaseException, seam: Seam) -> None:
+    from mcore_ckpt_ext.patching.replaced_errors import add_replaced_types
+
+    add_replaced_types(error, seam.raises)
+
+
+def _function(seam: Seam, module: ModuleType) -> Any:
+    """What stands at a seam's place; None where there is nothing, or what a class only inherits."""
+    owner, _, name = seam.attribute.rpartition(".")
+    return vars(getattr(module, owner, object)).get(name) if owner else getattr(module, name, None)
+
+
+def _checked_target(seam: Seam, module: ModuleType) -> Function:
+    """Return the function to wrap, or raise SeamMismatchError where it is not what the seam expects."""
+    target = _function(seam, module)
+    if not callable(target):
+        raise SeamMismatchError(f"{seam.module} has no function {seam.attribute}")
+    try:
+        names = iter(inspect.signature(target).parameters)
+    except ValueError as error:
+        raise SeamMismatchError(f"its parameters cannot be read: {error}") from error
+    # `in` consumes the iterator up to the name it finds, so this asks for the names in their order.
+    if not all(name in names for name in seam.parameters):
+        found = ", ".join(inspect.signature(target).parameters)
+        raise SeamMismatchError(f"expected the parameters ({', '.join(seam.parameters)}), found ({found})")
+    function: Function = target
+    return function
+
+
+def _factory(seam: Seam) -> Function:
+    module_name, _, function_name = seam.wrapper.partition(":")
+    factory: Function = getattr(import_module(module_name), function_name)
+    return factory
+
+
+def _version(seam: Seam) -> str | None:
+    module = sys.modules.get(seam.version_module or "")
+    version = getattr(module, "__version__", None)
+    return None if version is None else str(version)
+
+
+def _rebind(home: ModuleType, attribute: str, before: Function, after: Function) -> None:
+    """Replace a function in its module, and in every module that imported it by name.
+
+    Megatron's training.py does ``from .checkpointing import load_checkpoint`` (0.7.0 to 0.19.2). Same name
+    only: another name may be someone's own note of the original. The namespace is taken from the bare
+    object and written directly, since some modules in ``sys.modules`` import things when touched. What only
+    calls itself a module, as a library of cffi does, has none.
+    """
+    for module in [home, *list(sys.modules.values())]:
+        if issubclass(type(module), ModuleType):
+            namespace = object.__getattribute__(module, "__dict__")
+            if namespace.get(attribute) is before:
+                namespace[attribute] = after

@@ -1,0 +1,233 @@
+"""What may stand in a pickle that this package writes: a closed list of names, each in the one form that it needs.
+
+Whoever loads a written file runs what its pickle names, so the source has no say in what is named: classes and
+functions are on this list, their arguments have the types and sizes that they have in honest checkpoints, and
+everything else is refused here, or left out by callers that ask first (`first_unwritable`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import io
+import types
+import zipfile
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.pickle_cost import weigh
+from mcore_ckpt_ext.storage.pickle_stubs import Origin, Placeholder, origin_of
+from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler
+from mcore_ckpt_ext.storage.tensor_reference import STORAGE_NAMES, TensorReference
+
+Name = tuple[str, str]
+
+# Python's own, by the names that protocol 2 has for them.
+CLASSES: dict[object, Name] = {
+    **{kind: ("__builtin__", kind.__name__) for kind in (
+        object, float, complex, bool, list, dict, tuple, set, frozenset, bytes, bytearray, slice,
+    )},
+    int: ("__builtin__", "long"),
+    str: ("__builtin__", "unicode"),
+    collections.OrderedDict: ("collections", "OrderedDict"),
+    collections.defaultdict: ("collections", "defaultdict"),
+    collections.deque: ("collections", "deque"),
+    argparse.Namespace: ("argparse", "Namespace"),
+    types.SimpleNamespace: ("types", "SimpleNamespace"),
+    io.BytesIO: ("_io", "BytesIO"),
+    torch.Size: ("torch", "Size"),
+}  # fmt: skip
+_END_OF_ARCHIVE = b"PK\x05\x06"
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, bytearray, slice)
+_CONTAINERS = (list, tuple, dict, set, frozenset, torch.Size, collections.OrderedDict, collections.deque)
+_DTYPES: set[Name] = {
+    ("torch", str(value).removeprefix("torch.")) for value in vars(torch).values() if isinstance(value, torch.dtype)
+}
+
+CHECKPOINT_METADATA = "torch.distributed.checkpoint.metadata"
+_INDEX: set[Name] = {
+    *((CHECKPOINT_METADATA, name) for name in (
+        "Metadata", "MetadataIndex", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorStorageMetadata",
+        "TensorProperties", "_MEM_FORMAT_ENCODING",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}  # fmt: skip
+_RECONSTRUCTED = {(module, "_reconstruct") for module in ("numpy.core.multiarray", "numpy._core.multiarray")}
+_SCALARS = {(module, "scalar") for module in ("numpy.core.multiarray", "numpy._core.multiarray")}
+_NDARRAY, _NUMPY_DTYPE, _ENCODE = ("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")
+_WRITABLE: set[Name] = {
+    *CLASSES.values(), *_DTYPES, *_INDEX, *_RECONSTRUCTED, *_SCALARS, _NDARRAY, _NUMPY_DTYPE, _ENCODE,
+    *(("torch", name) for name in STORAGE_NAMES.values()),
+    ("torch._utils", "_rebuild_tensor_v2"), ("torch.serialization", "_get_layout"),
+}  # fmt: skip
+
+
+def checked_name(module: str, name: str) -> Name:
+    """A name that a written pickle may contain.
+
+    Raises:
+        TypeError: it may not.
+    """
+    if (module, name) not in _WRITABLE or not all(part.isidentifier() for part in f"{module}.{name}".split(".")):
+        raise TypeError(f"{f'{module}.{name}'[:200]!r}")
+    return module, name
+
+
+def is_own(placeholder: Placeholder) -> bool:
+    """Whether an object belongs to an index that this package makes, not to what a source holds."""
+    return (placeholder.pickled_module, placeholder.pickled_name) in _INDEX
+
+
+def first_unwritable(tree: Any, unread_tensors: bool = False) -> str | None:
+    """The first thing in a tree that may not be written, in words; None where all of it may.
+
+    Args:
+        tree: what a checkpoint holds.
+        unread_tensors: allow tensors whose elements have not been read.
+    """
+    seen: dict[int, Any] = {}
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        if type(node) in _PLAIN or id(node) in seen or (unread_tensors and type(node) is TensorReference):
+            continue
+        seen[id(node)] = node
+        children = _parts(node)
+        if children is None:
+            return _described(node)
+        waiting.extend(children)
+    return None
+
+
+def _parts(node: Any) -> list[Any] | None:
+    """The parts of a node; None where it may not be written."""
+    kind = type(node)
+    if kind in (dict, collections.OrderedDict):
+        return [*node.keys(), *node.values()]
+    if kind in _CONTAINERS:
+        return list(node)
+    if kind is collections.defaultdict:
+        return [node.default_factory, *node.keys(), *node.values()]
+    if kind in (argparse.Namespace, types.SimpleNamespace):
+        return [*vars(node).values()]
+    known = kind in (torch.dtype, torch.layout, io.BytesIO) or (isinstance(node, type) and node in CLASSES)
+    known |= isinstance(node, torch.Tensor) and node.dtype in STORAGE_NAMES
+    if known or (isinstance(node, Placeholder) and _is_in_its_form(node)):
+        return []
+    return None
+
+
+def _described(node: object) -> str:
+    kind = node if isinstance(node, type) else type(node)
+    if issubclass(kind, Placeholder):
+        return f"{kind.pickled_module}.{kind.pickled_name}"[:200]
+    return kind.__name__
+
+
+def _is_in_its_form(node: Placeholder) -> bool:
+    found = _FORMS.get((node.pickled_module, node.pickled_name))
+    origin = origin_of(node)
+    if found is None or not origin.called or origin.member is not None or origin.items or origin.entries:
+        return False
+    try:
+        return found(node, origin)
+    except (AttributeError, IndexError, TypeError, ValueError):
+        return False
+
+
+def _array(node: Placeholder, origin: Origin) -> bool:
+    """`ndarray.__reduce__`: `_reconstruct(ndarray, (0,), b"b")`, then version, shape, dtype, order and bytes."""
+    kind, shape, mark = node.arguments
+    state: Any = origin.state
+    ((version, sizes, dtype, is_fortran, data),) = state
+    numbers = all(type(size) is int and size >= 0 for size in sizes)
+    return (
+        _is_class(kind, _NDARRAY) and shape == (0,) and mark == b"b" and version == 1
+        and type(sizes) is tuple and numbers and type(is_fortran) is bool
+        and type(data) is bytes and len(data) == prod(sizes) * _item_size(dtype)
+    )  # fmt: skip
+
+
+def _scalar(node: Placeholder, origin: Origin) -> bool:
+    dtype, data = node.arguments
+    return not origin.state and type(data) is bytes and len(data) == _item_size(dtype)
+
+
+def _numpy_dtype(node: Placeholder, origin: Origin) -> bool:
+    """`dtype.__reduce__` of a plain number: `dtype("u4", False, True)`, then the byte order and nothing else."""
+    code, align, copy = node.arguments
+    plain = type(code) is str and code[:1] in "biuf" and code[1:] in ("1", "2", "4", "8")
+    states = [(3, order, None, None, None, -1, -1, 0) for order in "<|="]
+    return plain and align in (False, 0) and copy in (True, 1) and list(origin.state) in [[state] for state in states]
+
+
+_FORMS: dict[Name, Callable[[Placeholder, Origin], bool]] = {
+    **dict.fromkeys(_RECONSTRUCTED, _array), **dict.fromkeys(_SCALARS, _scalar),
+    _NUMPY_DTYPE: _numpy_dtype,
+}  # fmt: skip
+
+
+def _is_class(kind: object, name: Name) -> bool:
+    found = isinstance(kind, type) and issubclass(kind, Placeholder)
+    return found and (kind.pickled_module, kind.pickled_name) == name  # type: ignore[attr-defined]
+
+
+def _item_size(dtype: object) -> int:
+    if isinstance(dtype, Placeholder) and _is_class(type(dtype), _NUMPY_DTYPE) and _is_in_its_form(dtype):
+        return int(str(dtype.arguments[0])[1:])
+    raise TypeError("no plain dtype")
+
+
+class _OutputUnpickler(SafeUnpickler):
+    """Reads what is about to be written, and knows only the names on the list."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        checked_name(module, name)
+        return super().find_class(module, name)
+
+
+def check_output(data: bytes) -> Any:
+    """Read a pickle that is about to be written as if it were an input, by the stricter list; returns what it holds.
+
+    Raises:
+        TypeError: it names something else.
+    """
+    return _OutputUnpickler(data, "what is to be written").load()
+
+
+def hides_a_pickle(data: bytes) -> bool:
+    """Whether bytes that their owner will unpickle hold anything that may not be written; empty bytes hold nothing.
+
+    Transformer Engine unpickles the bytes of its extra states (module/base.py, `set_extra_state`, 1.x to 2.x).
+    """
+    try:
+        pickled = pickle_in(data)
+        if not pickled:
+            return False
+        # Another pickle may follow, which torch's oldest format would load as well.
+        if weigh(pickled, Budget(len(pickled), "an extra state")) != len(pickled):
+            return True
+        return first_unwritable(check_output(pickled), unread_tensors=True) is not None
+    except Exception:  # noqa: BLE001  whatever it is, it is not what an honest owner wrote
+        return True
+
+
+def pickle_in(data: bytes) -> bytes:
+    """The pickle in bytes: the bytes themselves, or that of a torch archive that all zip readers agree on.
+
+    Raises:
+        ValueError, zipfile.BadZipFile: the archive is ambiguous.
+    """
+    if not data.startswith(b"PK"):
+        return data
+    if data.count(_END_OF_ARCHIVE) != 1 or data[-22:-18] != _END_OF_ARCHIVE:
+        raise ValueError("an archive with more than one end")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        (name,) = (name for name in archive.namelist() if name.rpartition("/")[2].casefold() == "data.pkl")
+        if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+            raise ValueError("a compressed archive")
+        return archive.read(name)

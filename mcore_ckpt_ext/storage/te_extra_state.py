@@ -1,0 +1,291 @@
+"""What modules of Transformer Engine pickle of themselves: read as data, and written anew.
+
+Source: `get_extra_state` (transformer_engine/pytorch/module/base.py), 2.0 to 2.20.2, for bytes of a plain pickle, and
+1.x for a stream with a torch archive; `_encode_extra_state` (megatron/core/extensions/transformer_engine.py,
+core_v0.12.1 to 0.19.2) pickles the same for each expert. It holds scales, histories of largest values, and the recipe,
+an object of a short list of classes that are written by their names alone. In a plain pickle a tensor is a call with
+the bytes of its storage, in torch's oldest format (`torch.storage._load_from_bytes`).
+Nothing of the source's bytes is written again: whoever loads them runs what they name.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import zipfile
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.storage.archive_writer import draft_archive
+from mcore_ckpt_ext.storage.budget import Budget
+from mcore_ckpt_ext.storage.pickle_allowlist import Name, pickle_in
+from mcore_ckpt_ext.storage.pickle_cost import weigh
+from mcore_ckpt_ext.storage.pickle_stubs import Placeholder, origin_of, placeholder_class
+from mcore_ckpt_ext.storage.pickling import TreePickler
+from mcore_ckpt_ext.storage.safe_pickle import SafeUnpickler
+from mcore_ckpt_ext.storage.tensor_reference import StorageType
+
+_RECIPES = "transformer_engine.common.recipe"
+_HELPER, _FORMAT = (_RECIPES, "_FormatHelper"), (_RECIPES, "Format")
+# Dataclasses of plain settings, pickled by their attributes.
+_SETTINGS: set[Name] = {
+    *((_RECIPES, name) for name in (
+        "DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "NVFP4BlockScaling",
+        "MMParams", "QParams",
+    )),
+    ("megatron.core.extensions.transformer_engine", "TEDelayedScaling"),
+}  # fmt: skip
+# `Format`: its members by name, as Python 3.11 pickles them, and what they are made from.
+_MEMBERS = {"E2M1": (6, 6), "E4M3": (448, 448), "E5M2": (57344, 57344), "HYBRID": (448, 57344)}
+_LOADED: Name = ("torch.storage", "_load_from_bytes")
+_OF_BYTES = {_LOADED, ("megatron.core.safe_globals", "safe_load_from_bytes")}
+_PLAIN = {("collections", "OrderedDict"), ("torch", "Size"), ("torch._utils", "_rebuild_tensor_v2")}
+_PLAIN |= {(module, name) for module in ("builtins", "__builtin__") for name in ("getattr", "dict", "list", "tuple")}
+# What torch's oldest format begins with: two numbers, pickled (torch/serialization.py, `_legacy_save`).
+_OLDEST = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
+_DEEPEST, _STEPS_TO_COPY = 20, 16
+PROTOCOL = 4
+
+
+class UnknownStateError(Exception):
+    """A state that holds something else than modules of Transformer Engine write."""
+
+
+def read_state(content: bytes) -> dict[str, Any] | None:
+    """What a module stored; tensors are read, and recipes are placeholders. None where it stored nothing.
+
+    Raises:
+        UnknownStateError: it is something else.
+    """
+    try:
+        archive = _Records(content) if content.startswith(b"PK") else None
+        found = _Unpickler.whole(pickle_in(content), archive) if content else None
+        if found is not None and (type(found) is not dict or not all(type(key) is str for key in found)):
+            raise TypeError(f"a {type(found).__name__}")
+        _check(found)
+    except Exception as error:  # what is damaged can fail in any way
+        raise UnknownStateError(f"{type(error).__name__}: {error}") from error
+    return found
+
+
+def write_state(content: Mapping[str, Any], stream: bool) -> Any:
+    """A state as such a module takes it: a tensor of the bytes of a pickle, or a `stream` with an archive.
+
+    Raises:
+        UnknownStateError: of a stream, which 1.x writes: it has no recipe.
+    """
+    buffer = io.BytesIO()
+    if stream:
+        try:
+            return io.BytesIO(archive_of(dict(content)))
+        except UnsupportedCheckpointError as error:
+            raise UnknownStateError(str(error)) from error
+    _Pickler(buffer, PROTOCOL).dump(dict(content))
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two recipes, or settings, are the same."""
+    return bool(_told(one) == _told(other))
+
+
+def _told(node: Any) -> Any:
+    if isinstance(node, Placeholder):
+        # A recipe remembers its own description once somebody has asked for it.
+        states: list[Any] = [_told(state) for state in origin_of(node).state]
+        for state in states:
+            state.pop("_cached_repr", None)
+        return node.pickled_module, node.pickled_name, _told(list(node.arguments)), states
+    if type(node) is dict:
+        return {key: _told(value) for key, value in node.items()}
+    return [_told(part) for part in node] if type(node) in (list, tuple) else node
+
+
+def _check(node: Any, depth: int = 0) -> None:
+    """Refuse what is neither data nor a recipe in its own form.
+
+    Raises:
+        TypeError: it is.
+    """
+    if depth > _DEEPEST:
+        raise TypeError("a state of states")
+    if type(node) in (type(None), bool, int, float, str, torch.Tensor):
+        return
+    if isinstance(node, Placeholder):
+        parts = _parts_of(node)
+    elif type(node) is dict:
+        parts = [*node.keys(), *node.values()]
+    elif type(node) in (list, tuple):
+        parts = list(node)
+    else:
+        raise TypeError(f"a {type(node).__name__}")
+    for part in parts:
+        _check(part, depth + 1)
+
+
+def _parts_of(node: Placeholder) -> list[Any]:
+    name, origin = (node.pickled_module, node.pickled_name), origin_of(node)
+    if origin.items or origin.entries or len(origin.state) > 1:
+        raise TypeError(f"{name} with more in it than attributes")
+    if name in _SETTINGS and not node.arguments and all(type(state) is dict for state in origin.state):
+        return list(origin.state)
+    if name == _HELPER and [type(number) for number in node.arguments] in ([int, int], [float, float]):
+        return list(origin.state)
+    if name == _FORMAT and not origin.state and len(node.arguments) == 1:
+        (value,) = node.arguments
+        if isinstance(value, Placeholder) and (value.pickled_module, value.pickled_name) == _HELPER:
+            return [value]
+    raise TypeError(f"{name} in another form")
+
+
+class _Records:
+    """The tensors of a torch archive in memory.
+
+    Raises:
+        ValueError: it has compressed records, or more in them than it has bytes.
+    """
+
+    def __init__(self, content: bytes) -> None:
+        self.nbytes = len(content)
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            records = archive.infolist()
+            sizes = sum(record.file_size for record in records)
+            if sizes > len(content) or any(record.compress_type != zipfile.ZIP_STORED for record in records):
+                raise ValueError("an archive that holds more than it has bytes")
+            self._data = {record.filename.partition("/")[2]: archive.read(record) for record in records}
+
+    def storage(self, key: object) -> bytes:
+        return self._data[f"data/{key}"]
+
+
+class _Unpickler(SafeUnpickler):
+    """Knows the names that such a state may hold; tensors are read."""
+
+    def __init__(self, data: bytes, archive: _Records | None) -> None:
+        super().__init__(data, "an extra state")
+        self._archive, nbytes = archive, len(data) if archive is None else archive.nbytes
+        self._budget = Budget(nbytes, "an extra state")
+
+    @classmethod
+    def whole(cls, data: bytes, archive: _Records | None) -> Any:
+        """What a pickle holds that ends where the data do."""
+        if weigh(data, Budget(len(data), "an extra state")) != len(data):
+            raise ValueError("something follows the pickle")
+        return cls(data, archive).load()
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _OF_BYTES:
+            return _stored
+        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
+            return self._tensor
+        if module == "torch" and name.endswith("Storage"):
+            return super().find_class(module, name)
+        if (module, name) == _FORMAT:
+            return _format
+        if (module, name) in {*_SETTINGS, _HELPER}:
+            return placeholder_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        raise TypeError(f"{module}.{name}"[:200])
+
+    def persistent_load(self, reference: Any) -> Any:
+        tag, kind, key, _, numel, *_ = reference
+        if tag != "storage" or not isinstance(kind, StorageType) or self._archive is None:
+            raise TypeError("a reference to something else than a record")
+        return _numbers(self._archive.storage(key), kind, numel)
+
+    def _tensor(self, storage: object, offset: Any, shape: Any, stride: Any, *_: object) -> torch.Tensor:
+        numel = math.prod(shape)
+        if type(storage) is not torch.Tensor or len(shape) != len(stride) or min((offset, *shape, *stride)) < 0:
+            raise TypeError("a tensor that cannot be")
+        if numel > storage.numel():  # elements of such a view lie upon each other
+            raise ValueError("a tensor larger than its storage")
+        self._budget.spend(_STEPS_TO_COPY * numel * storage.itemsize, "copies of its tensors")
+        return torch.as_strided(storage, tuple(shape), tuple(stride), offset).contiguous()
+
+
+class _Oldest(_Unpickler):
+    """Of the parts of torch's oldest format: a storage is no more than its dtype and length."""
+
+    def persistent_load(self, reference: Any) -> Any:
+        tag, kind, _, _, numel, view = reference
+        if tag != "storage" or not isinstance(kind, StorageType) or view is not None:
+            raise TypeError("a reference to something else than a storage")
+        return kind, numel
+
+
+def _stored(data: object) -> torch.Tensor:
+    """A storage, or a tensor, by the bytes of its own file."""
+    if type(data) is not bytes:
+        raise TypeError("a storage of something else than bytes")
+    found = _Unpickler.whole(pickle_in(data), _Records(data)) if data.startswith(b"PK") else _of_oldest_format(data)
+    if type(found) is not torch.Tensor:
+        raise TypeError("bytes of something else than a tensor")
+    return found
+
+
+def _of_oldest_format(data: bytes) -> torch.Tensor:
+    """After what it begins with: about the machine, the storage, a list of its key, its length and its elements."""
+    if not data.startswith(_OLDEST):
+        raise ValueError("no storage")
+    rest, found = data[len(_OLDEST) :], []
+    for _ in range(3):
+        length = weigh(rest, Budget(len(data), "an extra state"))
+        found.append(_Oldest(rest[:length], None).load())
+        rest = rest[length:]
+    kind, numel = found[1]
+    if type(numel) is not int or int.from_bytes(rest[:8], "little") != numel:
+        raise ValueError("a storage of another length")
+    return _numbers(rest[8:], kind, numel)
+
+
+def _numbers(data: bytes, kind: StorageType, numel: object) -> torch.Tensor:
+    if type(numel) is not int or len(data) != numel * kind.dtype.itemsize:
+        raise ValueError("a storage of another length")
+    return torch.frombuffer(bytearray(data), dtype=kind.dtype) if data else torch.empty(0, dtype=kind.dtype)
+
+
+def _format(value: object) -> Placeholder:
+    return placeholder_class(*_FORMAT)(value)
+
+
+def _member(owner: object, name: object) -> Placeholder:
+    """A member of `Format` as Python 3.11 pickles it."""
+    if owner is not _format or name not in _MEMBERS:
+        raise TypeError("an attribute")
+    return _format(placeholder_class(*_HELPER)(*_MEMBERS[str(name)]))
+
+
+class _Pickler(TreePickler):
+    """Writes tensors with their elements, and the names of recipes."""
+
+    def _save_tensor(self, leaf: Any) -> None:
+        if self._remembered(leaf):
+            return
+        self._save_global(self._named(*_LOADED))
+        self.save((archive_of(leaf),))
+        self.write(pickle.REDUCE)
+        self.memoize(leaf)
+
+    def _checked(self, module: str, name: str) -> Name:
+        if (module, name) not in {*_SETTINGS, _HELPER, _FORMAT, _LOADED}:
+            raise TypeError(f"{module}.{name}")
+        return module, name
+
+    def _check_placeholder(self, obj: Placeholder) -> None:
+        _check(obj)
+
+
+def archive_of(tree: Any) -> bytes:
+    """A torch archive of a tree, in the same bytes each time."""
+    draft = draft_archive(tree)
+    content = bytearray(draft.length)
+    for position, data in draft.literals:
+        content[position : position + len(data)] = data
+    return bytes(content)

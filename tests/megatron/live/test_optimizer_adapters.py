@@ -1,0 +1,44 @@
+"""Masters that a home takes over: whoever holds them, a tensor or a view of it, sees the new ones."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mcore_ckpt_ext.megatron.live.model import LiveParameter
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.undistributed import UndistributedHome
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+
+SHAPE = (2, 3)
+NEW = torch.arange(6.0)
+
+
+def held(master: torch.Tensor, weight: torch.Tensor) -> tuple[UndistributedHome, LiveShard]:
+    """A home of one master, and of one weight that may be the master."""
+    groups = [[weight]], [[master]]
+    inner = torch.optim.AdamW([master])
+    optimizer = SimpleNamespace(optimizer=inner, float16_groups=groups[0], fp32_from_float16_groups=groups[1])
+    home = UndistributedHome(optimizer)
+    own = LiveParameter(weight, (Region.whole("weight", SHAPE),), {}, may_pad=False)
+    return home, LiveShard(own, Slice.whole(own.regions), home, ())
+
+
+@pytest.mark.parametrize("who", ["alone", "viewed", "a view", "the weight"])
+def test_masters_that_a_home_takes_over_are_seen_by_all(who: str) -> None:
+    whole = torch.zeros(8)
+    master = torch.nn.Parameter(whole[:6].view(SHAPE) if who == "a view" else torch.zeros(SHAPE))
+    weight = master if who == "the weight" else torch.zeros(SHAPE, dtype=torch.bfloat16)
+    view = master.detach()[1:] if who == "viewed" else None
+    home, shard = held(master, weight)
+    values = home.room(shard).copy_(NEW)
+    place = values.data_ptr()
+    room = home.set_master(shard, values)
+    assert torch.equal(master.detach(), NEW.view(SHAPE)) and torch.equal(home.master(shard), NEW)
+    assert (master.data_ptr() == place) == (who == "alone")  # only there memory is exchanged
+    assert view is None or torch.equal(view, NEW.view(SHAPE)[1:])
+    assert who != "a view" or torch.equal(whole[:6], NEW)
+    room.fill_(7.0)  # what is given back is nobody's
+    assert room.shape == NEW.shape and torch.equal(master.detach(), NEW.view(SHAPE))

@@ -1,0 +1,91 @@
+"""What a job of Megatron-FSDP is handed of another format: the same as from the folder that `convert` would write."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore_ckpt_ext.errors import ProofError, ResumeRefusedError
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.fsdp_target import FsdpTarget
+from mcore_ckpt_ext.megatron.sources import torch_fsdp
+from mcore_ckpt_ext.megatron.sources.megatron_fsdp import load_into_fsdp
+from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import DraftedReader
+from mcore_ckpt_ext.operations.block_reader import Filler
+from mcore_ckpt_ext.operations.conversion import convert
+from mcore_ckpt_ext.targets import FsdpDtensor
+from tests.harness.checkpoints import fixture_named
+from tests.harness.damage import flip, payload_position
+
+
+def drafted(run: Path) -> tuple[DraftedReader, Filler]:
+    checkpoint = open_checkpoint(run)
+    target, filler = FsdpTarget(checkpoint, (0, 19), experts_apart=False), Filler(checkpoint, accept_lost=False)
+    return DraftedReader({array.key: array for array in target.arrays()}, dict(target.objects()), filler), filler
+
+
+@pytest.mark.parametrize("name", ["p02", "p22", "p51"])
+def test_the_same_as_from_what_convert_writes(name: str, tmp_path: Path) -> None:
+    """Gated halves, experts, objects; every master is proven on the way."""
+    run = fixture_named(name).run
+    convert(run, tmp_path / "out", FsdpDtensor(megatron_version="0.19.0", expert_model_parallel_size=1))
+    entries = dcp.FileSystemReader(tmp_path / "out" / "iter_0000004").read_metadata().state_dict_metadata
+    asked = [
+        {
+            key: torch.empty(entry.size, dtype=entry.properties.dtype) if hasattr(entry, "size") else None
+            for key, entry in entries.items()
+        }
+        for _ in range(2)
+    ]
+    reader, filler = drafted(run)
+    dcp.load(asked[0], checkpoint_id=tmp_path / "out" / "iter_0000004", no_dist=True)
+    dcp.load(asked[1], storage_reader=reader, no_dist=True)
+    tensors = {key for key, value in asked[0].items() if isinstance(value, torch.Tensor)}
+    assert all(torch.equal(asked[0][key], asked[1][key]) for key in tensors)
+    assert all(asked[0][key] == asked[1][key] for key in asked[0].keys() - tensors)
+    assert filler.proven == sum(asked[0][key].numel() for key in tensors if key.startswith("model."))
+    assert reader.read_metadata().state_dict_metadata.keys() == entries.keys()
+
+
+def test_a_master_that_is_not_that_of_its_weight(tmp_path: Path) -> None:
+    copied = fixture_named("p33").copy_to(tmp_path / "copy")  # raw arrays, without checksums
+    name = "decoder.final_layernorm.weight"
+    path, position = payload_position(open_checkpoint(copied.run), "weight", name, 3)
+    path.chmod(0o755)
+    flip(path, position)
+    reader, _ = drafted(copied.run)
+    with pytest.raises(dcp.api.CheckpointException) as refusal:
+        dcp.load({f"model.module.{name}": torch.empty(32)}, storage_reader=reader, no_dist=True)
+    assert isinstance(refusal.value.failures[0][0], ProofError)
+
+
+def test_pipeline_stages_are_refused() -> None:
+    """With the reason, before stock builds anything."""
+    arguments = Namespace(ckpt_step=None, non_persistent_ckpt_type=None, pipeline_model_parallel_size=2)
+    with pytest.raises(ResumeRefusedError, match="it is not known how pipeline stages of Megatron-FSDP number"):
+        load_into_fsdp({"get_args": lambda: arguments}, str(fixture_named("p10").run), lambda: pytest.fail("called"))
+
+
+def test_its_own_format_is_left_to_stock() -> None:
+    arguments = Namespace(ckpt_step=None, non_persistent_ckpt_type=None)
+    assert load_into_fsdp({"get_args": lambda: arguments}, str(fixture_named("p50").run), lambda: "stock") == "stock"
+
+
+@pytest.mark.parametrize(
+    ("own", "says"), [("torch_dist", True), ("torch_dcp", False)], ids=["another format", "its own format"]
+)
+def test_jobs_of_torch_fsdp_are_told_what_helps(own: str, says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(torch_fsdp, "announce", said.append)
+    arguments = Namespace(
+        use_torch_fsdp2=True, ckpt_format=own, no_load_optim=False, finetune=False, ckpt_step=None,
+        non_persistent_ckpt_type=None,
+    )  # fmt: skip
+    torch_fsdp.advise_torch_fsdp(arguments, str(fixture_named("p10").run))
+    assert [line.partition("; ")[2] for line in said] == [
+        "with --ckpt-format torch_dcp this package resumes a checkpoint of any format"
+    ] * says

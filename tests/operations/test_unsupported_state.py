@@ -1,0 +1,174 @@
+"""The account: what nothing knows is named by every command, and optimizer state is never lost without a word."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
+from mcore_ckpt_ext.operations.comparison import compare
+from mcore_ckpt_ext.operations.verification import verify
+from mcore_ckpt_ext.storage.json_tree import encode
+from tests.harness.checkpoints import FIXTURES, INTACT, Fixture, fixture_named
+from tests.harness.damage import without_digests
+
+LOST, OTHER = "optimizer.mystery", "mystery"
+STRANGE = torch.arange(3.0)
+
+
+def add_to_torch_dist(folder: Path) -> None:
+    """An array of an optimizer and an object of nobody, as torch's own writer would store them."""
+    (folder / ".metadata").chmod(0o644)
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for name, key, value in (("__90_0.distcp", LOST, STRANGE), ("__91_0.distcp", f"{OTHER}/shard_0_1", [STRANGE])):
+        archive = io.BytesIO()
+        torch.save(value, archive)
+        (folder / name).write_bytes(archive.getvalue())
+        place = _StorageInfo(name, 0, len(archive.getvalue()))
+        if isinstance(value, torch.Tensor):
+            chunks = [ChunkStorageMetadata(offsets=torch.Size([0]), sizes=value.shape)]
+            entry = TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, chunks)
+            metadata.storage_data[MetadataIndex(key, torch.Size([0]))] = place
+        else:
+            entry = BytesStorageMetadata()
+            metadata.storage_data[MetadataIndex(key)] = place
+        metadata.state_dict_metadata[key] = entry
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def add_to_zarr(folder: Path) -> None:
+    """An array, and an object beside it, under names of nobody."""
+    array = next(path.parent for path in sorted(folder.glob("*/.zarray")))
+    shutil.copytree(array, folder / LOST)
+    extra = next(path for path in sorted(folder.iterdir()) if path.name.endswith("._extra_state"))
+    shutil.copytree(extra, folder / OTHER)
+
+
+def add_to_legacy(folder: Path) -> None:
+    """Beside the parameter groups of every rank, and beside its model."""
+    for file in folder.glob("*/model_optim_rng.pt"):
+        file.chmod(0o644)
+        state = torch.load(file, weights_only=False)
+        state["optimizer"]["mystery"] = STRANGE
+        state["mystery"] = STRANGE
+        torch.save(state, file)
+
+
+ADDING = {"torch_dist": add_to_torch_dist, "zarr": add_to_zarr, "torch": add_to_legacy}
+
+
+# Of the formats of p50 and p51 see test_fsdp.py and test_torch_dcp.py.
+READ = [name for name in FIXTURES if name[:3] not in ("p50", "p51")]
+
+
+@pytest.fixture(params=READ)
+def strange(request: pytest.FixtureRequest, tmp_path: Path) -> Fixture:
+    """Each of the real checkpoints, with two tensors more than anybody knows."""
+    copied = fixture_named(request.param).copy_to(tmp_path / "strange")
+    copied.iteration.chmod(0o755)
+    ADDING[mcore_ckpt_ext.open_checkpoint(copied.run).format](copied.iteration)
+    return copied
+
+
+def test_what_nothing_knows_is_named(strange: Fixture, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = mcore_ckpt_ext.Canonical()
+    with pytest.raises(UnsupportedCheckpointError, match=rf"would be lost; found: {LOST} \(\d.*--drop unknown;"):
+        mcore_ckpt_ext.convert(strange.run, tmp_path / "out", target, accept_lost=True)
+    assert not (tmp_path / "out").exists()
+    kinds = [item.kind for item in mcore_ckpt_ext.open_checkpoint(strange.run).unread() if item.of_optimizer]
+    report = mcore_ckpt_ext.convert(strange.run, tmp_path / "out", target, accept_lost=True, drop=kinds, dry_run=True)
+    named = {item.key.partition("/shard")[0]: item for item in report.unread if not item.why}
+    assert named.keys() == {LOST, OTHER}
+    assert all(item.nbytes >= STRANGE.nbytes for item in named.values())
+
+    found = verify(strange.run, quick=True)
+    assert found.sound
+    unknown = {finding.where.partition("/shard")[0] for finding in found.findings if finding.check == "every key known"}
+    assert unknown == {OTHER, LOST}
+
+    same = compare(strange.run, strange.run, kinds=["weight"])
+    assert same.equal  # who asks for weights is told of weights
+    assert main(["diff", str(strange.run), str(strange.run)]) == 1
+    told = capsys.readouterr().out
+    assert told.count("not looked at, because nothing here knows it: ") >= 4
+    assert LOST in told
+    # Lost elements cannot be compared, not even with themselves.
+    lost = mcore_ckpt_ext.open_checkpoint(strange.run).optimizer.lost_elements()
+    assert told.splitlines()[-1].startswith("DIFFERENT" if lost else "NOT KNOWN TO BE EQUAL")
+
+
+@pytest.mark.parametrize("name", INTACT)
+def test_of_a_checkpoint_as_megatron_wrote_it_everything_is_known(name: str) -> None:
+    unread = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run).unread()
+    assert {item.key for item in unread} <= {"rerun_state_machine", "rerun_state_machine_state"}
+    assert all("belongs to the ranks" in item.why for item in unread)
+
+
+def test_a_canonical_folder(tmp_path: Path) -> None:
+    """What the common state of a source had too much is carried as it is, and named again."""
+    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "run", mcore_ckpt_ext.Canonical())
+    about = json.loads((tmp_path / "run" / "common.json").read_text())
+    about["common"] = encode({**mcore_ckpt_ext.open_checkpoint(tmp_path / "run").common, OTHER: STRANGE})
+    (without_digests(tmp_path / "run") / "common.json").write_text(json.dumps(about))
+    for source, target in (("run", mcore_ckpt_ext.TorchDist()), ("out", mcore_ckpt_ext.Legacy())):
+        destination = tmp_path / ("out" if source == "run" else "more")
+        report = mcore_ckpt_ext.convert(tmp_path / source, destination, target)
+        assert [(item.key, item.nbytes, item.carried) for item in report.unread] == [(OTHER, 12, True)]
+        assert torch.equal(mcore_ckpt_ext.open_checkpoint(destination).common[OTHER], STRANGE)
+
+
+class TestDropping:
+    def test_the_whole_optimizer(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        for target in mcore_ckpt_ext.targets.TARGETS:
+            words = ["--drop", "optimizer"] if target != "hf" else []
+            assert main(["convert", str(fixture_named("p02").run), str(tmp_path / target), "--to", target, *words]) == 0
+            assert "left out: optimizer state exp_avg, 2" in capsys.readouterr().out
+            written = mcore_ckpt_ext.open_checkpoint(tmp_path / target)
+            assert written.optimizer_format is None
+            assert compare(fixture_named("p02").run, tmp_path / target, kinds=["weight"]).equal or target == "hf"
+
+    @pytest.mark.parametrize("kind", ["exp_avg", "momentum_buffer"])
+    def test_what_could_be_carried_or_is_not_there(self, kind: str, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match=f"is dropped by its kind; found: --drop {kind}; exp"):
+            mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "o", mcore_ckpt_ext.TorchDist(), drop=[kind])
+
+    def test_hugging_face_has_no_optimizer_to_drop(self, tmp_path: Path) -> None:
+        with pytest.raises(UsageError, match="has no optimizer"):
+            mcore_ckpt_ext.convert(
+                fixture_named("p02").run, tmp_path / "o", mcore_ckpt_ext.HuggingFace(), drop=["optimizer"]
+            )
+
+
+@pytest.mark.parametrize("target", [mcore_ckpt_ext.TorchDist(), mcore_ckpt_ext.Legacy()])
+def test_an_optimizer_that_the_target_does_not_have(target: mcore_ckpt_ext.targets.Target, tmp_path: Path) -> None:
+    """A second moment that some parameters lack, as in a chain of Muon and Adam: refused by name, kept by canonical."""
+    mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "run", mcore_ckpt_ext.Canonical())
+    name = "exp_avg_sq.decoder.layers.0.mlp.linear_fc1.weight"
+    other = name.replace("exp_avg_sq", "momentum")
+    (file,) = (tmp_path / "run").glob("*.safetensors")
+    tensors = {other if key == name else key: tensor for key, tensor in load_file(file).items() if key != "checksums"}
+    save_file(tensors, file)
+    index = tmp_path / "run" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace(f'"{name}"', f'"{other}"'))
+    with pytest.raises(UnsupportedCheckpointError, match="cannot be written as.*momentum of 1 parameters.*--drop"):
+        mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "out", target)
+    assert not (tmp_path / "out").exists()
+    mcore_ckpt_ext.convert(tmp_path / "run", tmp_path / "kept", mcore_ckpt_ext.Canonical())
+    assert compare(tmp_path / "run", tmp_path / "kept").equal

@@ -1,0 +1,224 @@
+"""Checkpoints seen otherwise than they are stored: under other names, with other weights, without optimizer.
+
+What a view replaces is listed here for each way of making one. Everything else has to be the same, and all members are
+found by introspection, so that a new one is covered.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt_ext import TorchDist, convert, open_checkpoint
+from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
+from mcore_ckpt_ext.formats.adapters_alone import for_model
+from mcore_ckpt_ext.formats.merged import merged_view
+from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
+from mcore_ckpt_ext.formats.renamed import NameMap, RenamedSource, RenamedState
+from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.views import renamed, without_optimizer
+from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights, WrappedWeights
+from mcore_ckpt_ext.model_space.names import parse
+from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.operations.reading import AsStored, Remembering
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.table import Composition
+from mcore_ckpt_ext.optimizers.wrapper import WrappedState
+from mcore_ckpt_ext.planning.plan import Deriving, Selecting, Source
+from tests.harness.checkpoints import CORRUPTED, FIXTURES, fixture_named
+from tests.harness.peft import adapter, peft_folder
+
+NAMES = {"model.source", "model.sharded_keys", "trained.state", "trained.shows_registration", "job.orders"}
+SPEC = NAMES | {"job.arguments", "job.unbuildable", "states.extra", "messages"}
+NO_OPTIMIZER = {"trained.format"}
+MERGED = NO_OPTIMIZER | {
+    "model.source", "model.sharded_keys", "states.extra", "unread_keys", "messages", "merger",
+    "files.reader", "files.transfer",
+}  # fmt: skip
+# Under other names: a permutation of these is not the same model, and not what a conversion writes.
+NAMED = [name for name in FIXTURES if name not in CORRUPTED]
+# What a class of these sets on its instances.
+INSTANCE = {Remembering: ("stored", "logical_tensor"), AsStored: ("logical_tensor",)}
+LLAMA_LIKE = ("p02", "p42", "p48")
+
+
+def layers_reversed(checkpoint: CheckpointView) -> dict[str, str]:
+    """Other names for all parameters of layers, one for one: those of the layers in reverse order."""
+    parsed = [parse(name) for name in checkpoint.names(WEIGHT)]
+    last = max((name.layer for name in parsed if name.layer is not None), default=0)
+    return {
+        old: old if name.layer is None else old.replace(f".layers.{name.layer}.", f".layers.{last - name.layer}.")
+        for old, name in zip(checkpoint.names(WEIGHT), parsed, strict=True)
+    }
+
+
+def under_reversed_names(checkpoint: CheckpointView) -> CheckpointView:
+    return renamed(checkpoint, layers_reversed(checkpoint))
+
+
+def leaves(part: Any, path: str = "") -> dict[str, Any]:
+    """The fields of a view and of its parts, by their paths."""
+    found: dict[str, Any] = {}
+    for field in fields(part):
+        value, own = getattr(part, field.name), f"{path}{field.name}"
+        is_part = isinstance(value, (Files, Job, States, StoredOptimizer, StoredWeights))
+        found |= leaves(value, f"{own}.") if is_part else {own: value}
+    return found
+
+
+def replaced_in(view: CheckpointView, source: CheckpointView) -> set[str]:
+    """The paths of the fields that differ."""
+    own, other = leaves(view), leaves(source)
+    assert own.keys() == other.keys()
+    return {path for path, value in own.items() if value is not other[path] and value != other[path]}
+
+
+@pytest.mark.parametrize(
+    ("way", "replaced"),
+    [
+        (lambda source: renamed(source, {}), set()),
+        (under_reversed_names, NAMES),
+        (lambda source: under_layer_spec(source, "transformer_engine"), SPEC),
+        (lambda source: under_layer_spec(source, "local"), SPEC),
+        (without_optimizer, NO_OPTIMIZER),
+        (lambda source: for_model(source, source), {"adapters"}),
+    ],
+    ids=["as it is", "other names", "transformer engine", "local", "no optimizer", "adapters"],
+)
+@pytest.mark.parametrize("name", NAMED)
+def test_what_is_not_replaced_is_the_same(
+    name: str, way: Callable[[CheckpointView], CheckpointView], replaced: set[str]
+) -> None:
+    source = open_checkpoint(fixture_named(name).run)
+    view = way(source)
+    assert replaced_in(view, source) <= replaced
+    assert replaced_in(view, source) >= replaced - NAMES or name == "p22"
+
+
+def members(kind: type) -> list[str]:
+    """The public members of a class, those that its bases have included."""
+    return sorted(name for name in dir(kind) if not name.startswith("_"))
+
+
+def answers(source: Any, kinds: Sequence[str], regions: Mapping[str, Region], of: type) -> dict[tuple[str, ...], Any]:
+    """Everything that a source answers, by member and by what it was asked for."""
+    found: dict[tuple[str, ...], Any] = {}
+    for member in members(of):
+        value = getattr(source, member)
+        if not callable(value):
+            found[member,] = value
+            continue
+        parameters = list(inspect.signature(value).parameters)
+        known: dict[str, Mapping[str, Any]] = {
+            "kind": dict(zip(kinds, kinds, strict=True)), "name": {name: name for name in regions}, "region": regions,
+        }  # fmt: skip
+        asked: list[tuple[tuple[str, ...], tuple[Any, ...]]] = [((), ())]
+        for parameter in parameters:
+            asked = [
+                ((*keys, key), (*given, one)) for keys, given in asked for key, one in known[parameter].items()
+            ]  # an unknown parameter fails here: say what it means
+        for keys, given in asked:
+            found[(member, *keys)] = value(*given)
+    return found
+
+
+def under(names: NameMap, value: Any) -> Any:
+    """An answer with every name in it replaced; what holds no names is itself."""
+    if isinstance(value, str):
+        return names.of(value)
+    if isinstance(value, Mapping):
+        return {under(names, key): under(names, one) for key, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(under(names, one) for one in value)
+    if is_dataclass(value) and not isinstance(value, type) and "name" in {field.name for field in fields(value)}:
+        return replace(value, name=names.of(value.name))
+    if type(value).__name__ in ("StoredSlice", "Slice"):
+        return replace(value, **{field.name: under(names, getattr(value, field.name)) for field in fields(value)})
+    return value
+
+
+def comparable(value: Any) -> Any:
+    """An answer that can be compared: of what only computes, whether it is there."""
+    if isinstance(value, (list, tuple)):
+        return [comparable(one) for one in value]
+    return "derived" if hasattr(value, "inputs") else value
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_names_are_all_that_changes(name: str) -> None:
+    source = open_checkpoint(fixture_named(name).run)
+    names = NameMap(layers_reversed(source))
+    view = under_reversed_names(source)
+    sources: list[tuple[Any, Any, type, Sequence[str]]] = [(source.weights, view.weights, Weights, (WEIGHT,))]
+    if source.optimizer_format:
+        state = source.optimizer
+        sources.append((state, view.optimizer, OptimizerState, state.kinds))
+        sources.append((state.written, view.optimizer.written, OptimizerState, state.kinds))
+    for own, other, of, kinds in sources:
+        chosen = [one for one in own.names() if own.logical_tensor(kinds[0], one) is not None][::3]
+        regions = {one: Region.whole(one, own.logical_tensor(kinds[0], one).shape) for one in chosen}
+        asked = {names.of(one): replace(region, name=names.of(one)) for one, region in regions.items()}
+        before, after = answers(own, kinds, regions, of), answers(other, kinds, asked, of)
+        assert len(before) == len(after) > len(chosen)
+        for key, answer in before.items():
+            given = after[tuple(names.of(part) for part in key)]
+            if key[0] == "written":
+                continue  # compared by its own answers
+            assert comparable(given) == comparable(under(names, answer)), key
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "protocols"),
+    [
+        (WrappedWeights, (Weights, Deriving, Selecting)),
+        (RenamedSource, (Source, Deriving, Selecting)),
+        (Remembering, (Source, Deriving, Selecting)),
+        (AsStored, (Source, Deriving, Selecting)),
+        *((wrapper, (OptimizerState, Deriving)) for wrapper in (WrappedState, Composition, RenamedState)),
+    ],
+    ids=lambda one: one.__name__ if isinstance(one, type) else "",
+)
+def test_what_wraps_a_source_answers_every_question(wrapper: type, protocols: Sequence[type]) -> None:
+    """What a class does not say itself, its base would answer in the place of what is wrapped."""
+    answered = {*vars(wrapper), *INSTANCE.get(wrapper, ())}
+    assert {name for protocol in protocols for name in members(protocol)} - answered == set()
+
+
+@pytest.mark.parametrize("name", ["p02", "p08", "p41"])
+def test_weights_in_another_folder_are_the_same(name: str) -> None:
+    weights = open_checkpoint(fixture_named(name).run).weights
+    other, back = RelocatedWeights(weights, lambda file: f"/there/{file}"), RelocatedWeights
+    again = back(other, lambda file: file.removeprefix("/there/"))
+    regions = {one: Region.whole(one, weights.logical_tensor(WEIGHT, one).shape) for one in weights.names()}  # type: ignore[union-attr]
+    assert answers(again, [WEIGHT], regions, Weights) == answers(weights, [WEIGHT], regions, Weights)
+    for one in weights.names():
+        parts = [slice_ for part in other.copies(WEIGHT, one) for copy in part for slice_ in copy]
+        assert all(part.extent.file.startswith("/there/") for part in [*parts, *other.stored(WEIGHT, one)])
+
+
+@pytest.mark.parametrize("name", LLAMA_LIKE)
+def test_a_merged_model_is_the_base_but_for_its_weights(name: str, tmp_path: Path) -> None:
+    base = open_checkpoint(fixture_named(name).run)
+    width = base.arguments.whole("hidden_size")
+    folder = peft_folder(tmp_path / "peft", adapter("model.layers.0.self_attn.o_proj", width, width))
+    adapters = open_checkpoint(folder, weights=fixture_named(name).run)
+    view = merged_view(base, adapters, scaling_of(adapters, None), None, {})
+    assert replaced_in(view, base) == MERGED
+    asked = {one: Region.whole(one, base.named_tensor(WEIGHT, one).shape) for one in base.names(WEIGHT)}
+    assert answers(view.weights, [WEIGHT], asked, Weights) == answers(base.weights, [WEIGHT], asked, Weights)
+    derived = [one for one in base.names(WEIGHT) if view.derivation(WEIGHT, one) is not None]
+    assert derived == ["decoder.layers.0.self_attention.linear_proj.weight"]
+
+
+@pytest.mark.parametrize("spec", ["transformer_engine", "local"])
+def test_weights_made_of_masters_prove_nothing_under_either_layer_spec(spec: str, tmp_path: Path) -> None:
+    run = fixture_named("p50").run
+    report = convert(run, tmp_path / "out", TorchDist(transformer_impl=spec))
+    assert report.proven_elements == convert(run, tmp_path / "as it is", TorchDist()).proven_elements == 0

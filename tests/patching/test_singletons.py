@@ -1,0 +1,70 @@
+"""What changes in a process lies in one place: no module of the hooks or of saving has a global that changes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import mcore_ckpt_ext
+
+PACKAGE = Path(mcore_ckpt_ext.__file__).parent
+CONSTANT = (ast.Constant, ast.Tuple, ast.Name, ast.Attribute, ast.Subscript, ast.JoinedStr, ast.BinOp, ast.UnaryOp)
+# What they make does not change; the values of a dictionary that is a table are looked at, too.
+MAKERS = {"Path", "TypeVar", "ParamSpec", "getLogger", "object", "Seam", "RLock", "MappingProxyType"}
+CACHES = {"cache", "lru_cache", "cached_property"}
+THE_REGISTRY = "patching/singletons.py: PROCESS"
+
+
+def name_of(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def is_constant(value: ast.expr) -> bool:
+    if isinstance(value, ast.Tuple):
+        return all(is_constant(item) for item in value.elts)
+    if isinstance(value, ast.Call):
+        return name_of(value.func) in MAKERS
+    return isinstance(value, CONSTANT)
+
+
+def changing(source: str) -> Iterator[str]:
+    """The globals of a module that may change: what is no constant, what a function assigns, what remembers calls."""
+    tree = ast.parse(source)
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and not is_constant(node.value):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (name_of(target) for target in targets if name_of(target) != "__all__")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Global):
+            yield from node.names
+        if isinstance(node, ast.FunctionDef):
+            names = {name_of(item.func if isinstance(item, ast.Call) else item) for item in node.decorator_list}
+            yield from (f"@{name} {node.name}" for name in names & CACHES)
+
+
+def test_one_registry_and_nothing_else() -> None:
+    found = {
+        f"{path.relative_to(PACKAGE)}: {name}"
+        for folder in ("hooks", "saving")
+        for path in (PACKAGE / folder).glob("*.py")
+        for name in changing(path.read_text())
+    }
+    assert found == {THE_REGISTRY}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "under_way = []",
+        "recorded: dict[str, int] = {}",
+        "watches = WeakKeyDictionary()",
+        "active = None\ndef f():\n    global active\n    active = 1",
+        "@functools.cache\ndef registry(): ...",
+        "found = (1, [])",
+    ],
+)
+def test_what_it_finds(source: str) -> None:
+    assert list(changing(source))

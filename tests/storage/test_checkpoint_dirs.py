@@ -1,0 +1,76 @@
+"""Run folders: what the tracker file names, and which folders are iterations."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.megatron.saving.atomic_write import Disk
+from mcore_ckpt_ext.operations.completeness import locate
+from mcore_ckpt_ext.operations.iteration_health import standing_of
+from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_folders, read_tracker
+from tests.harness.checkpoints import fixture_named
+
+NAMES_NONE = {"empty": "", "words": "soon", "superscript": "²", "many digits": "1" * 5000, "negative": "-4"}
+
+
+@pytest.mark.parametrize(
+    ("text", "name"), [("4\n", "iter_0000004"), (" 12345678 ", "iter_12345678"), ("release", "release")]
+)
+def test_what_a_tracker_names(tmp_path: Path, text: str, name: str) -> None:
+    (tmp_path / TRACKER_FILE).write_text(text)
+    (tmp_path / name).mkdir()
+    assert iteration_folder(tmp_path) == tmp_path / name
+
+
+@pytest.mark.parametrize("text", NAMES_NONE.values(), ids=NAMES_NONE)
+def test_a_tracker_that_names_nothing_is_told_by_every_reader(tmp_path: Path, text: str) -> None:
+    (tmp_path / "iter_0000004").mkdir()
+    (tmp_path / TRACKER_FILE).write_text(text)
+    with pytest.raises(UnreadableCheckpointError, match="names no iteration") as caught:
+        iteration_folder(tmp_path)
+    assert len(str(caught.value)) < 400
+    (finding,) = locate(tmp_path).findings
+    assert "names no iteration" in finding.what
+    standing = standing_of(tmp_path)
+    assert standing is not None
+    assert "names no iteration" in standing.problems[0]
+    assert not Disk().is_tracked(tmp_path / "iter_0000004", tmp_path / TRACKER_FILE)
+
+
+def test_no_tracker_is_not_a_tracker_that_names_nothing(tmp_path: Path) -> None:
+    assert read_tracker(tmp_path / TRACKER_FILE) is None
+    assert iteration_folder(tmp_path) == tmp_path
+    assert standing_of(tmp_path / "missing") is None
+
+
+def test_iterations_are_listed_newest_first(tmp_path: Path) -> None:
+    for name in ("iter_0000004", "iter_0000010", "iter_12345678", "iter_4", "iter_000000²", "release"):
+        (tmp_path / name).mkdir()
+    assert list(iteration_folders(tmp_path)) == [12345678, 10, 4]
+
+
+def test_a_newer_iteration_in_a_format_that_is_not_read_is_not_broken(tmp_path: Path) -> None:
+    """It is stock's to resume: nothing is judged, and nothing older is offered in its place."""
+    whole, newer = fixture_named("p42").copy_to(tmp_path / "run"), fixture_named("p50")
+    shutil.copytree(newer.iteration, whole.run / "iter_0000008")
+    (whole.run / TRACKER_FILE).write_text("8")
+    assert standing_of(whole.run) is None
+    (whole.run / TRACKER_FILE).write_text("4")
+    older = standing_of(whole.run)
+    assert older is not None
+    assert (older.problems, older.unfinished) == ((), ())
+    assert standing_of(whole.run, step=8) is None
+
+
+def test_it_is_never_what_a_fallback_takes(tmp_path: Path) -> None:
+    broken, other = fixture_named("p42").copy_to(tmp_path / "run"), fixture_named("p50")
+    shutil.copytree(other.iteration, broken.run / "iter_0000002")
+    (broken.iteration / "metadata.json").unlink()
+    standing = standing_of(broken.run)
+    assert standing is not None
+    assert "metadata.json" in standing.problems[0]
+    assert standing.newest_whole is None

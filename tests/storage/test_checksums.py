@@ -1,0 +1,217 @@
+"""Checksums put together from those of pieces, and compared as the pieces pass by."""
+
+from __future__ import annotations
+
+import io
+import runpy
+import sys
+import zlib
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.operations import verification
+from mcore_ckpt_ext.planning.array_location import ArchivedTensor
+from mcore_ckpt_ext.planning.overlap import Runs
+from mcore_ckpt_ext.planning.plan import Copy, Plan
+from mcore_ckpt_ext.storage.archive_template import Payloads
+from mcore_ckpt_ext.storage.checksums import Checksums, Confirmed, Place
+from mcore_ckpt_ext.storage.crc32 import appended, checksum, crc32
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.tensor_location import Payload
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from mcore_ckpt_ext.targets import Legacy, TorchDist
+from mcore_ckpt_ext.transfer import Transfer
+from tests.harness.checkpoints import fixture_named
+from tests.harness.damage import flip
+
+NUMEL = 3000
+
+
+@given(st.binary(max_size=9000), st.integers(0, 7), st.integers(0, 2**32 - 1))
+def test_the_quicker_implementation_gives_the_same_numbers(data: bytes, begin: int, before: int) -> None:
+    assert crc32.__module__ == "isal.isal_zlib"
+    assert crc32(memoryview(data)[begin:], before) == zlib.crc32(data[begin:], before)
+    assert crc32(data) == zlib.crc32(data)
+
+
+def test_without_isal_there_is_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    without = runpy.run_path(str(Path(mcore_ckpt_ext.__file__).parent / "storage" / "crc32.py"))
+    assert without["crc32"] is zlib.crc32
+    assert without["checksum"](memoryview(b"abc"), [(1, 2, zlib.crc32(b"b"))]) == zlib.crc32(b"abc")
+
+
+@given(st.binary(max_size=300), st.binary(max_size=300))
+def test_what_is_appended(first: bytes, second: bytes) -> None:
+    assert appended(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
+
+
+def test_long_ones_follow_the_same_rule() -> None:
+    data = bytes(range(251)) * 40_003
+    assert appended(zlib.crc32(data[:77]), zlib.crc32(data[77:]), len(data) - 77) == zlib.crc32(data)
+
+
+@given(st.binary(min_size=1, max_size=200), st.sets(st.integers(0, 200), max_size=6), st.booleans())
+def test_pieces_that_are_known_are_not_looked_at(data: bytes, cuts: set[int], odd: bool) -> None:
+    borders = sorted(min(cut, len(data)) for cut in cuts)
+    known = [(a, b, zlib.crc32(data[a:b])) for a, b in zip(borders, borders[1:], strict=False)][odd::2]
+    unseen = bytearray(data)
+    for start, stop, _ in known:
+        unseen[start:stop] = bytes(stop - start)
+    assert checksum(memoryview(unseen), known, zlib.crc32(b"before")) == zlib.crc32(b"before" + data)
+
+
+class Stored:
+    """A tensor in an archive of its own, and what compares its checksums."""
+
+    def __init__(self, folder: Path) -> None:
+        tensor = torch.randn(NUMEL)
+        archive = io.BytesIO()
+        torch.save(tensor, archive)
+        self.path = folder / "file"
+        self.path.write_bytes(b"before" + archive.getvalue())
+        self.data = tensor.numpy().tobytes()
+        self.extent = ArchivedTensor("file", 6, len(archive.getvalue()), "float32", (NUMEL,))
+
+    @property
+    def place(self) -> Place:
+        return self.extent.file, self.extent.offset, self.extent.length
+
+    def looked_at(self, kind: type[Checksums] = Checksums) -> tuple[Checksums, Payload]:
+        reader = FolderReader(self.path.parent)
+        checksums = kind(reader)
+        return checksums, Payloads(reader, checksums).locate(self.extent)
+
+    def damage(self) -> None:
+        flip(self.path, self.path.read_bytes().index(self.data) + 4000)
+
+
+@pytest.fixture
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stored:
+    monkeypatch.setattr(Checksums, "WORTH", 1024)
+    return Stored(tmp_path)
+
+
+def passing(checksums: Checksums, payload: Payload, data: bytes, borders: list[int]) -> None:
+    pieces = list(zip(borders, borders[1:], strict=False))
+    for start, stop in pieces[::2] + pieces[1::2]:
+        assert checksums.passed(payload, start, memoryview(data)[start:stop]) == zlib.crc32(data[start:stop])
+
+
+def test_a_record_whose_pieces_have_passed_needs_no_other_look(stored: Stored) -> None:
+    checksums, payload = stored.looked_at()
+    assert len(checksums.rest()) == 1
+    passing(checksums, payload, stored.data, [0, 17, 3000, 3001, len(stored.data)])
+    assert checksums.rest() == []
+
+
+def test_damage_shows_with_the_last_piece(stored: Stored) -> None:
+    stored.damage()
+    checksums, payload = stored.looked_at()
+    damaged = stored.path.read_bytes()[payload.offset :][: len(stored.data)]
+    assert damaged != stored.data
+    with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
+        passing(checksums, payload, damaged, [0, 3000, len(damaged)])
+
+
+def test_what_has_not_passed_is_read(stored: Stored) -> None:
+    checksums, payload = stored.looked_at()
+    passing(checksums, payload, stored.data, [0, 3000])
+    (left,) = checksums.rest()
+    left()
+    stored.damage()
+    with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
+        left()
+
+
+def test_pieces_that_overlap_prove_nothing(stored: Stored) -> None:
+    """As many bytes as the record has, but not all of them: it is read."""
+    stored.damage()
+    checksums, payload = stored.looked_at()
+    assert checksums.passed(payload, 0, memoryview(stored.data)[:3000])
+    with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
+        checksums.passed(payload, 0 + 1000, memoryview(stored.data)[: len(stored.data) - 3000])
+
+
+def test_what_is_small_is_compared_at_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored.damage()
+    monkeypatch.setattr(Checksums, "WORTH", 1 << 20)
+    with pytest.raises(UnreadableCheckpointError, match="is damaged: its checksum differs"):
+        stored.looked_at()
+
+
+def test_an_archive_is_right_when_its_last_piece_has_passed(stored: Stored) -> None:
+    checksums, payload = stored.looked_at(Confirmed)
+    passing(checksums, payload, stored.data, [0, 3000])
+    assert checksums.right == set()
+    passing(checksums, payload, stored.data, [3000, len(stored.data)])
+    assert checksums.right == {stored.place}
+
+
+def test_a_small_archive_is_right_at_once(stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checksums, "WORTH", 1 << 20)
+    assert stored.looked_at(Confirmed)[0].right == {stored.place}
+
+
+@pytest.mark.parametrize("worth", [1024, 1 << 20])
+def test_damage_is_not_right_and_refuses_nothing(worth: int, stored: Stored, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever reads for another purpose goes on; whoever asks for checksums looks again."""
+    monkeypatch.setattr(Checksums, "WORTH", worth)
+    stored.damage()
+    reader = FolderReader(stored.path.parent)
+    checksums = Confirmed(reader)
+    payloads = Payloads(reader, checksums)
+    plan = Plan(
+        [], [Copy(stored.extent, 0, Runs(*(numpy.array([number]) for number in (0, 0, NUMEL, 1, NUMEL, NUMEL))))]
+    )
+    found = torch.empty(NUMEL)
+    Transfer(reader).execute(plan, [found])
+    assert checksums.of_plan(plan, [found], payloads.locate) == []
+    assert checksums.right == set()
+
+
+def test_a_damaged_record_beside_the_elements_is_not_right(stored: Stored) -> None:
+    """The elements pass, and are right; the archive is not, for another of its records is damaged."""
+    archive = TorchArchive(FolderReader(stored.path.parent), *stored.place)
+    (name,) = (name for name in archive.names if name.endswith("serialization_id"))
+    flip(stored.path, archive.place_of(name)[0])
+    checksums, payload = stored.looked_at(Confirmed)
+    passing(checksums, payload, stored.data, [0, 3000, len(stored.data)])
+    assert checksums.right == set()
+
+
+def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
+    folder = mcore_ckpt_ext.convert(fixture_named("p02").run, tmp_path / "out", TorchDist()).destination
+    checkpoint = mcore_ckpt_ext.open_checkpoint(folder)
+    run = verification._Run(checkpoint.folder, False, 1, lambda done, total: None, lambda: checkpoint)
+    compared: list[str] = []
+    monkeypatch.setattr(
+        verification, "check_archives", lambda of, archives, *_: compared.extend(file for file, *_ in archives) or []
+    )
+    run.verify()
+    assert [finding for finding in run.findings if finding.severity == "error"] == []
+    assert len(compared) < 0.5 * len(list(checkpoint.archives()))
+
+
+@pytest.mark.parametrize(
+    ("name", "target"), [("p02", Legacy(tensor_model_parallel_size=4)), ("p43", TorchDist(megatron_version="0.19"))]
+)
+def test_a_conversion_writes_the_same_bytes_either_way(
+    name: str, target: TorchDist | Legacy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = fixture_named(name).run
+    for worth in (1, 1 << 30):
+        monkeypatch.setattr(Checksums, "WORTH", worth)
+        mcore_ckpt_ext.convert(source, tmp_path / str(worth), target)
+    paths = [path for path in (tmp_path / "1").rglob("*") if path.is_file()]
+    assert len(paths) > 3
+    for path in paths:
+        assert path.read_bytes() == (tmp_path / str(1 << 30) / path.relative_to(tmp_path / "1")).read_bytes(), path

@@ -1,0 +1,80 @@
+"""What ranks tell each other: the same to all, whether they have the same to tell or not; ranks are forked here."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from mcore_ckpt_ext.collectives import Failure, agreed, agreed_among, gather
+from mcore_ckpt_ext.errors import ResumeRefusedError
+
+RANKS = 8
+# What each rank tells.
+ITEMS: dict[str, list[Any]] = {
+    "all the same": [("nothing", None)] * RANKS,
+    "few": [["name"] * 1000 if rank == 3 else [] for rank in range(RANKS)],
+    "all different and short": [(None, str(rank)) for rank in range(RANKS)],
+    "short, and few others": [rank if rank % 4 else "long" * (100 + rank) for rank in range(RANKS)],
+    "short, and many others": [rank if rank % 2 else "long" * (100 + rank) for rank in range(RANKS)],
+    "as long as is short, and longer": ["x" * (length + 30) for length in range(RANKS)],
+    "all different and much": [bytes([rank]) * (200_000 + rank) for rank in range(RANKS)],
+    "all different": [{"rank": rank, "names": ["x"] * rank} for rank in range(RANKS)],
+}
+
+
+def tell(rank: int, folder: Path, results: Any) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    results.put((rank, {name: gather(items[rank]) for name, items in ITEMS.items()}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[Any]]]:
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    folder = tmp_path_factory.mktemp("ranks")
+    ranks = [context.Process(target=tell, args=(rank, folder, results)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    found = dict(results.get(timeout=60) for _ in ranks)
+    for process in ranks:
+        process.join()
+    return found
+
+
+@pytest.mark.parametrize("name", ITEMS)
+def test_every_rank_learns_what_all_have_told(name: str, told: dict[int, dict[str, list[Any]]]) -> None:
+    assert [told[rank][name] for rank in range(RANKS)] == [ITEMS[name]] * RANKS
+
+
+def test_of_a_failure_that_megatron_collects_only_what_failed_is_told() -> None:
+    """On most ranks its exception says nothing."""
+    failures: Any = {0: (RuntimeError("a damaged object"), [])}
+
+    def work() -> None:
+        raise Failure("", failures)
+
+    with pytest.raises(ResumeRefusedError, match="refused while reading; untouched") as refused:
+        agreed_among(lambda own: {0: own, 1: (None, "")}, "reading", work, "untouched")
+    assert "rank 0: rank 0: a damaged object" in str(refused.value)
+    assert "rank 1" not in str(refused.value)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_rests_while_ranks_work_and_goes_on_as_before(enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        assert agreed("working", gc.isenabled) == [False]
+        assert gc.isenabled() == enabled
+        with pytest.raises(ResumeRefusedError, match="ZeroDivisionError"):
+            agreed("working", lambda: 1 // 0)
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
