@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.harness.checkpoints import CORRUPTED, FLAT, INTACT, Fixture, fixture_named
 from tests.harness.made_once import made_once
+
+REPOSITORY = Path(__file__).parents[1]
 
 # The clock says how busy the machine is, not whether an example is right.
 settings.register_profile("without a clock", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -52,3 +58,32 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
     folder = made_once(tmp_path_factory, "models", huggingface.make_all)
     return {name: folder / name for name in huggingface.CONFIGS}
+
+
+@pytest.fixture(scope="session")
+def installation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH with this package's metadata, made by its own build backend."""
+    folder = tmp_path_factory.mktemp("site")
+    code = "import sys, setuptools.build_meta as build; build.prepare_metadata_for_build_wheel(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=REPOSITORY, check=True, capture_output=True)
+    return folder
+
+
+@pytest.fixture
+def python(installation: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run code in a fresh interpreter in which this package is installed; return the finished process."""
+
+    def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        paths = [str(installation), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+        clean = {k: v for k, v in os.environ.items() if k not in {"MCORE_CKPT_EXT", "RANK"}}
+        return subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=installation,  # the repository itself may hold metadata of an older build
+            env={**clean, "PYTHONPATH": os.pathsep.join(paths), **environment},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+
+    return run

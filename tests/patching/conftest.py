@@ -1,14 +1,10 @@
-"""Throw-away frameworks to hook into, and a throw-away installation of this package."""
+"""Throw-away frameworks to hook into."""
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-REPOSITORY = Path(__file__).parents[2]
 
 FRAMEWORK = """
 def load(model, optimizer, strict=True):
@@ -71,32 +67,3 @@ def framework(tmp_path, monkeypatch, request):
     yield made
     for name in [name for name in sys.modules if name.split(".")[0] == made.name]:
         del sys.modules[name]
-
-
-@pytest.fixture(scope="session")
-def installation(tmp_path_factory):
-    """A folder for PYTHONPATH with this package's metadata, made by its own build backend."""
-    folder = tmp_path_factory.mktemp("site")
-    code = "import sys, setuptools.build_meta as build; build.prepare_metadata_for_build_wheel(sys.argv[1])"
-    subprocess.run([sys.executable, "-c", code, str(folder)], cwd=REPOSITORY, check=True, capture_output=True)
-    return folder
-
-
-@pytest.fixture
-def python(installation):
-    """Run code in a fresh interpreter in which this package is installed; return the finished process."""
-
-    def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        paths = [str(installation), str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
-        clean = {k: v for k, v in os.environ.items() if k not in {"MCORE_CKPT_EXT", "RANK"}}
-        return subprocess.run(
-            [sys.executable, "-c", code],
-            cwd=installation,  # the repository itself may hold metadata of an older build
-            env={**clean, "PYTHONPATH": os.pathsep.join(paths), **environment},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=False,
-        )
-
-    return run
