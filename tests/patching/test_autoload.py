@@ -33,9 +33,9 @@ def test_without_torch_s_autoload_they_are_installed_by_hand(python):
 
 
 def test_a_broken_hook_does_not_break_import_torch(python):
-    for module in ("registry", "seams"):
+    for module in ("patching.registry", "megatron.patch_points"):
         finished = python(
-            f"import sys; sys.modules['mcore_ckpt_ext.hooks.{module}'] = None\nimport torch; print(torch.ones(2).sum())"
+            f"import sys; sys.modules['mcore_ckpt_ext.{module}'] = None\nimport torch; print(torch.ones(2).sum())"
         )
         assert finished.returncode == 0, finished.stderr
         assert finished.stdout == "tensor(2.)\n"
@@ -61,12 +61,14 @@ def test_what_the_autoload_imports(python):
     assert ours == {"mcore_ckpt_ext", "mcore_ckpt_ext_autoload"} | {
         f"mcore_ckpt_ext.{name}"
         for name in (
-            "hooks",
-            "hooks.announce",
-            "hooks.post_import",
-            "hooks.process",
-            "hooks.registry",
-            "hooks.seams",
+            "megatron",
+            "megatron.installation",
+            "megatron.patch_points",
+            "patching",
+            "patching.import_hook",
+            "patching.log",
+            "patching.registry",
+            "patching.singletons",
             "settings",
         )
     }
