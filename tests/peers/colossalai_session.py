@@ -8,7 +8,6 @@ The command line: a file with the order of this launch (see `launches.py`).
 
 from __future__ import annotations
 
-import faulthandler
 import functools
 import importlib
 import importlib.util
@@ -38,6 +37,7 @@ _GRACE_SECONDS = 20.0
 
 def main() -> int:
     """Run the tests of the order; the exit status is pytest's."""
+    die_with_parent()
     order = json.loads(Path(sys.argv[1]).read_text())
     folder, checkout = Path(order["folder"]), Path(order["checkout"])
     (folder / "session").write_text(str(os.getsid(0)))
@@ -58,7 +58,7 @@ def main() -> int:
     worlds = Worlds(folder, order["limit"])
     for module in map(importlib.import_module, ("colossalai.testing", "colossalai.testing.utils")):
         module.spawn, module.parameterize = worlds.spawn, worlds.parameterize  # type: ignore[attr-defined]
-    recorder = Recorder(folder, 0, 1, done=order["done"], most=order["most"], limit=order["most"] * order["limit"])
+    recorder = Recorder(folder, 0, 1, done=order["done"], most=order["most"], limit=None)
     # The environment names the running test for `Worlds`: PYTEST_CURRENT_TEST.
     options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={checkout}", f"--confcutdir={checkout}"]
     return int(pytest.main([*options, *(str(checkout / test) for test in order["tests"])], plugins=[recorder]))
@@ -108,7 +108,7 @@ class Worlds:
         except Exception as error:
             outcome, message = FAILED, f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         self._recorder.end(case, outcome, message)
-        faulthandler.dump_traceback_later(self._limit, exit=True)  # for what comes between cases
+        self._recorder.restart()  # for what comes between cases
 
     def spawn(self, function: Callable[..., Any], nprocs: int = 1, **arguments: Any) -> None:
         """Run the ranks of a test, in as many worlds as it takes until every case is done."""

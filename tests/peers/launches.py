@@ -73,7 +73,7 @@ def run_colossalai(order: Order) -> dict[str, Outcome]:
     """Run tests of ColossalAI's suite; returns how each ended, and each case of theirs."""
 
     def start(file: Path) -> str:
-        command = [sys.executable, "-P", str(Path(__file__).with_name("colossalai_session.py")), str(file)]
+        command = [sys.executable, str(Path(__file__).with_name("colossalai_session.py")), str(file)]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **({} if order.with_plugin else _WITHOUT)}
         with tempfile.TemporaryFile("w+") as output:
             process = subprocess.Popen(

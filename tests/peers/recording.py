@@ -30,7 +30,8 @@ class Recorder:
         folder: of this launch, shared by its ranks.
         rank: this rank.
         ranks: their number.
-        limit: seconds for one test; then the rank prints its stacks and exits.
+        limit: seconds for one test; then the rank prints its stacks and exits. None in a process that forks: the
+            watchdog is a thread, which a child would wait for.
         done: tests that earlier launches have run.
         most: tests that this launch runs (default: all).
         after_each: called when a test has ended on all ranks.
@@ -42,7 +43,7 @@ class Recorder:
         rank: int,
         ranks: int,
         *,
-        limit: float,
+        limit: float | None,
         done: Collection[str] = (),
         most: int | None = None,
         after_each: Callable[[], None] = lambda: None,
@@ -86,17 +87,23 @@ class Recorder:
         """Record that a test starts, and start its time."""
         self._outcome, self._message = PASSED, ""
         self._write(test=test)
-        faulthandler.dump_traceback_later(self._limit, exit=True)
+        self.restart()
+
+    def restart(self) -> None:
+        """Start the time of what runs now."""
+        if self._limit is not None:
+            faulthandler.dump_traceback_later(self._limit, exit=True)
 
     def end(self, test: str, outcome: str, message: str) -> None:
         """Record how a test ended here; return when it ended alike on all ranks, else end this process."""
-        faulthandler.cancel_dump_traceback_later()
+        if self._limit is not None:
+            faulthandler.cancel_dump_traceback_later()
         self._write(test=test, outcome=outcome, message=message[:2000])
         keys = [f"{self._met}/{rank}" for rank in range(self._ranks)]
         self._met += 1
         self._store.set(keys[self._rank], outcome)
         try:
-            self._store.wait(keys, _GRACE if outcome == FAILED else timedelta(seconds=self._limit))
+            self._store.wait(keys, _GRACE if outcome == FAILED else timedelta(seconds=self._limit or 0))
         except DistStoreError:
             os._exit(_OUT_OF_STEP)
         if len({self._store.get(key) == FAILED.encode() for key in keys}) > 1:
