@@ -38,6 +38,7 @@ def main() -> int:
         limit=order["limit"],
         after_each=_leave_forgotten_groups,
     )
+    _make_world()
     # Absolute paths, and a temporary folder for each rank whose parent they share (tests/unit_tests/conftest.py).
     options = ["-q", "-p", "no:cacheprovider", "-c", "/dev/null", f"--rootdir={checkout}", f"--confcutdir={checkout}"]
     tests = [str(checkout / test) for test in order["tests"]]
@@ -69,6 +70,13 @@ def _stay_offline() -> None:
         raise OSError("no downloads here")
 
     module.download_and_extract_asset = refuse
+
+
+def _make_world() -> None:
+    """Some tests take the world for granted that an earlier one has made, here in an earlier launch."""
+    utilities: Any = importlib.import_module("tests.unit_tests.test_utilities").Utils
+    utilities.initialize_distributed()
+    utilities.inited = False
 
 
 def _leave_forgotten_groups() -> None:
