@@ -87,7 +87,7 @@ def main() -> int:
     parser.add_argument("tests", nargs="*", help="files or tests of the checkout (default: those of the suite)")
     parser.add_argument("--only-failures", action="store_true", help="run without the package only what fails with it")
     parser.add_argument("--log", type=Path, help="file for all outcomes, as JSON")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     campaign = Campaign(SUITES[options.framework], options.checkout.resolve(), options.log)
     found = campaign.compare(options.tests, options.only_failures)
     print("", found.table(), sep="\n")

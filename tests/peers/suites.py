@@ -42,7 +42,20 @@ def _run_colossalai(checkout: Path, tests: Sequence[str], with_package: bool) ->
     return run_colossalai(Order(str(checkout), tests, with_package))
 
 
-MEGATRON = Suite(folders=("tests/unit_tests/dist_checkpointing",), run=_run_megatron, expected={})
+_FINETUNE = "tests/unit_tests/dist_checkpointing/test_optimizer.py::TestDistributedOptimizer::test_finetune_doesnt_load_optimizer"
+_REMOVED_REFUSAL = (
+    'asserts the words "(TP, PP) mismatch": the package resumes under another layout, or refuses in its own words, '
+    "as here, where the optimizer has never stepped"
+)
+MEGATRON = Suite(
+    folders=("tests/unit_tests/dist_checkpointing",),
+    run=_run_megatron,
+    expected={
+        f"{_FINETUNE}[src_tp_pp0-dest_tp_pp0-False]": _REMOVED_REFUSAL,
+        f"{_FINETUNE}[src_tp_pp1-dest_tp_pp1-True]": _REMOVED_REFUSAL,
+        f"{_FINETUNE}[src_tp_pp2-dest_tp_pp2-False]": _REMOVED_REFUSAL,
+    },
+)
 COLOSSALAI = Suite(
     folders=("tests/test_zero/test_gemini", "tests/test_checkpoint_io"), run=_run_colossalai, expected={}
 )
