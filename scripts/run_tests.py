@@ -29,7 +29,7 @@ CHECKS = (
     ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as lint; lint()"]),
     ("documentation", ["-m", "mkdocs", "build", "--strict", "--quiet"]),
 )
-JOBS, COLOSSALAI = "tests/jobs", "tests/colossalai"
+JOBS, COLOSSALAI, PEERS = "tests/jobs", "tests/colossalai", "tests/peers/test_run.py"
 # Tests wait for disks, and for the slowest rank of a job: one process more than there are cores keeps these busy, and
 # whichever is free takes the next file; the last are short. More than four would each start a Megatron of their own for
 # few files.
@@ -63,7 +63,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="checkpoints-") as unpacked:
             os.environ["TEST_DATA_UNPACKED"] = unpacked
             if beside is None:
-                return _pytest(python, [*BALANCED, f"--ignore={JOBS}"]).returncode
+                return _pytest(python, [*BALANCED, f"--ignore={JOBS}", f"--ignore={PEERS}"]).returncode
             if arguments:
                 named = beside if any(COLOSSALAI in argument for argument in arguments) else python
                 return _pytest(named, arguments).returncode
