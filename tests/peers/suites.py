@@ -42,7 +42,8 @@ def _run_colossalai(checkout: Path, tests: Sequence[str], with_package: bool) ->
     return run_colossalai(Order(str(checkout), tests, with_package))
 
 
-_FINETUNE = "tests/unit_tests/dist_checkpointing/test_optimizer.py::TestDistributedOptimizer::test_finetune_doesnt_load_optimizer"
+_OPTIMIZER = "tests/unit_tests/dist_checkpointing/test_optimizer.py"
+_FINETUNE = f"{_OPTIMIZER}::TestDistributedOptimizer::test_finetune_doesnt_load_optimizer"
 _REMOVED_REFUSAL = (
     'asserts the words "(TP, PP) mismatch": the package resumes under another layout, or refuses in its own words, '
     "as here, where the optimizer has never stepped"
