@@ -5,14 +5,14 @@ Sizes are given as Megatron names them. What is left out (None) is taken from th
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 from mcore_ckpt_ext.errors import UsageError, shortened
+from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.versions import NEWEST, OLDEST, Version, parse_version
 
 SHARD_BYTES = 5 * 10**9
@@ -25,10 +25,6 @@ QUANTIZATIONS = ("fp8-block",)
 LayerSpec: TypeAlias = Literal["transformer_engine", "local"]
 Loop: TypeAlias = Literal["megatron", "bridge"]
 Quantization: TypeAlias = Literal["fp8-block"]
-
-
-# As Python, and Megatron in its list of arguments, spells what JSON spells otherwise.
-_WORDS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
 class _Target:
@@ -206,32 +202,13 @@ class HuggingFace(_Target):
         """Folders beside the source that are read."""
         return () if self.tokenizer is None else (self.tokenizer,)
 
-    def stated_arguments(self) -> dict[str, Any]:
-        """The arguments that the user states, by name; a value that is neither JSON nor a word of Python's is a text.
-
-        Raises:
-            UsageError: one of them is not of the form `NAME=VALUE`.
-        """
-        found: dict[str, Any] = {}
-        for text in self.arguments:
-            name, given, value = text.partition("=")
-            if not given or not name.isidentifier():
-                raise UsageError("an argument has no name, or no value", found=shortened(text), expected="NAME=VALUE")
-            if name in found:
-                raise UsageError("an argument is given twice", found=shortened(name), expected="each name once")
-            try:
-                found[name] = _WORDS[value] if value in _WORDS else json.loads(value)
-            except (ValueError, RecursionError):
-                found[name] = value
-        return found
-
     def __post_init__(self) -> None:
         """Check what can be checked without a source.
 
         Raises:
             UsageError: a value makes no sense.
         """
-        self.stated_arguments()
+        stated_arguments(self.arguments)
         _check_sizes(vocab_size=self.vocab_size, max_shard_size=self.max_shard_size, lora_alpha=self.lora_alpha)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kind", self.kind, EXPORTED_KINDS)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.errors import UsageError, readable, shortened
+from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.layout_choice.memory import Recomputation
 from mcore_ckpt_ext.layout_choice.search import PINS
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         read_rate=arguments.read_rate,
         most=None if arguments.all else 10,
         facts=facts_of(arguments),
-        stated=_stated(arguments.argument),
+        stated=stated_arguments(arguments.argument),
     )
     if arguments.json:
         print_result("plan", found, 0 if found.fits else 1)
@@ -88,19 +88,6 @@ def _pins(texts: list[str]) -> dict[str, int]:
             )  # fmt: skip
         pins[name] = int(size)
     return pins
-
-
-def _stated(texts: list[str]) -> dict[str, Any]:
-    stated: dict[str, Any] = {}
-    for text in texts:
-        name, given, value = text.partition("=")
-        if not given or not name.isidentifier():
-            raise UsageError("an argument has no name, or no value", found=shortened(text), expected="NAME=VALUE")
-        try:
-            stated[name] = json.loads(value)
-        except (ValueError, RecursionError):
-            stated[name] = value
-    return stated
 
 
 def _show(found: LayoutPlan) -> None:

@@ -27,6 +27,7 @@ from mcore_ckpt_ext.families.text_parts import text_config
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
 from mcore_ckpt_ext.formats.huggingface_images import checked_whole, seeing_tensors, text_tensors
+from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Slice
@@ -78,7 +79,7 @@ class HuggingFaceTarget:
         self._seeing = seeing_tensors(checkpoint, beside)
         of_images = {tensor.regions[0].name for tensor in self._seeing}
         names = [name for name in checkpoint.weights.names() if name not in of_images]
-        stated = options.stated_arguments()
+        stated = stated_arguments(options.arguments)
         if unknown := sorted(set(stated) - classified(stated)):
             raise UsageError(
                 "Megatron has no such argument", found=unknown[0], expected="as Megatron's arguments are stored: "

@@ -1,0 +1,46 @@
+"""Arguments that a user states: JSON, Python's words, text; one rule for every command."""
+
+from __future__ import annotations
+
+import pytest
+
+from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.job.stated import stated_arguments
+from mcore_ckpt_ext.targets import HuggingFace
+from tests.harness.checkpoints import fixture_named
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("swiglu=True", True),
+        ("swiglu=true", True),
+        ("num_query_groups=None", None),
+        ("num_layers=32", 32),
+        ("rotary_base=1e6", 1e6),
+        ("normalization=RMSNorm", "RMSNorm"),
+        ('hybrid_layer_pattern="M*"', "M*"),
+        ("spec=", ""),
+        (f"spec={'[' * 100_000}", "[" * 100_000),
+    ],
+)
+def test_values(text: str, value: object) -> None:
+    (found,) = stated_arguments([text]).values()
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("texts", [["swiglu"], ["=1"], ["a b=1"], ["swiglu=1", "swiglu=2"]])
+def test_bad_input(texts: list[str]) -> None:
+    with pytest.raises(UsageError):
+        stated_arguments(texts)
+    with pytest.raises(UsageError):
+        HuggingFace(arguments=texts)
+
+
+def test_plan_takes_python_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """`plan --argument` once took `True` for a text."""
+    run = str(fixture_named("p01").run)
+    assert main(["plan", run, "--gpus", "8", "--argument", "sequence_parallel=True"]) == 0
+    assert main(["plan", run, "--gpus", "8", "--argument", "num_layers=1", "num_layers=2"]) == 2
+    assert "given twice" in capsys.readouterr().err
