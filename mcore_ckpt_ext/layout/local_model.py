@@ -19,6 +19,7 @@ from mcore_ckpt_ext.model_space.anatomy import (
     is_of_prediction,
     language_prefix,
     pipelined_block,
+    precedes_layers,
     second_names,
     word_embeddings_in,
 )
@@ -153,9 +154,8 @@ class LocalModels:
     def chunk_of(self, name: str) -> tuple[int, int] | None:
         """The pipeline rank and virtual stage that hold a tensor; None of a layer that no stage has.
 
-        The language model begins with its embedding and ends with its norm and output layer; towers and projectors
-        stand on the first stage (`model_provider` of pretrain_vlm.py, core_v0.13 to 0.19.2). Where it predicts further
-        tokens, its norm follows its last layer since 0.16 (`has_final_layernorm_in_this_stage`, transformer_block.py).
+        The language model ends with its norm and output layer. Where it predicts further tokens, its norm follows its
+        last layer since 0.16 (`has_final_layernorm_in_this_stage`, transformer_block.py).
         """
         layer, _ = split_layer(name)
         if layer is not None and layer.block == self._divided:
@@ -169,9 +169,8 @@ class LocalModels:
             and FINAL_NORM_FOLLOWS_LAST_LAYER.is_shown_by(self.arguments)
         ):
             return self._chunk_of_layer.get(max(self._chunk_of_layer, default=0))
-        begins = not name.startswith(self._prefix) or own.startswith(("embedding.", "position_embeddings."))
         last = (self.layout.pipeline - 1, self.layout.virtual_pipeline - 1)
-        return (0, 0) if begins or layer is not None else last
+        return (0, 0) if layer is not None or precedes_layers(name, self._prefix) else last
 
     @cached_property
     def _prefix(self) -> str:

@@ -61,6 +61,15 @@ class ParallelLayout:
             raise UnreadableCheckpointError("the arguments of the job name an impossible layout", found=sizes)
         return layout
 
+    @property
+    def expert_data(self) -> int:
+        """The number of data-parallel ranks of experts: the world is ETP x EP x PP x this.
+
+        Source: the expert rank generator of `initialize_model_parallel` (megatron/core/parallel_state.py, core_v0.12.0
+        to 0.19.2).
+        """
+        return self.world // (self.expert_tensor * self.expert * self.pipeline)
+
     def sizes(self) -> dict[str, int]:
         """The size of each dimension, by its name; 1 of those that are not known."""
         return {name: size for name, size in asdict(self).items() if name != "unknown"}

@@ -67,8 +67,7 @@ def memory_of(stage: StageHolding, choice: Choice, buffers: Buffers, activations
     share it. Buckets that `--overlap-grad-reduce` makes add less than one such padding each, which is left out.
     """
     layout = choice.layout
-    expert_ranks = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
-    shares = ((stage.dense, layout.data * layout.context), (stage.experts, expert_ranks))
+    shares = ((stage.dense, layout.data * layout.context), (stage.experts, layout.expert_data))
     weights = gradients = optimizer = 0
     for holding, ranks in shares:
         if not holding.elements:

@@ -56,7 +56,8 @@ class Holding:
         weight_bytes: of the weights.
         shared_state: bytes of optimizer state that data-parallel ranks share.
         whole_state: bytes of optimizer state that every rank keeps.
-        stored_state: bytes of the stored optimizer state.
+        shared_stored: bytes of optimizer state in the checkpoint that data-parallel ranks share.
+        whole_stored: bytes of optimizer state in the checkpoint that every rank reads.
     """
 
     elements: int = 0
@@ -64,7 +65,12 @@ class Holding:
     weight_bytes: int = 0
     shared_state: int = 0
     whole_state: int = 0
-    stored_state: int = 0
+    shared_stored: int = 0
+    whole_stored: int = 0
+
+    def bytes_read(self, ranks: int) -> int:
+        """Return the bytes that one of the data-parallel ranks reads in a resume."""
+        return self.weight_bytes + self.shared_stored // ranks + self.whole_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +171,12 @@ class ModelTable:
         """Elements of all parameters."""
         return sum(prod(parameter.shape) for parameter in self.parameters)
 
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of all weights and all optimizer state in the checkpoint, each element counted once."""
+        widths = ((prod(one.shape), one.weight_bytes + one.stored_bytes) for one in self.parameters)
+        return sum(elements * width for elements, width in widths)
+
     def indivisible(self, tensor: int, expert_tensor: int) -> str | None:
         """Why some parameter cannot be divided among so many ranks; None where all can.
 
@@ -258,7 +270,8 @@ class ModelTable:
             elements * columns["weight_bytes"],
             np.where(shared, elements * columns["state_bytes"], 0),
             np.where(shared, 0, elements * columns["state_bytes"]),
-            elements * columns["stored_bytes"],
+            np.where(shared, elements * columns["stored_bytes"], 0),
+            np.where(shared, 0, elements * columns["stored_bytes"]),
         )
         totals = np.stack([by_place(value) for value in values], axis=1)
         start = np.zeros((1, len(values)), dtype=np.int64)

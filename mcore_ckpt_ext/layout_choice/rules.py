@@ -82,8 +82,9 @@ def _rank_order(choice: Choice) -> str | None:
     layout = choice.layout
     if not choice.job.use_tp_pp_dp_mapping or layout.pipeline == 1:
         return None
-    experts = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
-    return None if experts == layout.data else "--use-tp-pp-dp-mapping needs as many data-parallel ranks for experts"
+    if layout.expert_data == layout.data:
+        return None
+    return "--use-tp-pp-dp-mapping needs as many data-parallel ranks for experts"
 
 
 def _heads(choice: Choice) -> str | None:

@@ -91,6 +91,19 @@ def is_output_layer(name: str) -> bool:
     return own.removeprefix(_HEAD) == OUTPUT_LAYER
 
 
+def precedes_layers(name: str, prefix: str) -> bool:
+    """Return whether a parameter outside the layers stands on the first stage of a pipeline, before its first layer.
+
+    The language model begins with its embedding; towers and projectors, which are not part of it, stand on the first
+    stage (`model_provider` of pretrain_vlm.py, core_v0.13.0 to 0.19.2).
+
+    Args:
+        name: of a parameter that is in no layer of the block that the pipeline divides.
+        prefix: of the language model's names, as `language_prefix` returns it.
+    """
+    return not name.startswith(prefix) or name.removeprefix(prefix).startswith(("embedding.", "position_embeddings."))
+
+
 def is_of_prediction(name: str) -> bool:
     """Whether a parameter belongs to the layers of multi-token prediction: `mtp.layers.0.eh_proj.weight`."""
     return name.removeprefix(language_prefix(name)).startswith("mtp.")

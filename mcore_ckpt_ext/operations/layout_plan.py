@@ -163,7 +163,9 @@ def plan(
             old_layout=str(old),
             megatron_version=str(version),
             parameters=table.elements,
-            layouts=tuple(_planned(one, checkpoint, job, old, version, read_rate) for one in chosen),
+            layouts=tuple(
+                _planned(one, checkpoint, job, old, version, read_rate, table.stored_bytes) for one in chosen
+            ),
             accepted=len(result.found),
             least_memory=least.memory.total if least else None,
             least_layout=str(least.choice.layout) if least else None,
@@ -219,19 +221,23 @@ def _sizes_of(pins: Mapping[str, int]) -> dict[str, int]:
 
 
 def _planned(
-    one: Found, checkpoint: Checkpoint, job: JobArguments, old: ParallelLayout, version: Version, read_rate: int | None
+    one: Found,
+    checkpoint: Checkpoint,
+    job: JobArguments,
+    old: ParallelLayout,
+    version: Version,
+    read_rate: int | None,
+    stored_bytes: int,
 ) -> PlannedLayout:
     choice, layout = one.choice, one.choice.layout
     running = job.changed(**_arguments_of(one))
     is_moved = bool(placement_changes(job, running))
     keeps = (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline)
-    expert_ranks = layout.world // (layout.expert_tensor * layout.expert * layout.pipeline)
-    weights = [stage.dense.weight_bytes + stage.experts.weight_bytes for stage in one.holdings]
-    states = [(stage.dense.stored_state, stage.experts.stored_state) for stage in one.holdings]
-    share = layout.data * layout.context
-    per_rank = [w + d // share + e // expert_ranks for w, (d, e) in zip(weights, states, strict=True)]
-    in_all = sum(rank * layout.world // layout.pipeline for rank in per_rank)
-    once = in_all - sum(size * (layout.world // layout.pipeline - layout.tensor) for size in weights)
+    per_rank = [
+        stage.dense.bytes_read(layout.data * layout.context) + stage.experts.bytes_read(layout.expert_data)
+        for stage in one.holdings
+    ]
+    in_all = sum(per_rank) * (layout.world // layout.pipeline)
     return PlannedLayout(
         layout=str(layout),
         sizes={label: getattr(layout, name) for label, name in PINS.items()} | {"dp": layout.data},
@@ -243,7 +249,7 @@ def _planned(
         global_batch_size=choice.global_batch,
         read_per_rank=max(per_rank),
         read_in_all=in_all,
-        read_once=min(once, in_all),
+        read_once=stored_bytes,
         seconds=None if read_rate is None else round(in_all / read_rate, 1),
         stock_resumes=checkpoint.optimizer_format is None
         or stock_can_load(checkpoint.optimizer_format, is_moved, version),
@@ -290,7 +296,7 @@ def _flags_of(one: Found) -> list[str]:
         flag = f"--{name.replace('_', '-')}"
         if value is True:
             flags.append(flag)
-        elif value and value is not True:
+        elif value:
             flags.append(f"{flag} '{value}'" if isinstance(value, str) else f"{flag} {value}")
     if choice.has_sequence_parallelism:
         flags.append("--sequence-parallel")

@@ -15,14 +15,19 @@ from mcore_ckpt_ext.layout_choice.model_table import (
     embedding_copies,
     place_after_layers,
 )
-from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, language_prefix, pipelined_block, second_names
+from mcore_ckpt_ext.model_space.anatomy import (
+    in_vocabulary,
+    language_prefix,
+    pipelined_block,
+    precedes_layers,
+    second_names,
+)
 from mcore_ckpt_ext.model_space.names import is_module_buffer, parse, split_layer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT
 from mcore_ckpt_ext.optimizers.table import shows_names
 
 _BEFORE = -1
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-_KEPT = ("embedding.", "position_embeddings.")
 
 
 def table_of(checkpoint: Checkpoint, job: JobArguments) -> ModelTable:
@@ -85,10 +90,9 @@ def _place(name: str, block: str, prefix: str, job: JobArguments) -> int:
     layer, _ = split_layer(name)
     if layer is not None and layer.block == block:
         return layer.number
-    own = name.removeprefix(prefix)
-    if not name.startswith(prefix) or own.startswith(_KEPT):
+    if precedes_layers(name, prefix):
         return _BEFORE
-    return place_after_layers(own, job)
+    return place_after_layers(name.removeprefix(prefix), job)
 
 
 class _States:

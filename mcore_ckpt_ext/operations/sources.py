@@ -17,6 +17,7 @@ from mcore_ckpt_ext.formats.huggingface_images import compared_whole, text_besid
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.merged import merged_view
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
+from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -123,7 +124,7 @@ def _merged(checkpoint: Checkpoint, target: Target, family: Family | None, path:
                          helps="leave the option out")  # fmt: skip
     base = open_checkpoint(path, family=family)
     if isinstance(target, HuggingFace):
-        stated, alpha = target.stated_arguments(), target.lora_alpha
+        stated, alpha = stated_arguments(target.arguments), target.lora_alpha
     elif base.format_reader.is_model_folder or target.transformer_impl is not None:
         raise UsageError(
             "adapters are merged into a Hugging Face folder to be written as one, into a checkpoint of Megatron under "

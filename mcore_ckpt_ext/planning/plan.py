@@ -5,6 +5,7 @@ A plan can be printed, counted, split between workers, walked by the proof, or e
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -127,12 +128,12 @@ class Selecting(Protocol):
         """At least the slices that do, in the order of `stored`."""
 
 
-class StoredOnce:
-    """A source that stores every element once, or whose copies are not told apart."""
+class StoredOnce(ABC):
+    """Base of sources without replicas: each element is stored once, or its copies cannot be distinguished."""
 
+    @abstractmethod
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
-        """All slices that hold elements of a tensor."""
-        raise NotImplementedError
+        """Return all slices that hold elements of a tensor."""
 
     def copies(self, kind: str, name: str) -> Copies:
         """A tensor as one part in one copy."""

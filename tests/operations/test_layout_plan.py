@@ -20,7 +20,7 @@ from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Recomputation, activation_bytes, memory_of
 from mcore_ckpt_ext.layout_choice.model_table import Holding, ModelTable, PaddedRows, Parameter, StageHolding
 from mcore_ckpt_ext.layout_choice.rules import Choice
-from mcore_ckpt_ext.layout_choice.search import Wish, search
+from mcore_ckpt_ext.layout_choice.search import PINS, Wish, search
 from mcore_ckpt_ext.layout_choice.stage_split import layout_string, stage_splits
 from mcore_ckpt_ext.operations.layout_plan import buffers_of, plan
 from mcore_ckpt_ext.operations.parameter_table import table_of
@@ -98,6 +98,45 @@ def bytes_of_rank(rank: dict[str, Any]) -> int:
         for kind, dtype in one["optim"]["live_dtypes"].items():
             is_weight = kind == "fp32_param" and width(one["dtype"]) == 4
             found += 0 if is_weight else (end - start) * width(dtype)
+    return found
+
+
+@pytest.mark.parametrize("name", ["p01", "p09", "p22", "p41", "p47"])
+def test_bytes_read_are_those_that_genuine_ranks_hold(name: str) -> None:
+    """Under its own layout a rank reads its weights and its own state, however the optimizer is distributed."""
+    fixture = fixture_named(name)
+    layout = open_checkpoint(fixture.run).layout
+    pins = {
+        label: getattr(layout, attribute) for label, attribute in PINS.items() if attribute not in ("virtual_pipeline",)
+    }
+    (planned, *_) = plan(fixture.run, layout.world, pins=pins, most=None).layouts
+    held = [bytes_kept(rank) for rank in fixture.job["ranks"]]
+    # Flat buffers are cut into equal parts, padding included, so a rank's share may be a little smaller.
+    assert planned.read_per_rank == pytest.approx(max(held), rel=0.05)
+    assert planned.read_in_all == pytest.approx(sum(held), rel=0.05)
+    copies = len({rank["coords"]["dp"] for rank in fixture.job["ranks"]})
+    assert planned.read_once < planned.read_in_all if copies > 1 else planned.read_once <= planned.read_in_all
+
+
+def test_whole_state_is_read_by_every_rank() -> None:
+    """An optimizer that is not distributed is read as often as there are data-parallel ranks."""
+    (planned, *_) = plan(fixture_named("p41").run, 8, pins={"tp": 2, "pp": 2}, most=None).layouts
+    once = planned.read_once
+    assert once == sum(prod(one.shape) * (one.weight_bytes + 12) for one in choice_of("p41").table.parameters)
+    assert planned.read_in_all > 2 * once * 0.99
+
+
+def bytes_kept(rank: dict[str, Any]) -> int:
+    """The weights of a live rank, and the state that it keeps of its optimizer."""
+    found = 0
+    for one in rank["params"]:
+        elements = sum(prod(shape) for shape in one["local_shape"])
+        found += elements * int(getattr(torch, one["dtype"].removeprefix("torch.")).itemsize)
+        if one["optim"] is not None:
+            start, end = one["optim"]["param"]
+            # Older fixtures are all of fp32 masters and moments.
+            for dtype in one["optim"].get("live_dtypes", dict.fromkeys(["master", "m", "v"], "float32")).values():
+                found += (end - start) * int(getattr(torch, dtype.removeprefix("torch.")).itemsize)
     return found
 
 
