@@ -21,6 +21,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, agreed_here, gather, rank_and_size
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
+from mcore_ckpt_ext.formats.views import with_first_moments
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
@@ -121,7 +122,7 @@ def prepare(
 
     def opened(spell: Spell = str) -> Checkpoint:
         orders = [list(map(spell, registered)) for view in views for registered in view.registered]
-        return open_checkpoint(folder, witnesses=[WitnessedOrder("the live model", orders)])
+        return with_first_moments(open_checkpoint(folder, witnesses=[WitnessedOrder("the live model", orders)]))
 
     def under_its_names() -> tuple[Checkpoint, LiveJob, Spell]:
         checkpoint, (job,) = opened(), jobs

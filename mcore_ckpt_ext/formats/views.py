@@ -1,16 +1,27 @@
-"""Views of a checkpoint: under other names, and without its optimizer."""
+"""Views of a checkpoint: under other names, without its optimizer, and with the moments of an unmade first step."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
 from operator import ne
+from typing import Any
 
+from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.parts import lazy
+from mcore_ckpt_ext.formats.portable_state import inner_state
 from mcore_ckpt_ext.formats.renamed import NameMap, RenamedOrder, RenamedState, RenamedWeights
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.names import spelled_as_in
-from mcore_ckpt_ext.model_space.tensors import WEIGHT
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.optimizers.first_step import (
+    WITHOUT_STEP,
+    FirstMoments,
+    counts_no_step,
+    lack_first_moments,
+    moments_of,
+    with_step_zero,
+)
 
 
 def renamed(view: CheckpointView, names: Mapping[str, str]) -> CheckpointView:
@@ -40,6 +51,38 @@ def renamed(view: CheckpointView, names: Mapping[str, str]) -> CheckpointView:
 def without_optimizer(view: CheckpointView) -> CheckpointView:
     """A checkpoint as one of weights alone."""
     return replace(view, trained=replace(view.trained, format=lambda: None))
+
+
+def is_before_first_step(view: CheckpointView) -> bool:
+    """Whether its optimizer was saved before its first step, without moments (see `optimizers.first_step`)."""
+    if view.optimizer_format is None or not counts_no_step(scheduler_in(view.common)):
+        return False
+    return lack_first_moments(view.param_groups()) and set(view.optimizer.kinds) == {FP32_PARAM}
+
+
+def with_first_moments(view: CheckpointView) -> CheckpointView:
+    """A checkpoint whose optimizer has the moments, and the step, that its first step begins with.
+
+    Returns:
+        The same checkpoint, unless its optimizer was saved before that step.
+    """
+    if not is_before_first_step(view):
+        return view
+    state, moments = view.optimizer, moments_of(view.param_groups())
+    trained = replace(
+        view.trained,
+        state=lambda: FirstMoments(state, moments),
+        param_groups=lambda: with_step_zero(view.param_groups()),
+        chain=lambda: [_with_step_zero(child) for child in view.chain()],
+    )
+    return replace(view, trained=trained, messages=lambda seen: [*view.messages(seen), WITHOUT_STEP])
+
+
+def _with_step_zero(child: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a chained optimizer, with the step of its groups."""
+    inner = inner_state(child)
+    counted = {**inner, "param_groups": with_step_zero(inner["param_groups"])}
+    return {**child, "optimizer": counted} if "optimizer" in child else counted
 
 
 def spelled_as(view: CheckpointView, other: CheckpointView) -> CheckpointView:

@@ -21,6 +21,7 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, gather, is_first_rank, rank_and_size
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.views import is_before_first_step
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.megatron.core_save import ToBeSaved
 from mcore_ckpt_ext.megatron.live.arguments import chunks_of, live_arguments
@@ -227,6 +228,7 @@ def _decided(folder: Path, optimizer: Any, fits: bool) -> LoadDecision:
         switched=lambda: _switched(checkpoint, chain),
         stored_groups=lambda: stored_groups(folder),
         is_shifted=lambda: _is_shifted(checkpoint),
+        is_before_first_step=lambda: is_before_first_step(checkpoint),
     )
     return decide(facts)
 

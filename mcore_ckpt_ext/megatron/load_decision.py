@@ -14,12 +14,13 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, attempt, is_first_rank
 from mcore_ckpt_ext.errors import ModelMismatchError, printable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
+from mcore_ckpt_ext.formats.common_state import common_optimizers, scheduler_in, sharding_type
 from mcore_ckpt_ext.formats.description import ARGUMENTS
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.legacy_ranks import LAYER_WISE_FILES
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.views import is_before_first_step
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.sidecar import orders_of
 from mcore_ckpt_ext.layout.weight_shards import check_gates
@@ -37,6 +38,7 @@ from mcore_ckpt_ext.megatron.policy import OF_ARGUMENTS, LoadDecision, decide
 from mcore_ckpt_ext.megatron.random_states import are_lacking, are_too_few, may_differ
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.legacy_state_dict import changes_of, folder_to_feed
+from mcore_ckpt_ext.optimizers.first_step import counts_no_step
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, NOT_DISTRIBUTED
 from mcore_ckpt_ext.optimizers.table import FORMATS, encodings_named, shows_names
 from mcore_ckpt_ext.optimizers.unsupported import has_remainders
@@ -212,6 +214,7 @@ def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], direc
         switched=lambda: _switched(folder, written, call, arguments),
         stored_groups=lambda: stored_groups(folder),
         has_as_many_groups=lambda: has_as_many_groups(common, chain),
+        is_before_first_step=lambda: _is_before_first_step(folder, common),
     )
     decision = decide(facts)
     if not chain.whole and facts.optimizer_format not in FORMATS and decision.reason not in OF_ARGUMENTS:
@@ -226,6 +229,12 @@ def stored_groups(folder: Path) -> Sequence[Mapping[str, Any]]:
     if is_first_rank():
         attempt(lambda: found.extend(open_checkpoint(folder).param_groups()))  # stock tells what is wrong
     return found
+
+
+def _is_before_first_step(folder: Path, common: Mapping[str, Any]) -> bool:
+    """Whether the optimizer was saved before its first step; seen by the first rank alone, whose decision counts."""
+    may_be = counts_no_step(scheduler_in(common)) and is_first_rank()
+    return may_be and is_before_first_step(open_checkpoint(folder))
 
 
 def lacks_random_states(folder: Path, arguments: Any, written: JobArguments | None = None) -> bool:

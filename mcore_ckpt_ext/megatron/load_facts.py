@@ -62,6 +62,7 @@ class LoadFacts:
         has_own_files: a layer-wise optimizer finds the files of its own ranks.
         has_as_many_groups: optimizers of whole parameters have as many groups as were saved.
         is_shifted: masters in samples are not those of the weights whose names they bear.
+        is_before_first_step: the optimizer was saved before its first step, without moments.
         is_packed_otherwise: the sidecar shows other places in the buffers; known once all ranks have compared.
     """
 
@@ -79,4 +80,5 @@ class LoadFacts:
     has_own_files: Callable[[], bool] = _yes
     has_as_many_groups: Callable[[], bool] = _yes
     is_shifted: Callable[[], bool] = _no
+    is_before_first_step: Callable[[], bool] = _no
     is_packed_otherwise: bool = False

@@ -292,6 +292,12 @@ CHECKS: tuple[Check, ...] = (
         does=MATCHES_GROUPS_BY_BOUNDS,
     ),
     Check(
+        "before the first step",
+        "it requests moments, of which there are none before the first step, and ends",
+        f"_init_optimizer_states_with_dummy_values, {_OPTIMIZER}; init_state_fn, optimizer.py, 0.16.1 to 0.19.2",
+        lambda facts: facts.is_before_first_step(),
+    ),
+    Check(
         "order in the buffers",
         "it takes the state of one parameter for that of another of the same size",
         f"load_parameter_state_from_dp_reshardable, {_OPTIMIZER}, 0.7.0 to 0.19.2",

@@ -17,6 +17,7 @@ from mcore_ckpt_ext.formats.huggingface_images import compared_whole, text_besid
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.merged import merged_view
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
+from mcore_ckpt_ext.formats.views import with_first_moments
 from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.adapters import is_adapter
@@ -50,6 +51,7 @@ def open_source(
         weights = merge
     checkpoint = open_checkpoint(path, family=family, transformer_impl=spec, facts=facts, weights=weights)
     require_weights(checkpoint)
+    checkpoint = with_first_moments(checkpoint)
     if merge is not None or target.is_model_folder:
         checkpoint = under_bridge_s_names(checkpoint)
     if merge is not None:

@@ -167,13 +167,14 @@ def _queues(optimizer: Mapping[str, Any], where: str) -> list[_Queue]:
                 helps="the file was edited, or is damaged: use another iteration",
             )
         kinds = {frozenset(entry) - {FP32_PARAM} for entry in entries}
-        if len(kinds) > 1 or (frozenset() in kinds and not keeps_nothing([group])):
+        is_new = masters is not None and not group.get("step")  # see `first_step`
+        if len(kinds) > 1 or (frozenset() in kinds and not (is_new or keeps_nothing([group]))):
             raise _unknown("not the same state for all parameters of a group", where)
         # torch's Adam keeps it beside each parameter.
         counted = "step" in group or all("step" in state.get(parameter, {}) for parameter in group["params"])
         if EXP_AVG_SQ in next(iter(kinds), ()) and not counted:  # Lion counts none
             raise _unknown("no step in a parameter group, nor beside its parameters", where)
-        if kinds and group.keys() >= _ADAM and kinds != {_MOMENTS_OF_ADAM}:
+        if any(kinds) and group.keys() >= _ADAM and kinds != {_MOMENTS_OF_ADAM}:
             raise _unknown(f"a group of Adam that keeps {', '.join(sorted(kinds.pop()))}", where)
         queues.append(_Queue(deque(entries), bool(group.get("is_expert_parallel"))))
     return queues

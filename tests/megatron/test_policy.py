@@ -68,6 +68,7 @@ FACTS: Mapping[str, dict[str, Any]] = {
     "shifted parameters": {"loop": Loop.CORE, "is_shifted": lambda: True},
     "group settings": {"version": (0, 16), "stored_groups": lambda: [{"wd_mult": 1.0}]},
     "parameter groups": {"stored_groups": lambda: [{**IDENTITY, "wd_mult": 0.0}], "chain": distributed()},
+    "before the first step": {**IN_PLACE, "is_before_first_step": lambda: True},
     "order in the buffers": {**IN_PLACE, "is_packed_otherwise": True},
 }  # fmt: skip
 

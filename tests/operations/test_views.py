@@ -22,7 +22,7 @@ from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, St
 from mcore_ckpt_ext.formats.renamed import NameMap, RenamedSource, RenamedState
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.formats.views import renamed, without_optimizer
+from mcore_ckpt_ext.formats.views import renamed, with_first_moments, without_optimizer
 from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights, WrappedWeights
 from mcore_ckpt_ext.model_space.names import parse
 from mcore_ckpt_ext.model_space.slices import Region
@@ -89,8 +89,9 @@ def replaced_in(view: CheckpointView, source: CheckpointView) -> set[str]:
         (lambda source: under_layer_spec(source, "local"), SPEC),
         (without_optimizer, NO_OPTIMIZER),
         (lambda source: for_model(source, source), {"adapters"}),
+        (with_first_moments, set()),
     ],
-    ids=["as it is", "other names", "transformer engine", "local", "no optimizer", "adapters"],
+    ids=["as it is", "other names", "transformer engine", "local", "no optimizer", "adapters", "steps were made"],
 )
 @pytest.mark.parametrize("name", NAMED)
 def test_what_is_not_replaced_is_the_same(
