@@ -237,7 +237,7 @@ def test_the_flags_of_existing_scripts_save_in_the_background(folder: Path) -> N
     assert held.returncode == 0, held.output[-6000:]
     assert_trained_meanwhile(held.output)
     assert sorted(durable_lines(held.output)) == [4, 8, 12]
-    synchronous = run_saving(folder / "synchronous", 8, interval=4, more=["--use-dist-ckpt"], **checkout_job())
+    synchronous = run_saving(folder / "synchronous", 12, interval=4, more=["--use-dist-ckpt"], **checkout_job())
     assert synchronous.returncode == 0, synchronous.output[-6000:]
     for iteration in (4, 8):
         name = f"iter_{iteration:07d}"

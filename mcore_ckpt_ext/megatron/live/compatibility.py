@@ -18,6 +18,7 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.live.model import NEW, Spell, quantisation
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
+from mcore_ckpt_ext.model_space.anatomy import OUTPUT_LAYER, WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
 from mcore_ckpt_ext.model_space.names import spelled_as_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
@@ -55,18 +56,35 @@ def becomes_hybrid(written: JobArguments, running: JobArguments) -> bool:
 
 
 def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
-    """Refuse a model that would leave stored parameters unused.
+    """Refuse a model that would leave stored parameters unused, or whose output layer is not stored.
+
+    Args:
+        checkpoint: that is to be resumed.
+        live: the names of all parameters and buffers of the live model, as the checkpoint has them.
 
     Raises:
-        ModelMismatchError: the checkpoint holds a tensor that no rank's model has.
+        ModelMismatchError: the checkpoint holds a tensor that no rank's model has, or its embeddings are tied and those
+            of the model are not.
     """
-    unused = [name for name in checkpoint.names(WEIGHT) if name not in live]
+    stored = checkpoint.names(WEIGHT)
+    unused = [name for name in stored if name not in live]
     if unused:
         raise ModelMismatchError(
             "the checkpoint holds parameters that the model does not have",
             found=f"{len(unused)} of them, {', '.join(unused[:3])}",
             where=str(checkpoint.folder),
-            helps="resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
+            helps="resume with --untie-embeddings-and-output-weights, as the checkpoint was written"
+            if unused == [OUTPUT_LAYER]
+            else "resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
+        )
+    if OUTPUT_LAYER in live and WORD_EMBEDDINGS in stored and OUTPUT_LAYER not in stored:
+        raise ModelMismatchError(
+            "the model has an output layer of its own, and the embeddings of the checkpoint are tied",
+            found="no such parameter in the checkpoint",
+            expected=OUTPUT_LAYER,
+            where=str(checkpoint.folder),
+            helps="resume without --untie-embeddings-and-output-weights; to train an output layer that begins anew, as "
+            "the optimizer then does: --no-load-optim --dist-ckpt-strictness log_all",
         )
 
 
