@@ -102,7 +102,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("both_ways")
     loads = {name: LOADS[name] for name in known(request.param)}
     plugins = [launch.PRECISION_AWARE, launch.CPU_OFFLOAD]
-    return run_in_turn(folder, in_order(folder, loads), plugins, of_checkout=request.param)
+    return run_in_turn(folder, in_order(folder, loads, request.param), plugins, of_checkout=request.param)
 
 
 @pytest.fixture(scope="module")
@@ -114,9 +114,9 @@ def with_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Results]:
         yield run_in_turn(folder, in_order(folder, ENGINE_LOADS), [launch.SYNTHETIC_TRAINING])
 
 
-def in_order(folder: Path, loads: Mapping[str, Loaded]) -> list[Turn]:
+def in_order(folder: Path, loads: Mapping[str, Loaded], of_checkout: bool = False) -> list[Turn]:
     """Stock's own turns last, since they take this package out of the process."""
-    turns = [turn for name, load in loads.items() for turn in both_ways(folder, name, load)]
+    turns = [turn for name, load in loads.items() for turn in both_ways(folder, name, load, of_checkout)]
     return sorted(turns, key=lambda turn: bool(turn.order["stock"]))
 
 
@@ -126,16 +126,32 @@ def known(of_checkout: bool) -> list[str]:
     return [name for name, load in LOADS.items() if not (old and "_v0190_" in fixture_named(load.fixture).folder.name)]
 
 
-def both_ways(folder: Path, name: str, load: Loaded) -> list[Turn]:
+def is_by_stock(load: Loaded, of_checkout: bool) -> bool:
+    """Whether stock alone loads it, and right.
+
+    On the development head a distributed optimizer steps what Muon does not, and asks for keys that p44, whose
+    layer-wise one stepped everything, does not have (`SPLITS_LAYER_WISE`).
+    """
+    is_split = load.fixture == "p44" and of_checkout and version() == "0.20"
+    return load.by_stock and not is_split
+
+
+def both_ways(folder: Path, name: str, load: Loaded, of_checkout: bool) -> list[Turn]:
     source = fixture_named(load.fixture)
     layout = replace(load.layout, vocabulary=source.job["args"]["padded_vocab_size"])
     options = {"load": source.run, **load.options}
-    own = options.pop("environment", {})
+    own, by_stock = options.pop("environment", {}), is_by_stock(load, of_checkout)
     once = {**own, **FAST, READ_ONCE.name: "1"}
     return [
         *(Turn(folder / f"{each} once", layout, environment=once, **options) for each in ONCE if each == name),
         Turn(folder / f"{name} fast", layout, environment={**own, **FAST}, **options),
-        Turn(folder / f"{name} other", layout, environment={**own, **SLOW}, stock=load.by_stock, **options),
+        Turn(
+            folder / f"{name} other",
+            layout,
+            environment={**own, **SLOW},
+            stock=by_stock,
+            **options,
+        ),
     ]
 
 
@@ -184,4 +200,4 @@ def check_trained(load: Loaded, name: str, results: Results) -> None:
     assert list(fast.losses) == [SAVED + 1]
     assert fast.losses == other.losses
     # Of a load that stock does, nothing is said; all else is summed up in one line.
-    assert (len(fast.said), len(other.said)) == (1, not load.by_stock)
+    assert (len(fast.said), len(other.said)) == (1, not is_by_stock(load, results.of_checkout))
