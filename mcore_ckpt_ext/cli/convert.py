@@ -19,7 +19,7 @@ from mcore_ckpt_ext.cli.sizes import parse_count, parse_file_size, parse_size
 from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import UsageError, readable
 from mcore_ckpt_ext.families.family import Family
-from mcore_ckpt_ext.families.recognition import FAMILIES
+from mcore_ckpt_ext.families.recognition import FAMILIES, registered_here
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
 from mcore_ckpt_ext.loops.facts import FactsOfSource
 from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, LOOPS, QUANTIZATIONS, TARGETS, Target
@@ -92,6 +92,10 @@ class _ListFamilies(argparse.Action):
     @override
     def __call__(self, parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
         rows = [("model_type", "family", "trained by", "models"), *map(_family_row, FAMILIES)]
+        rows += [
+            (one.model_type, one.class_name, "(not loaded)", f"registered by {one.distribution}")
+            for one in registered_here()
+        ]
         widths = [max(len(row[column]) for row in rows) for column in range(3)]
         for row in rows:
             line("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]))

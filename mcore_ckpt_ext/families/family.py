@@ -134,6 +134,7 @@ class Family:
         defaults: what the class of transformers has for sizes that released folders leave out.
         bridge_provider: the family's own class in Megatron-Bridge, below `megatron.bridge.models`, if it needs one.
         bridge_lacks: fields of the usual class that this one does not have.
+        origin: the installed distribution that registers it; empty for this package's own.
     """
 
     model_type: ClassVar[str]
@@ -152,11 +153,17 @@ class Family:
     needs_engine: ClassVar[bool] = False
     bridge_provider: ClassVar[str] = ""
     bridge_lacks: ClassVar[Sequence[str]] = ()
+    origin: str = ""
 
     @property
     def name(self) -> str:
         """For messages and `--family`."""
         return type(self).__name__
+
+    @property
+    def described(self) -> str:
+        """The name, and where the family comes from if not from this package."""
+        return f"{self.name} (registered by {self.origin})" if self.origin else self.name
 
     def config(self, arguments: ModelArguments) -> dict[str, Any]:
         """`config.json` for a job's arguments, completed and with the true `vocab_size`."""

@@ -13,6 +13,7 @@ from mcore_ckpt_ext.families.arcee import Arcee
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, KimiK2
+from mcore_ckpt_ext.families.entry_points import RegisteredFamily, attributed, loadable, registered_families
 from mcore_ckpt_ext.families.ernie4_5 import Ernie45
 from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
 from mcore_ckpt_ext.families.gemma2 import Gemma2
@@ -80,10 +81,22 @@ def family_named(name: str) -> Family:
     for family in FAMILIES:
         if name.lower() in (family.name.lower(), family.model_type):
             return family
+    for registered in registered_here():
+        if name.lower() in (registered.class_name.lower(), registered.model_type):
+            return registered.load()
     raise UnsupportedCheckpointError(
-        "there is no such family", found=name, expected=", ".join(family.name for family in FAMILIES),
+        "there is no such family", found=name, expected=", ".join(_names()),
         helps="or name a class of your own: --family path.py:Name (CONTRIBUTING.md shows how to write one)",
     )  # fmt: skip
+
+
+def registered_here() -> tuple[RegisteredFamily, ...]:
+    """Families of other installed distributions, none of which is loaded by this."""
+    return registered_families(frozenset(family.model_type for family in FAMILIES))
+
+
+def _names() -> list[str]:
+    return [*(family.name for family in FAMILIES), *(registered.class_name for registered in registered_here())]
 
 
 def _from_file(path: str, name: str) -> Family:
@@ -114,7 +127,11 @@ def family_of_config(config: Mapping[str, Any], where: str) -> Family:
     for family in FAMILIES:
         if config.get("model_type") == family.model_type:
             _check_class(family, config.get("architectures"), where)
+            registered_here()  # a distribution that registers this model_type, too, is named
             return family
+    for registered in registered_here():
+        if config.get("model_type") == registered.model_type:
+            return registered.load()
     if why := NOT_IN_MEGATRON.get(str(config.get("model_type"))):
         raise UnsupportedCheckpointError(
             "Megatron Core has no such model, up to 0.19.2", found=f"model_type {config['model_type']}: {why}",
@@ -157,6 +174,8 @@ def family_of_megatron(
 ) -> Fit:
     """The one family that a Megatron checkpoint fits, with the arguments under which it does.
 
+    Families of other distributions are tried where none of this package fits, or where the model came from one.
+
     Args:
         arguments: completed, with the true `vocab_size`.
         names: of its weights, in model space; None where it has adapters alone.
@@ -169,6 +188,10 @@ def family_of_megatron(
     """
     fits = [fit(family, arguments, names) for family in ((wanted,) if wanted else FAMILIES)]
     fitting = [found for found in fits if not found.reasons]
+    if not wanted:
+        more = [one for one in registered_here() if not fitting or one.model_type == once]
+        fits += [fit(family, arguments, names) for family in map(loadable, more) if family]
+        fitting = [found for found in fits if not found.reasons]
     if len(fitting) > 1:
         before = [found for found in fitting if found.family.model_type == once]
         fitting = before or [found for found in fitting if not found.family.rather_another(arguments)]
@@ -176,7 +199,7 @@ def family_of_megatron(
         return fitting[0]
     if fitting:
         raise UnsupportedCheckpointError(
-            "the checkpoint fits several families", found=", ".join(found.family.name for found in fitting),
+            "the checkpoint fits several families", found=", ".join(found.family.described for found in fitting),
             where=where, helps=f"name the right one: --family {fitting[0].family.name}",
         )  # fmt: skip
     fits.sort(key=lambda found: (not found.by_names, len(found.reasons)))
@@ -186,13 +209,22 @@ def family_of_megatron(
         found="; ".join(
             f"not {found.family.name}: {', '.join(found.told)}" for found in fits[: 1 if fits[0].by_names else 3]
         ),
-        expected=f"one of {', '.join(family.name for family in FAMILIES)}", where=where,
+        expected=f"one of {', '.join(_names())}", where=where,
         helps="name it, --family NAME, or write its family (CONTRIBUTING.md shows how): --family path.py:Name",
     )  # fmt: skip
 
 
 def fit(family: Family, arguments: ModelArguments, names: Collection[str] | None) -> Fit:
     """How a Megatron checkpoint fits a family, under the layer spec that its names follow."""
+    try:
+        return attributed(family, lambda: _fit(family, arguments, names))
+    except UnsupportedCheckpointError as error:
+        if not family.origin:
+            raise
+        return Fit(family, arguments, [str(error)], by_names=False)
+
+
+def _fit(family: Family, arguments: ModelArguments, names: Collection[str] | None) -> Fit:
     if misfits := family.misfits(arguments):
         return Fit(family, arguments, misfits, by_names=False)
     if names is None:

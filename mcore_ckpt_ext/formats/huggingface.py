@@ -18,6 +18,7 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
+from mcore_ckpt_ext.families.entry_points import attributed
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.images_known import IMAGES
@@ -134,7 +135,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
         regions = layers * (experts + 3 * self.model.num_query_groups)
         Budget(_ENTRY_BYTES * len(stored), CONFIG).spend(_STEPS_A_REGION * regions, "layers, experts and query groups")
         self._check_tied(stored)
-        expected = {tensor.name: tensor for tensor in self.family.tensors(self.model, stored)}
+        tensors = attributed(self.family, lambda: self.family.tensors(self.model, stored))
+        expected = {tensor.name: tensor for tensor in tensors}
         stored = self._without_copies(stored, expected.values())
         ignored = self.family.without_place(stored.keys(), self.model, self.config) - expected.keys()
         self.left_out = sorted([*ignored, *self._of_activations, *self._images])
@@ -278,6 +280,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @override
     def notices_of(self, view: CheckpointView) -> list[str]:
         found = [*self.family.notices(self.model), *self._neutral.notices(self.family.mapped_keys)]
+        if self.family.origin:
+            found.insert(0, f"the model is {with_article(self.family.described)}")
         if self.whole:
             whole = "; --for bridge carries what sees images, too" if self.whole in IMAGES else ""
             found.append(f"of {self.whole} only the text is read, as {with_article(self.family.name)}{whole}")

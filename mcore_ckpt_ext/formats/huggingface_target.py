@@ -19,6 +19,7 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, 
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
+from mcore_ckpt_ext.families.entry_points import attributed
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
 from mcore_ckpt_ext.families.flags import ignored
 from mcore_ckpt_ext.families.forward_pass import classified, told, unknown
@@ -205,7 +206,7 @@ class HuggingFaceTarget:
             kept = family.kept(beside)
         else:  # a tokenizer may come from a model of another family: then only its tokens are this model's, too
             kept = {key: beside[key] for key in TOKENS if key in beside}
-        config = {**kept, **family.config(arguments)}
+        config = {**kept, **attributed(family, lambda: family.config(arguments))}
         return config, [key for key in TOKENS if key not in config], False
 
     def _vocabulary(self) -> int:
@@ -236,7 +237,7 @@ class HuggingFaceTarget:
     def _notes(self, config: Mapping[str, Any], missing: Sequence[str]) -> Iterator[str]:
         """What a user who loads the folder should know; `missing`: tokens that `config.json` has no number for."""
         family = self.fit.family
-        yield f"the model is {with_article(family.name)}"
+        yield f"the model is {with_article(family.described)}"
         yield from family.notices(self.fit.arguments)
         yield from told(self.fit.arguments)
         yield from unknown(self.fit.arguments)

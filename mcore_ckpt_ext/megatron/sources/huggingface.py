@@ -100,7 +100,8 @@ def check_arguments(arguments: Any) -> None:
     running = JobArguments.of(vars(arguments))
     if found := contradictions(described.family, described.arguments, running):
         raise ModelMismatchError(
-            f"the arguments of the job contradict config.json, which describes {with_article(described.family.name)}",
+            f"the arguments of the job contradict config.json, which describes "
+            f"{with_article(described.family.described)}",
             found="; ".join(found), where=str(folder / CONFIG),
             helps=f"describe the model of config.json: {shlex.join(training_flags(described.arguments))}",
         )  # fmt: skip
@@ -136,9 +137,12 @@ def start_from(
     agreed("comparing the arguments with config.json", lambda: check_arguments(arguments))
     new = agreed("comparing the vocabularies", lambda: _new_tokens(folder, arguments), "nothing is loaded")[0]
     left_out: list[str] = []
+    registered: set[str] = set()
 
     def opened(live: set[str]) -> Checkpoint:
         checkpoint = _opened(folder, arguments)
+        if checkpoint.family.origin:
+            registered.add(f", {with_article(checkpoint.family.described)}")
         if checkpoint.has_mtp and not any(name.startswith("mtp.") for name in live):
             with accepting(ACCEPT_KEYS.chosen(arguments)):
                 checkpoint = checkpoint.without_mtp()
@@ -153,8 +157,9 @@ def start_from(
         result = stock()
     grown = f"; {kept_message(new)}" if new else ""
     left = f"; left out: {'; '.join(left_out)}" if left_out else ""
-    announce(f"the weights of the Hugging Face folder {folder}, cut for the running layout, are what training starts "
-             f"from{left}{grown}")  # fmt: skip
+    of_family = "".join(registered)
+    announce(f"the weights of the Hugging Face folder {folder}{of_family}, cut for the running layout, are what "
+             f"training starts from{left}{grown}")  # fmt: skip
     for line in told(complete(JobArguments.of(vars(arguments)))):
         announce(f"otherwise than in the Hugging Face model, {line}")
     return result

@@ -1,0 +1,142 @@
+"""Model families that other installed distributions register, by the entry-point group `mcore_ckpt_ext.families`.
+
+An entry point's name is the `model_type` of `config.json`, its value the class: `parrot = "parrot_families:Parrot"`. So
+what is registered is known from metadata alone, and no code runs until a model of that type is looked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.metadata import Distribution, EntryPoint, distributions
+from typing import TypeVar
+
+from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.families.family import Family
+
+GROUP = "mcore_ckpt_ext.families"
+_STATED = ("model_type", "architecture", "rules", "settings")
+_LOG = logging.getLogger("mcore_ckpt_ext")
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class RegisteredFamily:
+    """An entry point of the group; the class that it names is not imported until `load`."""
+
+    entry: EntryPoint
+    distribution: str
+
+    @property
+    def model_type(self) -> str:
+        """The `model_type` of `config.json` that it serves."""
+        return self.entry.name
+
+    @property
+    def class_name(self) -> str:
+        """The class's name, for `--family`."""
+        return self.entry.value.rpartition(":")[2].strip()
+
+    def load(self) -> Family:
+        """Import the class and return its family.
+
+        Raises:
+            UnsupportedCheckpointError: it cannot be imported, or is no family of this `model_type`.
+        """
+        try:
+            made = self.entry.load()
+            family = made() if isinstance(made, type) and issubclass(made, Family) else None
+        except (Exception, SystemExit) as error:
+            raise self._broken("cannot be imported", repr(error)) from error
+        if family is None:
+            raise self._broken("is no class derived from families.family.Family", self.entry.value)
+        if missing := [name for name in _STATED if not hasattr(family, name)]:
+            raise self._broken("lacks attributes that every family states", ", ".join(missing))
+        if family.model_type != self.model_type:
+            raise self._broken("is registered under another model_type than its own", family.model_type)
+        family.origin = self.distribution
+        return family
+
+    def _broken(self, what: str, found: str) -> UnsupportedCheckpointError:
+        return UnsupportedCheckpointError(
+            f"the family that {self.distribution} registers {what}", found=found,
+            where=f"entry point {self.entry.name} = {self.entry.value} of the group {GROUP}",
+            helps="update or uninstall that distribution, or name a family: --family NAME",
+        )  # fmt: skip
+
+
+@functools.cache
+def registered_families(taken: frozenset[str]) -> tuple[RegisteredFamily, ...]:
+    """Families of other distributions, from metadata alone.
+
+    Args:
+        taken: each `model_type` of this package. Its own family stays in use, and so does the first of two that are
+            registered; the other one is named in a warning.
+    """
+    found: dict[str, RegisteredFamily] = {}
+    for registered in _registered():
+        before = found.get(registered.model_type)
+        if before is None and registered.model_type not in taken:
+            found[registered.model_type] = registered
+            continue
+        owner = before.distribution if before else "this package"
+        _LOG.warning(
+            "the family %s that %s registers is not used: %s has a family of that model_type; to use it all the same: "
+            "--family path.py:%s",
+            registered.model_type, registered.distribution, owner, registered.class_name,
+        )  # fmt: skip
+    return tuple(found.values())
+
+
+def loadable(registered: RegisteredFamily) -> Family | None:
+    """Return its family, or log why there is none: another family may be the one looked for."""
+    try:
+        return registered.load()
+    except UnsupportedCheckpointError as error:
+        _LOG.warning("%s", error)
+        return None
+
+
+def attributed(family: Family, call: Callable[[], _T]) -> _T:
+    """Call code of a family; an exception of one that another distribution registers becomes an error that names it.
+
+    Raises:
+        UnsupportedCheckpointError: the code of a registered family raises something else than this package's errors.
+    """
+    try:
+        return call()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        if not family.origin:
+            raise
+        raise UnsupportedCheckpointError(
+            f"the family {family.described} raises an error", found=repr(error), where=family.origin,
+            helps="report it to the authors of that distribution",
+        ) from error  # fmt: skip
+
+
+def _registered() -> Iterator[RegisteredFamily]:
+    """In the order of `sys.path`; of two distributions of one name the first is the one that Python imports."""
+    seen = set()
+    for distribution in distributions():
+        try:
+            entries = list(distribution.entry_points.select(group=GROUP))
+            name = _name(distribution) if entries else ""
+        except (OSError, ValueError, TypeError, AttributeError, KeyError) as error:  # its metadata is damaged
+            _LOG.warning("the entry points of %s cannot be read: %r", _place(distribution), error)
+            continue
+        if entries and name not in seen:
+            seen.add(name)
+            yield from (RegisteredFamily(entry, name) for entry in entries)
+
+
+def _name(distribution: Distribution) -> str:
+    name = distribution.metadata["Name"]
+    return f"{name} {distribution.version}" if name else _place(distribution)
+
+
+def _place(distribution: Distribution) -> str:
+    return str(getattr(distribution, "_path", None) or "an installed distribution")
