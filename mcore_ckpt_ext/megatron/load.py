@@ -134,9 +134,9 @@ class _Load:
             return load_into_torch_fsdp(scope, directory, chunks, self._optimizer, self._by_stock), None
         advise_torch_fsdp(arguments, directory)
         if _resumes_optimizer(scope, self._optimizer):
-            if (look := first_look(scope, self._given, directory)) is not None:
-                is_stocks = look.stock_loads and not self._new_tokens
-                return (self._left_to_stock(look), None) if is_stocks else self._resumed(look)
+            look = first_look(scope, self._given, directory, has_new_tokens=bool(self._new_tokens))
+            if look is not None:
+                return (self._left_to_stock(look), None) if look.stock_loads else self._resumed(look)
         elif _takes_optimizer(arguments, self._optimizer):
             refuse_another_kind(scope, self._given, directory)
             return self._by_stock(), None

@@ -84,13 +84,16 @@ class Look:
         return FULLY_RESHARDABLE in _names(self.decision.optimizer_format)
 
 
-def first_look(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
+def first_look(
+    scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, *, has_new_tokens: bool
+) -> Look | None:
     """Look at what a load would take; collective.
 
     Args:
         scope: the globals of Megatron's checkpointing module.
         call: the arguments of `load_checkpoint`.
         directory: the run folder.
+        has_new_tokens: the job has tokens that the checkpoint holds no row for.
 
     Returns:
         None where there is no optimizer state for this package to consider.
@@ -98,7 +101,7 @@ def first_look(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str
     Raises:
         ResumeRefusedError: on every rank, where some rank cannot.
     """
-    look = _look_of_all(scope, call, directory)
+    look = _look_of_all(scope, call, directory, has_new_tokens)
     if look is not None and look.stock_loads and not look.is_fed:
         chunks = functools.partial(scope["unwrap_model"], call["ddp_model"])
         look = replace(look, decision=with_order_compared(look.decision, look.folder, chunks, call["optimizer"]))
@@ -126,15 +129,17 @@ def explain(decision: LoadDecision, folder: Path) -> None:
         own_logger().info("%s: %s", printable(str(folder)), decision)
 
 
-def _look_of_all(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
+def _look_of_all(
+    scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
+) -> Look | None:
     """The first rank's look; collective."""
     arguments = scope["get_args"]()
     folder = agreed(_PHASE, lambda: folder_to_feed(directory, arguments))[0]
     if folder is not None:
-        return agreed(_PHASE, lambda: _look_at_what_is_fed(folder, call, arguments))[0]
+        return agreed(_PHASE, lambda: _look_at_what_is_fed(folder, call, arguments, has_new_tokens))[0]
     if arguments.ckpt_format == LEGACY and not getattr(arguments, "auto_detect_ckpt_format", False):
         return None
-    looks = agreed(_PHASE, lambda: _look_with_megatron(scope, call, directory))
+    looks = agreed(_PHASE, lambda: _look_with_megatron(scope, call, directory, has_new_tokens))
     return next((look for look in looks if look is not None), None)
 
 
@@ -162,7 +167,7 @@ def packs_otherwise(folder: Path, chunks: Callable[[], Sequence[Any]], optimizer
     return bool(known) and any(agreed(_PHASE, differs))
 
 
-def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) -> Look | None:
+def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any, has_new_tokens: bool) -> Look | None:
     if folder.name == "release":
         return None
     written = open_checkpoint(folder).arguments
@@ -177,32 +182,59 @@ def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any) 
         running=running,
         switched=lambda: _switched(folder, written, call, arguments),
         has_own_files=lambda: _has_own_files(folder, chain, arguments),
+        has_new_tokens=has_new_tokens,
     )
     decision = replace(decide(facts), omits_random_states=are_too_few(written, running))
     return Look(folder, decision, is_fed=True)
 
 
-def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Look | None:
+def _look_with_megatron(
+    scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None, has_new_tokens: bool
+) -> Look | None:
     """Look at the common state with Megatron's own reader, which knows of steps, trackers and non-persistent saves."""
-    arguments, optimizer = scope["get_args"](), call["optimizer"]
-    try:
-        common, name, release, kind = _by_megatron(scope, call, directory)
-    except (Exception, CheckpointException):
-        # Megatron and torch say what they missed, not what is wrong: our own reader names the file, and what helps.
-        if directory:
-            step = getattr(arguments, "ckpt_step", None)
-            _ = open_checkpoint(Path(directory) / iteration_name(step) if step else Path(directory)).common
-        raise
+    arguments = scope["get_args"]()
+    common, name, release, kind = _common_state(scope, call, directory)
     if common is None or release or getattr(kind, "name", None) != "GLOBAL":
         return None
-    folder, chain, running = Path(name), Chain.of(optimizer), JobArguments.of(vars(arguments))
-    # Without arguments, as other loops save, stock takes any checkpoint for TP1 x PP1.
-    is_foreign = ARGUMENTS not in common
-    written = open_checkpoint(folder).arguments if is_foreign else JobArguments.of(vars(common[ARGUMENTS]))
+    folder, running = Path(name), JobArguments.of(vars(arguments))
+    # Other loops save no arguments.
+    written = JobArguments.of(vars(common[ARGUMENTS])) if ARGUMENTS in common else open_checkpoint(folder).arguments
     check_optimizer_was_saved(written, str(folder))
     check_tokens(written.tokens, running, folder)
     check_gates(written, running, str(folder))
-    facts = LoadFacts(
+    facts = replace(_facts_of(folder, common, written, call, arguments), has_new_tokens=has_new_tokens)
+    decision = decide(facts)
+    if not facts.chain.whole and facts.optimizer_format not in FORMATS and decision.reason not in OF_ARGUMENTS:
+        return None
+    lacking = are_too_few(written, running) or lacks_random_states(folder, arguments, written)
+    return Look(folder, replace(decision, omits_random_states=lacking))
+
+
+def _common_state(scope: Mapping[str, Any], call: Mapping[str, Any], directory: str | None) -> Any:
+    """What `_by_megatron` returns.
+
+    Raises:
+        CheckpointError: Megatron cannot read it; Megatron and torch report what they missed, this package's own reader
+            names the file, and what helps.
+    """
+    try:
+        return _by_megatron(scope, call, directory)
+    except (Exception, CheckpointException):
+        if directory:
+            step = getattr(scope["get_args"](), "ckpt_step", None)
+            _ = open_checkpoint(Path(directory) / iteration_name(step) if step else Path(directory)).common
+        raise
+
+
+def _facts_of(
+    folder: Path, common: Mapping[str, Any], written: JobArguments, call: Mapping[str, Any], arguments: Any
+) -> LoadFacts:
+    """The facts of a load by Megatron's own loop from a checkpoint with a common state."""
+    optimizer = call["optimizer"]
+    chain, running = Chain.of(optimizer), JobArguments.of(vars(arguments))
+    # Without arguments stock takes any checkpoint for TP1 x PP1.
+    is_foreign = ARGUMENTS not in common
+    return LoadFacts(
         Loop.MEGATRON,
         megatron_version(),
         optimizer_format=_format_of(folder, common, written, chain),
@@ -216,11 +248,6 @@ def _look_with_megatron(scope: Mapping[str, Any], call: Mapping[str, Any], direc
         has_as_many_groups=lambda: has_as_many_groups(common, chain),
         is_before_first_step=lambda: _is_before_first_step(folder, common),
     )
-    decision = decide(facts)
-    if not chain.whole and facts.optimizer_format not in FORMATS and decision.reason not in OF_ARGUMENTS:
-        return None
-    lacking = are_too_few(written, running) or lacks_random_states(folder, arguments, written)
-    return Look(folder, replace(decision, omits_random_states=lacking))
 
 
 def stored_groups(folder: Path) -> Sequence[Mapping[str, Any]]:

@@ -52,6 +52,7 @@ class LoadFacts:
         version: of the running megatron-core; (0, 0) where no check of the loop depends on it.
         optimizer_format: names of the stored optimizer encodings.
         is_moved: the gradient buffers of the run differ from those of the job that saved, as far as is known.
+        is_own_format: the checkpoint has the format that jobs of this loop write.
         blockers: what keeps stock Megatron from reading the files at all.
         chain: the live optimizers.
         written: the arguments of the job that saved.
@@ -63,6 +64,7 @@ class LoadFacts:
         has_as_many_groups: optimizers of whole parameters have as many groups as were saved.
         is_shifted: masters in samples are not those of the weights whose names they bear.
         is_before_first_step: the optimizer was saved before its first step, without moments.
+        has_new_tokens: the job has tokens that the checkpoint holds no row for.
         is_packed_otherwise: the sidecar shows other places in the buffers; known once all ranks have compared.
     """
 
@@ -70,6 +72,7 @@ class LoadFacts:
     version: Version = (0, 0)
     optimizer_format: str | None = None
     is_moved: bool = False
+    is_own_format: bool = True
     blockers: Sequence[str] = ()
     chain: Chain = NO_CHAIN
     written: JobArguments = UNSTATED
@@ -81,4 +84,5 @@ class LoadFacts:
     has_as_many_groups: Callable[[], bool] = _yes
     is_shifted: Callable[[], bool] = _no
     is_before_first_step: Callable[[], bool] = _no
+    has_new_tokens: bool = False
     is_packed_otherwise: bool = False

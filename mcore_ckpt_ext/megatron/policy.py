@@ -24,6 +24,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import (
     is_offloaded,
     is_precision_aware,
     keeps_remainders,
+    omits_state,
 )
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import is_sgd
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
@@ -169,7 +170,14 @@ CHECKS: tuple[Check, ...] = (
         "it does not read these files, or reads those of other ranks",
         f"_load_base_checkpoint, {_CHECKPOINTING}, 0.7.0 to 0.19.2",
         lambda facts: bool(facts.blockers),
-        loops=(Loop.LEGACY, Loop.MEGATRON_FSDP),
+        loops=(Loop.LEGACY,),
+    ),
+    Check(
+        "format of Megatron-FSDP",
+        "it finds none of the keys that it requests in another format than its own",
+        f"_load_base_checkpoint, {_CHECKPOINTING}, 0.12.0 to 0.19.2",
+        lambda facts: not facts.is_own_format,
+        loops=(Loop.MEGATRON_FSDP,),
     ),
     Check(
         "optimizer of torch's FSDP",
@@ -200,6 +208,13 @@ CHECKS: tuple[Check, ...] = (
         lambda facts: overrides_own_bounds(facts.running, facts.chain),
         loops=_MEGATRON,
         does=OVERRIDES_BOUNDS_OF_GROUPS,
+    ),
+    Check(
+        "new tokens",
+        "it fills the rows of tokens that the checkpoint lacks with zeros",
+        "allow_shape_mismatch, megatron/core/dist_checkpointing/strategies/torch.py, 0.7.0 to 0.19.2",
+        lambda facts: facts.has_new_tokens,
+        loops=_MEGATRON,
     ),
     Check(
         "layer-wise files",
@@ -237,6 +252,12 @@ CHECKS: tuple[Check, ...] = (
         "it gives the part on the CPU the step of dummy_step, which is 1",
         f"HybridDeviceOptimizer; load_state_dict, {_OPTIMIZER}, 0.16.1 to 0.19.2",
         lambda facts: _any(is_offloaded, facts),
+    ),
+    Check(
+        "state beside another optimizer",
+        "it stores and loads the moments of the job's optimizer, so that Adam beside Lion loses one",
+        f"optimizer_state_keys, {_OPTIMIZER}, 0.19.0 to 0.19.2 and the development head of August 2026",
+        lambda facts: any(map(omits_state, facts.chain.distributed)),
     ),
     Check(
         "precision-aware, in place",

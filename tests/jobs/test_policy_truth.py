@@ -24,8 +24,11 @@ from tests.harness.models import GATED_EXPERTS, LLAMA
 from tests.harness.programs import Programs
 from tests.harness.turns import Results, Turn, run_in_turn
 
+PLUGINS = [RANK_SCRIPTS / "without_multiplier.py", RANK_SCRIPTS / "model_by_function.py"]
 EXPLAIN = {"MCORE_CKPT_EXT_EXPLAIN": "1"}
 STOCK, PLUGIN = "stock Megatron loads the optimizer", "this package fills the optimizer"
+# Adam's part is in a DistributedOptimizer of its own, beside layer-wise Lion.
+LION, SPLIT = ("--optimizer", "lion", "--use-distributed-optimizer"), {"TEST_BY_FUNCTION": "1"}
 RANKS = 8
 PP4, PP2, TP2 = Layout(1, 4, RANKS), Layout(1, 2, RANKS), Layout(2, 2, RANKS)
 WIDE = Layout(2, 2, RANKS, vocabulary=256)
@@ -40,6 +43,7 @@ class Source:
     layout: Layout = PP4
     saving: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    optimizer: tuple[str, ...] = ("--use-distributed-optimizer",)
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,11 @@ SOURCES = {
     "saved": Source(),
     "lr_mult": Source(environment={"REMOVED_SETTING": "lr_mult"}),
     "experts": Source((*GATED_EXPERTS,), layout=experts_over(1, 2, RANKS, 2)),
+    "beside Lion": Source((*LLAMA,), layout=PP2, optimizer=LION, environment=SPLIT),
     "decoupled": Source(saving=("--decoupled-lr", "5e-4")),
 }
+# Stock loses state at the save already, so that nothing loads it: refused, and stock ends in another state.
+LOST = [Row("beside Lion", PP2), Row("beside Lion", Layout(2, 2, RANKS))]
 NEW_RATE = ("--override-opt_param-scheduler", "--lr", "5e-4")
 ROWS = [
     Row("p01", PP4),
@@ -94,7 +101,16 @@ def turn_of(folder: Path, row: Row, *, stock: bool) -> Turn:
     name = f"{row} by {'stock' if stock else 'policy'}"
     sequence = SEQUENCE if source.model == (*GATED_EXPERTS,) and row.layout.tensor > 1 else ()
     more = [*source.model, *sequence, *row.more]
-    return Turn(folder / name, row.layout, more=more, load=load, until=SAVED, stock=stock, environment=EXPLAIN)
+    return Turn(
+        folder / name,
+        row.layout,
+        more=more,
+        load=load,
+        until=SAVED,
+        stock=stock,
+        optimizer=source.optimizer,
+        environment={**source.environment, **EXPLAIN},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -103,13 +119,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     saves = [
         Turn(
             folder / name, one.layout, more=[*one.model, *one.saving], saves=True, until=SAVED,
-            environment=one.environment,
+            environment=one.environment, optimizer=one.optimizer,
         )
         for name, one in SOURCES.items() if not one.fixture
     ]  # fmt: skip
-    loads = [turn_of(folder, row, stock=stock) for stock in (False, True) for row in ROWS if not (stock and row.alone)]
+    loads = [
+        turn_of(folder, row, stock=stock)
+        for stock in (False, True)
+        for row in (*ROWS, *LOST)
+        if not (stock and row.alone)
+    ]
     assert len({str(row) for row in ROWS}) == len(ROWS)
-    found = run_in_turn(folder, [*saves, *loads], [RANK_SCRIPTS / "without_multiplier.py"])
+    found = run_in_turn(folder, [*saves, *loads], PLUGINS)
     for row in (row for row in ROWS if row.alone):
         name, load = f"{row} by stock", folder / row.source / "checkpoints"
         found[name] = run_job(
@@ -139,6 +160,16 @@ def test_what_is_left_to_stock_stock_can_do(results: Results, row: Row) -> None:
     assert ends_in_that_state(results, row, f"{row} by policy")
     stock_can = ends_in_that_state(results, row, f"{row} by stock")
     assert stock_can or PLUGIN in decided[0] or WITHOUT_RANDOM_STATES in decided[0], decided[0]
+
+
+@pytest.mark.parametrize("row", LOST, ids=str)
+def test_what_stock_loses_is_refused(results: Results, row: Row) -> None:
+    by_policy, by_stock = (results[f"{row} by {who}"] for who in ("policy", "stock"))
+    assert PLUGIN in by_policy.output
+    assert "because of: state beside another optimizer" in by_policy.output
+    assert by_policy.returncode != 0
+    assert "mcore_ckpt_ext refused" in by_policy.output
+    assert by_stock.returncode != 0 or not ends_in_that_state(results, row, f"{row} by stock")
 
 
 def test_both_decisions_are_among_them(results: Results) -> None:

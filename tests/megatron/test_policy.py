@@ -19,13 +19,21 @@ from mcore_ckpt_ext.megatron.policy import CHECKS, WITHOUT_RANDOM_STATES, Check,
 IDENTITY = {"wd_mult": 1.0, "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": False}
 
 
-def distributed(inner: Any = None, parameters: tuple[torch.Tensor, ...] = (), **config: Any) -> Chain:
+def distributed(
+    inner: Any = None,
+    parameters: tuple[torch.Tensor, ...] = (),
+    optimizer_state_keys: tuple[str, ...] | None = None,
+    **config: Any,
+) -> Chain:
     inner = SimpleNamespace(param_groups=[dict(IDENTITY)]) if inner is None else inner
     child = SimpleNamespace(
         optimizer=inner, config=SimpleNamespace(**config), gbuf_ranges=[],
-        model_param_group_index_map=dict.fromkeys(parameters),
+        model_param_group_index_map=dict.fromkeys(parameters), optimizer_state_keys=optimizer_state_keys,
     )  # fmt: skip
     return Chain([child], [], [])
+
+
+ADAM = {**IDENTITY, "betas": (0.9, 0.95), "eps": 1e-8}
 
 
 def stated(**arguments: Any) -> JobArguments:
@@ -41,6 +49,7 @@ HALF = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
 IN_PLACE = {"optimizer_format": "dp_reshardable"}
 FACTS: Mapping[str, dict[str, Any]] = {
     "files": {"loop": Loop.LEGACY, "blockers": ["pipeline_model_parallel_size"]},
+    "format of Megatron-FSDP": {"loop": Loop.MEGATRON_FSDP, "is_own_format": False},
     "optimizer of torch's FSDP": {"loop": Loop.TORCH_FSDP},
     "optimizer arguments": {"switched": lambda: ["optimizer_cpu_offload"]},
     "learning rates": {"written": stated(lr=1e-3), "running": stated(lr=5e-4)},
@@ -49,12 +58,16 @@ FACTS: Mapping[str, dict[str, Any]] = {
         "running": stated(override_opt_param_scheduler=True, lr=1e-3),
         "chain": distributed(SimpleNamespace(param_groups=[{"max_lr": 5e-4}])),
     },
+    "new tokens": {"has_new_tokens": True},
     "layer-wise files": {"loop": Loop.LEGACY, "has_own_files": lambda: False},
     "distributed or not": {**IN_PLACE, "chain": whole(torch.optim.Adam([HALF]))},
     "number of groups": {"chain": whole(torch.optim.Adam([HALF])), "has_as_many_groups": lambda: False},
     "number of optimizers": {"optimizer_counts": (2, 1)},
     "SGD": {"chain": whole(torch.optim.SGD([HALF], lr=1.0))},
     "CPU offloading": {"chain": distributed(SimpleNamespace(sub_optimizers=[], param_groups=[]))},
+    "state beside another optimizer": {
+        "chain": distributed(SimpleNamespace(param_groups=[ADAM]), optimizer_state_keys=("exp_avg",))
+    },
     "precision-aware, in place": {
         **IN_PLACE, "version": (0, 16), "chain": distributed(use_precision_aware_optimizer=True)
     },

@@ -47,9 +47,7 @@ def load_into_fsdp(scope: MutableMapping[str, Any], directory: str | None, stock
         folder = folder_named(directory, arguments)
         if folder is None:
             return None
-        own = plain_backend(folder) == FSDP_DTENSOR
-        blockers = [] if own else ["another format than its own"]
-        return folder, decide(LoadFacts(Loop.MEGATRON_FSDP, blockers=blockers))
+        return folder, decide(LoadFacts(Loop.MEGATRON_FSDP, is_own_format=plain_backend(folder) == FSDP_DTENSOR))
 
     found = agreed("looking at the checkpoint", look)[0]
     if found is None:

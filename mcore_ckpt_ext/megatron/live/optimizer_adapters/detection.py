@@ -131,6 +131,18 @@ def is_offloaded(optimizer: Any) -> bool:
     return hasattr(optimizer.optimizer, "sub_optimizers")
 
 
+def omits_state(optimizer: Any) -> bool:
+    """Whether a DistributedOptimizer stores and loads another set of moments than its inner optimizer keeps.
+
+    It goes by the name of the job's optimizer, and beside a layer-wise Lion that is Lion's, while Adam steps the rest
+    (`optimizer_state_keys`, megatron/core/optimizer/distrib_optimizer.py; `result.config = config`,
+    `_get_megatron_emerging_optimizer`, megatron/core/optimizer/__init__.py; core_v0.19.1, 0.19.2 and the development
+    head of August 2026).
+    """
+    kept, handled = kept_by(optimizer.optimizer), getattr(optimizer, "optimizer_state_keys", None)
+    return kept is not None and handled is not None and set(kept) != set(handled)
+
+
 def keeps_remainders(optimizer: Any) -> bool:
     """Whether the trailing 16 bits of the masters, as int16, are all that is kept beside bf16 weights.
 
