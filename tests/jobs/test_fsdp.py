@@ -6,18 +6,14 @@ It resumes what jobs of 3D parallelism wrote, too, with experts and without; tha
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from megatron_on_cpu import launch
-from megatron_on_cpu.dump_optimizer import MOMENTS_VARIABLE, assemble
-from safetensors.torch import load_file
+from megatron_on_cpu.dump_optimizer import assemble
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from mcore_ckpt_ext.operations.comparison import compare
@@ -26,6 +22,7 @@ from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.targets import FsdpDtensor, TorchDist
 from tests.harness.checkouts import VARIABLE, with_checkout
 from tests.harness.checkpoints import fixture_named
+from tests.harness.fsdp import FSDP, PLUGINS, TORCH_FSDP, live_state, loading, reported
 from tests.harness.jobs import OFF, RANK_SCRIPTS, TIME_LIMIT, Job, differing, resume
 from tests.harness.layouts import SEQUENCE, Layout, expert_sizes
 from tests.harness.models import GATED_EXPERTS
@@ -37,12 +34,6 @@ DENSE = Layout(tensor=2, pipeline=1, ranks=4)  # norms and biases are on two ran
 EXPERTS = Layout(tensor=2, pipeline=1, ranks=4, more=(*SEQUENCE, *expert_sizes(2, 1)))
 THREE_DIMENSIONS = Layout(tensor=1, pipeline=2, ranks=4, more=expert_sizes(2, 1))
 LAST_LEARNING_RATE = 0.0009816326530612245  # of the fourth step
-FSDP = [
-    "--use-megatron-fsdp", "--data-parallel-sharding-strategy", "optim_grads_params", "--ckpt-format", "fsdp_dtensor",
-]  # fmt: skip
-PLUGINS = [RANK_SCRIPTS / "fsdp_on_cpu.py", RANK_SCRIPTS / "fsdp_loads.py"]
-TORCH_FSDP = ["--use-torch-fsdp2", "--ckpt-format", "torch_dcp", "--num-layers", "2"]
-TORCH_FSDP += ["--untie-embeddings-and-output-weights"]
 # Loaded into one job one after the other: its own, the same after a way through torch_dist, legacy, a format that stock
 # reshards, another model, a flat format.
 ONLINE = ("p50", "back", "p08b", "p04", "p12", "p10")
@@ -80,36 +71,11 @@ def in_turn(tmp_path_factory: pytest.TempPathFactory) -> Results:
     return run_in_turn(folder, turns, PLUGINS)
 
 
-def loading(folder: Path, runs: Mapping[str, Path]) -> dict[str, str]:
-    """The environment of a job that loads these; its optimizer consists of DTensors, which only its plugin dumps."""
-    folder.mkdir()
-    # What `convert` writes has no random state.
-    order = [
-        (name, {"load": str(run), "no_load_rng": name == "back", "no_load_optim": name == "weights"})
-        for name, run in runs.items()
-    ]
-    (folder / "order.json").write_text(json.dumps(order))
-    return {MOMENTS_VARIABLE: "never", "TEST_LOADS": str(folder / "order.json")}
-
-
 def test_training_goes_on_in_the_other_world(resumed: Job) -> None:
     """With the loss of the job that was not interrupted, but for the order of its sums."""
     record = fixture_named(ONLINE[-1]).job["losses"]
     expected = {one["iteration"]: one["loss"]["lm loss"] for one in record if one["iteration"] == 5}
     assert resumed.losses == pytest.approx(expected, abs=2e-4)
-
-
-def live_state(job: Job, name: str) -> dict[str, torch.Tensor]:
-    """What lived after a load, in model space.
-
-    Modules of the local layer spec keep their norms apart; checkpoints name them as fused ones.
-    """
-    return {
-        key.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_").replace(
-            ".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_"
-        ): value
-        for key, value in load_file(job.folder / f"{name}.safetensors").items()
-    }
 
 
 def assert_lives(job: Job, name: str, written: str, *, weights: bool = False) -> None:
@@ -118,14 +84,10 @@ def assert_lives(job: Job, name: str, written: str, *, weights: bool = False) ->
     `weights`: whether it has weights beside its masters.
     """
     truth = {key: value for key, value in fixture_named(written).truth.items() if weights or key[:6] != "weight"}
-    live = {key: value for key, value in live_state(job, name).items() if weights or key[:6] != "weight"}
+    live = {key: value for key, value in live_state(job.folder, name).items() if weights or key[:6] != "weight"}
     assert differing(truth, live) == []
     groups = [{"wd_mult": decay, "step": 4, "lr": LAST_LEARNING_RATE} for decay in (1.0, 0.0)]
-    assert told(job, name) == {"error": None, "iteration": 4, "groups": groups, "steps": 32}
-
-
-def told(job: Job, name: str) -> dict[str, Any]:
-    return json.loads((job.folder / f"{name}.json").read_text())
+    assert reported(job.folder, name) == {"error": None, "iteration": 4, "groups": groups, "steps": 32}
 
 
 @pytest.mark.parametrize("name", [name for name in ONLINE if name != "p12"])
@@ -144,7 +106,7 @@ def test_experts_go_there_and_back(in_turn: Results) -> None:
 
 
 def test_what_does_not_fit_is_refused_on_all_ranks(resumed: Job) -> None:
-    error = told(resumed, "p12")["error"]
+    error = reported(resumed.folder, "p12")["error"]
     assert "ResumeRefusedError" in error
     assert "rank 0, 1, 2, 3: ModelMismatchError: the job has something that the checkpoint lacks" in error
     assert "decoder.layers.2.input_layernorm.weight" in error
@@ -167,8 +129,8 @@ def test_torch_fsdp_has_every_bit_of_3d_parallelism(in_turn: Results, name: str)
 
 def test_torch_fsdp_trains_on_and_saves(in_turn: Results) -> None:
     job = in_turn.job("by_torch")
-    assert told(job, "p12")["error"].count("the job has something that the checkpoint lacks") == 1
-    assert "output_layer.weight" in told(job, "p12")["error"]
+    assert reported(job.folder, "p12")["error"].count("the job has something that the checkpoint lacks") == 1
+    assert "output_layer.weight" in reported(job.folder, "p12")["error"]
     assert [line.partition(": ")[2].partition(", 0.")[0] for line in job.said] == [
         "zarr, dp_zero_gather_scatter",
         "zarr, alone",
@@ -181,7 +143,7 @@ def test_torch_fsdp_trains_on_and_saves(in_turn: Results) -> None:
 def test_torch_fsdp_takes_weights_alone(in_turn: Results) -> None:
     """Under --no-load-optim, and makes its masters of them."""
     truth = {name: value for name, value in fixture_named("p32").truth.items() if name.startswith("weight.")}
-    live = live_state(in_turn.job("by_torch"), "weights")
+    live = live_state(in_turn.job("by_torch").folder, "weights")
     assert differing(truth, {name: live[name] for name in truth}) == []
     masters = {name.replace("weight.", "fp32_param.", 1): value.float() for name, value in truth.items()}
     assert differing(masters, {name: live[name] for name in masters}) == []

@@ -181,9 +181,10 @@ def outcome_of(results: Results, row: Row) -> Outcome:
 
 def ends_as_saved(results: Results, row: Row, name: str) -> bool:
     """Whether a load ended with every bit of weights, masters and moments, padding aside, and with the saved steps."""
-    if results[name].returncode != 0:
-        return False
     dump = results.folder(name) / "dump" / "after_load"
+    # Where Megatron finds nothing to load, it begins anew, and nothing is dumped.
+    if results[name].returncode != 0 or not dump.is_dir():
+        return False
     truth, found = (with_vocabulary(one, TOKENS) for one in (fixture_named(row.fixture).truth, assemble(dump)))
     steps = {settings.get("step", SAVED) for settings in parameter_settings(dump).values()}
     return differing(truth, found) == [] and steps == {SAVED}
