@@ -181,6 +181,7 @@ def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any, 
         written=written,
         running=running,
         switched=lambda: _switched(folder, written, call, arguments),
+        stored_groups=functools.partial(stored_groups, folder),
         has_own_files=lambda: _has_own_files(folder, chain, arguments),
         has_new_tokens=has_new_tokens,
     )
@@ -244,7 +245,7 @@ def _facts_of(
         running=running,
         optimizer_counts=(len(common_optimizers(common)), len(getattr(optimizer, "chained_optimizers", [None]))),
         switched=lambda: _switched(folder, written, call, arguments),
-        stored_groups=lambda: stored_groups(folder),
+        stored_groups=functools.cache(functools.partial(stored_groups, folder)),
         has_as_many_groups=lambda: has_as_many_groups(common, chain),
         is_before_first_step=lambda: _is_before_first_step(folder, common),
     )

@@ -56,6 +56,19 @@ def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
     return bool(stored) and any(identifier(group) not in known for group in live)
 
 
+def lacks_default(stored: Sequence[Group], chain: Chain) -> bool:
+    """Whether a live optimizer steps by a setting that no stored group has, as where torch's Adam was saved.
+
+    `Optimizer.load_state_dict` replaces the live groups by the stored ones (torch/optim/optimizer.py, 2.1 to 2.13).
+    torch's own optimizers then fill in what is missing (`__setstate__`); fused ones end with a KeyError in the first
+    step: `bias_correction` (transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2).
+    """
+    live = [child.optimizer for child in (*chain.distributed, *(one for one, _ in chain.whole))]
+    fused = [inner for inner in live if not type(inner).__module__.startswith("torch.optim")]
+    needed = {key for inner in fused for key in getattr(inner, "defaults", ())}
+    return bool(stored) and not needed <= {key for group in stored for key in group}
+
+
 def has_as_many_groups(common: Mapping[str, Any], chain: Chain) -> bool:
     """Whether the optimizers of whole parameters have as many parameter groups as were saved of them."""
     children = [child.get("optimizer", child) for child in common_optimizers(common)]

@@ -30,6 +30,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import is_
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.param_group_compat import (
     has_other_rates,
+    lacks_default,
     lacks_identity,
     lacks_live_group,
     overrides_own_bounds,
@@ -255,7 +256,7 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         "state beside another optimizer",
-        "it stores and loads the moments of the job's optimizer, so that Adam beside Lion loses one",
+        "it loads the moments that the job's optimizer keeps: beside Lion, Adam loses its second one",
         f"optimizer_state_keys, {_OPTIMIZER}, 0.19.0 to 0.19.2 and the development head of August 2026",
         lambda facts: any(map(omits_state, facts.chain.distributed)),
     ),
@@ -317,6 +318,13 @@ CHECKS: tuple[Check, ...] = (
         "it requests moments, of which there are none before the first step, and ends",
         f"_init_optimizer_states_with_dummy_values, {_OPTIMIZER}; init_state_fn, optimizer.py, 0.16.1 to 0.19.2",
         lambda facts: facts.is_before_first_step(),
+    ),
+    Check(
+        "settings of a fused optimizer",
+        "it replaces the live parameter groups by stored ones, in which the first step does not find its settings",
+        f"load_state_dict, torch/optim/optimizer.py, 2.1 to 2.13, and {_OPTIMIZER}, 0.7.0 to 0.19.2",
+        lambda facts: lacks_default(facts.stored_groups(), facts.chain),
+        loops=_ALL,
     ),
     Check(
         "order in the buffers",

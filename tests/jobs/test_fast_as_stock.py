@@ -45,14 +45,12 @@ class Loaded:
         layout: of the job that loads it.
         options: of `Turn`.
         by_stock: whether stock alone loads it, and right.
-        stumbles: how the first step fails both ways: the groups of torch's AdamW lack what the fused one looks for.
     """
 
     fixture: str
     layout: Layout
     options: dict[str, Any] = field(default_factory=dict)
     by_stock: bool = True
-    stumbles: str | None = None
 
 
 def more(*arguments: str) -> dict[str, Any]:
@@ -69,7 +67,7 @@ LOADS = {
     "p05": Loaded("p05", Layout(1, 4, 4), by_stock=False),
     "p06": Loaded("p06", Layout(1, 4, 4)),
     "p09": Loaded("p09", Layout(1, 2, 4), more(*experts(2), "--no-load-rng")),  # 0.16 keeps them under other keys
-    "p12": Loaded("p12", Layout(1, 2, 4), more("--num-layers", "2"), stumbles="KeyError: 'bias_correction'"),
+    "p12": Loaded("p12", Layout(1, 2, 4), more("--num-layers", "2"), by_stock=False),
     "p41": Loaded("p41", Layout(2, 2, 4), {"optimizer": WHOLE}),
     "p41, TP1": Loaded("p41", Layout(1, 4, 4), {"optimizer": WHOLE}),
     "p42": Loaded("p42", Layout(1, 2, 4), {"optimizer": WHOLE, "precision": (), **more(*LLAMA)}),
@@ -190,13 +188,7 @@ def check_same(load: Loaded, name: str, results: Results) -> None:
 
 def check_trained(load: Loaded, name: str, results: Results) -> None:
     """What the first step made of it."""
-    names = (f"{name} fast", f"{name} other")
-    if load.stumbles:
-        for output in (results[each].output for each in names):
-            assert load.stumbles in output
-        assert "[mcore_ckpt_ext]" not in results[names[1]].output
-        return
-    fast, other = map(results.job, names)
+    fast, other = map(results.job, (f"{name} fast", f"{name} other"))
     assert list(fast.losses) == [SAVED + 1]
     assert fast.losses == other.losses
     # Of a load that stock does, nothing is said; all else is summed up in one line.

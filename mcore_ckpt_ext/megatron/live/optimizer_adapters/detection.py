@@ -132,7 +132,7 @@ def is_offloaded(optimizer: Any) -> bool:
 
 
 def omits_state(optimizer: Any) -> bool:
-    """Whether a DistributedOptimizer stores and loads another set of moments than its inner optimizer keeps.
+    """Whether a DistributedOptimizer loads another set of moments than its inner optimizer keeps, and has saved.
 
     It goes by the name of the job's optimizer, and beside a layer-wise Lion that is Lion's, while Adam steps the rest
     (`optimizer_state_keys`, megatron/core/optimizer/distrib_optimizer.py; `result.config = config`,
