@@ -11,6 +11,7 @@ from mcore_ckpt_ext.formats.common_state import common_optimizers
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
 from mcore_ckpt_ext.optimizers.groups import IDENTITY, Group, lacks
 
+_BIAS_CORRECTION = "bias_correction"
 _RATES = ("lr", "min_lr", "decoupled_lr", "decoupled_min_lr")
 
 
@@ -56,17 +57,16 @@ def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
     return bool(stored) and any(identifier(group) not in known for group in live)
 
 
-def lacks_default(stored: Sequence[Group], chain: Chain) -> bool:
-    """Whether a live optimizer steps by a setting that no stored group has, as where torch's Adam was saved.
+def lacks_bias_correction(stored: Sequence[Group], chain: Chain) -> bool:
+    """Whether no stored group has the setting by which a live fused Adam steps, as where torch's Adam was saved.
 
-    `Optimizer.load_state_dict` replaces the live groups by the stored ones (torch/optim/optimizer.py, 2.1 to 2.13).
-    torch's own optimizers then fill in what is missing (`__setstate__`); fused ones end with a KeyError in the first
-    step: `bias_correction` (transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to 2.20.2).
+    `Optimizer.load_state_dict` replaces the live groups by the stored ones (torch/optim/optimizer.py, 2.1 to 2.13), and
+    the first step ends with a KeyError (`FusedAdam.step`, transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to
+    2.20.2; Apex's is the same).
     """
     live = [child.optimizer for child in (*chain.distributed, *(one for one, _ in chain.whole))]
-    fused = [inner for inner in live if not type(inner).__module__.startswith("torch.optim")]
-    needed = {key for inner in fused for key in getattr(inner, "defaults", ())}
-    return bool(stored) and not needed <= {key for group in stored for key in group}
+    is_needed = any(_BIAS_CORRECTION in getattr(inner, "defaults", ()) for inner in live)
+    return is_needed and bool(stored) and not any(_BIAS_CORRECTION in group for group in stored)
 
 
 def has_as_many_groups(common: Mapping[str, Any], chain: Chain) -> bool:

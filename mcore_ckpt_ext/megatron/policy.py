@@ -30,7 +30,7 @@ from mcore_ckpt_ext.megatron.live.optimizer_adapters.inner_optimizers import is_
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.param_group_compat import (
     has_other_rates,
-    lacks_default,
+    lacks_bias_correction,
     lacks_identity,
     lacks_live_group,
     overrides_own_bounds,
@@ -320,10 +320,10 @@ CHECKS: tuple[Check, ...] = (
         lambda facts: facts.is_before_first_step(),
     ),
     Check(
-        "settings of a fused optimizer",
-        "it replaces the live parameter groups by stored ones, in which the first step does not find its settings",
+        "settings of fused Adam",
+        "it replaces the live parameter groups by stored ones without bias_correction, and the first step ends",
         f"load_state_dict, torch/optim/optimizer.py, 2.1 to 2.13, and {_OPTIMIZER}, 0.7.0 to 0.19.2",
-        lambda facts: lacks_default(facts.stored_groups(), facts.chain),
+        lambda facts: lacks_bias_correction(facts.stored_groups(), facts.chain),
         loops=_ALL,
     ),
     Check(

@@ -82,7 +82,7 @@ FACTS: Mapping[str, dict[str, Any]] = {
     "group settings": {"version": (0, 16), "stored_groups": lambda: [{"wd_mult": 1.0}]},
     "parameter groups": {"stored_groups": lambda: [{**IDENTITY, "wd_mult": 0.0}], "chain": distributed()},
     "before the first step": {**IN_PLACE, "is_before_first_step": lambda: True},
-    "settings of a fused optimizer": {
+    "settings of fused Adam": {
         "stored_groups": lambda: [dict(IDENTITY)],
         "chain": distributed(SimpleNamespace(param_groups=[dict(IDENTITY)], defaults={"bias_correction": True})),
     },
