@@ -60,9 +60,8 @@ def lacks_live_group(stored: Sequence[Group], chain: Chain) -> bool:
 def lacks_bias_correction(stored: Sequence[Group], chain: Chain) -> bool:
     """Whether no stored group has the setting by which a live fused Adam steps, as where torch's Adam was saved.
 
-    `Optimizer.load_state_dict` replaces the live groups by the stored ones (torch/optim/optimizer.py, 2.1 to 2.13), and
-    the first step ends with a KeyError (`FusedAdam.step`, transformer_engine/pytorch/optimizers/fused_adam.py, 2.1 to
-    2.20.2; Apex's is the same).
+    `Optimizer.load_state_dict` replaces the live groups by the stored ones (torch/optim/optimizer.py, 2.13), and the
+    first step ends with a KeyError (`FusedAdam.step`, transformer_engine/pytorch/optimizers/fused_adam.py).
     """
     live = [child.optimizer for child in (*chain.distributed, *(one for one, _ in chain.whole))]
     is_needed = any(_BIAS_CORRECTION in getattr(inner, "defaults", ()) for inner in live)

@@ -257,7 +257,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "state beside another optimizer",
         "it loads the moments that the job's optimizer keeps: beside Lion, Adam loses its second one",
-        f"optimizer_state_keys, {_OPTIMIZER}, 0.19.0 to 0.19.2 and the development head of August 2026",
+        f"optimizer_state_keys, {_OPTIMIZER}, 0.19.2 and the development head of August 2026",
         lambda facts: any(map(omits_state, facts.chain.distributed)),
     ),
     Check(
@@ -322,7 +322,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         "settings of fused Adam",
         "it replaces the live parameter groups by stored ones without bias_correction, and the first step ends",
-        f"load_state_dict, torch/optim/optimizer.py, 2.1 to 2.13, and {_OPTIMIZER}, 0.7.0 to 0.19.2",
+        f"load_state_dict, {_OPTIMIZER}, 0.16.1 to 0.19.2; step, transformer_engine/pytorch/optimizers/fused_adam.py",
         lambda facts: lacks_bias_correction(facts.stored_groups(), facts.chain),
         loops=_ALL,
     ),
