@@ -81,7 +81,7 @@ class Look:
     @property
     def may_be_shifted(self) -> bool:
         """Whether Megatron may have written it shifted (see `optimizers.workarounds.fully_reshardable_padding`)."""
-        return FULLY_RESHARDABLE in _names(self.decision.optimizer_format)
+        return any(one.name == FULLY_RESHARDABLE for one in encodings_named(self.decision.optimizer_format))
 
 
 def first_look(
@@ -347,7 +347,3 @@ def _switched(folder: Path, written: JobArguments, call: Mapping[str, Any], argu
         return index is not None and has_remainders(index)
 
     return switched(call["optimizer"], written, kind_named(vars(arguments)), stored_remainders)
-
-
-def _names(optimizer_format: str | None) -> list[str]:
-    return [encoding.name for encoding in encodings_named(optimizer_format)]
