@@ -2,6 +2,7 @@
 
     python3 scripts/run_tests.py                        everything
     python3 scripts/run_tests.py --quick                what needs no running job: minutes
+    python3 scripts/run_tests.py --changed              the tests nearest to what differs from the main branch
     python3 scripts/run_tests.py [pytest arguments]     the tests that these name
 
 Checkouts of Megatron-LM named by MEGATRON_LM_PATH, and of ColossalAI named by COLOSSALAI_PATH, are tested, too; without
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from changed_tests import changed_files, importers, nearest_tests
 from environment import REPOSITORY, SetupError, prepared, prepared_beside
 
 CHECKS = (
@@ -42,6 +44,11 @@ BALANCED = ("-n", str(PROCESSES), "--dist", "worksteal")
 def main() -> int:
     """Run what was asked for; the exit status is that of the first check that failed, else pytest's."""
     arguments = sys.argv[1:]
+    if arguments == ["--changed"]:
+        arguments = nearest_tests(changed_files(REPOSITORY), importers(REPOSITORY))
+        if not arguments:
+            print("no test imports what has changed")
+            return 0
     quick = arguments == ["--quick"]
     print("installing the test environments (.venv*): about three minutes and 6 GB on a fresh machine", flush=True)
     os.environ["NO_MKDOCS_2_WARNING"] = "1"  # of the theme, about a release of MkDocs that is not used here

@@ -452,9 +452,6 @@ def test_flags_that_the_job_may_have_ignored(job: Path, tmp_path: Path) -> None:
         assert config.rope_parameters["rope_type"] == kind
     with pytest.raises(UsageError, match="NAME=VALUE"):
         mcore_ckpt_ext.HuggingFace(arguments=["swiglu"])
-    spelt = [f"{name}={value}" for name, value in (("a", "True"), ("b", "false"), ("c", "None"), ("d", "x"))]
-    stated = mcore_ckpt_ext.HuggingFace(arguments=spelt).stated_arguments()
-    assert stated == {"a": True, "b": False, "c": None, "d": "x"}
 
 
 def test_a_config_that_would_say_another_model_is_refused(job: Path, tmp_path: Path) -> None:

@@ -1,0 +1,83 @@
+"""The tests that a change concerns, found from the imports: for `run_tests.py --changed`.
+
+A change of a module concerns the tests that import it. Where none does, it concerns those of the modules that import
+it, and so on: the nearest tests, not all that could notice. What runs only in jobs (`tests/jobs`) is not found this way.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Set
+from pathlib import Path
+
+PACKAGE = "mcore_ckpt_ext"
+NEEDS_A_JOB = ("tests/jobs/", "tests/colossalai/", "tests/slow/")
+
+
+def changed_files(repository: Path) -> list[str]:
+    """Return the paths that differ from the main branch, and those that git does not track yet."""
+
+    def lines(*command: str) -> list[str]:
+        done = subprocess.run(["git", *command], cwd=repository, check=True, text=True, stdout=subprocess.PIPE)
+        return done.stdout.splitlines()
+
+    known = lines("rev-parse", "--verify", "--quiet", "origin/main") if _has_origin(repository) else []
+    base = lines("merge-base", "HEAD", "origin/main" if known else "main")[0]
+    return sorted({*lines("diff", "--name-only", base), *lines("ls-files", "--others", "--exclude-standard")})
+
+
+def _has_origin(repository: Path) -> bool:
+    command = ["git", "rev-parse", "--verify", "--quiet", "origin/main"]
+    return subprocess.run(command, cwd=repository, check=False, stdout=subprocess.DEVNULL).returncode == 0
+
+
+def imported_modules(source: str) -> Iterator[str]:
+    """Yield the modules that a source imports; of `from a import b` both `a` and `a.b`, which may be a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def module_of(path: str) -> str:
+    """Return the dotted name of the module in a file: `mcore_ckpt_ext.errors` of `mcore_ckpt_ext/errors.py`."""
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def importers(repository: Path) -> dict[str, set[str]]:
+    """Return, for each module of the package and of the tests, the files that import it."""
+    found: dict[str, set[str]] = {}
+    for folder in (PACKAGE, "tests"):
+        for path in (repository / folder).rglob("*.py"):
+            name = path.relative_to(repository).as_posix()
+            for module in imported_modules(path.read_text(encoding="utf-8")):
+                if module.partition(".")[0] in (PACKAGE, "tests"):
+                    found.setdefault(module, set()).add(name)
+    return found
+
+
+def nearest_tests(changed: Iterable[str], importing: Mapping[str, Set[str]]) -> list[str]:
+    """Return the test files that a change of these files concerns.
+
+    Args:
+        changed: paths of files, relative to the repository.
+        importing: the files that import each module, as `importers` returns them.
+    """
+    found: set[str] = set()
+    for path in changed:
+        if not path.endswith(".py"):
+            continue
+        seen, around, tests = {path}, {path}, {path} if _is_test(path) else set()
+        while around and not tests:
+            around = {file for one in around for file in importing.get(module_of(one), ())} - seen
+            seen |= around
+            tests = {one for one in around if _is_test(one)}
+        found |= {test for test in tests if test == path or not test.startswith(NEEDS_A_JOB)}
+    return sorted(found)
+
+
+def _is_test(path: str) -> bool:
+    return path.startswith("tests/") and Path(path).name.startswith("test_")
