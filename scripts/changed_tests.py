@@ -1,7 +1,7 @@
 """The tests that a change concerns, found from the imports: for `run_tests.py --changed`.
 
 A change of a module concerns the tests that import it. Where none does, it concerns those of the modules that import
-it, and so on: the nearest tests, not all that could notice. What runs only in jobs (`tests/jobs`) is not found this way.
+it, and so on: the nearest tests, not all that could notice. Tests of jobs (`tests/jobs`) are not found so.
 """
 
 from __future__ import annotations

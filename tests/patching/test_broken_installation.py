@@ -94,7 +94,7 @@ def without_the_package(site: Path) -> None:
 
 
 def without_a_module(site: Path) -> None:
-    (site / "mcore_ckpt_ext" / "hooks" / "registry.py").unlink()
+    (site / "mcore_ckpt_ext" / "patching" / "registry.py").unlink()
 
 
 def without_all_modules(site: Path) -> None:
@@ -112,7 +112,7 @@ def an_empty_file(site: Path) -> None:
 
 
 def half_a_file(site: Path) -> None:
-    path = site / "mcore_ckpt_ext" / "hooks" / "registry.py"
+    path = site / "mcore_ckpt_ext" / "patching" / "registry.py"
     path.write_bytes(path.read_bytes()[:2000])
 
 
@@ -122,7 +122,7 @@ def a_file_of_zeros(site: Path) -> None:
 
 
 def a_file_that_may_not_be_read(site: Path) -> None:
-    (site / "mcore_ckpt_ext" / "hooks" / "seams.py").chmod(0)
+    (site / "mcore_ckpt_ext" / "megatron" / "patch_points.py").chmod(0)
 
 
 def a_folder_that_may_not_be_entered(site: Path) -> None:
@@ -159,12 +159,12 @@ def byte_code_without_its_source(site: Path) -> None:
 
 def half_an_upgrade(site: Path) -> None:
     """A module of another release, which wants of its neighbour what that does not have."""
-    path = site / "mcore_ckpt_ext" / "hooks" / "registry.py"
+    path = site / "mcore_ckpt_ext" / "patching" / "registry.py"
     path.write_text(path.read_text().replace("import PostImportFinder", "import NewFinder as PostImportFinder"))
 
 
 def without_what_it_needs(site: Path) -> None:
-    path = site / "mcore_ckpt_ext" / "hooks" / "__init__.py"
+    path = site / "mcore_ckpt_ext" / "megatron" / "installation.py"
     path.write_text(path.read_text().replace("from typing", "import not_installed\nfrom typing", 1))
 
 
@@ -195,7 +195,7 @@ DAMAGES: Mapping[Callable[[Path], None], str] = {
     nothing: "",
     without_the_package: "ModuleNotFoundError",
     without_a_module: "ModuleNotFoundError",
-    without_all_modules: "ImportError",
+    without_all_modules: "ModuleNotFoundError",
     a_file_in_place_of_the_package: "ModuleNotFoundError",
     an_empty_file: "ImportError",
     half_a_file: "Error",
