@@ -16,28 +16,29 @@ NEEDS_A_JOB = ("tests/jobs/", "tests/colossalai/", "tests/slow/")
 
 
 def changed_files(repository: Path) -> list[str]:
-    """Return the paths that differ from the main branch, and those that git does not track yet."""
+    """Return the paths that differ from the main branch (`origin/main` if there is one), or that are not tracked."""
 
     def lines(*command: str) -> list[str]:
         done = subprocess.run(["git", *command], cwd=repository, check=True, text=True, stdout=subprocess.PIPE)
         return done.stdout.splitlines()
 
-    known = lines("rev-parse", "--verify", "--quiet", "origin/main") if _has_origin(repository) else []
-    base = lines("merge-base", "HEAD", "origin/main" if known else "main")[0]
+    main = lines("for-each-ref", "--format=%(refname)", "refs/remotes/origin/main", "refs/heads/main")[-1]
+    base = lines("merge-base", "HEAD", main)[0]
     return sorted({*lines("diff", "--name-only", base), *lines("ls-files", "--others", "--exclude-standard")})
 
 
-def _has_origin(repository: Path) -> bool:
-    command = ["git", "rev-parse", "--verify", "--quiet", "origin/main"]
-    return subprocess.run(command, cwd=repository, check=False, stdout=subprocess.DEVNULL).returncode == 0
-
-
 def imported_modules(source: str) -> Iterator[str]:
-    """Yield the modules that a source imports; of `from a import b` both `a` and `a.b`, which may be a module."""
+    """Yield the modules that a source imports; of `from a import b` both `a` and `a.b`, which may be a module.
+
+    Raises:
+        ValueError: it has a relative import, which this repository does not use.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
+        elif isinstance(node, ast.ImportFrom):
+            if node.module is None or node.level:
+                raise ValueError("relative imports are not used here")
             yield node.module
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 

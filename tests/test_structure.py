@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from changed_tests import imported_modules
 
 from mcore_ckpt_ext.targets import TARGETS
 
@@ -14,23 +14,12 @@ TESTS = Path(__file__).parent
 HARNESS = ("tests", "harness")
 
 
-def imported(source: str) -> Iterator[tuple[str, ...]]:
-    """The modules that a source imports, as their parts; of `from a import b` both `a` and `a.b`, which may be one."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (tuple(alias.name.split(".")) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            module = tuple((node.module or "").split("."))
-            assert not node.level, "relative imports are not used here"
-            yield module
-            yield from ((*module, alias.name) for alias in node.names)
-
-
 def mistakes(path: Path, source: str) -> list[str]:
     """The imports of a file below `tests` that it must not have."""
     folder = ("tests", *path.relative_to(TESTS).parent.parts)
     found = []
-    for module in imported(source):
+    for name in imported_modules(source):
+        module = tuple(name.split("."))
         is_test = module[0] == "tests" and any(part.startswith(("test_", "conftest")) for part in module)
         is_own = len(folder) > 1 and module[: len(folder)] == folder
         is_elsewhere = len(module) > 1 and module[0] == "tests" and not is_own and module[:2] != HARNESS

@@ -187,11 +187,11 @@ def family_of_megatron(
         UnsupportedCheckpointError: none fits, or several do.
     """
     fits = [fit(family, arguments, names) for family in ((wanted,) if wanted else FAMILIES)]
-    fitting = [found for found in fits if not found.reasons]
     if not wanted:
-        more = [one for one in registered_here() if not fitting or one.model_type == once]
+        is_one_of_ours = not all(found.reasons for found in fits)
+        more = [one for one in registered_here() if not is_one_of_ours or one.model_type == once]
         fits += [fit(family, arguments, names) for family in map(loadable, more) if family]
-        fitting = [found for found in fits if not found.reasons]
+    fitting = [found for found in fits if not found.reasons]
     if len(fitting) > 1:
         before = [found for found in fitting if found.family.model_type == once]
         fitting = before or [found for found in fitting if not found.family.rather_another(arguments)]

@@ -226,7 +226,7 @@ def _decided(folder: Path, optimizer: Any, fits: bool) -> LoadDecision:
         written=checkpoint.arguments,
         running=running,
         switched=lambda: _switched(checkpoint, chain),
-        stored_groups=functools.cache(functools.partial(stored_groups, folder)),
+        stored_groups=stored_groups(folder),
         is_shifted=lambda: _is_shifted(checkpoint),
         is_before_first_step=lambda: is_before_first_step(checkpoint),
     )

@@ -181,7 +181,7 @@ def _look_at_what_is_fed(folder: Path, call: Mapping[str, Any], arguments: Any, 
         written=written,
         running=running,
         switched=lambda: _switched(folder, written, call, arguments),
-        stored_groups=functools.partial(stored_groups, folder),
+        stored_groups=stored_groups(folder),
         has_own_files=lambda: _has_own_files(folder, chain, arguments),
         has_new_tokens=has_new_tokens,
     )
@@ -245,18 +245,26 @@ def _facts_of(
         running=running,
         optimizer_counts=(len(common_optimizers(common)), len(getattr(optimizer, "chained_optimizers", [None]))),
         switched=lambda: _switched(folder, written, call, arguments),
-        stored_groups=functools.cache(functools.partial(stored_groups, folder)),
+        stored_groups=stored_groups(folder),
         has_as_many_groups=lambda: has_as_many_groups(common, chain),
         is_before_first_step=lambda: _is_before_first_step(folder, common),
     )
 
 
-def stored_groups(folder: Path) -> Sequence[Mapping[str, Any]]:
-    """The parameter groups of a checkpoint, as the first rank finds them, whose decision counts; none on the others."""
-    found: list[Mapping[str, Any]] = []
-    if is_first_rank():
-        attempt(lambda: found.extend(open_checkpoint(folder).param_groups()))  # stock tells what is wrong
-    return found
+def stored_groups(folder: Path) -> Callable[[], Sequence[Mapping[str, Any]]]:
+    """Return a function that reads the parameter groups of a checkpoint once, when a check first needs them.
+
+    It returns them on the first rank, whose decision counts, and none on the others.
+    """
+
+    @functools.cache
+    def groups() -> Sequence[Mapping[str, Any]]:
+        found: list[Mapping[str, Any]] = []
+        if is_first_rank():
+            attempt(lambda: found.extend(open_checkpoint(folder).param_groups()))  # stock reports what is wrong
+        return found
+
+    return groups
 
 
 def _is_before_first_step(folder: Path, common: Mapping[str, Any]) -> bool:

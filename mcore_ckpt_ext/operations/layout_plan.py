@@ -163,9 +163,7 @@ def plan(
             old_layout=str(old),
             megatron_version=str(version),
             parameters=table.elements,
-            layouts=tuple(
-                _planned(one, checkpoint, job, old, version, read_rate, table.stored_bytes) for one in chosen
-            ),
+            layouts=tuple(_planned(one, checkpoint, job, old, version, read_rate) for one in chosen),
             accepted=len(result.found),
             least_memory=least.memory.total if least else None,
             least_layout=str(least.choice.layout) if least else None,
@@ -221,13 +219,7 @@ def _sizes_of(pins: Mapping[str, int]) -> dict[str, int]:
 
 
 def _planned(
-    one: Found,
-    checkpoint: Checkpoint,
-    job: JobArguments,
-    old: ParallelLayout,
-    version: Version,
-    read_rate: int | None,
-    stored_bytes: int,
+    one: Found, checkpoint: Checkpoint, job: JobArguments, old: ParallelLayout, version: Version, read_rate: int | None
 ) -> PlannedLayout:
     choice, layout = one.choice, one.choice.layout
     running = job.changed(**_arguments_of(one))
@@ -249,7 +241,7 @@ def _planned(
         global_batch_size=choice.global_batch,
         read_per_rank=max(per_rank),
         read_in_all=in_all,
-        read_once=stored_bytes,
+        read_once=choice.table.stored_bytes,
         seconds=None if read_rate is None else round(in_all / read_rate, 1),
         stock_resumes=checkpoint.optimizer_format is None
         or stock_can_load(checkpoint.optimizer_format, is_moved, version),

@@ -5,9 +5,9 @@ are operands of two devices, `numpy()`, addresses, buffers and whatever else wou
 CPU's. Allowed are copies across, each of which is counted. Those that do not block happen as late as a stream may let
 them happen: memory that is used again before its event is done gives wrong bytes, here as there.
 
-    with Device() as device:             # factories with device="cuda", events, `torch.cuda.current_device`
+    with device() as counts:             # factories with device="cuda", events, `torch.cuda.current_device`
         tensor = torch.zeros(4, device="cuda")
-    device.counts.to_device              # bytes
+    counts.to_device                     # bytes
 """
 
 from __future__ import annotations
