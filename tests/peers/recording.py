@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from results import FAILED, PASSED, SKIPPED
 from torch.distributed import DistStoreError, FileStore  # type: ignore[attr-defined]
 
 _GRACE = timedelta(seconds=10)
 """For ranks that did not fail: they usually wait for the one that did."""
 _OUT_OF_STEP = 3
-PASSED, FAILED, SKIPPED = "passed", "failed", "skipped"
 
 
 class Recorder:
