@@ -18,7 +18,7 @@ from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.live.model import NEW, Spell, quantisation
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
-from mcore_ckpt_ext.model_space.anatomy import OUTPUT_LAYER, WORD_EMBEDDINGS
+from mcore_ckpt_ext.model_space.anatomy import is_output_layer, output_layer_of, word_embeddings_in
 from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
 from mcore_ckpt_ext.model_space.names import spelled_as_in
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
@@ -74,14 +74,16 @@ def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
             found=f"{len(unused)} of them, {', '.join(unused[:3])}",
             where=str(checkpoint.folder),
             helps="resume with --untie-embeddings-and-output-weights, as the checkpoint was written"
-            if unused == [OUTPUT_LAYER]
+            if all(map(is_output_layer, unused))
             else "resume with the model arguments that the checkpoint was written with (layers, hidden size, ...)",
         )
-    if OUTPUT_LAYER in live and WORD_EMBEDDINGS in stored and OUTPUT_LAYER not in stored:
+    embeddings = word_embeddings_in(stored)
+    output_layer = embeddings and output_layer_of(embeddings)
+    if output_layer in live and output_layer not in stored:
         raise ModelMismatchError(
             "the model has an output layer of its own, and the embeddings of the checkpoint are tied",
             found="no such parameter in the checkpoint",
-            expected=OUTPUT_LAYER,
+            expected=output_layer,
             where=str(checkpoint.folder),
             helps="resume without --untie-embeddings-and-output-weights; to train an output layer that begins anew, as "
             "the optimizer then does: --no-load-optim --dist-ckpt-strictness log_all",

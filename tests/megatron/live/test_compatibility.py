@@ -8,9 +8,13 @@ import pytest
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError
-from mcore_ckpt_ext.megatron.live.compatibility import check_tokens
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.views import renamed
+from mcore_ckpt_ext.megatron.live.compatibility import check_names, check_tokens
 from mcore_ckpt_ext.megatron.probe import check_all_have_the_same
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.settings import READ_ONCE
+from tests.harness.checkpoints import fixture_named
 
 
 @pytest.mark.parametrize(
@@ -42,3 +46,20 @@ def test_settings_that_decide_together_are_the_same_on_all_ranks() -> None:
     ranks.append({READ_ONCE.name: "False", "OTHER": "1"})
     with pytest.raises(ResumeRefusedError, match="READ_ONCE: True and False; expected: the same on all ranks"):
         check_all_have_the_same(ranks)
+
+
+@pytest.mark.parametrize("prefix", ["", "language_model."])
+def test_embeddings_are_tied_on_both_sides_or_on_neither(prefix: str) -> None:
+    """Of a language model inside a larger one, too."""
+    tied = open_checkpoint(fixture_named("p01").run)
+    tied = renamed(tied, {name: prefix + name for name in tied.names(WEIGHT)})
+    live, output_layer = set(tied.names(WEIGHT)), f"{prefix}output_layer.weight"
+    check_names(tied, live)
+    with pytest.raises(ModelMismatchError, match=f"tied.*expected: {output_layer}.*resume without --untie-emb"):
+        check_names(tied, live | {output_layer})
+    untied = open_checkpoint(fixture_named("p02").run)
+    untied = renamed(untied, {name: prefix + name for name in untied.names(WEIGHT)})
+    live = set(untied.names(WEIGHT))
+    check_names(untied, live)
+    with pytest.raises(ModelMismatchError, match="resume with --untie-embeddings-and-output-weights"):
+        check_names(untied, live - {output_layer})
