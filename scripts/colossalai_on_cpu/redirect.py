@@ -133,6 +133,8 @@ def _accelerator() -> Any:
         "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0,
         "reset_peak_memory_stats": lambda *_: None,
+        "reset_max_memory_allocated": lambda *_: None,
+        "reset_max_memory_cached": lambda *_: None,
         "Stream": Stream,
         "current_stream": lambda *_: Stream(),
         "default_stream": lambda *_: Stream(),

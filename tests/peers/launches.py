@@ -14,18 +14,20 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
+import psutil
 from megatron_on_cpu import launch
 from megatron_on_cpu.time_limit import TimeLimit
 
 from tests.peers.results import CASE, UNFINISHED, Outcome, merged
 
 _SECONDS_TO_START = 120.0
+_SECONDS_TO_END = 30.0
 _WITHOUT = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
 """As if the package were not installed: torch does not import it."""
 
 
 class LeftOverError(RuntimeError):
-    """A launch has left processes behind, which were ended."""
+    """A launch has left processes behind that do not end."""
 
 
 @dataclass(frozen=True)
@@ -123,23 +125,23 @@ def _collected(folder: Path) -> list[str] | None:
 
 
 def end_left_over(folder: Path) -> None:
-    """Check that no process of a launch's sessions is left.
+    """Wait until the processes of a launch, which have been killed, are gone; kill what was not.
 
     Raises:
-        LeftOverError: there were some; they have been killed.
+        LeftOverError: some do not go.
     """
     sessions = {int(file.read_text()) for file in folder.glob("session*")}
     left = list(_processes_of(sessions))
     for process in left:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-    if left:
-        raise LeftOverError(f"left over, and killed: processes {left}")
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    _, alive = psutil.wait_procs(left, timeout=_SECONDS_TO_END)
+    if alive:
+        raise LeftOverError(f"processes that cannot be ended: {[process.pid for process in alive]}")
 
 
-def _processes_of(sessions: Collection[int]) -> Iterator[int]:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            if int(session) in sessions and state != "Z":
-                yield int(stat.parent.name)
+def _processes_of(sessions: Collection[int]) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                yield process
