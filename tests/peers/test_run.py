@@ -15,7 +15,7 @@ from tests.peers.run import Campaign
 from tests.peers.suites import COLOSSALAI, MEGATRON
 
 COLOSSALAI_VARIABLE = "COLOSSALAI_PATH"
-GEMINI = "tests/test_zero/test_gemini/test_zerooptim_state_dict.py"
+GEMINI = "tests/test_zero/test_gemini/test_zeroddp_state_dict.py"
 
 
 def with_gemini() -> Path | None:
