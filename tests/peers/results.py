@@ -68,8 +68,9 @@ class Comparison:
 
     @property
     def broken(self) -> list[str]:
-        """Tests that do not fail without the package and fail with it, or are no longer there."""
-        return [test for test, outcome in self.without.items() if not outcome.is_bad and self._bad_with(test)]
+        """Tests that fail with the package, or are not there with it, and do not fail without it."""
+        tests = dict.fromkeys([*self.without, *self.with_package])
+        return [test for test in tests if self._bad_with(test) and not self._bad_without(test)]
 
     @property
     def mended(self) -> list[str]:
@@ -84,6 +85,9 @@ class Comparison:
     def unexpected(self) -> list[str]:
         """Those of `broken` that have no reason."""
         return [test for test in self.broken if test not in self.expected]
+
+    def _bad_without(self, test: str) -> bool:
+        return test in self.without and self.without[test].is_bad
 
     def _bad_with(self, test: str) -> bool:
         return test not in self.with_package or self.with_package[test].is_bad

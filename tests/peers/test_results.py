@@ -50,6 +50,11 @@ def test_a_comparison_names_what_breaks_and_what_is_mended() -> None:
     assert "failed: ValueError: no\n" in table
 
 
-def test_tests_that_only_ran_with_the_package_are_no_difference() -> None:
+def test_tests_that_passed_and_only_ran_with_the_package_are_no_difference() -> None:
     found = Comparison({}, {"a": GOOD, "b": GOOD}, {})
     assert (found.broken, found.mended, found.unexpected) == ([], [], [])
+
+
+def test_a_case_that_fails_and_only_ran_with_the_package_is_one() -> None:
+    """A launch without it may have ended before the case."""
+    assert Comparison({"a": GOOD}, {"a": GOOD, "b": BAD}, {}).unexpected == ["b"]
