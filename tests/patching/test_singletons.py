@@ -39,10 +39,13 @@ def changing(source: str) -> Iterator[str]:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and not is_constant(node.value):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
             yield from (name_of(target) for target in targets if name_of(target) != "__all__")
+    # What a function defines inside itself is made anew by each call, and remembers nothing from one to the next.
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    inner = {node for function in functions for node in ast.walk(function) if node is not function}
     for node in ast.walk(tree):
         if isinstance(node, ast.Global):
             yield from node.names
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef) and node not in inner:
             names = {name_of(item.func if isinstance(item, ast.Call) else item) for item in node.decorator_list}
             yield from (f"@{name} {node.name}" for name in names & CACHES)
 
@@ -66,8 +69,13 @@ def test_one_registry_and_nothing_else() -> None:
         "watches = WeakKeyDictionary()",
         "active = None\ndef f():\n    global active\n    active = 1",
         "@functools.cache\ndef registry(): ...",
+        "class Loads:\n    @functools.cache\n    def registry(self): ...",
         "found = (1, [])",
     ],
 )
 def test_what_it_finds(source: str) -> None:
     assert list(changing(source))
+
+
+def test_what_each_call_makes_anew_is_not_found() -> None:
+    assert not list(changing("def reader():\n    @functools.cache\n    def groups(): ...\n    return groups"))
