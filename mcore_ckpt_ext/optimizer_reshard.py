@@ -19,30 +19,17 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, agreed_here, gather, rank_and_size
-from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
-from mcore_ckpt_ext.formats.views import with_first_moments
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
-from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
-from mcore_ckpt_ext.layout.weight_shards import check_gates
-from mcore_ckpt_ext.megatron.live.compatibility import (
-    check_adapters,
-    check_kinds,
-    check_lost,
-    check_names,
-    check_precision,
-    check_stored_once,
-    check_tokens,
-    spelling_in,
-    verify_checksums,
-)
-from mcore_ckpt_ext.megatron.live.job import LiveJob, RankView, check_same_kinds
+from mcore_ckpt_ext.megatron.live.compatibility import check_lost, spelling_in, verify_checksums
+from mcore_ckpt_ext.megatron.live.job import LiveJob, RankView
 from mcore_ckpt_ext.megatron.live.master_check import Prover
 from mcore_ckpt_ext.megatron.live.model import Spell, quantisation
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
-from mcore_ckpt_ext.megatron.live.param_groups import carried_groups, with_step
+from mcore_ckpt_ext.megatron.live.planning import check_job, open_with_orders, plan_rank
 from mcore_ckpt_ext.megatron.live.reading import Reading
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.digests import check_digests
@@ -118,16 +105,13 @@ def prepare(
         return jobs[0].view
 
     views = agreed("reading the live model", read)
-    names = {name for view in views for name in view.names}
-
-    def opened(spell: Spell = str) -> Checkpoint:
-        orders = [list(map(spell, registered)) for view in views for registered in view.registered]
-        return with_first_moments(open_checkpoint(folder, witnesses=[WitnessedOrder("the live model", orders)]))
 
     def under_its_names() -> tuple[Checkpoint, LiveJob, Spell]:
-        checkpoint, (job,) = opened(), jobs
-        spell = spelling_in(checkpoint, names, arguments)
-        return (checkpoint, job, spell) if spell is str else (opened(spell), LiveJob(chunks, optimizer, spell), spell)
+        checkpoint, (job,) = open_with_orders(folder, views), jobs
+        spell = spelling_in(checkpoint, {name for view in views for name in view.names}, arguments)
+        if spell is str:
+            return checkpoint, job, spell
+        return open_with_orders(folder, views, spell), LiveJob(chunks, optimizer, spell), spell
 
     checkpoint, job, spell = agreed_here("opening the checkpoint", under_its_names)
     if not checkpoint.names(WEIGHT):
@@ -135,12 +119,7 @@ def prepare(
         checkpoint = checkpoint.format_reader.with_weights_of_a_job(live).view
 
     def plan() -> Prepared:
-        check_same_kinds(views)
-        check_stored_once(checkpoint)
-        check_names(checkpoint, set(map(spell, names)))
-        check_tokens(checkpoint.tokens, arguments, checkpoint.folder)
-        check_gates(checkpoint.arguments, arguments, str(checkpoint.folder))
-        check_adapters(checkpoint, ParallelLayout.from_arguments(arguments), arguments)
+        check_job(checkpoint, views, spell, arguments)
         if verify_all:
             verify_checksums(checkpoint, *rank_and_size())
         if not accept_lost:
@@ -148,15 +127,13 @@ def prepare(
         for buffers in checkpoint.optimizer.buffers:
             check_digests(buffers, str(checkpoint.folder), rank_and_size())
         offloaded, share = bool(checkpoint.arguments.optimizer_cpu_offload), rank_and_size()
-        for shard in job.shards:
-            check_kinds(checkpoint, shard)
-            check_precision(checkpoint, shard)
-        stored = with_step(checkpoint.param_groups(), checkpoint.common, checkpoint.arguments.constant_batch_size)
+        groups = [home.param_groups for home in job.homes]
+        planned = plan_rank(checkpoint, job.shards, groups, accept_lost=accept_lost, own_bounds=own_bounds)
         return Prepared(
             job,
             checkpoint,
-            Reading(checkpoint, job.shards, accept_lost),
-            groups=[carried_groups(home.param_groups, stored, own_bounds) for home in job.homes],
+            planned.reading,
+            groups=planned.groups,
             scaler=checkpoint.grad_scaler(),
             target=ParallelLayout.from_arguments(arguments),
             parameters=len({name for view in views for name in view.trained}),
@@ -176,7 +153,7 @@ class Prepared:
 
     job: LiveJob
     checkpoint: Checkpoint
-    reading: Reading
+    reading: Reading[LiveShard]
     groups: list[list[dict[str, Any]]]
     scaler: dict[str, Any] | None
     target: ParallelLayout

@@ -252,7 +252,7 @@ class Interrupted:
         for known in live.values():
             if known.regions[0].name not in self._masters:
                 raise UnsupportedCheckpointError("a master that is not its kind's")
-            yield LiveShard(known, Slice.whole(known.regions), home, ())
+            yield LiveShard(known, Slice.whole(known.regions), (), home)
 
     def proof(self, shard: LiveShard) -> Proof:
         return BY_ROUNDING
@@ -266,7 +266,7 @@ class Interrupted:
 def test_masters_are_proven_whether_they_were_looked_at_or_not(wrong: int | None, looked: bool) -> None:
     weight = torch.arange(8.0).to(torch.bfloat16)
     known = LiveParameter(weight, (Region.whole("weight", (8,)),), {}, may_pad=False)
-    shard = LiveShard(known, Slice.whole(known.regions), cast("Any", None), ())
+    shard = LiveShard(known, Slice.whole(known.regions), (), cast("Any", None))
     master = weight.float()
     if wrong is not None:
         master[wrong] += 1.0

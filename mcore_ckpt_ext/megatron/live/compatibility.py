@@ -17,7 +17,7 @@ from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.live.model import NEW, Spell, quantisation
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
 from mcore_ckpt_ext.model_space.anatomy import is_output_layer, output_layer_of, word_embeddings_in
 from mcore_ckpt_ext.model_space.gpt_in_hybrid import names_in_gpt
 from mcore_ckpt_ext.model_space.names import spelled_as_in
@@ -152,7 +152,7 @@ def check_adapters(checkpoint: Checkpoint, running: ParallelLayout, arguments: J
         )
 
 
-def check_kinds(checkpoint: Checkpoint, shard: LiveShard) -> None:
+def check_kinds(checkpoint: Checkpoint, shard: Shard) -> None:
     """Refuse an optimizer that keeps different state for a parameter than the one that wrote the checkpoint.
 
     Raises:
@@ -173,7 +173,7 @@ def check_kinds(checkpoint: Checkpoint, shard: LiveShard) -> None:
         )
 
 
-def check_precision(checkpoint: Checkpoint, shard: LiveShard) -> None:
+def check_precision(checkpoint: Checkpoint, shard: Shard) -> None:
     """Refuse weights that were rounded otherwise than the live ones are: masters could not be proven by them.
 
     Raises:

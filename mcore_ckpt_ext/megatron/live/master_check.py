@@ -13,7 +13,7 @@ from mcore_ckpt_ext.errors import CheckpointError, ProofError
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.layout.master_check import BITS, BY_ROUNDING, Mismatch, Proof, weaker_of
 from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_parameters, quantisation
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard, Shard
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import homes_of
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.optimizers.stored_scales import proof_beside
@@ -82,7 +82,7 @@ class Prover:
         )
 
 
-def prove(shard: LiveShard, master: torch.Tensor, checkpoint: Checkpoint) -> None:
+def prove(shard: Shard, master: torch.Tensor, checkpoint: Checkpoint) -> None:
     """Prove a shard's masters against the live weights, within their rounding where these are fp8 or fp4.
 
     Raises:

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Generic, TypeVar
 
 import torch
 
 from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.megatron.live.broadcast_read import ReadOnce, wanted_bytes
-from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.planning.plan import Plan, WantedSlice, make_plan, plans_of
 from mcore_ckpt_ext.planning.read_dedup import Spans
 from mcore_ckpt_ext.transfer import read_wanted
 
+OwnShard = TypeVar("OwnShard", bound=Shard)
 
-class Reading:
+
+class Reading(Generic[OwnShard]):
     """What one rank reads: the plan, and which shard each part of it is for."""
 
-    def __init__(self, checkpoint: Checkpoint, shards: Sequence[LiveShard], accept_lost: bool) -> None:
+    def __init__(self, checkpoint: Checkpoint, shards: Sequence[OwnShard], accept_lost: bool) -> None:
         self._checkpoint = checkpoint
         self._accept_lost = accept_lost
         wishes = [(kind, shard) for shard in shards for kind in (FP32_PARAM, *shard.kinds)]
@@ -68,16 +71,16 @@ class Reading:
         """The moments of all shards together, in the order in which all ranks read them."""
         return tuple(sorted({kind for kind, _ in (*self._stored, *self._derived)} - {FP32_PARAM}))
 
-    def shards(self, kind: str) -> list[LiveShard]:
+    def shards(self, kind: str) -> list[OwnShard]:
         """The shards that keep a kind."""
         return [shard for wanted, shard in (*self._stored, *self._derived) if wanted == kind]
 
     def read(
         self,
         kind: str,
-        rooms: Mapping[LiveShard, torch.Tensor],
-        look: Callable[[LiveShard, int, int], None] | None = None,
-    ) -> dict[LiveShard, list[slice]]:
+        rooms: Mapping[OwnShard, torch.Tensor],
+        look: Callable[[OwnShard, int, int], None] | None = None,
+    ) -> dict[OwnShard, list[slice]]:
         """Read all of one kind.
 
         Args:
@@ -96,7 +99,7 @@ class Reading:
         else:
             seen = None if look is None else lambda target, start, stop: look(targets[target], start, stop)
             transfer.execute(part, memory, seen)
-        missing: dict[LiveShard, list[slice]] = {}
+        missing: dict[OwnShard, list[slice]] = {}
         for fill in part.fills:
             missing.setdefault(targets[fill.target], []).append(slice(fill.start, fill.stop))
         for (wanted, shard), plans in self._derived.items():
@@ -107,5 +110,5 @@ class Reading:
         return missing
 
 
-def _slice(kind: str, shard: LiveShard) -> WantedSlice:
+def _slice(kind: str, shard: Shard) -> WantedSlice:
     return WantedSlice(kind, shard.slice, shard.live.tensors, shard.live.may_pad)

@@ -23,7 +23,7 @@ def held(master: torch.Tensor, weight: torch.Tensor) -> tuple[UndistributedHome,
     optimizer = SimpleNamespace(optimizer=inner, float16_groups=groups[0], fp32_from_float16_groups=groups[1])
     home = UndistributedHome(optimizer)
     own = LiveParameter(weight, (Region.whole("weight", SHAPE),), {}, may_pad=False)
-    return home, LiveShard(own, Slice.whole(own.regions), home, ())
+    return home, LiveShard(own, Slice.whole(own.regions), (), home)
 
 
 @pytest.mark.parametrize("who", ["alone", "viewed", "a view", "the weight"])

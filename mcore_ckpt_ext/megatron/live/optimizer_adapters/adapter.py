@@ -14,19 +14,17 @@ from mcore_ckpt_ext.model_space.slices import Slice
 
 
 @dataclass(frozen=True, eq=False)
-class LiveShard:
-    """What this rank holds of one parameter in its optimizer; it can serve as a key.
+class Shard:
+    """What one rank holds of one parameter in its optimizer; it can serve as a key.
 
     Attributes:
         live: the parameter.
         slice: the elements of it that are held.
-        home: the optimizer that holds them.
         kinds: what is kept for each element beside the master.
     """
 
     live: LiveParameter
     slice: Slice
-    home: Home
     kinds: tuple[str, ...]
 
     @property
@@ -40,6 +38,17 @@ class LiveShard:
         parameter = self.live.parameter
         plain = parameter.detach() if quantisation(parameter) is None else parameter.dequantize().detach()
         return plain.reshape(-1)[self.slice.start : self.slice.stop]
+
+
+@dataclass(frozen=True, eq=False)
+class LiveShard(Shard):
+    """A shard of this rank's live optimizer.
+
+    Attributes:
+        home: the optimizer that holds it.
+    """
+
+    home: Home
 
 
 class Home(Protocol):

@@ -42,7 +42,7 @@ class DistributedHome(PlainHome):
             for parameter, ranges in (item for bucket in buckets for item in bucket["param_map"].items()):
                 own = described(live, parameter)
                 local = Slice(own.regions, ranges["param"].start, ranges["param"].end)
-                shard = LiveShard(own, local, self, self._kinds)
+                shard = LiveShard(own, local, self._kinds, self)
                 self._check(shard)
                 yield shard
 

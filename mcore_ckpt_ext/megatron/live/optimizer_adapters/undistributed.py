@@ -42,7 +42,7 @@ class UndistributedHome(PlainHome):
         for group in self.param_groups:
             for master in group["params"]:
                 own = described(live, self._parameters.get(id(master), master))
-                yield LiveShard(own, Slice.whole(own.regions), self, self._kinds)
+                yield LiveShard(own, Slice.whole(own.regions), self._kinds, self)
 
     def share_weights(self) -> None:
         """Every rank has written all of them."""

@@ -1,0 +1,84 @@
+"""What a resume compares and plans before anything is written: the same for ranks of a job and for simulated ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.views import with_first_moments
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
+from mcore_ckpt_ext.layout.weight_shards import check_gates
+from mcore_ckpt_ext.megatron.live.compatibility import (
+    check_adapters,
+    check_kinds,
+    check_names,
+    check_precision,
+    check_stored_once,
+    check_tokens,
+)
+from mcore_ckpt_ext.megatron.live.job import RankView, check_same_kinds
+from mcore_ckpt_ext.megatron.live.model import Spell
+from mcore_ckpt_ext.megatron.live.param_groups import carried_groups, with_step
+from mcore_ckpt_ext.megatron.live.reading import OwnShard, Reading
+from mcore_ckpt_ext.optimizers.groups import Group
+
+
+def open_with_orders(folder: Path, views: Iterable[RankView], spell: Spell = str) -> Checkpoint:
+    """Open a checkpoint with the order in which the ranks of the running job registered their parameters."""
+    orders = [list(map(spell, registered)) for view in views for registered in view.registered]
+    return with_first_moments(open_checkpoint(folder, witnesses=[WitnessedOrder("the live model", orders)]))
+
+
+def check_job(checkpoint: Checkpoint, views: Sequence[RankView], spell: Spell, arguments: JobArguments) -> None:
+    """Refuse a job that cannot resume a checkpoint on any of its ranks, as far as no rank's own shards matter.
+
+    Raises:
+        CheckpointError: see the checks of `compatibility`.
+    """
+    check_same_kinds(views)
+    check_stored_once(checkpoint)
+    check_names(checkpoint, {spell(name) for view in views for name in view.names})
+    check_tokens(checkpoint.tokens, arguments, checkpoint.folder)
+    check_gates(checkpoint.arguments, arguments, str(checkpoint.folder))
+    check_adapters(checkpoint, ParallelLayout.from_arguments(arguments), arguments)
+
+
+@dataclass(frozen=True)
+class RankPlan(Generic[OwnShard]):
+    """What one rank reads, and the values of its parameter groups, by optimizer."""
+
+    reading: Reading[OwnShard]
+    groups: list[list[dict[str, Any]]]
+
+
+def plan_rank(
+    checkpoint: Checkpoint,
+    shards: Sequence[OwnShard],
+    groups: Sequence[Sequence[Group]],
+    *,
+    accept_lost: bool = False,
+    own_bounds: bool = False,
+) -> RankPlan[OwnShard]:
+    """Plan what one rank reads; nothing but metadata and samples is read.
+
+    Args:
+        checkpoint: what is resumed.
+        shards: what the rank's optimizers hold.
+        groups: the parameter groups of each of its optimizers.
+        accept_lost: as of `prepare`.
+        own_bounds: as of `carried_groups`.
+
+    Raises:
+        CheckpointError: the checkpoint does not have what the rank needs.
+    """
+    for shard in shards:
+        check_kinds(checkpoint, shard)
+        check_precision(checkpoint, shard)
+    stored = with_step(checkpoint.param_groups(), checkpoint.common, checkpoint.arguments.constant_batch_size)
+    reading = Reading(checkpoint, shards, accept_lost)
+    return RankPlan(reading, [carried_groups(own, stored, own_bounds) for own in groups])
