@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module, metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +29,7 @@ State = Literal["ok", "note", "FAILED"]
 _STYLES: dict[State, str] = {"ok": GOOD, "note": REMARKABLE, "FAILED": BAD}
 _AUTOLOAD_SINCE = (2, 5)
 _OLDEST_TORCH = (2, 4)
+_NO_MEGATRON = "Megatron is not installed here"
 _ENTRY_POINTS = "torch.backends"
 _ENTRY = "mcore_ckpt_ext"
 # What to install for a seam's framework.
@@ -79,9 +81,17 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         table((item.what, Painted(item.state, _STYLES[item.state]), item.found) for item in lines)
         line()
-        told = "all in place" if report.healthy else "NOT in place: see what failed"
-        line(Painted(told, GOOD if report.healthy else BAD))
+        line(_verdict(report))
     return 0 if report.healthy else 1
+
+
+def _verdict(report: Report) -> Painted:
+    """Return the last line, which does not approve of what is not here to be checked."""
+    if not report.healthy:
+        return Painted("NOT in place: see what failed", BAD)
+    if any(item.found == _NO_MEGATRON for item in report.lines):
+        return Painted(f"nothing failed, but {_NO_MEGATRON}: run doctor where your jobs run", REMARKABLE)
+    return Painted("all in place", GOOD)
 
 
 def _lines(save: Path | None) -> Iterator[Line]:
@@ -91,7 +101,8 @@ def _lines(save: Path | None) -> Iterator[Line]:
 
     version = parse_version(torch.__version__)
     yield Line("torch", "ok" if version and version >= _OLDEST_TORCH else "FAILED", torch.__version__)
-    for name in ("megatron-core", "nvidia-resiliency-ext", "colossalai", "transformer-engine", "safetensors", "isal"):
+    yield _megatron()
+    for name in ("nvidia-resiliency-ext", "colossalai", "transformer-engine", "safetensors", "isal"):
         installed = _installed(name)
         yield Line(name, "ok" if installed else "note", installed or "not installed")
     yield from (_setting(setting) for setting in (*SETTINGS, _AUTOLOAD))
@@ -101,6 +112,17 @@ def _lines(save: Path | None) -> Iterator[Line]:
         yield from _loops()
     if save is not None:
         yield _writable(save)
+
+
+def _megatron() -> Line:
+    """Return the release of Megatron that is installed, or that a checkout on the path is."""
+    what = "megatron-core"
+    if installed := _installed(what):
+        return Line(what, "ok", installed)
+    found = find_spec("megatron") and find_spec("megatron.core")
+    if found is None or found.origin is None:
+        return Line(what, "note", _NO_MEGATRON)
+    return Line(what, "ok", f"a checkout, {Path(found.origin).parents[2]}")
 
 
 def _setting(setting: Setting[Any]) -> Line:

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -30,9 +31,11 @@ def without_frameworks(tmp_path: Path) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "blocked"), str(REPOSITORY)])}
 
 
-def command(environment: dict[str, str], *words: object) -> subprocess.CompletedProcess[str]:
+def command(
+    environment: dict[str, str], *words: object, interpreter: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     finished = subprocess.run(
-        [sys.executable, "-m", "mcore_ckpt_ext", *map(str, words)],
+        [sys.executable, *interpreter, "-m", "mcore_ckpt_ext", *map(str, words)],
         env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert "Traceback" not in finished.stderr
@@ -108,6 +111,37 @@ def test_doctor_without_megatron(without_frameworks: dict[str, str]) -> None:
     # megatron-core is installed here, as its distribution says, and cannot be imported: that is a failure to tell.
     assert seam["state"] == "FAILED"
     assert found.returncode == 1
+
+
+@pytest.fixture
+def without_megatron(installation: Path, tmp_path: Path) -> dict[str, str]:
+    """An environment for `python -S` in which all is installed but Megatron."""
+    site = tmp_path / "site"
+    site.mkdir()
+    for entry in {entry for path in sys.path if path.endswith("site-packages") for entry in Path(path).iterdir()}:
+        if not entry.name.startswith(("megatron", "mcore_ckpt_ext", "__")) and entry.suffix != ".pth":
+            (site / entry.name).symlink_to(entry)
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [installation, REPOSITORY, site]))}
+
+
+def test_doctor_where_megatron_is_not_installed(without_megatron: dict[str, str]) -> None:
+    """It has nothing to complain of, and does not say that all is in place."""
+    found = command(without_megatron, "doctor", interpreter=["-S"])
+    assert found.returncode == 0, found.stdout
+    assert found.stdout.splitlines()[-1].startswith("nothing failed, but Megatron is not installed here")
+
+
+def test_doctor_with_a_checkout_of_megatron(without_megatron: dict[str, str], tmp_path: Path) -> None:
+    """Many have no distribution of it, but a clone on their path."""
+    (tmp_path / "clone" / "megatron" / "core").mkdir(parents=True)
+    (tmp_path / "clone" / "megatron" / "core" / "__init__.py").touch()
+    path = os.pathsep.join([str(tmp_path / "clone"), without_megatron["PYTHONPATH"]])
+    program = "from mcore_ckpt_ext.cli import doctor; print(doctor._megatron().found)"
+    found = subprocess.run(
+        [sys.executable, "-S", "-c", program],
+        env={**without_megatron, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+    assert found.stdout.strip() == f"a checkout, {tmp_path / 'clone'}"
 
 
 def test_doctor_with_megatron(tmp_path: Path) -> None:
