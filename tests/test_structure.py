@@ -129,15 +129,9 @@ def test_what_does_not(source: str) -> None:
     assert not compares_versions(source)
 
 
-# Modules that still look at the class of a format's reader, and how often. It may only shrink: what they need to know
-# of a format is to be a member of `FormatReader`.
-LOOKING_AT_READERS = {
-    "formats/adapters_alone.py": 1,
-    "formats/checkpoint.py": 2,
-    "formats/elsewhere.py": 1,
-    "formats/huggingface_images.py": 2,
-    "megatron/fast_load.py": 1,
-}
+# Modules that look at the class of its reader, and how often: what they need to know of
+# a format is to be a member of `FormatReader`.
+LOOKING_AT_READERS = {"formats/huggingface_images.py": 2, "formats/torch_dist.py": 1}
 
 
 def reader_classes() -> set[str]:
@@ -155,20 +149,22 @@ def reader_classes() -> set[str]:
 
 
 def looks_at_readers(source: str, readers: set[str]) -> int:
-    """How often a source looks at the class of a reader."""
+    """How often a source looks at the class of a reader: by `isinstance`, `type(...)` or a pattern of `match`."""
     count = 0
     for node in ast.walk(ast.parse(source)):
-        if (
-            isinstance(node, ast.Call)
-            and isinstance(node.func, ast.Name)
-            and node.func.id in ("isinstance", "issubclass")
-        ):
-            count += any(isinstance(name, ast.Name) and name.id in readers for name in ast.walk(node.args[1]))
-        elif (
-            isinstance(node, ast.Compare) and isinstance(node.left, ast.Call) and ast.unparse(node.left.func) == "type"
-        ):
-            count += any(isinstance(name, ast.Name) and name.id in readers for name in ast.walk(node.comparators[0]))
+        match node:
+            case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, classes]):
+                count += _names_one_of(classes, readers)
+            case ast.Compare(left=ast.Call(func=ast.Name(id="type")), comparators=[classes]):
+                count += _names_one_of(classes, readers)
+            case ast.MatchClass(cls=named):
+                count += _names_one_of(named, readers)
     return count
+
+
+def _names_one_of(node: ast.expr, classes: set[str]) -> bool:
+    names = {one.attr if isinstance(one, ast.Attribute) else getattr(one, "id", "") for one in ast.walk(node)}
+    return bool(names & classes)
 
 
 def test_readers_answer_for_themselves() -> None:
@@ -197,6 +193,8 @@ def test_targets_answer_for_themselves() -> None:
     [
         ("isinstance(one.format_reader, LegacyCheckpoint)", 1),
         ("isinstance(one, (str, TorchDistCheckpoint)) or type(one) is not LegacyCheckpoint", 2),
+        ("isinstance(one, legacy.LegacyCheckpoint)", 1),
+        ("match one:\n case LegacyCheckpoint() | formats.torch_dist.TorchDistCheckpoint(): ...", 2),
         ("isinstance(one, Path)", 0),
     ],
 )

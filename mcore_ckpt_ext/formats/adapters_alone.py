@@ -12,7 +12,6 @@ from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
@@ -77,9 +76,8 @@ def fit_of_adapters(checkpoint: Checkpoint, family: Family | None, stated: Mappi
     """
     if checkpoint.adapters.model is not None:
         return fit_of_adapters(checkpoint.adapters.model, family, stated)
-    own = checkpoint.format_reader
-    if isinstance(own, HuggingFaceCheckpoint):
-        return Fit(own.family, own.model, [])
+    if (fit := checkpoint.format_reader.fit) is not None:
+        return fit
     where, known = str(checkpoint.folder), checkpoint.arguments
     model = complete(known.changed(source=where, **stated) if stated else known)
     # No adapter depends on the number of tokens.

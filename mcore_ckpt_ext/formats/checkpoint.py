@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, UsageError, interpreting
+from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapters_alone import for_model, has_adapters_alone
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
@@ -19,7 +19,7 @@ from mcore_ckpt_ext.formats.fsdp_dtensor import FsdpCheckpoint
 from mcore_ckpt_ext.formats.handle import TensorHandle
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface, is_peft
-from mcore_ckpt_ext.formats.huggingface_model import LOCAL, TRANSFORMER_ENGINE
+from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
 from mcore_ckpt_ext.formats.nemo_folder import NemoCheckpoint, is_nemo
 from mcore_ckpt_ext.formats.peft_folder import PeftCheckpoint
@@ -97,10 +97,10 @@ def open_checkpoint(
                 return _with_weights(folder, lender, witnesses, facts)
             except ProofError:
                 # The optimizer may name its parameters as the other layer spec does.
-                own = lender.format_reader
-                if not isinstance(own, HuggingFaceCheckpoint) or own.family.needs_engine:
+                other = lender.format_reader.other_layer_spec
+                if other is None:
                     raise
-                lender = open_checkpoint(weights, family=family, transformer_impl=LOCAL)
+                lender = open_checkpoint(weights, family=family, transformer_impl=other)
                 return _with_weights(folder, lender, witnesses, facts)
         if lent_of(folder) is None:  # of what another rank has read, that rank has compared the digests
             check_digests(folder)
@@ -117,13 +117,7 @@ def _with_weights(folder: Path, lender: Checkpoint, witnesses: Sequence[Paramete
     checkpoint = open_checkpoint(folder, witnesses=witnesses, facts=facts)
     if has_adapters_alone(checkpoint):
         return for_model(checkpoint, lender)
-    own = checkpoint.format_reader
-    if not isinstance(own, TorchDistCheckpoint):
-        raise UsageError(
-            "weights that lie elsewhere are for an optimizer in a distributed checkpoint", found=checkpoint.format,
-            where=str(folder), helps="leave --weights out",
-        )  # fmt: skip
-    return own.with_weights_of(lender).view
+    return checkpoint.format_reader.with_weights_of(lender).view
 
 
 def _may_lack_arguments(folder: Path) -> bool:

@@ -167,16 +167,8 @@ class DescribedCheckpoint(FormatReader):
         # Whoever fills an optimizer from here proves every element, so a layout may be tried that only fits.
         return found._under_a_layout(_fits) or found
 
+    @override
     def with_weights_of(self, lender: CheckpointView) -> Self:
-        """The same with the weights of another checkpoint, where an optimizer is stored without them.
-
-        Args:
-            lender: the checkpoint.
-
-        Raises:
-            CheckpointError: they are not those of this optimizer, or nothing would prove that they are.
-            UsageError: this checkpoint has weights of its own, or the other has none.
-        """
         check_lender(lender, self.view)
         external = ExternalModel(checkpoint=lender)
         external = replace(external, weights=lent_weights(lender, self._with(external).arguments))

@@ -11,12 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import ModelMismatchError, PackingError, ProofError, UnsupportedCheckpointError, UsageError
+from mcore_ckpt_ext.errors import PackingError, ProofError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.formats.base import Checkpoint
-from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.huggingface_folder import CONFIG
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
 from mcore_ckpt_ext.layout.weight_spec import LentWeight
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
@@ -54,7 +51,7 @@ def check_lender(lender: Checkpoint, checkpoint: Checkpoint) -> None:
     Raises:
         UsageError: it is one of the first two.
         UnsupportedCheckpointError: it cannot hold all weights of the optimizer.
-        ModelMismatchError: the optimizer's job says otherwise what the model is than the folder's `config.json`.
+        ModelMismatchError: the optimizer's job trained another model than the folder describes.
     """
     if checkpoint.names(WEIGHT) or checkpoint.optimizer_format is None:
         raise UsageError(
@@ -64,23 +61,8 @@ def check_lender(lender: Checkpoint, checkpoint: Checkpoint) -> None:
         )  # fmt: skip
     if not lender.names(WEIGHT):
         raise UsageError("the folder has no weights either", where=str(lender.folder), helps=NAME_THEM)
-    own = lender.format_reader
-    if not isinstance(own, HuggingFaceCheckpoint):
-        return
-    if (rows := checkpoint.arguments.padded_vocab_size or 0) > own.vocabulary:
-        raise UnsupportedCheckpointError(
-            "the job of the optimizer padded its vocabulary, and a Hugging Face folder holds no such rows",
-            found=f"{rows} rows, of which {rows - own.vocabulary} are padding", where=str(lender.folder),
-            helps="name a checkpoint of Megatron's with the weights of that step: --weights RUN",
-        )  # fmt: skip
-    if not checkpoint.arguments.tells_all:
-        return
-    if found := contradictions(own.family, own.model, checkpoint.arguments):
-        raise ModelMismatchError(
-            "the job of the optimizer trained another model than config.json describes, though the weights may fit",
-            found="; ".join(found), where=str(lender.folder / CONFIG),
-            helps="name the folder of the model that was trained; or, if it is that, mend its config.json",
-        )  # fmt: skip
+    if mismatch := lender.format_reader.mismatch_with(checkpoint):
+        raise mismatch
 
 
 def check_belonging(checkpoint: Checkpoint, folder: Path) -> None:

@@ -14,7 +14,13 @@ from typing import Any, ClassVar
 import torch
 from typing_extensions import override
 
-from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, some, with_article
+from mcore_ckpt_ext.errors import (
+    CheckpointError,
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+    some,
+    with_article,
+)
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
@@ -22,11 +28,12 @@ from mcore_ckpt_ext.families.entry_points import attributed
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.images_known import IMAGES
+from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
 from mcore_ckpt_ext.families.wide_norms import WithWideNorms
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, StoredTensor, read_tensors
-from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE, described_model
+from mcore_ckpt_ext.formats.huggingface_model import LOCAL, TRANSFORMER_ENGINE, described_model, mismatch
 from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.quantised import dequantised
 from mcore_ckpt_ext.formats.view import CheckpointView
@@ -266,6 +273,20 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @override
     def has_norms_of_all_heads(self) -> bool:
         return isinstance(self.family, WithWideNorms)
+
+    @property
+    @override
+    def fit(self) -> Fit:
+        return Fit(self.family, self.model, [])
+
+    @property
+    @override
+    def other_layer_spec(self) -> str | None:
+        return None if self.family.needs_engine or self.model.transformer_impl == LOCAL else LOCAL
+
+    @override
+    def mismatch_with(self, optimizer: CheckpointView) -> CheckpointError | None:
+        return mismatch(self.family, self.model, optimizer.arguments, self.folder)
 
     @override
     def for_legacy_files(self) -> HuggingFaceCheckpoint:

@@ -7,9 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, with_article
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnsupportedCheckpointError, with_article
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.config_keys import NeutralKeys, neutral_keys
+from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.entry_points import attributed
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import family_of_config
@@ -71,3 +73,28 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
             helps="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
         )  # fmt: skip
     return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole, neutral)
+
+
+def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folder: Path) -> CheckpointError | None:
+    """Why the weights of a folder are not those that a job trained; None where nothing speaks against it.
+
+    Args:
+        family: of the folder's model.
+        model: the folder's model.
+        trained: the arguments of the job.
+        folder: the folder.
+    """
+    tokens = int(model.known("vocab_size"))
+    if (rows := trained.padded_vocab_size or 0) > tokens:
+        return UnsupportedCheckpointError(
+            "the job of the optimizer padded its vocabulary, and a Hugging Face folder holds no such rows",
+            found=f"{rows} rows, of which {rows - tokens} are padding", where=str(folder),
+            helps="name a checkpoint of Megatron's with the weights of that step: --weights RUN",
+        )  # fmt: skip
+    if found := contradictions(family, model, trained) if trained.tells_all else []:
+        return ModelMismatchError(
+            "the job of the optimizer trained another model than config.json describes, though the weights may fit",
+            found="; ".join(found), where=str(folder / CONFIG),
+            helps="name the folder of the model that was trained; or, if it is that, mend its config.json",
+        )  # fmt: skip
+    return None

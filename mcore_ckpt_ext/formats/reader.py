@@ -7,10 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, shown
+from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UsageError, shown
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.grid import weight_grid
@@ -35,6 +35,10 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, iteration_number
 from mcore_ckpt_ext.storage.dcp_index import DcpIndex
 from mcore_ckpt_ext.storage.remote import folder_reader
 from mcore_ckpt_ext.transfer import Transfer
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.recognition import Fit
+    from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 
 _MOST_ITERATIONS = 1 << 40
 
@@ -289,6 +293,21 @@ class FormatReader(ABC):
         return []
 
     @property
+    def fit(self) -> Fit | None:
+        """The model's family and arguments, where the format itself names them; None where it does not."""
+        return None
+
+    @property
+    def other_layer_spec(self) -> str | None:
+        """Another layer spec under whose names the model can be opened; None where its names are given."""
+        return None
+
+    @property
+    def as_torch_dist(self) -> TorchDistCheckpoint | None:
+        """The reader itself, where Megatron's loader of `torch_dist` reads the folder by the same index; or None."""
+        return None
+
+    @property
     def has_norms_of_all_heads(self) -> bool:
         """Whether norms of queries and keys are of all heads together, which Megatron Core does not have."""
         return False
@@ -296,6 +315,32 @@ class FormatReader(ABC):
     def for_legacy_files(self) -> FormatReader:
         """The same without what legacy files have no place for."""
         return self
+
+    def mismatch_with(self, optimizer: CheckpointView) -> CheckpointError | None:
+        """Why the weights are not those of an optimizer, as far as descriptions of the two show it.
+
+        Args:
+            optimizer: the checkpoint that holds it.
+
+        Returns:
+            The error to raise; None where nothing speaks against it.
+        """
+        return None
+
+    def with_weights_of(self, lender: CheckpointView) -> FormatReader:
+        """The same with the weights of another checkpoint, where an optimizer is stored without them.
+
+        Args:
+            lender: the checkpoint with the weights.
+
+        Raises:
+            UsageError: this checkpoint has weights of its own, or the other has none.
+            CheckpointError: they are not those of this optimizer, or nothing would prove that they are.
+        """
+        raise UsageError(
+            "weights that lie elsewhere are for an optimizer in a distributed checkpoint", found=self.format,
+            where=str(self.folder), helps="leave --weights out",
+        )  # fmt: skip
 
     def with_weights_of_a_job(self, weights: Mapping[str, LentWeight]) -> FormatReader:
         """The same for an optimizer that is stored without its weights, which a live job has.

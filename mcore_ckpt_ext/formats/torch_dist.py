@@ -66,6 +66,12 @@ class TorchDistCheckpoint(DescribedCheckpoint):
     def stored_parts(self) -> Iterator[StoredPart]:
         return parts_of_torch_dist(self)
 
+    @property
+    @override
+    def as_torch_dist(self) -> TorchDistCheckpoint | None:
+        # Formats that derive from it arrange keys, files or objects in another way.
+        return self if type(self) is TorchDistCheckpoint else None
+
     @override
     def evidence(self) -> Iterator[Bound]:
         yield from self._evidence_of_files()

@@ -162,10 +162,8 @@ def _opened(folder: Path, opened: Checkpoint | None) -> tuple[TorchDistCheckpoin
             opened = open_checkpoint(folder)
         except UnsupportedCheckpointError as error:
             return None, str(error)
-    own = opened.format_reader
-    if type(own) is not TorchDistCheckpoint:
-        return None, f"a checkpoint in {opened.format}"
-    return own, None
+    own = opened.format_reader.as_torch_dist
+    return own, None if own is not None else f"a checkpoint in {opened.format}"
 
 
 @dataclass(frozen=True)
