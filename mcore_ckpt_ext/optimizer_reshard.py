@@ -19,8 +19,8 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, agreed_here, gather, rank_and_size
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING, Proof, weaker_of
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
@@ -106,7 +106,7 @@ def prepare(
 
     views = agreed("reading the live model", read)
 
-    def under_its_names() -> tuple[Checkpoint, LiveJob, Spell]:
+    def under_its_names() -> tuple[CheckpointView, LiveJob, Spell]:
         checkpoint, (job,) = open_with_orders(folder, views), jobs
         spell = spelling_in(checkpoint, {name for view in views for name in view.names}, arguments)
         if spell is str:
@@ -152,7 +152,7 @@ class Prepared:
     """A planned resume; nothing is touched yet."""
 
     job: LiveJob
-    checkpoint: Checkpoint
+    checkpoint: CheckpointView
     reading: Reading[LiveShard]
     groups: list[list[dict[str, Any]]]
     scaler: dict[str, Any] | None

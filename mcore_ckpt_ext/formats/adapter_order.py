@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import some
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.adapters import is_adapter, is_swift_s, ordered_by_rank
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
@@ -14,7 +14,7 @@ _GATED = ("swiglu", "gated_linear_unit", "quick_geglu")
 _BY_COLUMNS = (".linear_proj.adapter.weight_magnitude", ".linear_fc2.adapter.weight_magnitude")
 
 
-def ordered_by_size(checkpoint: Checkpoint, running: JobArguments | None = None) -> list[str]:
+def ordered_by_size(checkpoint: CheckpointView, running: JobArguments | None = None) -> list[str]:
     """Their names (see `ordered_by_rank`); `running`: of a job that may say more than the checkpoint does."""
     names = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
     jobs = [job for job in (checkpoint.arguments, running) if job is not None]
@@ -29,7 +29,7 @@ def loop_of(names: Sequence[str]) -> str:
     return "ms-swift" if any(map(is_swift_s, names)) else "Megatron-Bridge"
 
 
-def about_order(checkpoint: Checkpoint) -> list[str]:
+def about_order(checkpoint: CheckpointView) -> list[str]:
     """What whoever goes on from a converted checkpoint should know."""
     found = ordered_by_size(checkpoint)
     if not found:
@@ -40,7 +40,7 @@ def about_order(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def about_norms(checkpoint: Checkpoint, who: str) -> list[str]:
+def about_norms(checkpoint: CheckpointView, who: str) -> list[str]:
     """Of DoRA, where the model that was trained is another than that of whole norms; `who`: whose model that is."""
     names = [name for name in checkpoint.names(WEIGHT) if name.endswith(_BY_COLUMNS)]
     if not names or "tensor" in checkpoint.layout.unknown or checkpoint.layout.tensor == 1:

@@ -8,9 +8,9 @@ from math import isfinite, sqrt
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.huggingface_folder import ADAPTER, is_peft
+from mcore_ckpt_ext.formats.view import CheckpointView
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Scaling:
         return self.alpha / (sqrt(rank) if self.by_root else rank)
 
 
-def scaling_of(checkpoint: Checkpoint, alpha: float | None) -> Scaling:
+def scaling_of(checkpoint: CheckpointView, alpha: float | None) -> Scaling:
     """That of a checkpoint's adapters; `alpha`: as the user states it.
 
     Raises:

@@ -11,7 +11,6 @@ from mcore_ckpt_ext.families.adapters import Adapters, adapters_of
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
@@ -19,18 +18,18 @@ from mcore_ckpt_ext.model_space.adapters import as_bridge_s, is_adapter, is_swif
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
 
-def has_adapters_alone(checkpoint: Checkpoint) -> bool:
+def has_adapters_alone(checkpoint: CheckpointView) -> bool:
     """Whether a checkpoint holds adapters, and nothing else of a model."""
     names = checkpoint.names(WEIGHT)
     return bool(names) and all(map(is_adapter, names))
 
 
-def for_model(checkpoint: Checkpoint, model: Checkpoint) -> CheckpointView:
+def for_model(checkpoint: CheckpointView, model: CheckpointView) -> CheckpointView:
     """Adapters alone, for a model that another folder describes."""
     return replace(checkpoint, adapters=replace(checkpoint.adapters, model=model))
 
 
-def under_bridge_s_names(checkpoint: Checkpoint) -> Checkpoint:
+def under_bridge_s_names(checkpoint: CheckpointView) -> CheckpointView:
     """Adapters of ms-swift under the names that Megatron-Bridge has for such; any other checkpoint as it is."""
     names = checkpoint.names(WEIGHT)
     if not any(map(is_swift_s, names)):
@@ -39,7 +38,7 @@ def under_bridge_s_names(checkpoint: Checkpoint) -> Checkpoint:
     return replace(view, adapters=replace(view.adapters, by_rank=True))
 
 
-def check_names(checkpoint: Checkpoint, target: str, *, for_bridge: bool) -> None:
+def check_names(checkpoint: CheckpointView, target: str, *, for_bridge: bool) -> None:
     """Refuse adapters that a format of Megatron's is not written with, or a loop does not know by their names.
 
     Args:
@@ -63,7 +62,7 @@ def check_names(checkpoint: Checkpoint, target: str, *, for_bridge: bool) -> Non
         )  # fmt: skip
 
 
-def fit_of_adapters(checkpoint: Checkpoint, family: Family | None, stated: Mapping[str, Any]) -> Fit:
+def fit_of_adapters(checkpoint: CheckpointView, family: Family | None, stated: Mapping[str, Any]) -> Fit:
     """The family of a model with adapters, which lies beside them or not.
 
     Args:
@@ -86,7 +85,7 @@ def fit_of_adapters(checkpoint: Checkpoint, family: Family | None, stated: Mappi
     return family_of_megatron(model, beside or None, family, None, where)
 
 
-def adapters_in(checkpoint: Checkpoint, fit: Fit) -> Adapters:
+def adapters_in(checkpoint: CheckpointView, fit: Fit) -> Adapters:
     """The adapters of a checkpoint; `fit`: of their model.
 
     Raises:

@@ -15,8 +15,8 @@ from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import bridge_model, model_fields
 from mcore_ckpt_ext.families.recognition import family_of_megatron
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import run_config_of
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.loops.bridge import COUNTED, RUN_CONFIG, harmless, with_facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.planning.write_plan import OutputFile
@@ -24,7 +24,7 @@ from mcore_ckpt_ext.storage.archive_writer import draft_archive
 from mcore_ckpt_ext.storage.yaml_text import dumped_yaml
 
 
-def run_config_file(checkpoint: Checkpoint, random_states: bool) -> tuple[OutputFile, list[str]]:
+def run_config_file(checkpoint: CheckpointView, random_states: bool) -> tuple[OutputFile, list[str]]:
     """`run_config.yaml`, and what its reader should know.
 
     Args:
@@ -54,7 +54,7 @@ def run_config_file(checkpoint: Checkpoint, random_states: bool) -> tuple[Output
     return OutputFile(RUN_CONFIG, len(text), ((0, text),)), notes
 
 
-def _content(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], list[str]]:
+def _content(checkpoint: CheckpointView) -> tuple[Mapping[str, Any], list[str]]:
     """That of the source, or as much as follows from its arguments."""
     found = run_config_of(checkpoint.folder)
     if found is not None:
@@ -80,7 +80,7 @@ def _content(checkpoint: Checkpoint) -> tuple[Mapping[str, Any], list[str]]:
     return {"model": {**bridge_model(fit.family, fit.arguments), **rows}, **tokenizer}, []
 
 
-def train_state(checkpoint: Checkpoint) -> bytes:
+def train_state(checkpoint: CheckpointView) -> bytes:
     """The bytes of `train_state.pt`: tensors of one number, by name."""
     stated = checkpoint.arguments.stated
     counts = {name: int(stated.get(name) or 0) for name in COUNTED}

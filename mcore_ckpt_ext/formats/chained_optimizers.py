@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.portable_state import (
     SHARDING_MARK,
     has_experts,
@@ -22,6 +21,7 @@ from mcore_ckpt_ext.formats.portable_state import (
     portable_chain,
     undistributed,
 )
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import MAY_SPLIT_LAYER_WISE, SPLITS_LAYER_WISE
 from mcore_ckpt_ext.optimizers.description import MOMENTUM
 from mcore_ckpt_ext.optimizers.groups import MOMENTUM as BY_MOMENTUM
@@ -31,7 +31,7 @@ from mcore_ckpt_ext.optimizers.groups import rule_of
 class ChainedOptimizers:
     """The chained optimizers of a checkpoint as one release stores them."""
 
-    def __init__(self, checkpoint: Checkpoint, version: tuple[int, int], *, experts_apart: bool) -> None:
+    def __init__(self, checkpoint: CheckpointView, version: tuple[int, int], *, experts_apart: bool) -> None:
         """Choose the split.
 
         Args:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapters_alone import for_model, has_adapters_alone
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
 from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint, is_colossalai
 from mcore_ckpt_ext.formats.description import refuse_facts
@@ -30,6 +30,7 @@ from mcore_ckpt_ext.formats.torch_dcp import TorchDcpCheckpoint
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.verl_folder import VerlCheckpoint, is_verl
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.zarr import NAME as ZARR
 from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -40,6 +41,9 @@ from mcore_ckpt_ext.storage.file_digests import check_digests
 from mcore_ckpt_ext.storage.paths import as_path
 
 __all__ = ["Checkpoint", "TensorHandle", "open_checkpoint"]
+
+Checkpoint: TypeAlias = CheckpointView
+"""The public name of an open checkpoint."""
 
 _BACKENDS: dict[str, type[TorchDistCheckpoint]] = {
     TORCH_DIST: TorchDistCheckpoint,
@@ -57,7 +61,7 @@ def open_checkpoint(
     transformer_impl: str = TRANSFORMER_ENGINE,
     facts: Facts = NOTHING,
     weights: str | os.PathLike[str] | None = None,
-) -> Checkpoint:
+) -> CheckpointView:
     """Open a checkpoint; nothing but metadata is read.
 
     Args:
@@ -113,7 +117,9 @@ def open_checkpoint(
         return _open(folder, witnesses, facts).view
 
 
-def _with_weights(folder: Path, lender: Checkpoint, witnesses: Sequence[ParameterOrder], facts: Facts) -> Checkpoint:
+def _with_weights(
+    folder: Path, lender: CheckpointView, witnesses: Sequence[ParameterOrder], facts: Facts
+) -> CheckpointView:
     checkpoint = open_checkpoint(folder, witnesses=witnesses, facts=facts)
     if has_adapters_alone(checkpoint):
         return for_model(checkpoint, lender)

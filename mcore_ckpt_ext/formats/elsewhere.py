@@ -13,7 +13,7 @@ from typing import Any
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import PackingError, ProofError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
 from mcore_ckpt_ext.layout.weight_spec import LentWeight
 from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
@@ -23,7 +23,7 @@ NAME_THEM = "name the folder of its weights, Hugging Face's or a checkpoint's: -
 _OF_THE_MODEL = tuple(field.name for field in fields(ModelArguments) if field.name != "job")
 
 
-def told_of_the_model(lender: Checkpoint) -> dict[str, Any]:
+def told_of_the_model(lender: CheckpointView) -> dict[str, Any]:
     """What a checkpoint tells of its model; the layout of its job, and all else, need not be the optimizer's."""
     known = lender.arguments
     told = {name: known.value(name) for name in _OF_THE_MODEL if known.is_known(name)}
@@ -31,7 +31,7 @@ def told_of_the_model(lender: Checkpoint) -> dict[str, Any]:
     return {**told, "padded_vocab_size": embeddings.shape[0]} if embeddings is not None else told
 
 
-def lent_weights(lender: Checkpoint, arguments: JobArguments) -> dict[str, LentWeight]:
+def lent_weights(lender: CheckpointView, arguments: JobArguments) -> dict[str, LentWeight]:
     """The weights of a checkpoint as a job with these arguments cuts them, by the rules of Megatron's layers.
 
     What no rule speaks of is taken for whole on every rank, which the proof then judges.
@@ -45,7 +45,7 @@ def lent_weights(lender: Checkpoint, arguments: JobArguments) -> dict[str, LentW
     return found
 
 
-def check_lender(lender: Checkpoint, checkpoint: Checkpoint) -> None:
+def check_lender(lender: CheckpointView, checkpoint: CheckpointView) -> None:
     """Refuse weights where they are not needed, a folder that has none, and one that describes another model.
 
     Raises:
@@ -65,7 +65,7 @@ def check_lender(lender: Checkpoint, checkpoint: Checkpoint) -> None:
         raise mismatch
 
 
-def check_belonging(checkpoint: Checkpoint, folder: Path) -> None:
+def check_belonging(checkpoint: CheckpointView, folder: Path) -> None:
     """Refuse weights that are not those of the optimizer, as far as names, shapes and samples of flat buffers show it.
 
     Every element is proven where it is moved.
@@ -95,7 +95,7 @@ def check_belonging(checkpoint: Checkpoint, folder: Path) -> None:
             raise not_of_it(found, checkpoint, folder)
 
 
-def not_of_it(found: str, checkpoint: Checkpoint, folder: Path) -> ProofError:
+def not_of_it(found: str, checkpoint: CheckpointView, folder: Path) -> ProofError:
     """The refusal of weights, found in a folder, that are not those of the optimizer of a checkpoint."""
     return ProofError(
         "the weights are not those of this optimizer, or its layout is another one", found=found,

@@ -14,12 +14,12 @@ from math import prod
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.fsdp_names import GROUPS, HALVES, MODEL, STATE, ModuleNames
 from mcore_ckpt_ext.formats.group_rule import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -60,7 +60,7 @@ class FsdpTarget:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: CheckpointView,
         version: tuple[int, int],
         experts_apart: bool,
         names: ModuleNames | None = None,

@@ -16,13 +16,13 @@ from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.images import PREFIX, Images, sections_of
 from mcore_ckpt_ext.families.images_known import IMAGES, kind_of
 from mcore_ckpt_ext.families.text_parts import text_config, turned_stack
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.fresh_states import fresh, fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
 from mcore_ckpt_ext.formats.huggingface_folder import StoredTensor
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.parts import WholeModel, lazy
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
 from mcore_ckpt_ext.loops.transformer import is_plain
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
@@ -82,7 +82,7 @@ class WithImages(HuggingFaceCheckpoint):
         return {**states, **{f"{module}.{EXTRA_STATE}": fresh(engine) for module, engine in seeing.items()}}
 
     @override
-    def notices_of(self, view: Checkpoint) -> list[str]:
+    def notices_of(self, view: CheckpointView) -> list[str]:
         found = [f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"]
         if self.left_out:
             found.append(f"left out, because Megatron has no place for it: {some(self.left_out, _SHOWN)}")
@@ -100,7 +100,7 @@ class WithAll(HuggingFaceCheckpoint):
                        for name, found in self._images.items()]  # fmt: skip
 
 
-def with_images(checkpoint: Checkpoint) -> Checkpoint:
+def with_images(checkpoint: CheckpointView) -> CheckpointView:
     """The whole of a Hugging Face folder that only the text was read of, where it is known how Bridge holds it."""
     own = checkpoint.format_reader
     if not isinstance(own, HuggingFaceCheckpoint) or own.whole not in IMAGES:
@@ -108,14 +108,14 @@ def with_images(checkpoint: Checkpoint) -> Checkpoint:
     return own.read_again(WithImages).view
 
 
-def compared_whole(opened: Sequence[Checkpoint]) -> list[Checkpoint]:
+def compared_whole(opened: Sequence[CheckpointView]) -> list[CheckpointView]:
     """Two checkpoints to compare: two folders of wholes with all that they hold, anything else as it is."""
     readers = [one.format_reader for one in opened]
     folders = [one for one in readers if isinstance(one, HuggingFaceCheckpoint) and one.whole]
     return [one.read_again(WithAll).view for one in folders] if len(folders) == len(opened) else [*opened]
 
 
-def text_beside(checkpoint: Checkpoint) -> Checkpoint:
+def text_beside(checkpoint: CheckpointView) -> CheckpointView:
     """A whole of Megatron-Bridge with its text under the names of a model of its own; anything else as it is."""
     names = checkpoint.names(WEIGHT)
     kind = kind_of(names)
@@ -128,7 +128,7 @@ def text_beside(checkpoint: Checkpoint) -> Checkpoint:
     return replace(view, job=replace(view.job, arguments=arguments), whole_model=WholeModel(kind, text))
 
 
-def seeing_tensors(checkpoint: Checkpoint, beside: Mapping[str, Any]) -> list[HuggingFaceTensor]:
+def seeing_tensors(checkpoint: CheckpointView, beside: Mapping[str, Any]) -> list[HuggingFaceTensor]:
     """What sees images in a checkpoint that `text_beside` gave; nothing in any other.
 
     Args:
@@ -154,7 +154,7 @@ def seeing_tensors(checkpoint: Checkpoint, beside: Mapping[str, Any]) -> list[Hu
     return [images.tensor(name, shape, vision) for name, shape in shapes.items()]
 
 
-def _unlike(vision: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
+def _unlike(vision: Mapping[str, Any], checkpoint: CheckpointView) -> list[str]:
     """What Megatron-Bridge's own file says otherwise of what sees."""
     known = ((run_config_of(checkpoint.folder) or {}).get("model") or {}).get("vision_config")
     trained = known if isinstance(known, Mapping) else {}
@@ -162,7 +162,7 @@ def _unlike(vision: Mapping[str, Any], checkpoint: Checkpoint) -> list[str]:
             if key in vision and key not in _OF_TRAINING and is_plain(value) and vision[key] != value]  # fmt: skip
 
 
-def text_tensors(checkpoint: Checkpoint, family: Family, arguments: ModelArguments) -> list[HuggingFaceTensor]:
+def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArguments) -> list[HuggingFaceTensor]:
     """The tensors of a text that are written; in a whole, as released folders of it have them.
 
     Raises:
@@ -177,7 +177,7 @@ def text_tensors(checkpoint: Checkpoint, family: Family, arguments: ModelArgumen
 
 
 def checked_whole(
-    beside: Mapping[str, Any], family: Family, arguments: ModelArguments, checkpoint: Checkpoint
+    beside: Mapping[str, Any], family: Family, arguments: ModelArguments, checkpoint: CheckpointView
 ) -> dict[str, Any]:
     """The `config.json` of a whole: that which lies beside, for what sees images is in no argument.
 
@@ -210,7 +210,7 @@ def _below_prefix(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
     return replace(tensor, regions=tuple(replace(one, name=f"{PREFIX}{one.name}") for one in tensor.regions))
 
 
-def _refuse(wrong: Sequence[str], checkpoint: Checkpoint) -> None:
+def _refuse(wrong: Sequence[str], checkpoint: CheckpointView) -> None:
     if wrong:
         raise UnsupportedCheckpointError(
             "the config.json beside describes another model than was trained", found="; ".join(wrong[:_SHOWN]),

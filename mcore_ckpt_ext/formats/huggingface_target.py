@@ -25,9 +25,9 @@ from mcore_ckpt_ext.families.flags import ignored
 from mcore_ckpt_ext.families.forward_pass import classified, told, unknown
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.families.text_parts import text_config
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
 from mcore_ckpt_ext.formats.huggingface_images import checked_whole, seeing_tensors, text_tensors
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import module_and_leaf
@@ -69,7 +69,7 @@ class HuggingFaceTarget:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, options: HuggingFace, family: Family | None, tokenizer: Mapping[str, bytes]
+        self, checkpoint: CheckpointView, options: HuggingFace, family: Family | None, tokenizer: Mapping[str, bytes]
     ) -> None:
         """Raises: UnsupportedCheckpointError, when it is of no known family, or a size is not known."""
         self._checkpoint = checkpoint

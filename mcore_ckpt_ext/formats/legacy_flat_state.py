@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.legacy_models import TargetModels
 from mcore_ckpt_ext.formats.legacy_ranks import LegacyRank
 from mcore_ckpt_ext.formats.portable_state import distinct_groups
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import CLOSES_BUCKETS_AT_ALIGNED_ENDS, MATCHES_GROUPS_BY_SETTINGS
 from mcore_ckpt_ext.layout.grad_buffer import PackingRule
 from mcore_ckpt_ext.layout.local_model import ModelRank
@@ -32,7 +32,7 @@ class FlatStates:
     """Lays out what each chained optimizer of a rank stores: its settings, and its gradient buffers."""
 
     def __init__(
-        self, checkpoint: Checkpoint, models: TargetModels, layout: ParallelLayout, version: tuple[int, int]
+        self, checkpoint: CheckpointView, models: TargetModels, layout: ParallelLayout, version: tuple[int, int]
     ) -> None:
         self._checkpoint = checkpoint
         self._models = models

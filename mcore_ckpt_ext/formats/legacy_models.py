@@ -9,9 +9,9 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.legacy_ranks import LegacyRank
 from mcore_ckpt_ext.formats.reader_order import order_for
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
 from mcore_ckpt_ext.layout.local_parameters import LocalNames, gated_in_towers, shard_grid
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -34,7 +34,7 @@ class TargetModels:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, arguments: JobArguments, layout: ParallelLayout, version: tuple[int, int]
+        self, checkpoint: CheckpointView, arguments: JobArguments, layout: ParallelLayout, version: tuple[int, int]
     ) -> None:
         """Raises: UnsupportedCheckpointError, where it is not known how that job arranges its model."""
         self._checkpoint = checkpoint

@@ -15,13 +15,13 @@ from typing import Any, cast
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.expert_states import about_emptied, emptied_state, joined_state
 from mcore_ckpt_ext.formats.legacy_flat_state import FlatStates
 from mcore_ckpt_ext.formats.legacy_models import TargetModels
 from mcore_ckpt_ext.formats.legacy_ranks import MODEL_FILE, OPTIMIZER_FILE, LegacyRank
 from mcore_ckpt_ext.formats.legacy_whole_state import WholeStates
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK, PortableState, portable_chain, undistributed
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.model_space.anatomy import language_prefix
@@ -39,7 +39,7 @@ class LegacyTarget:
     `arguments`: Megatron's arguments of the job that will read it.
     """
 
-    def __init__(self, checkpoint: Checkpoint, arguments: JobArguments, version: tuple[int, int]) -> None:
+    def __init__(self, checkpoint: CheckpointView, arguments: JobArguments, version: tuple[int, int]) -> None:
         """Raises: UnsupportedCheckpointError, where that layout or version cannot be written."""
         if version < OLDEST:
             raise UnsupportedCheckpointError(

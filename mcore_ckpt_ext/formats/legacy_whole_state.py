@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.portable_state import inner_state
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.names import of_experts
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.optimizers.groups import rule_of, rule_that_keeps
@@ -31,7 +31,7 @@ class WholeStates:
     `chain`: the settings of each, as `Checkpoint.chain` has them.
     """
 
-    def __init__(self, checkpoint: Checkpoint, chain: Sequence[Mapping[str, Any]], experts_apart: bool) -> None:
+    def __init__(self, checkpoint: CheckpointView, chain: Sequence[Mapping[str, Any]], experts_apart: bool) -> None:
         self._checkpoint = checkpoint
         self._chain = chain
         self._experts_apart = experts_apart

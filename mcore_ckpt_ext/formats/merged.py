@@ -14,7 +14,6 @@ from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_order import about_norms
 from mcore_ckpt_ext.formats.adapter_scaling import Scaling
 from mcore_ckpt_ext.formats.adapters_alone import adapters_in, fit_of_adapters
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.low_rank import Merged, Part, parts_of
 from mcore_ckpt_ext.formats.parts import Merger, StoredWeights, Weights, lazy
 from mcore_ckpt_ext.formats.unread import Unread
@@ -48,7 +47,7 @@ class _MergedWeights(WrappedWeights):
 
 
 def merged_view(
-    base: Checkpoint, adapters: Checkpoint, scaling: Scaling, family: Family | None, stated: Mapping[str, Any]
+    base: CheckpointView, adapters: CheckpointView, scaling: Scaling, family: Family | None, stated: Mapping[str, Any]
 ) -> CheckpointView:
     """A base with the adapters of another checkpoint, or of its own, merged into its weights; without optimizer.
 
@@ -95,7 +94,9 @@ def _of_base(named: Mapping[str, Value]) -> dict[str, Value]:
     return {name: value for name, value in named.items() if not is_adapter(name)}
 
 
-def _merged(base: Checkpoint, adapters: Checkpoint, where: Weights, scaling: Scaling, fit: Fit) -> dict[str, Merged]:
+def _merged(
+    base: CheckpointView, adapters: CheckpointView, where: Weights, scaling: Scaling, fit: Fit
+) -> dict[str, Merged]:
     """How each weight with adapters is computed; `where`: the adapters' arrays, as files of both are named.
 
     Raises:
@@ -109,7 +110,7 @@ def _merged(base: Checkpoint, adapters: Checkpoint, where: Weights, scaling: Sca
     return {name: Merged(base.weights, where, own) for name, own in parts.items()}
 
 
-def _check_apart(base: Checkpoint, adapters: Checkpoint) -> None:
+def _check_apart(base: CheckpointView, adapters: CheckpointView) -> None:
     """Refuse adapters with a model of their own, and a base with adapters of its own, in two folders.
 
     Raises:
@@ -125,7 +126,7 @@ def _check_apart(base: Checkpoint, adapters: Checkpoint) -> None:
                          where=str(base.folder), helps="merge these first")  # fmt: skip
 
 
-def _check_shape(base: Checkpoint, name: str, columns: int) -> None:
+def _check_shape(base: CheckpointView, name: str, columns: int) -> None:
     tensor = base.logical_tensor(WEIGHT, name)
     if tensor is None or len(tensor.shape) != 2 or tensor.shape[1] != columns:
         raise UnsupportedCheckpointError(

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_order import about_norms
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.adapters_alone import adapters_in, fit_of_adapters
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.slices import Slice
@@ -30,7 +30,7 @@ CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 class PeftTarget:
     """Lays out the folder of a checkpoint's adapters; a model that they are stored beside is left out."""
 
-    def __init__(self, checkpoint: Checkpoint, options: HuggingFace, family: Family | None) -> None:
+    def __init__(self, checkpoint: CheckpointView, options: HuggingFace, family: Family | None) -> None:
         """Raises: UnsupportedCheckpointError, when the model or an adapter is of a kind that is not known."""
         self._checkpoint = checkpoint
         self._check_options(options)
@@ -82,7 +82,7 @@ class PeftTarget:
         if self.left_out:
             yield f"left out: the model itself, {some(self.left_out, 2)}"
 
-    def read_back(self, folder: Path) -> Checkpoint:
+    def read_back(self, folder: Path) -> CheckpointView:
         """The source, once the files of a folder that was written are seen to be whole."""
         read_header(FolderReader(folder), MODEL)
         read_json(folder / CONFIG)

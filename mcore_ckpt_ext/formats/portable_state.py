@@ -9,9 +9,9 @@ from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, printable, shown
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.description import PARTIAL
 from mcore_ckpt_ext.formats.expert_states import carried_state, emptied_state, of_each_expert
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, identity, rule_of, with_defaults
 from mcore_ckpt_ext.storage.pickle_allowlist import first_unwritable
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
@@ -53,7 +53,7 @@ class PortableState:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint, arguments: argparse.Namespace, version: tuple[int, int]) -> PortableState:
+    def of(cls, checkpoint: CheckpointView, arguments: argparse.Namespace, version: tuple[int, int]) -> PortableState:
         """The portable state of a checkpoint.
 
         Args:
@@ -118,7 +118,7 @@ def writable_extra_states(states: Mapping[str, Any]) -> tuple[dict[str, Any], li
     ]
 
 
-def _writable_random_states(checkpoint: Checkpoint) -> tuple[Mapping[tuple[int, ...], Any], list[str]]:
+def _writable_random_states(checkpoint: CheckpointView) -> tuple[Mapping[tuple[int, ...], Any], list[str]]:
     states = checkpoint.random_states()
     reason = next((found for state in states.values() if (found := first_unwritable(state))), None)
     if reason is None:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import FILTERS_ARE_FIRST
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder, filters_first, known_orders
 from mcore_ckpt_ext.model_space.names import Layer, of_experts, split_layer
 
 
 def order_for(
-    checkpoint: Checkpoint, arguments: JobArguments, experts_apart: bool, version: tuple[int, int]
+    checkpoint: CheckpointView, arguments: JobArguments, experts_apart: bool, version: tuple[int, int]
 ) -> ParameterOrder:
     """The order to write gradient buffers in.
 
@@ -50,7 +50,7 @@ def order_for(
     )
 
 
-def _registered(checkpoint: Checkpoint) -> list[list[str]]:
+def _registered(checkpoint: CheckpointView) -> list[list[str]]:
     """Names in registration order, a list for each buffer whose packing is proven; the buffers hold them in reverse."""
     # Under another layer spec parameters are registered in another order.
     shown = checkpoint.optimizer_format and checkpoint.trained.shows_registration

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.portable_state import inner_state, several_steps
+from mcore_ckpt_ext.formats.view import CheckpointView
 
 
-def check_step(checkpoint: Checkpoint) -> None:
+def check_step(checkpoint: CheckpointView) -> None:
     """Refuse an optimizer that is at several steps at once.
 
     All groups of all ranks and optimizers are at the same one, and torch's Adam, whose step belongs to a parameter, has
@@ -28,7 +28,7 @@ def check_step(checkpoint: Checkpoint) -> None:
         raise several_steps(found, str(checkpoint.folder))
 
 
-def _steps(checkpoint: Checkpoint) -> Iterator[tuple[str, float]]:
+def _steps(checkpoint: CheckpointView) -> Iterator[tuple[str, float]]:
     for number, group in enumerate(checkpoint.param_groups()):
         yield from _number(f"parameter group {number}", group)
     for number, child in enumerate(checkpoint.chain()):

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.chained_optimizers import ChainedOptimizers
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.portable_state import (
@@ -31,6 +30,7 @@ from mcore_ckpt_ext.formats.portable_state import (
     distinct_groups,
     known_arguments,
 )
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import (
     DESCRIBES_CONTENT,
     EXTENDS_INDEX_WITH_SHAPES,
@@ -65,7 +65,7 @@ class TorchDistTarget:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, version: tuple[int, int], experts_apart: bool, *, with_arguments: bool = True
+        self, checkpoint: CheckpointView, version: tuple[int, int], experts_apart: bool, *, with_arguments: bool = True
     ) -> None:
         """`with_arguments`: write Megatron's arguments, which other loops do not.
 

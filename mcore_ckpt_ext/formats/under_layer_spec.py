@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.expert_states import content_of
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
 from mcore_ckpt_ext.formats.huggingface import NORM_IN_QUERY
@@ -20,7 +19,7 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT
 ENGINE, LOCAL = "transformer_engine", "local"
 
 
-def under_layer_spec(source: Checkpoint, spec: str) -> CheckpointView:
+def under_layer_spec(source: CheckpointView, spec: str) -> CheckpointView:
     """A checkpoint as a job of the other layer spec would have written it, but for what its own alone has.
 
     Extra states that the source lacks are those of a fresh model; linears of the local spec keep none.
@@ -66,7 +65,7 @@ def unbuildable(names: Collection[str], version: tuple[int, int]) -> str | None:
     return None
 
 
-def _extra_states(source: Checkpoint, names: list[str], of_engine: bool) -> dict[str, Any]:
+def _extra_states(source: CheckpointView, names: list[str], of_engine: bool) -> dict[str, Any]:
     fresh = fresh_extra_states(names, of_engine)
     stored = source.extra_states().items()
     return {**fresh, **{name: state for name, state in stored if _stays(name, state, fresh, of_engine)}}
@@ -80,7 +79,7 @@ def _stays(name: str, state: Any, fresh: Mapping[str, Any], of_engine: bool) -> 
     return state is not None and (of_engine if name in fresh else name.startswith("decoder.final_"))
 
 
-def _messages(source: Checkpoint, names: list[str], written: Mapping[str, Any], spec: str) -> list[str]:
+def _messages(source: CheckpointView, names: list[str], written: Mapping[str, Any], spec: str) -> list[str]:
     """What a user of the checkpoint under the other spec should know."""
     own = source.extra_states()
     changed = sum(old != new for old, new in zip(source.names(WEIGHT), names, strict=True))

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.fp16_overflow import check_fits
@@ -27,7 +27,7 @@ from mcore_ckpt_ext.transfer import Transfer, read_wanted
 class Filler:
     """Reads the content of blocks, and proves the masters in them."""
 
-    def __init__(self, checkpoint: Checkpoint, accept_lost: bool) -> None:
+    def __init__(self, checkpoint: CheckpointView, accept_lost: bool) -> None:
         self.proven = 0
         self._proof, self._rounds_weights = checkpoint.proof, checkpoint.rounds_weights
         self._source = Remembering(checkpoint)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mcore_ckpt_ext.errors import shortened, some
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface_folder import json_of, refused_companions
+from mcore_ckpt_ext.formats.view import CheckpointView
 
 _CODE = "auto_map"
 """The key by which a JSON file names classes that transformers imports from the folder, or from another repository.
@@ -15,7 +15,7 @@ Source: `get_class_from_dynamic_module`, transformers/dynamic_module_utils.py, 4
 """
 
 
-def companion_notes(taken: Mapping[str, bytes], checkpoint: Checkpoint) -> list[str]:
+def companion_notes(taken: Mapping[str, bytes], checkpoint: CheckpointView) -> list[str]:
     """Notes on the small files that are copied along with a checkpoint, and on those that are not.
 
     Args:

@@ -13,11 +13,11 @@ from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.images_known import kind_of
 from mcore_ckpt_ext.families.recognition import family_named
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.huggingface_images import with_images
 from mcore_ckpt_ext.formats.huggingface_model import LOCAL
 from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import spelled_as
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, word_embeddings_in
@@ -264,7 +264,7 @@ def _sides(a: _Where, b: _Where, family: str | None, facts: Facts, weights: _Whe
 class _Side:
     """One of the two checkpoints; of its vocabulary only `rows` are looked at, where that is given."""
 
-    def __init__(self, checkpoint: Checkpoint, rows: int | None, as_stored: bool) -> None:
+    def __init__(self, checkpoint: CheckpointView, rows: int | None, as_stored: bool) -> None:
         self.checkpoint = checkpoint
         self.rows = rows
         self.source = Remembering(AsStored(checkpoint) if as_stored else checkpoint)

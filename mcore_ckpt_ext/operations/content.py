@@ -9,7 +9,7 @@ from math import isfinite, prod
 import torch
 
 from mcore_ckpt_ext.errors import some
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import Mismatch
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG_SQ, FP32_PARAM, WEIGHT, LogicalTensor
@@ -59,7 +59,7 @@ class ContentCheck:
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, state: bool, unreadable: set[str], checksums: Checksums | None = None
+        self, checkpoint: CheckpointView, state: bool, unreadable: set[str], checksums: Checksums | None = None
     ) -> None:
         self._checkpoint = checkpoint
         # The blocks are shared between threads by whoever calls.

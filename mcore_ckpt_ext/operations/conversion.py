@@ -17,9 +17,9 @@ from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import DestinationError, ProofError, interpreting
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.recognition import family_named
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
 from mcore_ckpt_ext.formats.unread import Unread
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.weight_shards import check_gates_stand
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -213,7 +213,7 @@ def _edited(folder: Path) -> list[str]:
     return [f"{folder / file.name} is not as it was written: {file.what}" for file in found.changed] if found else []
 
 
-def _turns(checkpoint: Checkpoint, output: Output) -> bool:
+def _turns(checkpoint: CheckpointView, output: Output) -> bool:
     """Whether matrices may be transposed or quantised on the way: parts of their rows and columns are slow to read.
 
     Of weights that are merged, every number takes several times its memory on the way.
@@ -236,7 +236,7 @@ def _fingerprint(identity: tuple[object, ...], output: Output) -> str:
     return found.hexdigest()
 
 
-def _checked_losses(checkpoint: Checkpoint, accept_lost: bool) -> dict[str, int]:
+def _checked_losses(checkpoint: CheckpointView, accept_lost: bool) -> dict[str, int]:
     """Elements that the source lacks, by parameter.
 
     Raises:
@@ -253,7 +253,7 @@ def _checked_losses(checkpoint: Checkpoint, accept_lost: bool) -> dict[str, int]
     return lost
 
 
-def _differing_copies(checkpoint: Checkpoint, with_optimizer: bool, team: Team) -> list[str]:
+def _differing_copies(checkpoint: CheckpointView, with_optimizer: bool, team: Team) -> list[str]:
     """A note where ranks hold copies of one tensor that are not the same; each process looks at its share."""
     kinds, found = checkpoint.carried_kinds() if with_optimizer else (WEIGHT,), list[str]()
     team.all(lambda: found.extend(differing_copies(checkpoint, kinds, (team.rank, team.size))))
@@ -261,7 +261,7 @@ def _differing_copies(checkpoint: Checkpoint, with_optimizer: bool, team: Team) 
     return [in_words(found, count)] if count else []
 
 
-def _left_by_offload(checkpoint: Checkpoint) -> list[str]:
+def _left_by_offload(checkpoint: CheckpointView) -> list[str]:
     """A note where copies of the word embeddings differ that CPU offload may leave so."""
     if not checkpoint.optimizer_format or not checkpoint.arguments.optimizer_cpu_offload:
         return []
@@ -269,7 +269,7 @@ def _left_by_offload(checkpoint: Checkpoint) -> list[str]:
     return [left_by_offload.in_words(count)] if count else []
 
 
-def _check_digests(checkpoint: Checkpoint, team: Team) -> None:
+def _check_digests(checkpoint: CheckpointView, team: Team) -> None:
     """Refuse remainders that are not those that were saved; each process looks at its share.
 
     Raises:
@@ -283,7 +283,7 @@ def _check_digests(checkpoint: Checkpoint, team: Team) -> None:
     team.all(own)
 
 
-def _check_readable(folder: Path, source: Checkpoint, laid_out: LaidOut) -> None:
+def _check_readable(folder: Path, source: CheckpointView, laid_out: LaidOut) -> None:
     """Open what was written, as a reader will, and compare what it says about itself with the source."""
     written = laid_out.reads_back(folder)
     for kind in laid_out.kinds:

@@ -7,8 +7,8 @@ from math import prod
 from operator import sub
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.grid import grid_of
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
 from mcore_ckpt_ext.operations.findings import COVERED, Finding, error, warning
@@ -21,7 +21,7 @@ _MOMENTS = frozenset({EXP_AVG, EXP_AVG_SQ})
 _OF_ADAM = _MOMENTS | {FP32_PARAM, PARAM_REMAINDER}
 
 
-def copies_of(checkpoint: Checkpoint, kind: str, name: str) -> Copies:
+def copies_of(checkpoint: CheckpointView, kind: str, name: str) -> Copies:
     """The parts of a tensor, the copies of each part, and the slices that hold each copy."""
     source = checkpoint.weights if kind == WEIGHT else checkpoint.optimizer
     return source.copies(kind, name)
@@ -78,7 +78,7 @@ def _inside(region: Region, shape: tuple[int, ...]) -> bool:
     return len(region.sizes) == len(shape) and all(low >= 0 and low + size <= end for low, size, end in limits)
 
 
-def check_weights(checkpoint: Checkpoint) -> Iterator[Finding]:
+def check_weights(checkpoint: CheckpointView) -> Iterator[Finding]:
     """All weights."""
     yield from _check_kind(checkpoint, WEIGHT)
 
@@ -109,7 +109,7 @@ def check_flat(where: str, array: FlatArray) -> Iterator[Finding]:
         yield error(COVERED, where, f"{twice:,} elements are stored more than once")
 
 
-def check_state(checkpoint: Checkpoint) -> Iterator[Finding]:
+def check_state(checkpoint: CheckpointView) -> Iterator[Finding]:
     """The optimizer's state by name; its packing must be known."""
     optimizer = checkpoint.optimizer
     for kind in optimizer.kinds:
@@ -122,7 +122,7 @@ def check_state(checkpoint: Checkpoint) -> Iterator[Finding]:
         yield warning(COVERED, name, "it has a weight and no optimizer state: it was frozen, or its state is missing")
 
 
-def check_kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
+def check_kinds(checkpoint: CheckpointView) -> Iterator[Finding]:
     """Check that each parameter with optimizer state is one of the model's, and has all that its rule keeps.
 
     Which kinds belong together is seen from the other parameters, and from the parameter groups.
@@ -146,7 +146,7 @@ def check_kinds(checkpoint: Checkpoint) -> Iterator[Finding]:
             yield error(COVERED, name, f"it has {_listed(kept)}, but its {what} is not there")
 
 
-def _needs_no_master(checkpoint: Checkpoint, name: str, lacking: Collection[str]) -> bool:
+def _needs_no_master(checkpoint: CheckpointView, name: str, lacking: Collection[str]) -> bool:
     """Whether only the master is lacking of a parameter that is trained in fp32 itself."""
     weight = checkpoint.logical_tensor(WEIGHT, name)
     return set(lacking) == {FP32_PARAM} and weight is not None and weight.dtype == "float32"
@@ -156,7 +156,7 @@ def _listed(kinds: Collection[str]) -> str:
     return " and ".join(sorted(kinds))
 
 
-def check_stored_once(checkpoint: Checkpoint, kinds: Iterable[str]) -> Iterator[Finding]:
+def check_stored_once(checkpoint: CheckpointView, kinds: Iterable[str]) -> Iterator[Finding]:
     """Check that no element is stored more than once: it is not known which of the values counts."""
     for kind in kinds:
         for name in checkpoint.names(kind):
@@ -167,7 +167,7 @@ def check_stored_once(checkpoint: Checkpoint, kinds: Iterable[str]) -> Iterator[
                 yield from check_tensor(tensor, kind, parts)
 
 
-def refuse_contradictions(checkpoint: Checkpoint, findings: Iterable[Finding]) -> None:
+def refuse_contradictions(checkpoint: CheckpointView, findings: Iterable[Finding]) -> None:
     """Refuse a checkpoint in which something was found.
 
     Raises:
@@ -197,7 +197,7 @@ def check_groups(buffers: Buffers) -> Iterator[Finding]:
         yield error(COVERED, place, what)
 
 
-def _check_kind(checkpoint: Checkpoint, kind: str) -> Iterator[Finding]:
+def _check_kind(checkpoint: CheckpointView, kind: str) -> Iterator[Finding]:
     names: Sequence[str] = checkpoint.names(kind)
     for name in names:
         tensor = checkpoint.logical_tensor(kind, name)

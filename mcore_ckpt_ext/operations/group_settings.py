@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import shown, some
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.group_rule import decay_of, decays_by_rule
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
 from mcore_ckpt_ext.operations.findings import COMPLETE, VALUES, Finding, error, warning
 from mcore_ckpt_ext.optimizers.groups import ADAM, rule_of
@@ -23,7 +23,7 @@ _NEEDED, _OF_ADAM = ("lr", "weight_decay"), ("eps",)
 _NUMBERS = (int, float, torch.Tensor, TensorReference)
 
 
-def check_settings(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def check_settings(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """What cannot be, of a checkpoint's parameter groups and its scheduler.
 
     An error where a setting is not there or is no number; a warning where it is no finite one: the next step would make
@@ -46,7 +46,7 @@ def check_settings(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]]) 
         yield warning(COMPLETE, "scheduler", what)
 
 
-def check_group_of_each(checkpoint: Checkpoint, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
+def check_group_of_each(checkpoint: CheckpointView, groups: Sequence[Mapping[str, Any]]) -> Iterator[Finding]:
     """Parameters that no group is for, by Megatron's own rule; a loop may have another. Their packing is known."""
     there = {None if (decay := decay_of(group)) is None else bool(decay) for group in groups}
     if not there or None in there:

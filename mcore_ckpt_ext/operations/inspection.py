@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import interpreting
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.slices import numel_of
@@ -144,7 +144,7 @@ def inspect(
         return _inspection(open_checkpoint(path, facts=facts, weights=weights), buffers)
 
 
-def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
+def _inspection(checkpoint: CheckpointView, buffers: bool) -> Inspection:
     layout = checkpoint.layout
     grid = RankGrid(layout, bool(checkpoint.arguments.use_tp_pp_dp_mapping))
     files = _files(checkpoint, grid)
@@ -185,7 +185,7 @@ def _inspection(checkpoint: Checkpoint, buffers: bool) -> Inspection:
     )
 
 
-def _files(checkpoint: Checkpoint, grid: RankGrid) -> list[StoredFile]:
+def _files(checkpoint: CheckpointView, grid: RankGrid) -> list[StoredFile]:
     files: dict[str, StoredFile] = {}
     for part in checkpoint.format_reader.stored_parts():
         file = files.get(part.file)
@@ -200,7 +200,7 @@ def _files(checkpoint: Checkpoint, grid: RankGrid) -> list[StoredFile]:
     return sorted(files.values(), key=lambda file: (file.rank is None, file.rank or 0, file.writer or 0, file.file))
 
 
-def _explained(checkpoint: Checkpoint, name: str, grid: RankGrid) -> StoredFile:
+def _explained(checkpoint: CheckpointView, name: str, grid: RankGrid) -> StoredFile:
     path = checkpoint.folder / name
     size = path.stat().st_size if path.is_file() else None
     if (match := _DISTCP.match(name)) and path.is_relative_to(checkpoint.folder):  # else of another job
@@ -217,7 +217,7 @@ def _other_bytes(folder: Path, files: list[StoredFile]) -> int:
     return sum(path.stat().st_size for path in others)
 
 
-def _model(checkpoint: Checkpoint) -> dict[str, int | float | str]:
+def _model(checkpoint: CheckpointView) -> dict[str, int | float | str]:
     """The model in numbers; what the arguments do not give is left out."""
     names = {
         "layers": "num_layers", "hidden size": "hidden_size", "feed-forward size": "ffn_hidden_size",
@@ -242,7 +242,7 @@ def _model(checkpoint: Checkpoint) -> dict[str, int | float | str]:
     return {key: value if isinstance(value, (int, float, str)) else str(value) for key, value in found.items()}
 
 
-def _training(checkpoint: Checkpoint) -> dict[str, int | float | list[int | float]]:
+def _training(checkpoint: CheckpointView) -> dict[str, int | float | list[int | float]]:
     """Learning rate, step and counters, from the parameter groups and arguments."""
     groups = checkpoint.param_groups()
     found: dict[str, int | float | list[int | float]] = {}
@@ -257,14 +257,14 @@ def _training(checkpoint: Checkpoint) -> dict[str, int | float | list[int | floa
     return found
 
 
-def _tensors(checkpoint: Checkpoint) -> tuple[StoredTensor, ...]:
+def _tensors(checkpoint: CheckpointView) -> tuple[StoredTensor, ...]:
     """All weights; optimizer state too where the format names it without a packing."""
     kinds = checkpoint.kinds() if shows_names(checkpoint.optimizer_format) else [WEIGHT]
     tensors = [(kind, checkpoint.logical_tensor(kind, name)) for kind in kinds for name in checkpoint.names(kind)]
     return tuple(StoredTensor(kind, t.name, t.shape, t.dtype) for kind, t in tensors if t is not None)
 
 
-def _buffers(checkpoint: Checkpoint) -> tuple[BufferMap, ...]:
+def _buffers(checkpoint: CheckpointView) -> tuple[BufferMap, ...]:
     name = checkpoint.optimizer_format
     if name is None or not opens_by_metadata(name):
         return ()

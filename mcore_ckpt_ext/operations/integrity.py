@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.operations.findings import CHECKSUMS, MANIFEST, Finding, error
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.storage.checked_files import open_file, read_file
@@ -27,7 +27,7 @@ Archive = tuple[str, int, int]
 Item = TypeVar("Item")
 
 
-def labels(checkpoint: Checkpoint) -> dict[tuple[str, int], str]:
+def labels(checkpoint: CheckpointView) -> dict[tuple[str, int], str]:
     """What the archive at a place in a file holds, by Megatron's key, where the checkpoint says so."""
     found: dict[tuple[str, int], str] = {}
     index = checkpoint.format_reader.stored_index
@@ -41,7 +41,7 @@ def labels(checkpoint: Checkpoint) -> dict[tuple[str, int], str]:
 
 
 def check_archives(
-    checkpoint: Checkpoint, archives: Iterable[Archive], workers: int, advance: Advance
+    checkpoint: CheckpointView, archives: Iterable[Archive], workers: int, advance: Advance
 ) -> list[Finding]:
     """Compare the CRC-32 of every record of every archive."""
     known = labels(checkpoint)
@@ -61,7 +61,7 @@ def check_archives(
 
 
 def check_bare_arrays(
-    checkpoint: Checkpoint, arrays: Iterable[RawArray], workers: int, advance: Advance
+    checkpoint: CheckpointView, arrays: Iterable[RawArray], workers: int, advance: Advance
 ) -> list[Finding]:
     """Compare the CRC-32 of every array that lies bare in a file and has one."""
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.errors import UsageError, interpreting
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
 from mcore_ckpt_ext.layout_choice.memory import Buffers, Memory, Recomputation
@@ -219,7 +219,12 @@ def _sizes_of(pins: Mapping[str, int]) -> dict[str, int]:
 
 
 def _planned(
-    one: Found, checkpoint: Checkpoint, job: JobArguments, old: ParallelLayout, version: Version, read_rate: int | None
+    one: Found,
+    checkpoint: CheckpointView,
+    job: JobArguments,
+    old: ParallelLayout,
+    version: Version,
+    read_rate: int | None,
 ) -> PlannedLayout:
     choice, layout = one.choice, one.choice.layout
     running = job.changed(**_arguments_of(one))

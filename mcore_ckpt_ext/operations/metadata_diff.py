@@ -12,9 +12,9 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, shown, some
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.forward_pass import differing
 from mcore_ckpt_ext.formats import adapter_scaling
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.expert_states import content_of, scaling_of
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
@@ -31,7 +31,7 @@ class Fact:
     b: str
 
 
-def facts_beside(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
+def facts_beside(a: CheckpointView, b: CheckpointView) -> Iterator[Fact]:
     """What there is to tell of two checkpoints."""
     yield Fact("format", _format(a), _format(b))
     yield Fact("layout", str(a.layout), str(b.layout))
@@ -58,7 +58,7 @@ def facts_beside(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
         yield Fact("fp8 scales, histories", *(told or "none" for told in scaling))
 
 
-def _models(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
+def _models(a: CheckpointView, b: CheckpointView) -> Iterator[Fact]:
     """What the two compute differently with the same tensors, as far as both say how they do."""
     with suppress(UnsupportedCheckpointError):  # a checkpoint need not say how large its model is
         models = complete(a.arguments), complete(b.arguments)
@@ -66,16 +66,16 @@ def _models(a: Checkpoint, b: Checkpoint) -> Iterator[Fact]:
             yield Fact(name, *map(shown, values))
 
 
-def _left_out(checkpoint: Checkpoint) -> str:
+def _left_out(checkpoint: CheckpointView) -> str:
     """What of a Hugging Face folder sees images, where the other has none; empty where nothing does."""
     return some(checkpoint.format_reader.not_looked_at, 1)
 
 
-def _format(checkpoint: Checkpoint) -> str:
+def _format(checkpoint: CheckpointView) -> str:
     return f"{checkpoint.format}, optimizer {checkpoint.optimizer_format or 'none'}"
 
 
-def _group_values(checkpoint: Checkpoint, key: str) -> str:
+def _group_values(checkpoint: CheckpointView, key: str) -> str:
     """The distinct values of a key of the parameter groups."""
     groups: list[dict[str, Any]] = checkpoint.param_groups()
     values = {float(group[key]) for group in groups if isinstance(group.get(key), (int, float))}
@@ -83,19 +83,19 @@ def _group_values(checkpoint: Checkpoint, key: str) -> str:
     return ", ".join(dict.fromkeys(texts)) or "none"  # one NaN is not another
 
 
-def _settings(checkpoint: Checkpoint, key: str) -> str:
+def _settings(checkpoint: CheckpointView, key: str) -> str:
     """The distinct values of any setting of the parameter groups."""
     return ", ".join(sorted({shown(group[key]) for group in checkpoint.param_groups() if key in group})) or "none"
 
 
-def _counted(checkpoint: Checkpoint, key: str) -> str:
+def _counted(checkpoint: CheckpointView, key: str) -> str:
     """What the scheduler, or the job, has counted."""
     scheduler = scheduler_in(checkpoint.common)
     found = scheduler.get(key) if isinstance(scheduler, dict) else None
     return shown(checkpoint.args.get(key, "none") if found is None else found)
 
 
-def _multiplied(checkpoint: Checkpoint) -> str:
+def _multiplied(checkpoint: CheckpointView) -> str:
     """What no tensor of adapters tells; empty where there are none."""
     if not any(map(is_adapter, checkpoint.names(WEIGHT))):
         return ""
@@ -106,7 +106,7 @@ def _multiplied(checkpoint: Checkpoint) -> str:
     return f"{scaling.alpha:g} / {'root of the ' if scaling.by_root else ''}rank"
 
 
-def _scaling(checkpoint: Checkpoint) -> str:
+def _scaling(checkpoint: CheckpointView) -> str:
     """How many modules have fp8 scaling, and a digest of its numbers; empty where none has."""
     count, digest = 0, hashlib.sha256()
     for name, state in sorted(checkpoint.extra_states().items()):

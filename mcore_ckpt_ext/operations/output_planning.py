@@ -13,7 +13,6 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapter_order import about_order
 from mcore_ckpt_ext.formats.adapters_alone import check_names
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.bridge_files import run_config_file, train_state
 from mcore_ckpt_ext.formats.canonical import canonical_output
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -32,6 +31,7 @@ from mcore_ckpt_ext.formats.peft_target import PeftTarget
 from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.torch_dist_target import TorchDistTarget
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.names import of_experts
@@ -70,10 +70,10 @@ class LaidOut:
     kinds: Sequence[str]
     left_out: Sequence[str] = ()
     reads_optimizer: bool = True
-    reads_back: Callable[[Path], Checkpoint] = open_checkpoint
+    reads_back: Callable[[Path], CheckpointView] = open_checkpoint
 
 
-def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> LaidOut:
+def lay_out(checkpoint: CheckpointView, target: Target, family: Family | None) -> LaidOut:
     """Lay out the files of a conversion.
 
     Raises:
@@ -101,7 +101,7 @@ def lay_out(checkpoint: Checkpoint, target: Target, family: Family | None) -> La
     return LaidOut(below, folder, kinds)
 
 
-def _files_of_iteration(checkpoint: Checkpoint, target: TorchDist | Legacy | FsdpDtensor) -> Output:
+def _files_of_iteration(checkpoint: CheckpointView, target: TorchDist | Legacy | FsdpDtensor) -> Output:
     _check_buildable(checkpoint, target)
     check_names(checkpoint, target.name, for_bridge=target.for_bridge)
     if isinstance(target, FsdpDtensor):
@@ -111,7 +111,7 @@ def _files_of_iteration(checkpoint: Checkpoint, target: TorchDist | Legacy | Fsd
     return _torch_dist(checkpoint, target) if isinstance(target, TorchDist) else _legacy(checkpoint, target)
 
 
-def _check_vocabulary(checkpoint: Checkpoint, asked: int | None) -> None:
+def _check_vocabulary(checkpoint: CheckpointView, asked: int | None) -> None:
     """A vocabulary that is smaller than the source says would lose tokens; a larger one than it has invents them.
 
     Raises:
@@ -131,7 +131,7 @@ def _check_vocabulary(checkpoint: Checkpoint, asked: int | None) -> None:
         )  # fmt: skip
 
 
-def _check_buildable(checkpoint: Checkpoint, target: TorchDist | Legacy | FsdpDtensor) -> None:
+def _check_buildable(checkpoint: CheckpointView, target: TorchDist | Legacy | FsdpDtensor) -> None:
     """Refuse a model, of Hugging Face's or of the other layer spec, that the version that will read it cannot build.
 
     Raises:
@@ -145,7 +145,7 @@ def _check_buildable(checkpoint: Checkpoint, target: TorchDist | Legacy | FsdpDt
         )  # fmt: skip
 
 
-def _torch_dist(checkpoint: Checkpoint, target: TorchDist) -> Output:
+def _torch_dist(checkpoint: CheckpointView, target: TorchDist) -> Output:
     expert = target.expert_model_parallel_size
     experts_apart = checkpoint.experts_apart if expert is None else expert > 1
     version, for_bridge = version_number(target.megatron_version), target.loop == "bridge"
@@ -166,7 +166,7 @@ def _file(name: str, content: bytes, last: bool = False) -> OutputFile:
     return OutputFile(name, len(content), ((0, content),), last=last)
 
 
-def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
+def _legacy(checkpoint: CheckpointView, target: Legacy) -> Output:
     arguments = reader_arguments(checkpoint, target)
     if checkpoint.format_reader.has_norms_of_all_heads and (arguments.tensor_model_parallel_size or 1) > 1:
         raise UnsupportedCheckpointError(
@@ -185,7 +185,7 @@ def _legacy(checkpoint: Checkpoint, target: Legacy) -> Output:
     return LegacyTarget(checkpoint, arguments, version_number(target.megatron_version)).output()
 
 
-def _hugging_face(checkpoint: Checkpoint, target: HuggingFace, family: Family | None) -> LaidOut:
+def _hugging_face(checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> LaidOut:
     if any(map(is_adapter, checkpoint.names(WEIGHT))):
         adapters = PeftTarget(checkpoint, target, family)
         return LaidOut(adapters.output(), "", (), adapters.left_out, False, adapters.read_back)
@@ -196,7 +196,7 @@ def _hugging_face(checkpoint: Checkpoint, target: HuggingFace, family: Family | 
     layout = HuggingFaceTarget(checkpoint, target, family, tokenizer)
     spec = layout.fit.arguments.transformer_impl
 
-    def reads_back(folder: Path) -> Checkpoint:
+    def reads_back(folder: Path) -> CheckpointView:
         written = open_checkpoint(folder, family=layout.fit.family, transformer_impl=spec)
         return text_beside(with_images(written)) if layout.sees else written
 
@@ -237,7 +237,7 @@ def _version_notes(target: TorchDist | Legacy | FsdpDtensor) -> list[str]:
     return [f"written for Megatron {installed_version()}; for another: --megatron-version V"]
 
 
-def _with_companions(output: Output, checkpoint: Checkpoint) -> Output:
+def _with_companions(output: Output, checkpoint: CheckpointView) -> Output:
     """The same, with the model's small files where Megatron keeps its tokenizer."""
     small = [_file(f"{TOKENIZER_FOLDER}/{name}", content) for name, content in checkpoint.companions().items()]
     notes = companion_notes(checkpoint.companions(), checkpoint)
@@ -261,7 +261,7 @@ _SPREADING = (
 )  # fmt: skip
 
 
-def reader_arguments(checkpoint: Checkpoint, target: Legacy) -> JobArguments:
+def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments:
     """Megatron's arguments of the job that will read: the writer's, with another layout."""
     written, source = checkpoint.arguments, checkpoint.layout
     _check_layout_known(checkpoint, target)
@@ -295,7 +295,7 @@ def reader_arguments(checkpoint: Checkpoint, target: Legacy) -> JobArguments:
     return written.changed(**changes)
 
 
-def _check_layout_known(checkpoint: Checkpoint, target: Legacy) -> None:
+def _check_layout_known(checkpoint: CheckpointView, target: Legacy) -> None:
     """Refuse to take over a size from a source that does not tell it.
 
     Raises:
@@ -315,7 +315,7 @@ def _check_layout_known(checkpoint: Checkpoint, target: Legacy) -> None:
         )  # fmt: skip
 
 
-def _padded_vocabulary(checkpoint: Checkpoint, tensor: int, vocabulary: int | None) -> int:
+def _padded_vocabulary(checkpoint: CheckpointView, tensor: int, vocabulary: int | None) -> int:
     """Rows of the embedding: `_vocab_size_with_padding` (megatron/training/tokenizer/tokenizer.py, 0.7 to 0.19).
 
     Without the true size, which no checkpoint records, the stored one is kept, or padded further where it cannot be

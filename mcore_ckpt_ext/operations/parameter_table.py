@@ -6,7 +6,7 @@ import torch
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
 from mcore_ckpt_ext.layout_choice.model_table import (
     ModelTable,
@@ -30,7 +30,7 @@ _BEFORE = -1
 _HETEROGENEOUS = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 
 
-def table_of(checkpoint: Checkpoint, job: JobArguments) -> ModelTable:
+def table_of(checkpoint: CheckpointView, job: JobArguments) -> ModelTable:
     """The parameters of a checkpoint's model.
 
     Raises:
@@ -70,7 +70,7 @@ def table_of(checkpoint: Checkpoint, job: JobArguments) -> ModelTable:
     return ModelTable(parameters, job.num_layers, copies=embedding_copies(job), padded_rows=padded)
 
 
-def _check_layers(checkpoint: Checkpoint, job: JobArguments, stated: int, block: str) -> None:
+def _check_layers(checkpoint: CheckpointView, job: JobArguments, stated: int, block: str) -> None:
     """Refuse a number of layers that the weights contradict: every memory and every division would be wrong."""
     layers = (split_layer(name)[0] for name in checkpoint.names(WEIGHT))
     found = 1 + max(layer.number for layer in layers if layer is not None and layer.block == block)
@@ -98,7 +98,7 @@ def _place(name: str, block: str, prefix: str, job: JobArguments) -> int:
 class _States:
     """The bytes of optimizer state that each parameter has, in memory and in the checkpoint."""
 
-    def __init__(self, checkpoint: Checkpoint, job: JobArguments) -> None:
+    def __init__(self, checkpoint: CheckpointView, job: JobArguments) -> None:
         self._state = checkpoint.optimizer if checkpoint.optimizer_format else None
         self._shows_names = shows_names(checkpoint.optimizer_format)
         kinds = self._state.kinds if self._state else (FP32_PARAM, EXP_AVG, EXP_AVG_SQ)

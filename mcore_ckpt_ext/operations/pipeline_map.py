@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parallel import layers_by_chunk
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 
@@ -29,7 +29,7 @@ class Stage:
     ranks: tuple[tuple[int, int], ...]
 
 
-def stages_of(checkpoint: Checkpoint, grid: RankGrid) -> tuple[Stage, ...]:
+def stages_of(checkpoint: CheckpointView, grid: RankGrid) -> tuple[Stage, ...]:
     """Every chunk of the job that wrote a checkpoint; empty where the pipeline's split is not known."""
     try:
         layers = checkpoint.layers() or layers_by_chunk(checkpoint.arguments, checkpoint.layout)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mcore_ckpt_ext.errors import some
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.model_space.anatomy import is_word_embeddings
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.operations.coverage import copies_of
@@ -25,7 +25,7 @@ class ComparedCopy:
     places: str
 
 
-def compared_copies(checkpoint: Checkpoint, kind: str, name: str, transfer: Transfer) -> Iterator[ComparedCopy]:
+def compared_copies(checkpoint: CheckpointView, kind: str, name: str, transfer: Transfer) -> Iterator[ComparedCopy]:
     """Each copy of a part of a tensor, compared with the first copy of that part.
 
     Raises:
@@ -42,12 +42,12 @@ def compared_copies(checkpoint: Checkpoint, kind: str, name: str, transfer: Tran
             yield ComparedCopy(number, elements, different, f"{_place(first)} and {_place(copy)}")
 
 
-def is_left_by_offload(checkpoint: Checkpoint, kind: str, name: str) -> bool:
+def is_left_by_offload(checkpoint: CheckpointView, kind: str, name: str) -> bool:
     """Whether copies may differ because the job was like that (`optimizers/tied_copies.py`)."""
     return kind != WEIGHT and is_word_embeddings(name) and bool(checkpoint.arguments.optimizer_cpu_offload)
 
 
-def differing_copies(checkpoint: Checkpoint, kinds: Iterable[str], share: tuple[int, int] = (0, 1)) -> list[str]:
+def differing_copies(checkpoint: CheckpointView, kinds: Iterable[str], share: tuple[int, int] = (0, 1)) -> list[str]:
     """The kind and name of each tensor whose copies are not all the same, and where they lie.
 
     Args:

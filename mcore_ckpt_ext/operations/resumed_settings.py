@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, shown, some
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.common_state import scheduler_in
 from mcore_ckpt_ext.formats.portable_state import portable_group
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.storage.json_tree import encode
 
 # What every version takes for a multiplier that a group does not have (`_get_param_groups`, megatron/core/optimizer/
@@ -37,7 +37,7 @@ class Setting:
     equal: bool
 
 
-def settings_compared(a: Checkpoint, b: Checkpoint) -> tuple[Setting, ...]:
+def settings_compared(a: CheckpointView, b: CheckpointView) -> tuple[Setting, ...]:
     """The settings of two checkpoints from which training can go on.
 
     Returns:
@@ -76,7 +76,7 @@ def _text(value: Any) -> str:
     return _ABSENT if value is None else shown(value)
 
 
-def _groups(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+def _groups(checkpoint: CheckpointView) -> list[dict[str, Any]]:
     """The settings of each group, with the defaults of those that a writer leaves out.
 
     Adam's groups of a HybridDeviceOptimizer have a step on some ranks only; it is the same for all.
@@ -127,7 +127,7 @@ def _of_mappings(name: str, a: Mapping[str, Any] | None, b: Mapping[str, Any] | 
         yield _setting(f"{name}: {key}" if key else name, a.get(key), b.get(key))
 
 
-def _of_random_states(a: Checkpoint, b: Checkpoint) -> Iterator[Setting]:
+def _of_random_states(a: CheckpointView, b: CheckpointView) -> Iterator[Setting]:
     """The states of the random generators, where both have them for the same ranks: other ranks begin anew."""
     with suppress(UnreadableCheckpointError):
         states = [{place: repr(encode(state)) for place, state in one.random_states().items()} for one in (a, b)]

@@ -9,7 +9,6 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.adapters_alone import under_bridge_s_names
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 from mcore_ckpt_ext.formats.huggingface_folder import is_peft
@@ -17,6 +16,7 @@ from mcore_ckpt_ext.formats.huggingface_images import compared_whole, text_besid
 from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.merged import merged_view
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_first_moments
 from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
@@ -33,7 +33,7 @@ def open_source(
     facts: Facts = NOTHING,
     weights: str | os.PathLike[str] | None = None,
     merge: str | os.PathLike[str] | None = None,
-) -> Checkpoint:
+) -> CheckpointView:
     """The source of a conversion, under the names that the target wants.
 
     Raises:
@@ -76,7 +76,7 @@ def open_source(
 
 def open_both(
     paths: Sequence[str | os.PathLike[str]], family: Family | None, facts: Facts, weights: str | os.PathLike[str] | None
-) -> list[Checkpoint]:
+) -> list[CheckpointView]:
     """Two checkpoints to compare; what the user states is of those that lack it, or of both.
 
     A PEFT folder always lacks its model: the weights are that, and then no other's.
@@ -102,7 +102,7 @@ def open_both(
     return compared_whole(opened)
 
 
-def require_weights(checkpoint: Checkpoint) -> None:
+def require_weights(checkpoint: CheckpointView) -> None:
     """Refuse an optimizer alone: nothing proves it.
 
     Raises:
@@ -115,7 +115,9 @@ def require_weights(checkpoint: Checkpoint) -> None:
         )  # fmt: skip
 
 
-def _merged(checkpoint: Checkpoint, target: Target, family: Family | None, path: str | os.PathLike[str]) -> Checkpoint:
+def _merged(
+    checkpoint: CheckpointView, target: Target, family: Family | None, path: str | os.PathLike[str]
+) -> CheckpointView:
     """A model with the adapters of a checkpoint merged into it.
 
     Raises:
@@ -138,12 +140,12 @@ def _merged(checkpoint: Checkpoint, target: Target, family: Family | None, path:
     return merged_view(base, checkpoint, scaling_of(checkpoint, alpha), family, stated)
 
 
-def _for_legacy_files(checkpoint: Checkpoint) -> Checkpoint:
+def _for_legacy_files(checkpoint: CheckpointView) -> CheckpointView:
     found = checkpoint.format_reader.for_legacy_files()
     return checkpoint if found is checkpoint.format_reader else found.view
 
 
-def _under_layer_spec(checkpoint: Checkpoint, target: Target, spec: str) -> Checkpoint:
+def _under_layer_spec(checkpoint: CheckpointView, target: Target, spec: str) -> CheckpointView:
     """A checkpoint of Megatron under the names of a layer spec, which may be its own.
 
     Raises:

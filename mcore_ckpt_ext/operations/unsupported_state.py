@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, readable, some
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.unread import OTHER, Unread
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.operations.coverage import check_kinds, refuse_contradictions
@@ -22,7 +22,7 @@ _MERGED = "it belongs to the model as it was before"
 _DROPPED = "dropped, as you asked"
 
 
-def settle(checkpoint: Checkpoint, target: Target, drop: Collection[str]) -> tuple[Checkpoint, list[Unread]]:
+def settle(checkpoint: CheckpointView, target: Target, drop: Collection[str]) -> tuple[CheckpointView, list[Unread]]:
     """The checkpoint without what is to be dropped, and what the conversion does not carry.
 
     Args:
@@ -70,7 +70,7 @@ def listed(items: Iterable[Unread]) -> str:
     return some([f"{item.key} ({readable(item.nbytes)})" for item in items])
 
 
-def _check_drop(checkpoint: Checkpoint, unread: Collection[Unread], drop: Collection[str]) -> None:
+def _check_drop(checkpoint: CheckpointView, unread: Collection[Unread], drop: Collection[str]) -> None:
     there = dict.fromkeys(item.kind for item in unread if item.of_optimizer)
     if checkpoint.optimizer_format or there:
         there[OPTIMIZER] = None
@@ -83,7 +83,7 @@ def _check_drop(checkpoint: Checkpoint, unread: Collection[Unread], drop: Collec
         )  # fmt: skip
 
 
-def _check_can_be_held(checkpoint: Checkpoint, target: Target) -> None:
+def _check_can_be_held(checkpoint: CheckpointView, target: Target) -> None:
     """Refuse an optimizer that the target's optimizer is not.
 
     All that a DistributedOptimizer holds has the same kinds, and in legacy files those of Adam; beside optimizers of
@@ -112,7 +112,7 @@ def _check_can_be_held(checkpoint: Checkpoint, target: Target) -> None:
     )
 
 
-def _stored_optimizer(checkpoint: Checkpoint, why: str) -> list[Unread]:
+def _stored_optimizer(checkpoint: CheckpointView, why: str) -> list[Unread]:
     """The whole optimizer, kind by kind."""
     sizes: dict[str, int] = {}
     for part in checkpoint.format_reader.stored_parts():

@@ -19,11 +19,11 @@ from mcore_ckpt_ext.errors import (
     readable,
     some,
 )
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
 from mcore_ckpt_ext.formats.portable_state import once, portable_group
 from mcore_ckpt_ext.formats.steps import check_step
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR_FILE
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
@@ -118,7 +118,7 @@ class _Run:
     """One verification, step by step; each step adds its findings and says what it looked at."""
 
     def __init__(
-        self, folder: Path, quick: bool, workers: int, progress: Progress, opens: Callable[[], Checkpoint]
+        self, folder: Path, quick: bool, workers: int, progress: Progress, opens: Callable[[], CheckpointView]
     ) -> None:
         self.folder, self._opens = folder, opens
         self.findings: list[Finding] = []
@@ -181,7 +181,12 @@ class _Run:
         self._counter.finish()
 
     def _check_bytes_before(
-        self, findings: list[Finding], checks: list[Check], checkpoint: Checkpoint, failed: set[str], known: Confirmed
+        self,
+        findings: list[Finding],
+        checks: list[Check],
+        checkpoint: CheckpointView,
+        failed: set[str],
+        known: Confirmed,
     ) -> None:
         """Check the bytes; what that shows follows what was found before, and stands before what was found since."""
         since = self.findings, self.checks
@@ -209,7 +214,7 @@ class _Run:
         self.checks.append(Check(FILE_DIGESTS, f"SHA-256 of {found.compared:,} files"))
         return all(file.editable for file in found.changed)
 
-    def _check_known(self, checkpoint: Checkpoint) -> None:
+    def _check_known(self, checkpoint: CheckpointView) -> None:
         """Name the keys that no other check will look at."""
         try:
             unread = checkpoint.unread(objects=not self._quick)
@@ -223,7 +228,7 @@ class _Run:
         others = f"all but {len(unread):,}: {some([item.key for item in unread])}"
         self.checks.append(Check(KNOWN, others if unread else "all"))
 
-    def _check_files(self, checkpoint: Checkpoint) -> set[str]:
+    def _check_files(self, checkpoint: CheckpointView) -> set[str]:
         index = checkpoint.format_reader.stored_index
         if index is None:
             self.checks.append(Check(COMPLETE, "the files of all ranks"))
@@ -235,7 +240,7 @@ class _Run:
         self.checks.append(Check(COMPLETE, f"{files:,} files"))
         return failed
 
-    def _check_arrays(self, checkpoint: Checkpoint) -> None:
+    def _check_arrays(self, checkpoint: CheckpointView) -> None:
         """Optimizer state by metadata alone; which parameter lies where in flat buffers takes a look at elements."""
         with _Noting(self, COVERED):
             if checkpoint.optimizer_format is None or not opens_by_metadata(checkpoint.optimizer_format):
@@ -248,7 +253,7 @@ class _Run:
                 self.findings.extend(check_state(checkpoint))
                 self.checks.append(Check(COVERED, f"optimizer state of {len(optimizer.names()):,} parameters"))
 
-    def _check_bytes(self, checkpoint: Checkpoint, failed: set[str], right: Collection[Place]) -> None:
+    def _check_bytes(self, checkpoint: CheckpointView, failed: set[str], right: Collection[Place]) -> None:
         """Compare the checksums of all bytes but those of places that are known to be right."""
         manifest = manifest_bytes(self.folder)
         if manifest:
@@ -265,7 +270,7 @@ class _Run:
             what = "this format has none of its tensors: a flipped bit of a moment would not show"
             self.checks.append(Check(CHECKSUMS, what, done=False))
 
-    def _check_state(self, checkpoint: Checkpoint, failed: set[str]) -> bool:
+    def _check_state(self, checkpoint: CheckpointView, failed: set[str]) -> bool:
         """Recover the packing where there is one to recover; returns whether the optimizer's state can be looked at."""
         if checkpoint.optimizer_format is None:
             if not checkpoint.format_reader.is_model_folder:
@@ -313,7 +318,7 @@ class _Run:
         what = "it holds no optimizer state that this package reads: only its weights were looked at"
         self.findings.append(warning(COVERED, str(self.folder), what))
 
-    def _check_content(self, checkpoint: Checkpoint, state: bool, failed: set[str], confirmed: Confirmed) -> None:
+    def _check_content(self, checkpoint: CheckpointView, state: bool, failed: set[str], confirmed: Confirmed) -> None:
         content = ContentCheck(checkpoint, state, failed, confirmed)
 
         def check(name: str) -> ParameterReport:
@@ -342,7 +347,7 @@ class _Run:
             self.checks.append(Check(COPIES, f"{copied:,} elements of tied or replicated copies"))
         self.checks.append(Check(VALUES, f"{sum(report.elements for report in reports):,} elements"))
 
-    def _bytes_to_read(self, checkpoint: Checkpoint, failed: set[str]) -> int:
+    def _bytes_to_read(self, checkpoint: CheckpointView, failed: set[str]) -> int:
         guarded = _bytes_of(*_with_checksums(checkpoint, failed))
         tensors = [checkpoint.logical_tensor(WEIGHT, name) for name in checkpoint.names(WEIGHT)]
         weights = sum(prod(tensor.shape) * ITEM_SIZE[tensor.dtype] for tensor in tensors if tensor is not None)
@@ -351,7 +356,7 @@ class _Run:
         return guarded + manifest_bytes(self.folder) + weights + state
 
 
-def _with_checksums(checkpoint: Checkpoint, failed: set[str]) -> tuple[list[Archive], list[RawArray]]:
+def _with_checksums(checkpoint: CheckpointView, failed: set[str]) -> tuple[list[Archive], list[RawArray]]:
     """What has checksums, in files that are there."""
     archives = [archive for archive in checkpoint.archives() if archive[0] not in failed]
     return archives, [array for array in checkpoint.checked_arrays() if array.file not in failed]
@@ -361,7 +366,7 @@ def _bytes_of(archives: Iterable[Archive], arrays: Iterable[RawArray]) -> int:
     return sum(length for *_, length in archives) + sum(array.length for array in arrays)
 
 
-def _has_bare_numbers(checkpoint: Checkpoint) -> bool:
+def _has_bare_numbers(checkpoint: CheckpointView) -> bool:
     """Whether tensors are stored as nothing but their elements."""
     stored = (one for name in checkpoint.names(WEIGHT) for one in checkpoint.stored(WEIGHT, name)[:1])
     return any(isinstance(one.extent, RawArray) and one.extent.crc is None for one in stored)

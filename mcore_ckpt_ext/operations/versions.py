@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.loops.bridge import RUN_CONFIG
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
@@ -63,7 +63,7 @@ class Resumption:
     note: str = ""
 
 
-def writer_of(checkpoint: Checkpoint) -> Writer:
+def writer_of(checkpoint: CheckpointView) -> Writer:
     """Recognise the writer; where bounds contradict each other (a fork, an edited checkpoint) it is unknown."""
     if foreign := checkpoint.format_reader.foreign_writer:
         return Writer(foreign, (), OLDEST)
@@ -86,22 +86,22 @@ def writer_of(checkpoint: Checkpoint) -> Writer:
     return Writer(_by_loop(checkpoint, span), evidence, first)
 
 
-def _written_for(checkpoint: Checkpoint) -> str:
+def _written_for(checkpoint: CheckpointView) -> str:
     """The version that a conversion was written for; empty where it is none."""
     found = checkpoint.arguments.stated.get(WRITTEN_FOR)
     return str(found or (checkpoint.common.get(WRITTEN_FOR) if not checkpoint.arguments.tells_all else "") or "")
 
 
-def _is_of_bridge(checkpoint: Checkpoint) -> bool:
+def _is_of_bridge(checkpoint: CheckpointView) -> bool:
     return checkpoint.format_reader.described_by == RUN_CONFIG
 
 
-def _by_loop(checkpoint: Checkpoint, version: str) -> str:
+def _by_loop(checkpoint: CheckpointView, version: str) -> str:
     """A version of Megatron, with the loop that ran on it where it was another one."""
     return f"Megatron-Bridge on Megatron Core {version}" if _is_of_bridge(checkpoint) else version
 
 
-def _bounds(checkpoint: Checkpoint) -> Iterator[Bound]:
+def _bounds(checkpoint: CheckpointView) -> Iterator[Bound]:
     yield from checkpoint.format_reader.evidence()
     arguments = checkpoint.arguments
     if not arguments.tells_all:
@@ -117,7 +117,7 @@ def _bounds(checkpoint: Checkpoint) -> Iterator[Bound]:
         yield f"its arguments lack {_ARGUMENT_SINCE[oldest]}", None, Version(0, oldest.minor - 1)
 
 
-def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
+def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
     """Who resumes the checkpoint with its optimizer: stock Megatron, and Megatron with this package.
 
     Nothing is promised about releases older than the writer.
@@ -148,7 +148,7 @@ def resumptions(checkpoint: Checkpoint, writer: Writer) -> list[Resumption]:
     return found
 
 
-def _of_fsdp(checkpoint: Checkpoint, writer: Writer, loading: Loading) -> Iterator[Resumption]:
+def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> Iterator[Resumption]:
     readable = [version for version in KNOWN if max(writer.first, loading.since) <= version]
     own = f"its own: {checkpoint.layout}; another DP"
     yield Resumption(f"stock Megatron with {loading.flag}", _span(readable), own, _stock_note(checkpoint))
@@ -166,7 +166,7 @@ def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
     yield Resumption("Megatron with mcore_ckpt_ext, without it", known, "any", "tested with 0.19.2")
 
 
-def _of_another_loop(checkpoint: Checkpoint) -> Iterator[Resumption]:
+def _of_another_loop(checkpoint: CheckpointView) -> Iterator[Resumption]:
     """Who resumes a checkpoint without Megatron's arguments, which `load_checkpoint` there asks for its layout."""
     described = _is_of_bridge(checkpoint)
     other = stock_can_load(checkpoint.optimizer_format, True, NEWEST)
@@ -179,7 +179,7 @@ def _of_another_loop(checkpoint: Checkpoint) -> Iterator[Resumption]:
         yield Resumption("Megatron-Bridge with mcore_ckpt_ext", "", "any", "tested with 0.3.1")
 
 
-def _stock(checkpoint: Checkpoint, placement_changed: bool, version: Version) -> bool:
+def _stock(checkpoint: CheckpointView, placement_changed: bool, version: Version) -> bool:
     # Rank folders are found by the running layout (`get_checkpoint_name`), whatever lies in them.
     by_rank = checkpoint.format_reader.loading.by_rank
     return not (by_rank and placement_changed) and stock_can_load(
@@ -187,7 +187,7 @@ def _stock(checkpoint: Checkpoint, placement_changed: bool, version: Version) ->
     )
 
 
-def _stock_note(checkpoint: Checkpoint) -> str:
+def _stock_note(checkpoint: CheckpointView) -> str:
     if checkpoint.optimizer_format is None:
         return "it holds no optimizer"
     # What Megatron may have done wrongly when it saved, a conversion has not.

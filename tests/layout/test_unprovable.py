@@ -20,8 +20,8 @@ import torch
 import mcore_ckpt_ext
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import ProofError, UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.quantised import is_quantised
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import check_supported
 from mcore_ckpt_ext.model_space.tensors import LogicalTensor
@@ -61,7 +61,7 @@ def edit_index(
     path.write_bytes(pickle.dumps(metadata))
 
 
-def refused(checkpoint: Checkpoint, says: str) -> None:
+def refused(checkpoint: CheckpointView, says: str) -> None:
     with pytest.raises(UnsupportedCheckpointError, match=says):
         checkpoint.names("fp32_param")
     assert checkpoint.tensor("weight", "decoder.final_layernorm.weight").read().shape == (32,)

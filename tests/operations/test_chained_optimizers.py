@@ -9,9 +9,9 @@ import pytest
 
 from mcore_ckpt_ext import TorchDist, convert, open_checkpoint
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.chained_optimizers import ChainedOptimizers
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK
+from mcore_ckpt_ext.formats.view import CheckpointView
 from tests.harness.checkpoints import everything_in, fixture_named
 from tests.harness.jobs import differing
 
@@ -52,5 +52,5 @@ def test_a_job_without_the_layout_keeps_its_optimizer_whole() -> None:
         assert [SHARDING_MARK in child for child in chain.entries("fully_reshardable")] == split
 
 
-def _with(source: Checkpoint, arguments: JobArguments) -> Checkpoint:
+def _with(source: CheckpointView, arguments: JobArguments) -> CheckpointView:
     return replace(source, job=replace(source.job, arguments=lambda: arguments))

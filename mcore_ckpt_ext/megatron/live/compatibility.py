@@ -14,7 +14,7 @@ from mcore_ckpt_ext.errors import (
     some,
 )
 from mcore_ckpt_ext.formats.adapter_order import loop_of, ordered_by_size
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.megatron.live.model import NEW, Spell, quantisation
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
@@ -28,7 +28,7 @@ from mcore_ckpt_ext.storage.torch_archive import TorchArchive
 _ROUNDED = {"bfloat16": "--bf16", "float16": "--fp16"}
 
 
-def spelling_in(checkpoint: Checkpoint, live: set[str], arguments: JobArguments | None = None) -> Spell:
+def spelling_in(checkpoint: CheckpointView, live: set[str], arguments: JobArguments | None = None) -> Spell:
     """Gives live names as the checkpoint has them; `str` where they are the same, as under the same layer spec.
 
     Args:
@@ -55,7 +55,7 @@ def becomes_hybrid(written: JobArguments, running: JobArguments) -> bool:
     return bool(running.hybrid_layer_pattern) and not was_hybrid
 
 
-def check_names(checkpoint: Checkpoint, live: set[str]) -> None:
+def check_names(checkpoint: CheckpointView, live: set[str]) -> None:
     """Refuse a model that would leave stored parameters unused, or whose output layer is not stored.
 
     Args:
@@ -135,7 +135,7 @@ def check_tokens(tokens: int | None, arguments: JobArguments, folder: Path) -> N
         )
 
 
-def check_adapters(checkpoint: Checkpoint, running: ParallelLayout, arguments: JobArguments) -> None:
+def check_adapters(checkpoint: CheckpointView, running: ParallelLayout, arguments: JobArguments) -> None:
     """Refuse adapters that the loop that wrote them itself would hand out wrongly under another tensor parallel size.
 
     Raises:
@@ -152,7 +152,7 @@ def check_adapters(checkpoint: Checkpoint, running: ParallelLayout, arguments: J
         )
 
 
-def check_kinds(checkpoint: Checkpoint, shard: Shard) -> None:
+def check_kinds(checkpoint: CheckpointView, shard: Shard) -> None:
     """Refuse an optimizer that keeps different state for a parameter than the one that wrote the checkpoint.
 
     Raises:
@@ -173,7 +173,7 @@ def check_kinds(checkpoint: Checkpoint, shard: Shard) -> None:
         )
 
 
-def check_precision(checkpoint: Checkpoint, shard: Shard) -> None:
+def check_precision(checkpoint: CheckpointView, shard: Shard) -> None:
     """Refuse weights that were rounded otherwise than the live ones are: masters could not be proven by them.
 
     Raises:
@@ -194,7 +194,7 @@ def check_precision(checkpoint: Checkpoint, shard: Shard) -> None:
         )
 
 
-def check_stored_once(checkpoint: Checkpoint) -> None:
+def check_stored_once(checkpoint: CheckpointView) -> None:
     """Refuse a checkpoint in which elements are stored more than once.
 
     Raises:
@@ -210,7 +210,7 @@ def check_stored_once(checkpoint: Checkpoint) -> None:
         )
 
 
-def check_lost(checkpoint: Checkpoint) -> None:
+def check_lost(checkpoint: CheckpointView) -> None:
     """Refuse a checkpoint that Megatron itself wrote with holes.
 
     Raises:
@@ -228,7 +228,7 @@ def check_lost(checkpoint: Checkpoint) -> None:
         )
 
 
-def verify_checksums(checkpoint: Checkpoint, rank: int, ranks: int) -> None:
+def verify_checksums(checkpoint: CheckpointView, rank: int, ranks: int) -> None:
     """Compare the checksums of this rank's share of all records.
 
     Raises:

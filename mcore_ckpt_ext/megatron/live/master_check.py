@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, ProofError
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BITS, BY_ROUNDING, Mismatch, Proof, weaker_of
 from mcore_ckpt_ext.megatron.live.model import LiveParameter, live_parameters, quantisation
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import LiveShard, Shard
@@ -32,7 +32,7 @@ class Prover:
         checkpoint: what they are read from.
     """
 
-    def __init__(self, masters: Mapping[LiveShard, torch.Tensor], checkpoint: Checkpoint) -> None:
+    def __init__(self, masters: Mapping[LiveShard, torch.Tensor], checkpoint: CheckpointView) -> None:
         self._masters, self._checkpoint = masters, checkpoint
         plain = {shard: shard.weight for shard in masters if quantisation(shard.live.parameter) is None}
         near = {shard: weight for shard, weight in plain.items() if weight.device == masters[shard].device}
@@ -82,7 +82,7 @@ class Prover:
         )
 
 
-def prove(shard: Shard, master: torch.Tensor, checkpoint: Checkpoint) -> None:
+def prove(shard: Shard, master: torch.Tensor, checkpoint: CheckpointView) -> None:
     """Prove a shard's masters against the live weights, within their rounding where these are fp8 or fp4.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from mcore_ckpt_ext.formats.base import Checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.megatron.live.broadcast_read import ReadOnce, wanted_bytes
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
@@ -22,7 +22,7 @@ OwnShard = TypeVar("OwnShard", bound=Shard)
 class Reading(Generic[OwnShard]):
     """What one rank reads: the plan, and which shard each part of it is for."""
 
-    def __init__(self, checkpoint: Checkpoint, shards: Sequence[OwnShard], accept_lost: bool) -> None:
+    def __init__(self, checkpoint: CheckpointView, shards: Sequence[OwnShard], accept_lost: bool) -> None:
         self._checkpoint = checkpoint
         self._accept_lost = accept_lost
         wishes = [(kind, shard) for shard in shards for kind in (FP32_PARAM, *shard.kinds)]

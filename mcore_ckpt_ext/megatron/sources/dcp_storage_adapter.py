@@ -24,9 +24,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from mcore_ckpt_ext.collectives import agreed_here, gather, rank_and_size, text_of
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.base import Checkpoint
 from mcore_ckpt_ext.formats.fsdp_target import FsdpArray
 from mcore_ckpt_ext.formats.steps import check_step
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.megatron.live.compatibility import check_lost, verify_checksums
 from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import DraftedReader
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
@@ -55,10 +55,10 @@ class DraftedFeed(ABC):
     exact: ClassVar[str]
     """How to keep what would be rounded, for messages."""
 
-    checkpoint: Checkpoint
+    checkpoint: CheckpointView
     arguments: Any
 
-    def __init__(self, folder: Path, checkpoint: Checkpoint) -> None:
+    def __init__(self, folder: Path, checkpoint: CheckpointView) -> None:
         self._folder = folder
         self.checkpoint = checkpoint
         self._filler = Filler(checkpoint, ACCEPT_LOST.value)
