@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import ClassVar, Literal, TypeAlias
 
 from mcore_ckpt_ext.errors import UsageError, shortened
+from mcore_ckpt_ext.job.releases import HAS_KNOWN_FORMATS
 from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.versions import NEWEST, OLDEST, Version, parse_version
 
@@ -301,7 +302,7 @@ def version_number(version: str | None) -> Version:
     if found is None:
         shown = shortened(repr(text), 40)
         raise UsageError("that is not a version of Megatron", found=shown, expected="for example 0.16.1")
-    if found < OLDEST or found.major != NEWEST.major:
+    if not HAS_KNOWN_FORMATS.is_of(found):
         expected = f"{OLDEST} to {NEWEST}, or what follows it"
         raise UsageError("nothing is known of that version of Megatron", found=str(found), expected=expected)
     return found

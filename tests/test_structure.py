@@ -62,37 +62,36 @@ def test_what_it_allows(path: str, source: str) -> None:
 
 PACKAGE = TESTS.parent / "mcore_ckpt_ext"
 TABLE = "job/releases.py"
-# Files that still compare versions of frameworks themselves: the list only shrinks.
-NOT_CONVERTED = {
-    "cli/doctor.py",
-    "formats/fsdp_target.py",
-    "formats/legacy_target.py",
-    "formats/torch_dist_target.py",
-    "megatron/load.py",
-    "megatron/flags.py",
-    "megatron/run_folder.py",
-    "operations/versions.py",
-    "targets.py",
-}
 _ORDERING = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 
 
 def compares_versions(source: str) -> list[int]:
-    """The lines on which a source orders versions, or takes an argument that jobs lack for their release."""
+    """The lines that order versions, compare with one, or take an argument that jobs lack for their release."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Compare) and any(isinstance(how, _ORDERING) for how in node.ops):
-            if any(map(_is_version, (node.left, *node.comparators))):
+        if isinstance(node, ast.Compare):
+            sides = (node.left, *node.comparators)
+            orders = any(isinstance(how, _ORDERING) for how in node.ops) and any(map(_is_version, sides))
+            if orders or any(map(_is_release, sides)):
                 found.append(node.lineno)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "lacks":
             found.append(node.lineno)
     return found
 
 
+def _is_release(node: ast.expr) -> bool:
+    """Whether an expression is a pair of numbers that may be a release of Megatron: `(0, 16)`, but not `(0, 0)`."""
+    numbers = ast.literal_eval(node) if isinstance(node, ast.Tuple) and all(map(_is_number, node.elts)) else ()
+    return len(numbers) == 2 and numbers[0] == 0 and numbers[1] > 1
+
+
+def _is_number(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and type(node.value) is int
+
+
 def _is_version(node: ast.expr) -> bool:
     if isinstance(node, ast.Tuple):
-        numbers = [one.value for one in node.elts if isinstance(one, ast.Constant) and type(one.value) is int]
-        return len(numbers) == len(node.elts) == 2 and numbers[0] == 0
+        return _is_release(node)
     if isinstance(node, ast.Call):
         return _is_version(node.func)
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
@@ -103,10 +102,8 @@ def _is_version(node: ast.expr) -> bool:
 def test_releases_are_told_apart_in_one_table() -> None:
     """Whatever depends on a release of Megatron is a row with its source; see `job/releases.py`."""
     sources = {str(path.relative_to(PACKAGE)): path.read_text() for path in PACKAGE.rglob("*.py")}
-    found = {path for path, source in sources.items() if compares_versions(source)}
-    others = found - {TABLE}
-    assert others - NOT_CONVERTED == set(), "add a row to job/releases.py instead"
-    assert NOT_CONVERTED - others == set(), "take what is converted off the list"
+    found = {path: lines for path, source in sources.items() if (lines := compares_versions(source)) and path != TABLE}
+    assert found == {}, "add a row to job/releases.py instead"
 
 
 @pytest.mark.parametrize(
@@ -118,13 +115,16 @@ def test_releases_are_told_apart_in_one_table() -> None:
         "found < Version(0, 16)",
         "found >= _SPLIT_POSSIBLE_SINCE",
         "arguments.lacks('moe_grouped_gemm')",
+        "version == (0, 16)",
     ],
 )
 def test_what_compares_versions(source: str) -> None:
     assert compares_versions(source)
 
 
-@pytest.mark.parametrize("source", ["rows >= (first, last)", "version == other", "a < b", "lacks(name)"])
+@pytest.mark.parametrize(
+    "source", ["rows >= (first, last)", "version == other", "a < b", "lacks(name)", "chunk == (0, 0)"]
+)
 def test_what_does_not(source: str) -> None:
     assert not compares_versions(source)
 

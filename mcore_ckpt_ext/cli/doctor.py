@@ -20,6 +20,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, line, table
 from mcore_ckpt_ext.errors import printable
+from mcore_ckpt_ext.job.releases import TORCH_IS_SUPPORTED, TORCH_LOADS_PLUGINS
 from mcore_ckpt_ext.megatron.patch_points import SEAMS
 from mcore_ckpt_ext.settings import SETTINGS, SWITCH, Setting
 from mcore_ckpt_ext.versions import Version, parse_version
@@ -27,8 +28,6 @@ from mcore_ckpt_ext.versions import Version, parse_version
 State = Literal["ok", "note", "FAILED"]
 
 _STYLES: dict[State, str] = {"ok": GOOD, "note": REMARKABLE, "FAILED": BAD}
-_AUTOLOAD_SINCE = (2, 5)
-_OLDEST_TORCH = (2, 4)
 _NO_MEGATRON = "Megatron is not installed here"
 _ENTRY_POINTS = "torch.backends"
 _ENTRY = "mcore_ckpt_ext"
@@ -100,7 +99,7 @@ def _lines(save: Path | None) -> Iterator[Line]:
     import torch
 
     version = parse_version(torch.__version__)
-    yield Line("torch", "ok" if version and version >= _OLDEST_TORCH else "FAILED", torch.__version__)
+    yield Line("torch", "ok" if version and TORCH_IS_SUPPORTED.is_of(version) else "FAILED", torch.__version__)
     yield _megatron()
     for name in ("nvidia-resiliency-ext", "colossalai", "transformer-engine", "safetensors", "isal"):
         installed = _installed(name)
@@ -139,8 +138,8 @@ def _autoload(version: Version | None) -> Line:
     """Whether `import torch` puts the hooks in place."""
     what = "torch loads the hooks"
     by_hand = "call mcore_ckpt_ext.install() in the training script"
-    if version is None or version < _AUTOLOAD_SINCE:
-        return Line(what, "note", f"no: torch before 2.5 loads no plugins; {by_hand}")
+    if version is None or not TORCH_LOADS_PLUGINS.is_of(version):
+        return Line(what, "note", f"no: torch before {TORCH_LOADS_PLUGINS.since} loads no plugins; {by_hand}")
     if not _AUTOLOAD.value:
         return Line(what, "note", f"no: TORCH_DEVICE_BACKEND_AUTOLOAD=0; {by_hand}")
     if not any(entry.name == _ENTRY for entry in metadata.entry_points(group=_ENTRY_POINTS)):

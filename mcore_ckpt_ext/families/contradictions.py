@@ -13,12 +13,10 @@ from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import unsaid
 from mcore_ckpt_ext.families.forward_pass import SIZES
 from mcore_ckpt_ext.families.without_effect import without_effect
+from mcore_ckpt_ext.job.releases import PASSES_ON_INTERPOLATION
 
 # The vocabulary may be padded, and MTP layers left out: the load itself looks at both.
 _OF_THE_LOAD = ("vocab_size", "padded_vocab_size", "mtp_num_layers")
-
-# An argument that appeared in that release.
-_SINCE_0_19 = "ckpt_load_validate_sharding_integrity"
 
 
 def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> list[str]:
@@ -74,5 +72,5 @@ def _writes_another(family: Family, model: ModelArguments, name: str, value: Any
 
 
 def _of_no_flag(model: ModelArguments, job: JobArguments) -> Iterator[str]:
-    for name, value in unsaid(model, since_0_19=job.is_known(_SINCE_0_19)).items():
+    for name, value in unsaid(model, since_0_19=PASSES_ON_INTERPOLATION.is_shown_by(job)).items():
         yield f"{name} should be {value!r}, which no flag that pretrain_gpt.py passes on says"

@@ -20,6 +20,7 @@ from mcore_ckpt_ext.formats.group_rule import group_that_holds
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
 from mcore_ckpt_ext.model_space.names import is_module_buffer
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -28,7 +29,6 @@ from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 
-OLDEST = (0, 14)
 _CHUNK_BYTES = 128 << 20
 _MOMENTS = (EXP_AVG, EXP_AVG_SQ)
 
@@ -66,10 +66,10 @@ class FsdpTarget:
         names: ModuleNames | None = None,
     ) -> None:
         """Raises: UnsupportedCheckpointError, where that version, or Megatron-FSDP, has no such job."""
-        if version < OLDEST:
+        if not LOADS_FSDP_DTENSOR.is_of(version):
             raise UnsupportedCheckpointError(
                 "that version of Megatron does not know this format", found=f"--megatron-version {_dotted(version)}",
-                expected=f"{_dotted(OLDEST)} or later", helps="convert --to torch_dist",
+                expected=f"{LOADS_FSDP_DTENSOR.since} or later", helps="convert --to torch_dist",
             )  # fmt: skip
         self._checkpoint = checkpoint
         self._arguments = checkpoint.arguments

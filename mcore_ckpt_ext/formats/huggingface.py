@@ -38,6 +38,7 @@ from mcore_ckpt_ext.formats.huggingface_weights import ModelSpaceWeights
 from mcore_ckpt_ext.formats.quantised import dequantised
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.weights_alone import WeightsAlone
+from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.planning.array_location import RawArray, Scaled
 from mcore_ckpt_ext.storage.budget import Budget
@@ -47,9 +48,6 @@ _SHOWN = 6
 _EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
 _BLOCK = 1 << 24
 _ENTRY_BYTES, _STEPS_A_REGION = 60, 16  # of a tensor in a file's header, at least; to make a region of one
-# `_resolve_mla_qk_layernorm` (core/transformer/mla_qk_norm_config.py), in 0.19.0 to 0.19.2 and not before; the
-# development head of 22 August 2026 has it no more.
-NORM_IN_QUERY = (0, 19)
 _PADDING = 128  # `--make-vocab-size-divisible-by`
 
 
@@ -347,8 +345,8 @@ class HuggingFaceCheckpoint(WeightsAlone):
     @override
     def unbuildable(self, version: tuple[int, int]) -> str | None:
         model = self.model
-        if model.multi_latent_attention and not model.q_lora_rank and version == NORM_IN_QUERY:
-            return "0.19 fuses a norm into linear_q_proj, which a model without compressed queries does not have"
+        if model.multi_latent_attention and not model.q_lora_rank and NORMALIZES_PLAIN_QUERIES.is_of(version):
+            return f"0.19 {NORMALIZES_PLAIN_QUERIES.what}"
         return None
 
     def training_flags(self) -> list[str]:

@@ -22,6 +22,7 @@ from mcore_ckpt_ext.formats.legacy_ranks import MODEL_FILE, OPTIMIZER_FILE, Lega
 from mcore_ckpt_ext.formats.legacy_whole_state import WholeStates
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK, PortableState, portable_chain, undistributed
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.releases import CHOOSES_CHECKPOINT_FORMATS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.rank_grid import RankGrid
 from mcore_ckpt_ext.model_space.anatomy import language_prefix
@@ -29,8 +30,6 @@ from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Placed, Record
 from mcore_ckpt_ext.storage.archive_writer import draft_archive
 from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
-
-OLDEST = (0, 9)
 
 
 class LegacyTarget:
@@ -41,10 +40,10 @@ class LegacyTarget:
 
     def __init__(self, checkpoint: CheckpointView, arguments: JobArguments, version: tuple[int, int]) -> None:
         """Raises: UnsupportedCheckpointError, where that layout or version cannot be written."""
-        if version < OLDEST:
+        if not CHOOSES_CHECKPOINT_FORMATS.is_of(version):
             raise UnsupportedCheckpointError(
                 "legacy files are not written for that version", found=f"{version[0]}.{version[1]}",
-                expected=f"{OLDEST[0]}.{OLDEST[1]} or later",
+                expected=f"{CHOOSES_CHECKPOINT_FORMATS.since} or later",
             )  # fmt: skip
         self._checkpoint = checkpoint
         self._arguments = arguments

@@ -35,6 +35,7 @@ from mcore_ckpt_ext.job.releases import (
     DESCRIBES_CONTENT,
     EXTENDS_INDEX_WITH_SHAPES,
     GRID_OF_EXPERTS_HAS_DATA_RANKS,
+    LOADS_PORTABLE_OPTIMIZERS,
     MARKS_CHAINED_KEYS,
     RESHAPES_STATE,
     RESHAPES_STATE_OF_ONE_AXIS,
@@ -50,7 +51,6 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
 from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
 from mcore_ckpt_ext.storage.archive_writer import draft_archive
 
-OLDEST = (0, 8)
 # A rank that wants part of a chunk reads all of it (torch/distributed/checkpoint/filesystem.py), so chunks stay small.
 CHUNK_BYTES = 128 << 20
 _FLOATS = {"float64", "float32", "float16", "bfloat16"}
@@ -72,11 +72,11 @@ class TorchDistTarget:
         Raises:
             UnsupportedCheckpointError: that version knows no format that it resumes under any layout.
         """
-        if version < OLDEST:
+        if not LOADS_PORTABLE_OPTIMIZERS.is_of(version):
             raise UnsupportedCheckpointError(
                 "that version of Megatron has no torch_dist optimizer format that it resumes under another layout",
                 found=f"--megatron-version {version[0]}.{version[1]}",
-                expected=f"{OLDEST[0]}.{OLDEST[1]} or later",
+                expected=f"{LOADS_PORTABLE_OPTIMIZERS.since} or later",
                 helps="convert --to legacy with the layout that you want to resume with",
             )
         self._checkpoint = checkpoint

@@ -9,10 +9,10 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.expert_states import content_of
 from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
-from mcore_ckpt_ext.formats.huggingface import NORM_IN_QUERY
 from mcore_ckpt_ext.formats.parts import lazy
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
+from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
 from mcore_ckpt_ext.model_space.layer_spec import names_under_spec
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 
@@ -60,8 +60,8 @@ def unbuildable(names: Collection[str], version: tuple[int, int]) -> str | None:
     """Why a version of Megatron has no model with such weights; None where it has (see `HuggingFaceCheckpoint`)."""
     plain = any(".self_attention.linear_q_proj." in name for name in names)
     normed = any(".linear_kv_up_proj.layer_norm_" in name for name in names)
-    if version == NORM_IN_QUERY and plain and normed:
-        return "0.19 fuses a norm into linear_q_proj, which a model without compressed queries does not have"
+    if NORMALIZES_PLAIN_QUERIES.is_of(version) and plain and normed:
+        return f"0.19 {NORMALIZES_PLAIN_QUERIES.what}"
     return None
 
 

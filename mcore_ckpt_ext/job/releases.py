@@ -1,7 +1,7 @@
 """What releases of Megatron Core do differently: one row for each capability, and no other place compares versions.
 
 A row says from which release on something is so, and from which on no longer. Where the version of a job is not
-recorded, one of its arguments shows it: what every release has from there on.
+recorded, one of its arguments shows it: what every release has from there on. The last rows are about PyTorch.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from mcore_ckpt_ext.versions import Version
+from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version
 
 
 class Arguments(Protocol):
@@ -24,8 +24,8 @@ class Capability:
     """Something that only some releases do.
 
     Attributes:
-        what: it, as the end of a sentence that begins with "Megatron".
-        source: where it was read, in Megatron-LM.
+        what: it, as the end of a sentence that begins with "Megatron", or with "PyTorch".
+        source: where it was read, in Megatron-LM, or in PyTorch.
         since: the first release that does it; None where the oldest one does.
         until: the first release that no longer does it; None where the newest one does.
         shown_by: an argument that jobs have from `since` on, or that those have which no longer do it.
@@ -53,6 +53,43 @@ class Capability:
         return arguments.lacks(self.shown_by) == (self.since is None)
 
 
+def releases_between(first: Version, last: Version = NEWEST) -> list[Version]:
+    """Return the known releases from `first` to `last`, both included; none where `last` came before `first`."""
+    return [version for version in KNOWN if first <= version <= last]
+
+
+FIRST_ARGUMENTS = (
+    "tiktoken_pattern", "decoder_first_pipeline_num_layers", "num_distributed_optimizer_instances",
+    "use_precision_aware_optimizer", "ddp_num_buckets", "pipeline_model_parallel_layout", "use_megatron_fsdp",
+    "quick_geglu", "linear_attention_freq", "dist_ckpt_workers", "cuda_graph_modules",
+    "ckpt_load_validate_sharding_integrity",
+)  # fmt: skip
+"""For each known release but the oldest, an argument that appeared in it and is in every later one.
+
+Compared in megatron/training/arguments.py of every release; forks may have taken one over earlier.
+"""
+
+
+def releases_by_arguments(arguments: Arguments) -> tuple[tuple[Version, str] | None, tuple[Version, str] | None]:
+    """Return between which releases a job's arguments place it, each with the argument that shows it.
+
+    Returns:
+        The oldest release that the job can be of, and the newest one; None where no argument shows it.
+    """
+    lacking = [arguments.lacks(name) for name in FIRST_ARGUMENTS]
+    known = max((place for place, lacks in enumerate(lacking) if not lacks), default=-1)
+    first = (KNOWN[known + 1], FIRST_ARGUMENTS[known]) if known >= 0 else None
+    following = known + 1
+    last = (KNOWN[following], FIRST_ARGUMENTS[following]) if following < len(lacking) else None
+    return first, last
+
+
+HAS_KNOWN_FORMATS = Capability(
+    "has formats that are known here, or that are likely to follow them",
+    "megatron/core/dist_checkpointing and megatron/training/checkpointing.py",
+    since=OLDEST,
+    until=Version(NEWEST.major + 1, 0),
+)
 ALIGNS_PARAMETERS = Capability(
     "aligns parameters in gradient buffers",
     "megatron/core/distributed/param_and_grad_buffer.py, commit 5467bef3",
@@ -200,4 +237,46 @@ TAKES_STAGE_LAYOUTS = Capability(
     "megatron/training/arguments.py",
     since=Version(0, 13),
     shown_by="pipeline_model_parallel_layout",
+)
+CHOOSES_CHECKPOINT_FORMATS = Capability(
+    "takes --ckpt-format torch, with which a job loads legacy files",
+    "megatron/training/arguments.py",
+    since=Version(0, 9),
+)
+LOADS_PORTABLE_OPTIMIZERS = Capability(
+    "has an optimizer format in torch_dist that it resumes under any layout",
+    "megatron/core/optimizer/distrib_optimizer.py, `sharded_state_dict`",
+    since=Version(0, 8),
+)
+NEEDS_PERSISTENT_WORKER = Capability(
+    "switches --async-save off, unless --use-persistent-ckpt-worker is given",
+    "megatron/training/arguments.py, `validate_args`, line 1138 of core_v0.16.1 and 1740 of 0.19.2",
+    since=Version(0, 16),
+)
+FREEZES_WHOLE_JOBS = Capability(
+    "neither loads an optimizer nor saves weights under --freeze-all-layers",
+    "megatron/training/checkpointing.py, `save_checkpoint` and `load_checkpoint`, the head of August 2026",
+    since=Version(0, 20),
+)
+PASSES_ON_INTERPOLATION = Capability(
+    "passes --rotary-seq-len-interpolation-factor on to its model",
+    "megatron/training/argument_utils.py, `gpt_config_from_args`; not gpt_builders.py of 0.16 to 0.18",
+    since=Version(0, 19),
+    shown_by="ckpt_load_validate_sharding_integrity",
+)
+NORMALIZES_PLAIN_QUERIES = Capability(
+    "fuses a norm into linear_q_proj, which a model without compressed queries does not have",
+    "megatron/core/transformer/mla_qk_norm_config.py, `_resolve_mla_qk_layernorm`, 0.19.0 to 0.19.2",
+    since=Version(0, 19),
+    until=Version(0, 20),
+)
+TORCH_IS_SUPPORTED = Capability(
+    "is recent enough for this package",
+    "torch/distributed/checkpoint; also `dependencies` of this package",
+    since=Version(2, 4),
+)
+TORCH_LOADS_PLUGINS = Capability(
+    "loads plugins at the end of its import",
+    "torch/__init__.py, `_is_device_backend_autoload_enabled`",
+    since=Version(2, 5),
 )

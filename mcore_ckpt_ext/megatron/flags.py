@@ -25,6 +25,7 @@ from importlib import import_module
 from typing import ParamSpec, TypeVar
 
 from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.job.releases import NEEDS_PERSISTENT_WORKER
 from mcore_ckpt_ext.megatron.huggingface_export import check_export
 from mcore_ckpt_ext.megatron.sources.huggingface import check_arguments
 from mcore_ckpt_ext.patching.log import announce
@@ -49,7 +50,6 @@ P = ParamSpec("P")
 Arguments = TypeVar("Arguments", bound=Namespace)
 
 _PROVIDER = "extra_args_provider"
-FIRST_VERSION_THAT_NEEDS_THE_WORKER = (0, 16)
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def asynchronous_save_changes(
         find_nvrx_problem: says why the nvrx strategy cannot work, None if it can; it imports the package,
             so it is asked only where the answer matters.
     """
-    if not _saves_asynchronously(arguments) or version is None or version < FIRST_VERSION_THAT_NEEDS_THE_WORKER:
+    if not _saves_asynchronously(arguments) or version is None or not NEEDS_PERSISTENT_WORKER.is_of(version):
         return []
     if not arguments.use_persistent_ckpt_worker and offload_hazard(arguments, version):
         return []
@@ -218,7 +218,7 @@ def offload_hazard(arguments: Namespace, version: tuple[int, int] | None) -> str
     danger = "a persistent writer reads what --optimizer-cpu-offload keeps on the CPU while training changes it"
     if arguments.use_persistent_ckpt_worker:
         return f"{danger}: checkpoints can be a mixture of steps; leave --use-persistent-ckpt-worker out"
-    if version is None or version < FIRST_VERSION_THAT_NEEDS_THE_WORKER:
+    if version is None or not NEEDS_PERSISTENT_WORKER.is_of(version):
         return None  # a process forked for each save has the memory as it was
     return f"{danger}, so it is not switched on, and Megatron saves synchronously"
 

@@ -16,6 +16,7 @@ from mcore_ckpt_ext.collectives import agreed, is_first_rank
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.job.releases import MATCHES_GROUPS_BY_BOUNDS, OVERRIDES_BOUNDS_OF_GROUPS
 from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.megatron.check_after_load import PROVEN, Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
@@ -269,7 +270,8 @@ class _Load:
         """
         self._scheduler.load_state_dict(schedule)
         samples = self._arguments.consumed_train_samples
-        if follows_samples and megatron_version() >= (0, 20) and self._scheduler.num_steps != samples:
+        overrides = follows_samples and OVERRIDES_BOUNDS_OF_GROUPS.is_of(megatron_version())
+        if overrides and self._scheduler.num_steps != samples:
             announce(f"the scheduler goes on at {samples} consumed samples, as Megatron has it under "
                      f"--override-opt_param-scheduler; it had counted {self._scheduler.num_steps}")  # fmt: skip
             self._scheduler.num_steps = samples
@@ -325,7 +327,8 @@ def _own_bounds(arguments: Any) -> bool:
     What 0.20 takes from the arguments stands in the live groups, which are made of them, and of --use-mup and overrides
     besides, which 0.20 forgets there (`get_megatron_optimizer`, megatron/core/optimizer/__init__.py, core_v0.19.2).
     """
-    return bool(getattr(arguments, "override_opt_param_scheduler", False)) and megatron_version() >= (0, 19)
+    overrides = bool(getattr(arguments, "override_opt_param_scheduler", False))
+    return overrides and MATCHES_GROUPS_BY_BOUNDS.is_of(megatron_version())
 
 
 def _strictness(arguments: Any) -> dict[str, str]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.job.releases import STARTS_RANDOM_STATES_ANEW
+from mcore_ckpt_ext.job.releases import GRID_OF_EXPERTS_HAS_DATA_RANKS, STARTS_RANDOM_STATES_ANEW
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 
 _FOR_EACH_RANK = "data_parallel_random_init"
@@ -19,7 +19,7 @@ def requested_grid(arguments: Any, version: tuple[int, int]) -> tuple[int, ...]:
     August 2026. The third axis is in core_v0.16.0 and 0.16.1, with more than one expert-parallel rank.
     """
     grid = (arguments.pipeline_model_parallel_size, arguments.tensor_model_parallel_size)
-    if version == (0, 16) and arguments.expert_model_parallel_size > 1:
+    if GRID_OF_EXPERTS_HAS_DATA_RANKS.is_of(version) and arguments.expert_model_parallel_size > 1:
         return (*grid, arguments.data_parallel_size * arguments.context_parallel_size)
     return grid
 

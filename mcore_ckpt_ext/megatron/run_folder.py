@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.job.releases import FREEZES_WHOLE_JOBS
 from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folder, iteration_name, read_tracker
 
@@ -33,12 +34,8 @@ def run_folder(scope: Mapping[str, Any], arguments: Any, load_arg: str) -> tuple
 
 
 def trains_nothing(arguments: Any) -> bool:
-    """Whether the job neither loads an optimizer nor saves weights, but only its place in the data.
-
-    `--freeze-all-layers` means so in the development head of August 2026 (`save_checkpoint`, `load_checkpoint`), and
-    not yet in core_v0.19.0 to 0.19.2.
-    """
-    return bool(getattr(arguments, "freeze_all_layers", False)) and megatron_version() >= (0, 20)
+    """Whether the job neither loads an optimizer nor saves weights, but only its place in the data."""
+    return bool(getattr(arguments, "freeze_all_layers", False)) and FREEZES_WHOLE_JOBS.is_of(megatron_version())
 
 
 def folder_named(directory: str | None, arguments: Any) -> Path | None:

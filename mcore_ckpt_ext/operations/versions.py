@@ -13,26 +13,11 @@ from dataclasses import dataclass
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.portable_state import WRITTEN_FOR
 from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.releases import releases_between, releases_by_arguments
 from mcore_ckpt_ext.loops.bridge import RUN_CONFIG
 from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE
 from mcore_ckpt_ext.optimizers.table import encodings_named, stock_can_load
-from mcore_ckpt_ext.versions import KNOWN, NEWEST, OLDEST, Version, parse_version
-
-# An argument that appeared in a release and is in every later one; forks may have taken it over earlier.
-_ARGUMENT_SINCE = {
-    Version(0, 8): "tiktoken_pattern",
-    Version(0, 9): "decoder_first_pipeline_num_layers",
-    Version(0, 10): "num_distributed_optimizer_instances",
-    Version(0, 11): "use_precision_aware_optimizer",
-    Version(0, 12): "ddp_num_buckets",
-    Version(0, 13): "pipeline_model_parallel_layout",
-    Version(0, 14): "use_megatron_fsdp",
-    Version(0, 15): "quick_geglu",
-    Version(0, 16): "linear_attention_freq",
-    Version(0, 17): "dist_ckpt_workers",
-    Version(0, 18): "cuda_graph_modules",
-    Version(0, 19): "ckpt_load_validate_sharding_integrity",
-}
+from mcore_ckpt_ext.versions import NEWEST, OLDEST, Version, parse_version
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +65,10 @@ def writer_of(checkpoint: CheckpointView) -> Writer:
     first = max((low for _, low, _ in bounds if low), default=OLDEST)
     last = min((high for _, _, high in bounds if high), default=NEWEST)
     evidence = tuple(Evidence(what, str(low or ""), str(high or "")) for what, low, high in bounds)
-    if first > last:
+    possible = releases_between(first, last)
+    if not possible:
         return Writer("unknown: the evidence contradicts itself", evidence, OLDEST)
-    span = _span([version for version in KNOWN if first <= version <= last])
-    return Writer(_by_loop(checkpoint, span), evidence, first)
+    return Writer(_by_loop(checkpoint, _span(possible)), evidence, first)
 
 
 def _written_for(checkpoint: CheckpointView) -> str:
@@ -106,15 +91,11 @@ def _bounds(checkpoint: CheckpointView) -> Iterator[Bound]:
     arguments = checkpoint.arguments
     if not arguments.tells_all:
         return
-    known = [version for version, name in _ARGUMENT_SINCE.items() if arguments.is_known(name)]
-    unknown = [version for version, name in _ARGUMENT_SINCE.items() if not arguments.is_known(name)]
-    if known:
-        newest = max(known)
-        yield f"its arguments have {_ARGUMENT_SINCE[newest]}", newest, None
-    following = [version for version in unknown if not known or version > max(known)]
-    if arguments.stated and following:
-        oldest = min(following)
-        yield f"its arguments lack {_ARGUMENT_SINCE[oldest]}", None, Version(0, oldest.minor - 1)
+    first, last = releases_by_arguments(arguments)
+    if first:
+        yield f"its arguments have {first[1]}", first[0], None
+    if arguments.stated and last:
+        yield f"its arguments lack {last[1]}", None, last[0]
 
 
 def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
@@ -131,7 +112,7 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
         return [*_of_fsdp(checkpoint, writer, loading)]
     if not checkpoint.arguments.tells_all:
         return [*_of_another_loop(checkpoint)]
-    readable = [version for version in KNOWN if min(writer.first, NEWEST) <= version <= loading.last]
+    readable = releases_between(min(writer.first, NEWEST), loading.last)
     own = f"its own: {checkpoint.layout}; another DP where the gradient buffers stay alike"
     same = [v for v in readable if _stock(checkpoint, False, v)]
     other = [v for v in readable if _stock(checkpoint, True, v)]
@@ -149,7 +130,7 @@ def resumptions(checkpoint: CheckpointView, writer: Writer) -> list[Resumption]:
 
 
 def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> Iterator[Resumption]:
-    readable = [version for version in KNOWN if max(writer.first, loading.since) <= version]
+    readable = releases_between(max(writer.first, loading.since))
     own = f"its own: {checkpoint.layout}; another DP"
     yield Resumption(f"stock Megatron with {loading.flag}", _span(readable), own, _stock_note(checkpoint))
     yield Resumption(
@@ -160,7 +141,7 @@ def _of_fsdp(checkpoint: CheckpointView, writer: Writer, loading: Loading) -> It
 
 def _of_torch_fsdp(writer: Writer, loading: Loading) -> Iterator[Resumption]:
     """See `megatron/sources/torch_fsdp.py` for what stock Megatron makes of its own."""
-    known = _span([version for version in KNOWN if max(writer.first, loading.since) <= version])
+    known = _span(releases_between(max(writer.first, loading.since)))
     yield Resumption("stock Megatron", "none", "none", loading.stumbles)
     yield Resumption(f"Megatron with mcore_ckpt_ext, {loading.flag}", known, "TP1, any DP", "tested with 0.19.2")
     yield Resumption("Megatron with mcore_ckpt_ext, without it", known, "any", "tested with 0.19.2")

@@ -7,10 +7,11 @@ import pytest
 from mcore_ckpt_ext import open_checkpoint
 from mcore_ckpt_ext.job import releases
 from mcore_ckpt_ext.job.releases import Capability
-from mcore_ckpt_ext.versions import KNOWN, Version
+from mcore_ckpt_ext.versions import KNOWN, OLDEST, Version
 from tests.harness.checkpoints import fixture_named
 
 HEAD = Version(0, 20)  # as the development head calls itself
+TORCH = [Version(2, minor) for minor in range(3, 14)]
 ROWS = {name: row for name, row in vars(releases).items() if isinstance(row, Capability)}
 SHOWN = {name: row for name, row in ROWS.items() if row.shown_by}
 # Checkpoints with all of Megatron's arguments, and the release that wrote them.
@@ -26,7 +27,8 @@ WRITTEN = {
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_divides_the_releases(name: str) -> None:
     row = ROWS[name]
-    assert {row.is_of(version) for version in (*KNOWN, HEAD)} == {True, False}
+    others = TORCH if name.startswith("TORCH_") else (*KNOWN, Version(1, 0)) if row.since == OLDEST else ()
+    assert {row.is_of(version) for version in others or (*KNOWN, HEAD)} == {True, False}
     assert row.what
     assert "/" in row.source
 
@@ -47,3 +49,19 @@ def test_what_an_argument_shows_is_so(name: str, fixture: str) -> None:
 def test_what_no_argument_shows() -> None:
     with pytest.raises(ValueError, match="no argument shows whether Megatron loads"):
         releases.LOADS_DP_RESHARDABLE.is_shown_by(open_checkpoint(fixture_named("p01").run).arguments)
+
+
+def test_a_range_of_releases() -> None:
+    assert releases.releases_between(Version(0, 15), Version(0, 17)) == [Version(0, minor) for minor in (15, 16, 17)]
+    assert releases.releases_between(Version(0, 18)) == [Version(0, 18), Version(0, 19)]
+    assert releases.releases_between(Version(0, 17), Version(0, 15)) == []
+
+
+def test_each_release_but_the_oldest_has_an_argument() -> None:
+    assert len(releases.FIRST_ARGUMENTS) == len(KNOWN) - 1
+
+
+@pytest.mark.parametrize("fixture", WRITTEN)
+def test_arguments_place_a_job_between_releases(fixture: str) -> None:
+    first, last = releases.releases_by_arguments(open_checkpoint(fixture_named(fixture).run).arguments)
+    assert (first[0] if first else OLDEST) == WRITTEN[fixture] == (last[0] if last else KNOWN[-1])
