@@ -2,13 +2,15 @@
 
     python benchmarks/commands.py FOLDER [--runs 3] [--layers 16 --hidden 1024] [--loads]
 
-Makes a checkpoint of 4.3 GB below FOLDER, and runs in turn `convert` to three formats, `verify` and `diff`, warm (the
-page cache as the previous command left it) and cold (the page cache has forgotten the source). Between them run the
-bounds: for a conversion `sendfile` of as many bytes as it writes, each file flushed, and the peer `cp`, flushed; for
-`verify` the reading of all bytes by two threads, for `diff` of both folders'. Seconds include the start of Python and
-torch, which the first row shows alone; processor seconds are those of the process and of the system on its behalf; peak
-memory is what the process holds, with the libraries that it has mapped. `--loads` also runs `loading.py` (a job of
-genuine Megatron: stock, `fast`, another layout).
+Makes a checkpoint of 4.3 GB below FOLDER, and runs in turn `convert` to three formats, `verify` and `diff`, warm (what
+is read is in the page cache) and cold (the page cache has forgotten it). After each command its references run, from
+the same state of the page cache: for a conversion the bound, `sendfile` of as many bytes of the source as it writes,
+each file flushed, and the peer, `cp` of as many, flushed; for `verify` and `diff` the reading of the same bytes by two
+threads. `diff` compares the checkpoint with what `convert --to torch_dist` made of it. Modules are compiled
+beforehand, as an installation leaves them. Seconds include the start of Python and torch, which the first row shows
+alone; processor seconds are those of the process and of the system on its behalf; peak memory is what the process
+holds, with the libraries that it has mapped. `--loads` also runs `loading.py` (a job of genuine Megatron: stock, `fast`
+and another layout).
 """
 
 from __future__ import annotations
@@ -17,21 +19,22 @@ import argparse
 import os
 import shlex
 import shutil
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from statistics import median
 
-from memory import forget  # beside this file
+from memory import forget, remember  # beside this file
 
-_IMPORTS = "import torch"
 _HERE = Path(__file__).parent
 _COMMAND = [sys.executable, "-m", "mcore_ckpt_ext"]
+_IMPORTS = "import torch"
 _TARGETS: dict[str, list[str]] = {"torch_dist": [], "legacy": [], "hf": ["--vocab-size", "32000"]}
 SIZES = {"layers": 16, "hidden": 1024, "feed-forward": 3584, "vocabulary": 32000}
+_SENDFILE = f"import sys; sys.path.insert(0, {str(_HERE)!r}); import stream; stream.copy(*sys.argv[1:])"
 _FLUSH = "find {} -type f -exec sync {{}} +"
 _READ = """
 import os, sys, threading
@@ -49,82 +52,144 @@ threads = [threading.Thread(target=read, args=(part,)) for part in (0, 1)]
 for thread in threads: thread.start()
 for thread in threads: thread.join()
 """
+_READY: dict[str, Callable[[Path], None]] = {"warm": remember, "cold": forget}
+"""What brings a folder into the state of the page cache that a run begins with."""
 
 
 @dataclass
 class Measured:
-    """A command, and what came of each of its runs."""
+    """Runs of one command.
 
-    command: list[str]
+    Attributes:
+        seconds: wall-clock time of each run.
+        busy: processor seconds of each run, the kernel's included.
+        memory: peak resident memory of all runs, in MiB.
+    """
+
     seconds: list[float] = field(default_factory=list)
     busy: list[float] = field(default_factory=list)
     memory: int = 0
 
-    def run(self) -> None:
-        """Run it once."""
+    def run(self, command: list[str], environment: dict[str, str]) -> None:
+        """Run the command once."""
         begun = time.monotonic()
-        process = subprocess.Popen(self.command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-        said = process.stderr.read() if process.stderr else ""
+        process = subprocess.Popen(
+            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        messages = process.stderr.read() if process.stderr else ""
         _, status, used = os.wait4(process.pid, 0)
         if status:
-            raise SystemExit(f"{shlex.join(self.command)}\n{said[-2000:]}")
+            raise SystemExit(f"{shlex.join(command)}\n{messages[-2000:]}")
         self.seconds.append(time.monotonic() - begun)
         self.busy.append(used.ru_utime + used.ru_stime)
         self.memory = max(self.memory, used.ru_maxrss >> 10)
 
 
-def copies(what: str, source: Path, copy: Path) -> Iterator[tuple[str, Measured]]:
-    """The bound and the peer of a conversion that wrote `source`."""
-    program = f"import sys; sys.path.insert(0, {str(_HERE)!r}); import stream; stream.copy(*sys.argv[1:])"
-    yield f"{what}: sendfile, flushed", Measured([sys.executable, "-c", program, str(source), str(copy)])
-    shell = f"cp -r {shlex.quote(str(source))} {shlex.quote(str(copy))} && {_FLUSH.format(shlex.quote(str(copy)))}"
-    yield f"{what}: cp, flushed", Measured(["sh", "-c", shell])
+Results = dict[tuple[str, str], Measured]
+"""By command, and state of the page cache; the references of a command are called `COMMAND: REFERENCE`."""
 
 
-def run_all(folder: Path, cold: bool, found: dict[str, Measured]) -> None:
-    """Each command once, with its bounds."""
-    source, out, copy = folder / "source", folder / "out", folder / "copy"
+class Benchmark:
+    """Runs the commands below a folder that holds the checkpoint, `source`."""
 
-    def once(name: str, measured: Measured) -> None:
-        if cold:
-            forget(source)
-        found.setdefault(name, measured).run()
+    def __init__(self, folder: Path) -> None:
+        self.results: Results = {}
+        self._folder, self._source = folder, folder / "source"
+        # Python compiles modules where nothing keeps it from that, and pip does when it installs them.
+        self._environment = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        self._environment["PYTHONPYCACHEPREFIX"] = str(folder / "bytecode")
+        Measured().run([*_COMMAND, "inspect", str(self._source)], self._environment)
 
-    once(_IMPORTS, Measured([sys.executable, "-c", "import torch"]))
-    for target, more in _TARGETS.items():
-        what = f"convert --to {target}"
-        once(what, Measured([*_COMMAND, "convert", str(source), str(out), "--to", target, *more]))
-        for name, bound in copies(what, out, copy):
-            if cold:
-                forget(out)
-            found.setdefault(name, bound).run()
+    def run_all(self, state: str) -> None:
+        """Run each command once, and after it its references."""
+        folder, source = self._folder, self._source
+        self._run(_IMPORTS, state, [sys.executable, "-c", _IMPORTS], ())
+        for target, options in _TARGETS.items():
+            name, out = f"convert --to {target}", folder / target
+            self._run(name, state, [*_COMMAND, "convert", str(source), str(out), "--to", target, *options], [source])
+            self._run_copies(name, state, out)
+            if target != "torch_dist":
+                shutil.rmtree(out)
+        both = [source, folder / "torch_dist"]
+        for name, read in (("verify", both[:1]), ("diff", both)):
+            paths = [str(path) for path in read]
+            self._run(name, state, [*_COMMAND, name, *paths], read)
+            self._run(f"{name}: reading", state, [sys.executable, "-c", _READ, *paths], read)
+        shutil.rmtree(both[1])
+
+    def _run_copies(self, name: str, state: str, written: Path) -> None:
+        """Copy as many bytes as a conversion has written by `sendfile` and by `cp`."""
+        copy = self._folder / "copy"
+        source = _of_size(self._source, _bytes_of(written), self._folder / "part")
+        flushed = (
+            f"cp -r {shlex.quote(str(source))} {shlex.quote(str(copy))} && {_FLUSH.format(shlex.quote(str(copy)))}"
+        )
+        for reference, command in (
+            ("sendfile", [sys.executable, "-c", _SENDFILE, str(source), str(copy)]),
+            ("cp", ["sh", "-c", flushed]),
+        ):
+            self._run(f"{name}: {reference}", state, command, [source])
             shutil.rmtree(copy)
-        shutil.rmtree(out)
-    once("verify", Measured([*_COMMAND, "verify", str(source)]))
-    once("verify: reading", Measured([sys.executable, "-c", _READ, str(source)]))
-    once("diff", Measured([*_COMMAND, "diff", str(source), str(source)]))
-    once("diff: reading both", Measured([sys.executable, "-c", _READ, str(source), str(source)]))
+        if source != self._source:
+            shutil.rmtree(source)
+
+    def _run(self, name: str, state: str, command: list[str], read: Iterable[Path]) -> None:
+        for path in read:
+            _READY[state](path)
+        self.results.setdefault((name, state), Measured()).run(command, self._environment)
 
 
-def print_table(found: dict[str, Measured]) -> None:
-    """A row for each command and each bound; ratios of the whole command, and of what it takes beyond its imports."""
-    print("| command | seconds | least to most | processor s | peak MiB | x its bound (beyond the imports) |")
-    imports = statistics.median(found[_IMPORTS].seconds)
-    for name, measured in found.items():
-        seconds, busy = statistics.median(measured.seconds), statistics.median(measured.busy)
-        ratios = []
-        for bound in (other for other in found if other.startswith(f"{name}: ")):
-            least = statistics.median(found[bound].seconds)
-            ratios.append(f"{seconds / least:.2f} ({(seconds - imports) / least:.2f}) {bound.partition(': ')[2]}")
-        spread = f"{min(measured.seconds):.2f} to {max(measured.seconds):.2f}"
-        print(f"| {name} | {seconds:.2f} | {spread} | {busy:.2f} | {measured.memory} | {'; '.join(ratios)} |")
+def _bytes_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _of_size(source: Path, size: int, part: Path) -> Path:
+    """A folder of about `size` bytes: the source, where it has hardly more; else a new one with its first bytes."""
+    if size > 0.9 * _bytes_of(source):
+        return source
+    part.mkdir()
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
+        with path.open("rb") as file, (part / path.name).open("wb") as copy:
+            while block := file.read(min(1 << 24, size)):
+                size -= copy.write(block)
+    return part
+
+
+def table(results: Results) -> Iterator[str]:
+    """The lines of the table in `README.md`: a row for each command, and for each of its references."""
+    yield "| command | cache | seconds (least to most) | processor s | peak MiB | seconds, x | processor s, x |"
+    yield "|---|---|---|---|---|---|---|"
+    for (name, state), measured in results.items():
+        references = {
+            other.partition(": ")[2]: found
+            for (other, cache), found in results.items()
+            if cache == state and other.startswith(f"{name}: ")
+        }
+        imports = results[_IMPORTS, state]
+        cells = [
+            f"{median(measured.seconds):.2f} ({min(measured.seconds):.1f} to {max(measured.seconds):.1f})",
+            f"{median(measured.busy):.2f}",
+            str(measured.memory),
+            _ratios(measured.seconds, imports.seconds, {short: found.seconds for short, found in references.items()}),
+            _ratios(measured.busy, imports.busy, {short: found.busy for short, found in references.items()}),
+        ]
+        yield f"| {' | '.join([name, state, *cells])} |"
+
+
+def _ratios(own: list[float], imports: list[float], references: dict[str, list[float]]) -> str:
+    """Ratios of medians: of the whole command, and in parentheses of what it takes beyond its imports."""
+    beyond = median(own) - median(imports)
+    return "; ".join(
+        f"{name} {median(own) / median(found):.2f} ({beyond / median(found):.2f})" for name, found in references.items()
+    )
 
 
 def main() -> None:
-    """Make the checkpoint, measure in turn, print the tables."""
+    """Make the checkpoint, measure in turn, print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--states", nargs="+", choices=_READY, default=list(_READY), help="of the page cache")
     parser.add_argument("--loads", action="store_true", help="also run loading.py (needs megatron-core)")
     for name, default in SIZES.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -134,14 +199,13 @@ def main() -> None:
         sizes = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in SIZES]
         # In a process of its own: a child's peak memory begins with what its parent holds.
         subprocess.run([sys.executable, str(_HERE / "synthetic.py"), str(folder / "source"), *sizes], check=True)
-    found: dict[bool, dict[str, Measured]] = {False: {}, True: {}}
+    benchmark = Benchmark(folder)
+    before = os.getloadavg()[0]
     for _ in range(options.runs):
-        for cold, measured in found.items():
-            run_all(folder, cold, measured)
-    for cold, measured in found.items():
-        print("cold" if cold else "warm")
-        print_table(measured)
-    print(f"load of the machine: {os.getloadavg()[0]:.1f}", flush=True)
+        for state in options.states:
+            benchmark.run_all(state)
+    print("\n".join(table(benchmark.results)))
+    print(f"{options.runs} runs, load of the machine {before:.1f} to {os.getloadavg()[0]:.1f}", flush=True)
     if options.loads:
         command = [sys.executable, str(_HERE / "loading.py"), str(folder / "loads"), "--runs", str(options.runs)]
         subprocess.run(command, check=True)
