@@ -36,7 +36,8 @@ _LINEAR: dict[str, Any] = {
 }  # fmt: skip
 _INDEXED: dict[str, Any] = {
     "experimental_attention_variant": None, "dsa_indexer_n_heads": None, "dsa_indexer_head_dim": None,
-    "dsa_indexer_topk": None, "dsa_indexer_k_norm_epsilon": None,
+    "dsa_indexer_topk": None, "dsa_indexer_topk_freq": 1, "dsa_indexer_skip_topk_offset": 0,
+    "dsa_indexer_k_norm_epsilon": None,
 }  # fmt: skip
 # Of models whose layers a pattern tells, and their number with them.
 _HYBRID: dict[str, Any] = {

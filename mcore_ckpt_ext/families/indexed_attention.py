@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from typing_extensions import override
 
+from mcore_ckpt_ext.errors import shortened
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek import (
@@ -20,7 +21,7 @@ from mcore_ckpt_ext.families.deepseek import (
     sigmoid_routing,
 )
 from mcore_ckpt_ext.families.deepseek_v3 import WithMtp, mtp_layers
-from mcore_ckpt_ext.families.family import Rule
+from mcore_ckpt_ext.families.family import Condition, Rule, always
 from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Sets, Setting, Size, Without, unrepresentable
 
 _OURS, _THEIRS = "decoder.layers.{layer}.self_attention", "model.layers.{layer}.self_attn"
@@ -37,14 +38,29 @@ _ATTENTION = tuple(
     for rule in LATENT_ATTENTION
     if not rule.hugging_face.endswith(".q_proj.weight")
 )
-_RULES = (
-    *_ATTENTION,
-    *(Rule(f"{_THEIRS}.indexer.{name}.weight", f"{_INDEXER}.linear_{name}.weight")
-      for name in ("wq_b", "wk", "weights_proj")),
-    *(Rule(f"{_THEIRS}.indexer.k_norm.{leaf}", f"{_INDEXER}.k_norm.{leaf}") for leaf in ("weight", "bias")),
-    *parts.MLP, *parts.experts(), *parts.shared_experts("shared_experts"), parts.LATENT_ATTENTION_NORM,
-    *parts.MLP_NORM, parts.EXPERT_BIAS,
-)  # fmt: skip
+
+
+def _rules(with_indexer: Condition = always) -> tuple[Rule, ...]:
+    """Rules of a decoder layer, which may have an indexer of its own."""
+    return (
+        *_ATTENTION,
+        *(Rule(f"{_THEIRS}.indexer.{name}.weight", f"{_INDEXER}.linear_{name}.weight", where=with_indexer)
+          for name in ("wq_b", "wk", "weights_proj")),
+        *(Rule(f"{_THEIRS}.indexer.k_norm.{leaf}", f"{_INDEXER}.k_norm.{leaf}", where=with_indexer)
+          for leaf in ("weight", "bias")),
+        *parts.MLP, *parts.experts(), *parts.shared_experts("shared_experts"), parts.LATENT_ATTENTION_NORM,
+        *parts.MLP_NORM, parts.EXPERT_BIAS,
+    )  # fmt: skip
+
+
+def _computes_indices(arguments: ModelArguments, layer: int) -> bool:
+    """Whether a decoder layer has an indexer, and does not reuse the tokens that the one before it chose.
+
+    Source: `is_dsa_skip_topk_layer`, experimental_attention_variant/dsa.py (core_v0.19.0 to 0.19.2), which counts
+    layers from 1.
+    """
+    offset = max(arguments.dsa_indexer_skip_topk_offset, 1)
+    return max(layer + 1 - offset, 0) % arguments.dsa_indexer_topk_freq == 0
 
 
 def _pattern(config: Config) -> list[int]:
@@ -52,7 +68,7 @@ def _pattern(config: Config) -> list[int]:
     layers, first = config["num_hidden_layers"], config.get(COUNT_OF_DENSE, 3)
     pattern = [int(layer >= first) for layer in range(layers)]
     listed = [SPARSE if one else DENSE for one in pattern]
-    if (found := config.get(KINDS_OF_LAYERS, listed)) != listed:
+    if (found := config.get(KINDS_OF_LAYERS) or listed) != listed:
         raise unrepresentable(KINDS_OF_LAYERS, found, f"as {COUNT_OF_DENSE} says: {first} {DENSE}, then {SPARSE}")
     return pattern
 
@@ -71,17 +87,66 @@ def _every_layer(key: str, kind: str) -> Setting:
     return Both((key,), lambda arguments: {}, to_arguments)
 
 
-def _pattern_of_indexers() -> Setting:
-    """The older way to say `indexer_types`, which outweighs it; a letter for each layer, or a list. Never written."""
-    older, newer = "index_topk_pattern", "indexer_types"
+_KINDS_OF_INDEXERS, _OLDER_KINDS = "indexer_types", "index_topk_pattern"
+_FREQUENCY, _OFFSET = "index_topk_freq", "index_skip_topk_offset"
+_FULL, _SHARED = "full", "shared"
+
+
+def _indexers_of(config: Config) -> list[str]:
+    """The kind of each layer's indexer, as `GlmMoeDsaConfig.__post_init__` (transformers 5.23) derives it."""
+    layers = config["num_hidden_layers"]
+    key = _KINDS_OF_INDEXERS if config.get(_KINDS_OF_INDEXERS) is not None else _OLDER_KINDS
+    if (listed := config.get(key)) is not None:
+        kinds = [{"F": _FULL, "S": _SHARED}.get(kind, kind) for kind in listed]
+        if len(kinds) != layers or {*kinds} - {_FULL, _SHARED}:
+            raise unrepresentable(key, shortened(repr(listed)), f"{_FULL} or {_SHARED}, for each of {layers} layers")
+        return kinds
+    frequency, offset = max(config.get(_FREQUENCY, 1), 1), config.get(_OFFSET, 2)
+    return [_FULL if max(layer - offset + 1, 0) % frequency == 0 else _SHARED for layer in range(layers)]
+
+
+def _spacing(kinds: list[str]) -> tuple[int, int]:
+    """Megatron's frequency and offset: full layers at the beginning, then one in so many."""
+    if _SHARED not in kinds:
+        return 1, 0
+    offset = kinds.index(_SHARED)
+    following = kinds[offset:]
+    return (following.index(_FULL) if _FULL in following else len(following)) + 1, offset
+
+
+def _shared_indexers() -> Setting:
+    """Layers that reuse the tokens which the indexer of an earlier layer chose."""
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        frequency, layers = arguments.dsa_indexer_topk_freq, range(arguments.num_layers)
+        if frequency == 1:
+            return {_FREQUENCY: 1}
+        return {
+            _FREQUENCY: frequency, _OFFSET: max(arguments.dsa_indexer_skip_topk_offset, 1),
+            _KINDS_OF_INDEXERS: [_FULL if _computes_indices(arguments, layer) else _SHARED for layer in layers],
+        }  # fmt: skip
 
     def to_arguments(config: Config) -> dict[str, Any]:
-        pattern = None if config.get(newer) is not None else config.get(older)
-        if not isinstance(pattern or "", (str, list)) or {*(pattern or ())} - {"F", "full"}:
-            raise unrepresentable(older, pattern, "F (full) in every layer")
-        return {}
+        kinds = _indexers_of(config)
+        frequency, offset = _spacing(kinds)
+        layers = range(1, len(kinds) + 1)
+        if kinds != [_SHARED if max(layer - offset, 0) % frequency else _FULL for layer in layers]:
+            raise unrepresentable(
+                _KINDS_OF_INDEXERS, "".join(kind[0].upper() for kind in kinds),
+                "full in the first layers, then in one layer of so many",
+            )  # fmt: skip
+        return {"dsa_indexer_topk_freq": frequency, "dsa_indexer_skip_topk_offset": offset}
 
-    return Both((older,), lambda arguments: {}, to_arguments)
+    def why_not(arguments: ModelArguments) -> list[str]:
+        # MTP layers are numbered from 1, too, and the first `offset` have indexers.
+        further = range(arguments.mtp_num_layers or 0)
+        shares = not all(_computes_indices(arguments, layer) for layer in further)
+        return ["an MTP layer without an indexer of its own"] if shares else []
+
+    return Both(
+        (_KINDS_OF_INDEXERS, _OLDER_KINDS, _FREQUENCY, _OFFSET), to_config, to_arguments, why_not,
+        expressed=("dsa_indexer_topk_freq", "dsa_indexer_skip_topk_offset"),
+    )  # fmt: skip
 
 
 def _indexer(heads: int, interleaved: bool) -> tuple[Setting, ...]:
@@ -91,11 +156,10 @@ def _indexer(heads: int, interleaved: bool) -> tuple[Setting, ...]:
         _every_layer("layer_types", _INDEXED), Fixed("rope_interleave", True, {}), Fixed("moe_layer_freq", 1, {}),
         Needs({
             "experimental_attention_variant": "dsa", "dsa_indexer_rope_interleaved": interleaved,
-            "dsa_indexer_k_norm_epsilon": 1e-6, "dsa_indexer_topk_freq": 1, "dsa_indexer_scoring_relu": True,
+            "dsa_indexer_k_norm_epsilon": 1e-6, "dsa_indexer_scoring_relu": True,
         }),
         # A rotation that leaves products what they are, for the sake of fp8; transformers has none.
-        Sets({"dsa_indexer_rotate_activation": False, "dsa_indexer_k_norm_fp32": False,
-              "dsa_indexer_skip_topk_offset": 0}),
+        Sets({"dsa_indexer_rotate_activation": False, "dsa_indexer_k_norm_fp32": False}),
     )  # fmt: skip
 
 
@@ -109,11 +173,12 @@ class DeepSeekV32(WithMtp):
     needs_engine: ClassVar[bool] = True
     model_type = "deepseek_v32"
     architecture = "DeepseekV32ForCausalLM"
-    rules = (parts.EMBEDDING, *_RULES, *parts.OUTPUT, *parts.mtp_layers(_RULES))
+    rules = (parts.EMBEDDING, *_rules(), *parts.OUTPUT, *parts.mtp_layers(_rules()))
     also_read = parts.STACKED_EXPERTS
     settings = (
         *latent_settings(), *expert_sizes(256, 8, 2048), _LAYERS, *sigmoid_routing(8, 4, 2.5), mtp_layers(),
-        *_indexer(64, interleaved=False),
+        *_indexer(64, interleaved=False), Needs({"dsa_indexer_topk_freq": 1}),
+        Sets({"dsa_indexer_skip_topk_offset": 0}),
     )  # fmt: skip
 
     @override
@@ -129,14 +194,13 @@ class DeepSeekV32(WithMtp):
 
 
 class GlmMoEDsa(DeepSeekV32):
-    """The same with other defaults, and an indexer that rotates neighbours together."""
+    """The same with other defaults, and an indexer that rotates neighbours together and that layers may share."""
 
     model_type = "glm_moe_dsa"
     architecture = "GlmMoeDsaForCausalLM"
+    rules = (parts.EMBEDDING, *_rules(_computes_indices), *parts.OUTPUT, *parts.mtp_layers(_rules()))
     settings = (
         *latent_settings(queries=2048, keys=192, values=256, epsilon=1e-5), *expert_sizes(256, 8, 2048), _LAYERS,
         *sigmoid_routing(1, 1, 2.5), mtp_layers(), *_indexer(32, interleaved=True),
-        _every_layer("indexer_types", "full"), Fixed("indexer_rope_interleave", True, {}),
-        _pattern_of_indexers(), Fixed("index_topk_freq", 1, {}), Fixed("partial_rotary_factor", 1.0, {}),
+        _shared_indexers(), Fixed("indexer_rope_interleave", True, {}), Fixed("partial_rotary_factor", 1.0, {}),
     )  # fmt: skip
-    without_effect = ("index_skip_topk_offset",)

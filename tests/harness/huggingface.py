@@ -117,7 +117,10 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         shared_expert_intermediate_size=24,
     ),
     "deepseek_v32": _configured("DeepseekV32Config", **_LATENT, **_INDEXER),
-    "glm_moe_dsa": _configured("GlmMoeDsaConfig", **_LATENT, **_INDEXER, routed_scaling_factor=1.5),
+    "glm_moe_dsa": _configured(
+        "GlmMoeDsaConfig", **{**_LATENT, "num_hidden_layers": 4}, **_INDEXER, routed_scaling_factor=1.5,
+        indexer_types=["full", "full", "shared", "full"],
+    ),
     "glm4_moe_lite": _configured(
         "Glm4MoeLiteConfig",
         **{key: value for key, value in _LATENT.items() if key != "first_k_dense_replace"}, routed_scaling_factor=1.5,

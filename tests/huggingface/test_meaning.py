@@ -289,6 +289,7 @@ def test_windows_that_an_older_key_tells() -> None:
 @pytest.mark.parametrize(
     ("name", "changed", "said"),
     [
+        ("glm_moe_dsa", {"index_topk_pattern": "FSFF", "indexer_types": None}, "indexer_types.*found: FSFF"),
         ("glm_moe_dsa", {"index_topk_pattern": "FS", "indexer_types": None}, "index_topk_pattern"),
         ("deepseek_v3", {"head_dim": 2}, "head_dim"),
     ],

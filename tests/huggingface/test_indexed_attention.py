@@ -1,0 +1,54 @@
+"""Layers that reuse the tokens which the indexer of an earlier layer chose."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from transformers import GlmMoeDsaConfig
+
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.recognition import family_named
+from tests.harness.huggingface import CONFIGS
+
+FAMILY = family_named("glm_moe_dsa")
+
+
+def arguments_for(pattern: str) -> ModelArguments:
+    config = CONFIGS["glm_moe_dsa"]().to_dict()
+    layers = {"num_hidden_layers": len(pattern), "indexer_types": None, "mlp_layer_types": None, "layer_types": None}
+    return FAMILY.arguments({**config, **layers, "index_topk_pattern": pattern})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "frequency", "offset"),
+    [("FFFF", 1, 0), ("FSFS", 2, 1), ("FFFSSSFSSSF", 4, 3), ("FFSSS", 4, 2), ("FSSSS", 5, 1)],
+)
+def test_a_pattern_is_a_frequency_and_an_offset(pattern: str, frequency: int, offset: int) -> None:
+    """The class of transformers derives the same pattern from the keys that come back."""
+    arguments = arguments_for(pattern)
+    found = (arguments.dsa_indexer_topk_freq, arguments.dsa_indexer_skip_topk_offset)
+    assert found == (frequency, offset)
+    config = FAMILY.config(arguments)
+    listed = config.pop("indexer_types", None)
+    assert GlmMoeDsaConfig(**config).indexer_types == [{"F": "full", "S": "shared"}[kind] for kind in pattern]
+    assert listed in (None, GlmMoeDsaConfig(**config).indexer_types)
+
+
+def test_a_frequency_without_an_offset() -> None:
+    """Transformers begins with layer 2 then."""
+    config = {**CONFIGS["glm_moe_dsa"]().to_dict(), "indexer_types": None, "index_topk_freq": 2}
+    assert FAMILY.arguments(config).dsa_indexer_skip_topk_offset == 2
+
+
+def test_only_layers_with_an_indexer_have_its_tensors() -> None:
+    arguments = replace(arguments_for("FSF"), mtp_num_layers=1)
+    names = {tensor.name for tensor in FAMILY.tensors(arguments)}
+    found = [f"model.layers.{layer}.self_attn.indexer.wk.weight" in names for layer in range(4)]
+    assert found == [True, False, True, True]  # the MTP layer has one of its own
+
+
+def test_an_mtp_layer_that_shares_is_refused() -> None:
+    arguments = replace(arguments_for("FSF"), mtp_num_layers=2)
+    assert FAMILY.misfits(arguments) == ["an MTP layer without an indexer of its own"]
+    assert FAMILY.misfits(replace(arguments_for("FFSF"), mtp_num_layers=2)) == []
