@@ -61,6 +61,8 @@ _LAYERS_OF_VARIANTS = (
     "get_transformer_block_with_experimental_attention_variant_spec"
 )
 
+_SQUARED_RELU, _EXACT_GELU = "megatron.core.activations.squared_relu", "torch.nn.functional.gelu"
+
 
 def run_config(
     family: Family, arguments: ModelArguments, whole: Mapping[str, Any] | None = None, **sections: Any
@@ -87,7 +89,7 @@ def bridge_model(family: Family, arguments: ModelArguments) -> dict[str, Any]:
         "_call_": True,
         **family.bridge_fields(arguments),
     }
-    if family.bridge_provider and not arguments.squared_relu:
+    if family.bridge_provider and _activation(arguments) not in (_SQUARED_RELU, _EXACT_GELU):
         del model["activation_func"]  # the family's own
     return {name: value for name, value in model.items() if name not in family.bridge_lacks}
 
@@ -126,9 +128,9 @@ def _activation(arguments: ModelArguments) -> str:
     if arguments.quick_geglu:
         return "megatron.core.fusions.fused_bias_geglu.quick_gelu"
     if arguments.squared_relu:
-        return "megatron.core.activations.squared_relu"
+        return _SQUARED_RELU
     approximated = arguments.bias_gelu_fusion or arguments.openai_gelu
-    return "megatron.core.activations.fast_gelu" if approximated else "torch.nn.functional.gelu"
+    return "megatron.core.activations.fast_gelu" if approximated else _EXACT_GELU
 
 
 def _named(target: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
@@ -19,6 +19,7 @@ from mcore_ckpt_ext.families.settings import (
     Setting,
     Size,
     checked_size,
+    misfits,
     unrepresentable,
 )
 
@@ -178,6 +179,34 @@ INITIAL: tuple[Setting, ...] = (
 )
 TRAINING: tuple[Setting, ...] = (*INITIAL, Same("attention_dropout", "attention_dropout", 0.0))
 SILU = Fixed("hidden_act", "silu", {"swiglu": True})
+
+
+def gelu(key: str, approximation: str = "gelu_pytorch_tanh", needed: Mapping[str, Any] | None = None) -> Setting:
+    """GELU, exact or approximated by tanh.
+
+    Megatron approximates where bias and activation are fused (fusions/fused_bias_gelu.py and fused_bias_geglu.py), and
+    not where they are separate (`torch.nn.functional.gelu`, transformer/mlp.py, core_v0.12 to 0.19.2).
+
+    Args:
+        key: of `config.json`.
+        approximation: the name that the approximation has by default.
+        needed: arguments that every such model has.
+    """
+    arguments_needed = {"swiglu": False, **(needed or {})}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        activation = config.get(key, approximation)
+        if activation not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
+            raise unrepresentable(key, activation, f"gelu or {approximation}")
+        return {**arguments_needed, "bias_gelu_fusion": activation != "gelu"}
+
+    return Both(
+        (key,),
+        lambda arguments: {key: approximation if arguments.bias_gelu_fusion else "gelu"},
+        to_arguments,
+        lambda arguments: misfits(arguments_needed, arguments),
+        expressed=(*arguments_needed, "bias_gelu_fusion"),
+    )
 
 
 def llama_like(

@@ -11,13 +11,14 @@ from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.common_settings import (
     SIZES,
     TRAINING,
+    gelu,
     head_size,
     query_groups,
     windows_in_some_layers,
 )
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
-from mcore_ckpt_ext.families.settings import Both, Fixed, Needs, Same, Sets, Setting
+from mcore_ckpt_ext.families.settings import Both, Fixed, Needs, Same, Setting
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "model.layers.{layer}"
 
@@ -69,8 +70,7 @@ class Gemma2(Family):
         Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True}),
         Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Fixed("hidden_activation", "gelu_pytorch_tanh", {"gated_linear_unit": True, "swiglu": False}),
-        Sets({"bias_gelu_fusion": True}),
+        gelu("hidden_activation", needed={"gated_linear_unit": True}),
         windows_in_some_layers(4096, every=2),
         query_scalar(),
         Both(("attn_logit_softcapping",), lambda arguments: {"attn_logit_softcapping": arguments.attention_softcap},

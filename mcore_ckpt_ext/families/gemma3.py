@@ -10,11 +10,18 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.families import parts
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, head_size, query_groups, windows_in_some_layers
+from mcore_ckpt_ext.families.common_settings import (
+    SIZES,
+    TRAINING,
+    gelu,
+    head_size,
+    query_groups,
+    windows_in_some_layers,
+)
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.gemma2 import RULES, attention_scalar, query_scalar
 from mcore_ckpt_ext.families.rope import base_of, rope_parameters
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets, Setting, Without, unrepresentable
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Setting, Without, unrepresentable
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 _EVERY = 6  # `interleaved_attn_pattern` of the provider: five layers with a window, one without
@@ -83,8 +90,8 @@ class Gemma3(Family):
         Same("rms_norm_eps", "layernorm_epsilon", 1e-6), windows_in_some_layers(4096, _EVERY, "sliding_window_pattern"),
         Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
-        Fixed("hidden_activation", "gelu_pytorch_tanh", {"gated_linear_unit": True, "swiglu": False}),
-        Sets({"bias_gelu_fusion": True}), query_scalar(),
+        gelu("hidden_activation", needed={"gated_linear_unit": True}),
+        query_scalar(),
         Without("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
         Needs({
             "normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "qk_layernorm": True,

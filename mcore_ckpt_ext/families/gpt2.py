@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import gelu
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, joined, transposed
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets, Size, unrepresentable
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets, Size
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
@@ -27,18 +28,6 @@ def _inner(arguments: ModelArguments) -> dict[str, Any]:
 
 def _inner_size(config: Config) -> dict[str, Any]:
     return {"ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"]}
-
-
-def _activation(arguments: ModelArguments) -> dict[str, Any]:
-    # With the fusion, Megatron approximates by tanh (fusions/fused_bias_gelu.py); without, it does not (mlp.py).
-    return {"activation_function": "gelu_new" if arguments.bias_gelu_fusion else "gelu"}
-
-
-def _fusion(config: Config) -> dict[str, Any]:
-    activation = config.get("activation_function", "gelu_new")
-    if activation not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
-        raise unrepresentable("activation_function", activation, "gelu or gelu_new")
-    return {"swiglu": False, "bias_gelu_fusion": activation != "gelu"}
 
 
 class GPT2(Family):
@@ -79,13 +68,12 @@ class GPT2(Family):
         Same("attn_pdrop", "attention_dropout", 0.1), Same("resid_pdrop", "hidden_dropout", 0.1),
         Both(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments.hidden_dropout}, lambda config: {}),
         Both(("n_inner",), _inner, _inner_size, _why_not),
-        Both(("activation_function",), _activation, _fusion, expressed=("bias_gelu_fusion",)),
+        gelu("activation_function", "gelu_new"),
         Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
         Fixed("scale_attn_weights", True, {}), Fixed("scale_attn_by_inverse_layer_idx", False, {}),
         Fixed("add_cross_attention", False, {}),
         Sets({"add_qkv_bias": True}),
         Needs({
             "normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute",
-            "swiglu": False,
         }),
     )  # fmt: skip

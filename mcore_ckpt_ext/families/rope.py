@@ -51,10 +51,31 @@ def rope_parameters(config: Config, theta: float = 10000.0, ignored: Collection[
     found = said[0]
     kind = str(found["rope_type"])
     if kind not in _OF_KIND:
-        raise unrepresentable("rope_scaling", found, ", ".join(_OF_KIND))
+        raise unrepresentable("rope_scaling", _why_not(found), ", ".join(_OF_KIND))
     if strange := sorted(found.keys() - _ALWAYS - _OF_KIND[kind]):
         raise unrepresentable(f"rope_scaling of type {kind}", ", ".join(strange), ", ".join(sorted(_OF_KIND[kind])))
     return found
+
+
+def _why_not(found: Mapping[str, Any]) -> str:
+    """A kind of scaling that Megatron does not have, with the reason where it has none at all.
+
+    Source: `_compute_longrope_parameters` of modeling_rope_utils.py. `YarnRotaryEmbedding` is the only one of Megatron
+    that multiplies cosine and sine; up to the development head of August 2026 it takes no notice of `rotary_percent`.
+    """
+    kind = str(found["rope_type"])
+    if kind not in ("longrope", "su"):
+        return shortened(repr(found))
+    factors = found.get("short_factor") or []
+    own = [factor for factor in factors if factor != 1]
+    if own:
+        return f"{kind}, whose short_factor scales {len(own)} of {len(factors)} frequencies each in its own way"
+    if found.get(_PART, 1.0) != 1.0:
+        return (
+            f"{kind}, whose attention factor multiplies the part of a head that is rotated, {found[_PART]}: Megatron's "
+            "YaRN, which has such a factor, rotates whole heads"
+        )
+    return f"{kind}, whose frequencies change with the length of the text"
 
 
 def _said(key: str, given: Any, config: Config, theta: float, ignored: Collection[str]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mcore_ckpt_ext.families import parts
-from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, head_size, query_groups, sliding_window, tied
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, gelu, head_size, query_groups, sliding_window, tied
 from mcore_ckpt_ext.families.family import Family, Rule
 from mcore_ckpt_ext.families.rope import rope
 from mcore_ckpt_ext.families.settings import Fixed, Needs, Same
@@ -34,6 +34,6 @@ class StarCoder2(Family):
         *SIZES, query_groups(2), head_size(), rope(), tied(by_default=True), *TRAINING, sliding_window(None),
         Same("initializer_range", "init_method_std", 0.018042),
         Same("norm_epsilon", "layernorm_epsilon", 1e-5), Same("residual_dropout", "hidden_dropout", 0.0),
-        Fixed("hidden_act", "gelu_pytorch_tanh", {"swiglu": False, "bias_gelu_fusion": True}),
+        gelu("hidden_act"),
         Fixed("use_bias", True, {"add_bias_linear": True, "add_qkv_bias": True}), Needs({"normalization": "LayerNorm"}),
     )  # fmt: skip

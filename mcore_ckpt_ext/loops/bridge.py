@@ -109,7 +109,7 @@ def job_arguments(content: Any, source: str) -> JobArguments:
 
 def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
     """What Gemma 3's providers say in their own way (gemma/gemma3_provider.py, 0.6.2): two bases, windows, GELU."""
-    found: dict[str, Any] = {"scaled_embeddings": True, "bias_gelu_fusion": True, "rope_scaling_factor": None}
+    found: dict[str, Any] = {"scaled_embeddings": True, "rope_scaling_factor": None, **_gelu_of(model)}
     bases, window, pattern = (model.get(name) for name in ("rotary_base", "window_size", "interleaved_attn_pattern"))
     if isinstance(bases, list) and len(bases) == 2:
         found |= {"rotary_base_local": bases[0], "rotary_base": bases[1]}
@@ -121,12 +121,17 @@ def _of_gemma3(model: Mapping[str, Any]) -> dict[str, Any]:
     return {**found, "rotary_seq_len_interpolation_factor": None if scaling == 1 else scaling}
 
 
+def _gelu_of(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return whether GELU is approximated: so are the providers' own, but the file may state another function."""
+    return {"bias_gelu_fusion": model.get("bias_gelu_fusion", True)}
+
+
 def _of_gemma2(model: Mapping[str, Any]) -> dict[str, Any]:
     """What Gemma 2's providers say in their own way (gemma/gemma2_provider.py, 0.3.1 to 0.6.0)."""
     scalar = model.get("query_pre_attn_scalar")
     scale = scalar**-0.5 if isinstance(scalar, (int, float)) and 0 < scalar < _MOST_SCALAR else None
     return {
-        "scaled_embeddings": True, "bias_gelu_fusion": True, "softmax_scale": scale,
+        "scaled_embeddings": True, "softmax_scale": scale, **_gelu_of(model),
         "attention_softcap": model.get("attn_logit_softcapping"),
         "final_logit_softcap": model.get("final_logit_softcapping"),
     }  # fmt: skip

@@ -16,12 +16,11 @@ from tests.harness.huggingface import tensors
 
 FOLDER = Path(__file__).parents[1] / "huggingface" / "published"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
-# What Megatron cannot do, with the key that decides it: the class of transformers reads each of them.
+# What Megatron cannot do, with the reason.
 REFUSED = {
-    "gemma3-4b": "hidden_activation", "mx--gemma3_27b": "hidden_activation",  # copies: exact GELU, which it computes
-    "glm-5.2": "indexer_types", "aic--zai-org--glm-5.2-fp8": "indexer_types",  # layers that share an indexer
-    "phi-3.5": "longrope", "phi-4-mini": "longrope",
-}  # fmt: skip
+    "phi-3.5": "short_factor scales 5 of 6 frequencies each in its own way",
+    "phi-4-mini": "attention factor multiplies the part of a head that is rotated, 0.75",
+}
 # Types that transformers has no class for, with the class whose model they are; their own code is not run.
 _SAME_AS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 ACCEPTED = [name for name in NAMES if name not in REFUSED]

@@ -1,0 +1,42 @@
+"""GELU, exact or approximated by tanh."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.arguments import complete
+from mcore_ckpt_ext.families.bridge import run_config
+from mcore_ckpt_ext.families.recognition import family_named
+from mcore_ckpt_ext.loops.bridge import job_arguments
+from tests.harness.huggingface import CONFIGS
+
+KEYS = {"gpt2": "activation_function", "starcoder2": "hidden_act", "gemma2": "hidden_activation"}
+KEYS |= {"gemma3": KEYS["gemma2"]}
+
+
+@pytest.mark.parametrize(("name", "key"), KEYS.items())
+def test_each_function_is_expressed(name: str, key: str) -> None:
+    family, config = family_named(CONFIGS[name]().model_type), CONFIGS[name]().to_dict()
+    assert family.arguments(config).bias_gelu_fusion
+    exact = family.arguments({**config, key: "gelu"})
+    assert not exact.bias_gelu_fusion
+    assert family.config(exact)[key] == "gelu"
+    assert family.misfits(exact) == []
+    with pytest.raises(UnsupportedCheckpointError, match=key):
+        family.arguments({**config, key: "relu"})
+
+
+@pytest.mark.parametrize("function", ["gelu", "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("name", ["gemma2", "gemma3"])
+def test_megatron_bridge_is_given_the_function(name: str, function: str) -> None:
+    """The provider's own is the approximation; a file that states another one is read as it is."""
+    family = family_named(CONFIGS[name]().model_type)
+    arguments = family.arguments({**CONFIGS[name]().to_dict(), "hidden_activation": function})
+    content = json.loads(run_config(family, arguments))
+    stated = content["model"].get("activation_func", {}).get("_target_")
+    assert stated == ("torch.nn.functional.gelu" if function == "gelu" else None)
+    found = complete(job_arguments(content, "run_config.yaml"))
+    assert family.config(found)["hidden_activation"] == function
