@@ -131,7 +131,7 @@ def test_what_does_not(source: str) -> None:
 
 # Modules that look at the class of its reader, and how often: what they need to know of
 # a format is to be a member of `FormatReader`.
-LOOKING_AT_READERS = {"formats/huggingface_images.py": 2, "formats/torch_dist.py": 1}
+LOOKING_AT_READERS = {"formats/hugging_face/images.py": 2, "formats/torch_dist/reader.py": 1}
 
 
 def reader_classes() -> set[str]:

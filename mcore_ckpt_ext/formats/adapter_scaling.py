@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.description import run_config_of
-from mcore_ckpt_ext.formats.huggingface_folder import ADAPTER, is_peft
+from mcore_ckpt_ext.formats.hugging_face.folder import ADAPTER, is_peft
 from mcore_ckpt_ext.formats.view import CheckpointView
 
 

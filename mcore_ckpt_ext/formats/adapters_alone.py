@@ -11,7 +11,7 @@ from mcore_ckpt_ext.families.adapters import Adapters, adapters_of
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
-from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
 from mcore_ckpt_ext.model_space.adapters import as_bridge_s, is_adapter, is_swift_s

@@ -11,28 +11,28 @@ from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, interp
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapters_alone import for_model, has_adapters_alone
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
-from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
-from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint, is_colossalai
+from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint, is_canonical
+from mcore_ckpt_ext.formats.colossalai.reader import ColossalAICheckpoint, is_colossalai
 from mcore_ckpt_ext.formats.description import refuse_facts
-from mcore_ckpt_ext.formats.fsdp_dtensor import NAME as FSDP_DTENSOR
-from mcore_ckpt_ext.formats.fsdp_dtensor import FsdpCheckpoint
+from mcore_ckpt_ext.formats.fsdp.reader import NAME as FSDP_DTENSOR
+from mcore_ckpt_ext.formats.fsdp.reader import FsdpCheckpoint
 from mcore_ckpt_ext.formats.handle import TensorHandle
-from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface, is_peft
-from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
-from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint, is_legacy
-from mcore_ckpt_ext.formats.nemo_folder import NemoCheckpoint, is_nemo
-from mcore_ckpt_ext.formats.peft_folder import PeftCheckpoint
+from mcore_ckpt_ext.formats.hugging_face.folder import is_huggingface, is_peft
+from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
+from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint, is_legacy
+from mcore_ckpt_ext.formats.nemo.reader import NemoCheckpoint, is_nemo
+from mcore_ckpt_ext.formats.peft.reader import PeftCheckpoint
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.torch_dcp import NAME as TORCH_DCP
-from mcore_ckpt_ext.formats.torch_dcp import TorchDcpCheckpoint
-from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
-from mcore_ckpt_ext.formats.verl_folder import VerlCheckpoint, is_verl
+from mcore_ckpt_ext.formats.torch_dcp.reader import NAME as TORCH_DCP
+from mcore_ckpt_ext.formats.torch_dcp.reader import TorchDcpCheckpoint
+from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.verl.reader import VerlCheckpoint, is_verl
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.formats.zarr import NAME as ZARR
-from mcore_ckpt_ext.formats.zarr import ZarrCheckpoint
+from mcore_ckpt_ext.formats.zarr.reader import NAME as ZARR
+from mcore_ckpt_ext.formats.zarr.reader import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, no_checkpoint

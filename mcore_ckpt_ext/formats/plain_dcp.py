@@ -11,8 +11,8 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
-from mcore_ckpt_ext.formats.torch_dcp import NAME as TORCH_DCP
-from mcore_ckpt_ext.formats.torch_dist import COMMON_FILE
+from mcore_ckpt_ext.formats.torch_dcp.reader import NAME as TORCH_DCP
+from mcore_ckpt_ext.formats.torch_dist.reader import COMMON_FILE
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, read_index
 

@@ -14,7 +14,7 @@ from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, Us
 from mcore_ckpt_ext.formats.description import ARGUMENTS, stated_by_megatron
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.grid import weight_grid
-from mcore_ckpt_ext.formats.huggingface_folder import TOKENIZER_FOLDER, companions
+from mcore_ckpt_ext.formats.hugging_face.folder import TOKENIZER_FOLDER, companions
 from mcore_ckpt_ext.formats.messages import general_notices
 from mcore_ckpt_ext.formats.parts import Files, Job, States, StoredOptimizer, StoredWeights, Weights
 from mcore_ckpt_ext.formats.sidecar_file import FoundSidecar, find_sidecar
@@ -38,7 +38,7 @@ from mcore_ckpt_ext.transfer import Transfer
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.recognition import Fit
-    from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+    from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 
 _MOST_ITERATIONS = 1 << 40
 

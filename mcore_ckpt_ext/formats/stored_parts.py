@@ -15,10 +15,10 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
 if TYPE_CHECKING:
-    from mcore_ckpt_ext.formats.colossalai import ColossalAICheckpoint
+    from mcore_ckpt_ext.formats.colossalai.reader import ColossalAICheckpoint
     from mcore_ckpt_ext.formats.flattened import FlattenedCheckpoint
-    from mcore_ckpt_ext.formats.legacy import LegacyCheckpoint
-    from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+    from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
+    from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
     from mcore_ckpt_ext.formats.view import CheckpointView
 
 _GATHERED = ".param_state/shard_"

@@ -20,7 +20,7 @@ from typing import Any
 from mcore_ckpt_ext.collectives import Failure, agreed, agreed_here, rank_and_size
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.megatron.live.compatibility import verify_checksums
 from mcore_ckpt_ext.megatron.live.sharded_load import (
     ShardedLoad,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.errors import UsageError
-from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.megatron.saving.save import Save
 from mcore_ckpt_ext.megatron.sources.huggingface import named_model
 from mcore_ckpt_ext.settings import EXPORT_HF, SWITCH

@@ -16,10 +16,10 @@ from mcore_ckpt_ext.errors import ModelMismatchError, printable
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.common_state import common_optimizers, scheduler_in, sharding_type
 from mcore_ckpt_ext.formats.description import ARGUMENTS
-from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
-from mcore_ckpt_ext.formats.legacy_ranks import LAYER_WISE_FILES
+from mcore_ckpt_ext.formats.legacy.ranks import LAYER_WISE_FILES
+from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.sidecar_file import find_sidecar
-from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.views import is_before_first_step
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.layout.sidecar import orders_of

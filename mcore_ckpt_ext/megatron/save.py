@@ -18,7 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.megatron.api import recorder
 from mcore_ckpt_ext.megatron.huggingface_export import Exports
 from mcore_ckpt_ext.megatron.run_folder import trains_nothing

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from mcore_ckpt_ext.errors import shortened, some
-from mcore_ckpt_ext.formats.huggingface_folder import json_of, refused_companions
+from mcore_ckpt_ext.formats.hugging_face.folder import json_of, refused_companions
 from mcore_ckpt_ext.formats.view import CheckpointView
 
 _CODE = "auto_map"

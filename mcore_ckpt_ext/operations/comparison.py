@@ -14,8 +14,8 @@ from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError, i
 from mcore_ckpt_ext.families.images_known import kind_of
 from mcore_ckpt_ext.families.recognition import family_named
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.huggingface_images import with_images
-from mcore_ckpt_ext.formats.huggingface_model import LOCAL
+from mcore_ckpt_ext.formats.hugging_face.images import with_images
+from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import spelled_as

@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, some
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
-from mcore_ckpt_ext.formats.canonical import is_canonical
-from mcore_ckpt_ext.formats.colossalai import is_colossalai
-from mcore_ckpt_ext.formats.huggingface_folder import is_huggingface, is_peft
-from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.canonical.reader import is_canonical
+from mcore_ckpt_ext.formats.colossalai.reader import is_colossalai
+from mcore_ckpt_ext.formats.hugging_face.folder import is_huggingface, is_peft
+from mcore_ckpt_ext.formats.legacy.reader import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
-from mcore_ckpt_ext.formats.verl_folder import is_verl
-from mcore_ckpt_ext.formats.zarr import is_zarr
+from mcore_ckpt_ext.formats.verl.reader import is_verl
+from mcore_ckpt_ext.formats.zarr.reader import is_zarr
 from mcore_ckpt_ext.operations.findings import COMPLETE, Finding, error, warning
 from mcore_ckpt_ext.storage.checkpoint_dirs import (
     TRACKER_FILE,

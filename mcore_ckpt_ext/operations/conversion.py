@@ -17,7 +17,7 @@ from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import DestinationError, ProofError, interpreting
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.recognition import family_named
-from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
+from mcore_ckpt_ext.formats.hugging_face.reader import NAME as HUGGING_FACE
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.weight_shards import check_gates_stand

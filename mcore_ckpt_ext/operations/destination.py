@@ -16,9 +16,9 @@ from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError, DestinationError
 from mcore_ckpt_ext.formats.backend import sharded_backend
-from mcore_ckpt_ext.formats.canonical import CanonicalCheckpoint, is_canonical
-from mcore_ckpt_ext.formats.huggingface_folder import COMPANION_PATTERN, CONFIG, written_by_us
-from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint, is_canonical
+from mcore_ckpt_ext.formats.hugging_face.folder import COMPANION_PATTERN, CONFIG, written_by_us
+from mcore_ckpt_ext.formats.legacy.reader import is_legacy
 from mcore_ckpt_ext.storage.checkpoint_dirs import RELEASE, TRACKER_FILE, iteration_number
 from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
 from mcore_ckpt_ext.storage.paths import as_path, file_system, is_remote

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.canonical import is_canonical
-from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.canonical.reader import is_canonical
+from mcore_ckpt_ext.formats.legacy.reader import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
-from mcore_ckpt_ext.formats.zarr import is_zarr
+from mcore_ckpt_ext.formats.zarr.reader import is_zarr
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folders, iteration_name, read_tracker
 

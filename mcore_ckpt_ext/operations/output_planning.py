@@ -13,24 +13,24 @@ from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpoi
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapter_order import about_order
 from mcore_ckpt_ext.formats.adapters_alone import check_names
-from mcore_ckpt_ext.formats.bridge_files import run_config_file, train_state
-from mcore_ckpt_ext.formats.canonical import canonical_output
+from mcore_ckpt_ext.formats.canonical.reader import canonical_output
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.fsdp_target import FsdpTarget
-from mcore_ckpt_ext.formats.huggingface_folder import (
+from mcore_ckpt_ext.formats.fsdp.writer import FsdpTarget
+from mcore_ckpt_ext.formats.hugging_face.folder import (
     CONFIG,
     GENERATION_CONFIG,
     TOKENIZER_FOLDER,
     companions,
     refused_companions,
 )
-from mcore_ckpt_ext.formats.huggingface_images import text_beside, with_images
-from mcore_ckpt_ext.formats.huggingface_target import HuggingFaceTarget
-from mcore_ckpt_ext.formats.legacy_target import LegacyTarget
-from mcore_ckpt_ext.formats.peft_target import PeftTarget
+from mcore_ckpt_ext.formats.hugging_face.images import text_beside, with_images
+from mcore_ckpt_ext.formats.hugging_face.writer import HuggingFaceTarget
+from mcore_ckpt_ext.formats.legacy.writer import LegacyTarget
+from mcore_ckpt_ext.formats.peft.writer import PeftTarget
 from mcore_ckpt_ext.formats.portable_state import without_fsdp
 from mcore_ckpt_ext.formats.steps import check_step
-from mcore_ckpt_ext.formats.torch_dist_target import TorchDistTarget
+from mcore_ckpt_ext.formats.torch_dist.bridge_files import run_config_file, train_state
+from mcore_ckpt_ext.formats.torch_dist.writer import TorchDistTarget
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
 from mcore_ckpt_ext.model_space.adapters import is_adapter

@@ -11,9 +11,9 @@ from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.adapters_alone import under_bridge_s_names
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.elsewhere import NAME_THEM
-from mcore_ckpt_ext.formats.huggingface_folder import is_peft
-from mcore_ckpt_ext.formats.huggingface_images import compared_whole, text_beside, with_images
-from mcore_ckpt_ext.formats.huggingface_model import TRANSFORMER_ENGINE
+from mcore_ckpt_ext.formats.hugging_face.folder import is_peft
+from mcore_ckpt_ext.formats.hugging_face.images import compared_whole, text_beside, with_images
+from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
 from mcore_ckpt_ext.formats.merged import merged_view
 from mcore_ckpt_ext.formats.under_layer_spec import under_layer_spec
 from mcore_ckpt_ext.formats.view import CheckpointView

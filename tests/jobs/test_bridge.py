@@ -9,7 +9,7 @@ import pytest
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.description import run_config_of
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert

@@ -13,7 +13,7 @@ import pytest
 from megatron_on_cpu.dump_optimizer import assemble
 
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.megatron.check_after_load import PROVEN
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, WEIGHT
 from mcore_ckpt_ext.settings import LOAD, VERIFY_ALL

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_ckpt_ext import HuggingFace, compare, convert
 from mcore_ckpt_ext.families.flags import training_flags
-from mcore_ckpt_ext.formats.huggingface_model import described_model
+from mcore_ckpt_ext.formats.hugging_face.model import described_model
 from tests.harness.checkpoints import fixture_named
 from tests.harness.jobs import Job, differing, with_vocabulary
 from tests.harness.layouts import VOCABULARY, Layout, experts_over

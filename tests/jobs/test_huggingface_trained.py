@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 import mcore_ckpt_ext
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.huggingface_model import LOCAL
+from mcore_ckpt_ext.formats.hugging_face.model import LOCAL
+from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
 from tests.harness.huggingface import VOCABULARY
 from tests.harness.jobs import TIME_LIMIT, WITNESS, finished, run_job
 from tests.harness.layouts import Layout

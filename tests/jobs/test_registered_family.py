@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from mcore_ckpt_ext.families.entry_points import registered_families
 from mcore_ckpt_ext.families.flags import training_flags
-from mcore_ckpt_ext.formats.huggingface_model import described_model
+from mcore_ckpt_ext.formats.hugging_face.model import described_model
 from tests.harness.huggingface import make
 from tests.harness.layouts import Layout
 from tests.harness.registered_families import distribution_with_family, parrot_model

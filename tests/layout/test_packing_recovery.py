@@ -12,7 +12,7 @@ import torch
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import ModelMismatchError, PackingError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint
-from mcore_ckpt_ext.formats.legacy import STORED_ORDER
+from mcore_ckpt_ext.formats.legacy.reader import STORED_ORDER
 from mcore_ckpt_ext.layout import parameter_order
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.model_space.slices import Region

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.fsdp_names import ModuleNames, Stored, parameter_of
+from mcore_ckpt_ext.formats.fsdp.names import ModuleNames, Stored, parameter_of
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect

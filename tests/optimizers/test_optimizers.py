@@ -10,7 +10,7 @@ import torch
 
 from mcore_ckpt_ext.errors import CheckpointError, PackingError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import LOCAL, TRANSFORMER_ENGINE
 from mcore_ckpt_ext.megatron.live.param_groups import carried_groups
 from mcore_ckpt_ext.model_space.names import Layer

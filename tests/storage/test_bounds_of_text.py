@@ -16,10 +16,10 @@ from safetensors import SafetensorError
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.families.qwen3_moe import Qwen3MoE
-from mcore_ckpt_ext.formats import zarr
-from mcore_ckpt_ext.formats.canonical import INDEX_FILE
+from mcore_ckpt_ext.formats.canonical.reader import INDEX_FILE
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.huggingface_folder import companions, tokens_of
+from mcore_ckpt_ext.formats.hugging_face.folder import companions, tokens_of
+from mcore_ckpt_ext.formats.zarr import reader as zarr
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME, RecordedParameter
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, read_tracker
 from mcore_ckpt_ext.storage.files import FolderReader

@@ -17,7 +17,7 @@ import torch
 from mcore_ckpt_ext.devices import holds_data
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.stored_arrays import StoredArrays
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.megatron.live.broadcast_read import ReadOnce, wanted_bytes
 from mcore_ckpt_ext.model_space.names import is_extra_state, name_at, spelled_as_in, stacked_axes
 from mcore_ckpt_ext.model_space.slices import Region, Slice

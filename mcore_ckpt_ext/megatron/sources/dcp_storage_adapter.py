@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from mcore_ckpt_ext.collectives import agreed_here, gather, rank_and_size, text_of
 from mcore_ckpt_ext.errors import ModelMismatchError, ResumeRefusedError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.fsdp_target import FsdpArray
+from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
 from mcore_ckpt_ext.formats.steps import check_step
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.megatron.live.compatibility import check_lost, verify_checksums

@@ -20,11 +20,11 @@ from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.contradictions import contradictions
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.forward_pass import told
-from mcore_ckpt_ext.formats.huggingface import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.huggingface_folder import CONFIG, is_model
-from mcore_ckpt_ext.formats.huggingface_model import LOCAL, TRANSFORMER_ENGINE, described_model
-from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
-from mcore_ckpt_ext.formats.torch_dist import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, is_model
+from mcore_ckpt_ext.formats.hugging_face.model import LOCAL, TRANSFORMER_ENGINE, described_model
+from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
+from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.megatron.live.model import live_parameters
 from mcore_ckpt_ext.megatron.new_tokens import (

@@ -28,11 +28,11 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed
 from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
-from mcore_ckpt_ext.formats.huggingface import NAME as HUGGING_FACE
-from mcore_ckpt_ext.formats.legacy import NAME as LEGACY
-from mcore_ckpt_ext.formats.legacy import is_legacy
+from mcore_ckpt_ext.formats.hugging_face.reader import NAME as HUGGING_FACE
+from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
+from mcore_ckpt_ext.formats.legacy.reader import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
-from mcore_ckpt_ext.formats.zarr import is_zarr
+from mcore_ckpt_ext.formats.zarr.reader import is_zarr
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, spelling_in
 from mcore_ckpt_ext.megatron.live.extra_states import FoundStates, states_for

@@ -11,8 +11,8 @@ from typing_extensions import override
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, agreed_here
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.fsdp_names import GROUPS, MODEL, ModuleNames
-from mcore_ckpt_ext.formats.fsdp_target import FsdpArray, FsdpTarget
+from mcore_ckpt_ext.formats.fsdp.names import GROUPS, MODEL, ModuleNames
+from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray, FsdpTarget
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
 from mcore_ckpt_ext.megatron.load_decision import explain
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mcore_ckpt_ext.defaults import DEFAULT_WORKERS
-from mcore_ckpt_ext.formats.fsdp_target import FsdpArray
+from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray
 from mcore_ckpt_ext.operations.block_reader import Filler
 from mcore_ckpt_ext.planning.write_plan import Block, Placed, Record
 

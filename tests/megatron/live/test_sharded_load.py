@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mcore_ckpt_ext.errors import ModelMismatchError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.stored_arrays import StoredArrays
-from mcore_ckpt_ext.formats.torch_dist import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.megatron.live.sharded_load import ShardedLoad, extra_states_of_nobody, stumbling_block
 from mcore_ckpt_ext.model_space.slices import Region
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor

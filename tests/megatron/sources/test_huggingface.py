@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mcore_ckpt_ext.errors import CheckpointError
-from mcore_ckpt_ext.formats.huggingface_model import described_model
+from mcore_ckpt_ext.formats.hugging_face.model import described_model
 from mcore_ckpt_ext.megatron.flags import wrap_validate_args
 from mcore_ckpt_ext.megatron.sources.huggingface import check_arguments, model_folder
 

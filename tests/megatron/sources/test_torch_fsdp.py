@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 
 from mcore_ckpt_ext.errors import ProofError, ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
-from mcore_ckpt_ext.formats.fsdp_target import FsdpTarget
+from mcore_ckpt_ext.formats.fsdp.writer import FsdpTarget
 from mcore_ckpt_ext.megatron.sources import torch_fsdp
 from mcore_ckpt_ext.megatron.sources.megatron_fsdp import load_into_fsdp
 from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import DraftedReader

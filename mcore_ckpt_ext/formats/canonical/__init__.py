@@ -1,0 +1,1 @@
+"""The layout-free format of this package: safetensors and JSON."""

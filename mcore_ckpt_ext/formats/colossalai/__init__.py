@@ -1,0 +1,1 @@
+"""Folders that ColossalAI's Booster saves."""

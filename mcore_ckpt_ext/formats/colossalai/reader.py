@@ -1,0 +1,203 @@
+"""ColossalAI's sharded folders as a source: weights as Hugging Face arranges them, and an optimizer's shards.
+
+``Booster.save_model(shard=True)`` writes what transformers loads; ``save_optimizer(shard=True)`` writes the states of
+the parameters by their numbers, a file for the groups, and an index that names both (0.5.0, checkpoint_io/utils.py:
+``get_model_base_filenames``, ``get_optimizer_base_filenames``; the plugins' checkpoint_io). Both go into one folder, or
+into two below one. The weights are read; the optimizer's states, which belong to numbers and not to names, are not:
+each is named with its size.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.formats.hugging_face.folder import INDICES, is_huggingface
+from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
+from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_of_colossalai
+from mcore_ckpt_ext.formats.unread import UNKNOWN, Unread, joined
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.files import FolderReader
+from mcore_ckpt_ext.storage.safetensors import read_header, read_json
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+
+NAME = "colossalai"
+_OPTIMIZER_INDICES = ("pytorch_optim.bin.index.json", "optimizer.safetensors.index.json")
+# transformers counts its shards, "-00001-of-00002"; ColossalAI only numbers them, with pipelines by stage.
+_SHARD = re.compile(r"^(?:pytorch_model|model)(?:-stage-\d{5}-shard)?-\d{5}\.(?:bin|safetensors)$")
+_WHY = "state of ColossalAI's optimizer, by the numbers of its parameters"
+_SHOWN = 4
+
+
+class OptimizerShard(NamedTuple):
+    """One state of one parameter.
+
+    Args:
+        file: relative to the checkpoint's folder.
+        parameter: its number in the optimizer's groups.
+        kind: `exp_avg`, for example.
+        nbytes: size in bytes; 0 for a number.
+    """
+
+    file: str
+    parameter: str
+    kind: str
+    nbytes: int
+
+
+def is_colossalai(folder: Path) -> bool:
+    """Whether a folder looks like one of ColossalAI's: with sharded weights, and perhaps an optimizer's shards."""
+    return weights_below(folder) is not None
+
+
+def weights_below(folder: Path) -> str | None:
+    """The folder below that holds the weights, empty for the folder itself; None where it is none of ColossalAI's."""
+    if is_huggingface(folder):
+        return "" if _optimizer_index(folder) or _has_its_shards(folder) else None
+    below = sorted(path for path in _folders(folder) if is_huggingface(path))
+    if len(below) != 1 or not any(_optimizer_index(path) for path in (folder, *_folders(folder))):
+        return None
+    return below[0].name
+
+
+def _folders(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if path.is_dir()]
+
+
+def _optimizer_index(folder: Path) -> Path | None:
+    return next((folder / name for name in _OPTIMIZER_INDICES if (folder / name).exists()), None)
+
+
+def _has_its_shards(folder: Path) -> bool:
+    for name in INDICES:
+        if (folder / name).exists():
+            files = read_json(folder / name).get("weight_map")
+            return isinstance(files, Mapping) and bool(files) and all(_SHARD.match(str(f)) for f in files.values())
+    return False
+
+
+class ColossalAICheckpoint(HuggingFaceCheckpoint):
+    """A folder that ColossalAI's Booster saved."""
+
+    format = NAME
+    foreign_writer = "no Megatron: ColossalAI's Booster wrote it"
+
+    def __init__(
+        self,
+        folder: Path,
+        witnesses: Sequence[ParameterOrder] = (),
+        *,
+        family: Family | None = None,
+        transformer_impl: str = TRANSFORMER_ENGINE,
+    ) -> None:
+        """Read the configuration, the indexes and the files' headers.
+
+        Args:
+            folder: with the weights and, where there is one, the optimizer; or with a folder for each.
+            witnesses: see `FormatReader`.
+            family: see `HuggingFaceCheckpoint`.
+            transformer_impl: likewise.
+
+        Raises:
+            UnreadableCheckpointError: a file is missing or damaged, or the index and the files disagree.
+            UnsupportedCheckpointError: the model is of a kind that is not read.
+        """
+        super().__init__(
+            folder, witnesses, family=family, transformer_impl=transformer_impl, below=weights_below(folder) or ""
+        )
+        places = [folder, *sorted(_folders(folder))]
+        self._indices = [index for index in map(_optimizer_index, places) if index is not None]
+        self._optimizer_files = {file: keys for index in self._indices for file, keys in self._listed(index)}
+
+    def _listed(self, index: Path) -> Iterator[tuple[str, set[str]]]:
+        """Every file of states that an index names, with the parameters that should be in it."""
+        content = read_json(index)
+        numbers, groups = content.get("weight_map"), content.get("metadata", {}).get("param_groups")
+        if not isinstance(numbers, Mapping) or not isinstance(groups, str):
+            raise UnreadableCheckpointError("the optimizer's index has no weight_map or no groups", where=str(index))
+        files: dict[str, set[str]] = {}
+        for number, file in numbers.items():
+            files.setdefault(str(file), set()).add(str(number))
+        strange = [file for file in (*files, groups) if Path(file).name != file]
+        absent = [file for file in (*files, groups) if file not in strange and not (index.parent / file).exists()]
+        if strange or absent:
+            raise UnreadableCheckpointError(
+                "the optimizer's index names files that are not there",
+                found=", ".join((strange + absent)[:_SHOWN]),
+                where=str(index),
+                helps="the save or the copy is incomplete: use another checkpoint",
+            )
+        below = index.parent.relative_to(self.folder)
+        self._group_file = str(below / groups)
+        return ((str(below / file), keys) for file, keys in files.items())
+
+    @override
+    def stored_parts(self) -> Iterator[StoredPart]:
+        return chain(super().stored_parts(), parts_of_colossalai(self))
+
+    @cached_property
+    def optimizer_shards(self) -> list[OptimizerShard]:
+        """Every state of every parameter, from metadata.
+
+        Raises:
+            UnreadableCheckpointError: a file is damaged, or lacks a parameter that the index says is in it.
+        """
+        found: list[OptimizerShard] = []
+        for file, expected in self._optimizer_files.items():
+            shards = [shard for shard in _shards(self.reader, file) if shard.parameter in expected]
+            if missing := sorted(expected - {shard.parameter for shard in shards}):
+                raise UnreadableCheckpointError(
+                    "a file has other states than the index says: it is of another save",
+                    found=", ".join(f"no parameter {number}" for number in missing[:_SHOWN]),
+                    expected=f"states of {len(expected)} parameters",
+                    where=str(self.folder / file),
+                )
+            found += shards
+        return found
+
+    @override
+    def unread(self, *, objects: bool = True) -> list[Unread]:
+        """The optimizer's states, each under its number and kind."""
+        shards = self.optimizer_shards
+        states = [Unread(f"{one.kind} of parameter {one.parameter}", one.kind, one.nbytes, _WHY) for one in shards]
+        groups = [Unread(self._group_file, UNKNOWN, self.reader.size(self._group_file), _WHY)] if shards else []
+        return [*super().unread(objects=objects), *joined([*states, *groups])]
+
+    @override
+    def archives(self) -> Iterator[tuple[str, int, int]]:
+        """The torch archives among its files; safetensors have no checksums."""
+        weights = [file for file, _, _ in super().archives()]
+        groups = [self._group_file] if self._indices else []
+        files = [file for file in (*weights, *self._optimizer_files, *groups) if file.endswith(".bin")]
+        return ((file, 0, self.reader.size(file)) for file in files)
+
+
+def _shards(reader: FolderReader, file: str) -> Iterator[OptimizerShard]:
+    if file.endswith(".safetensors"):
+        # Written asynchronously, as "state.<number>.<kind>" (0.5.0, utils/safetensors.py: _flatten_optim_state_dict).
+        for key, shape, extent in read_header(reader, file):
+            _, number, kind = (*key.split(".", 2), "", "")[:3]
+            yield OptimizerShard(file, number, kind, prod(shape) * ITEM_SIZE[extent.dtype])
+        return
+    content = TorchArchive(reader, file).load()
+    if not isinstance(content, Mapping) or not all(isinstance(state, Mapping) for state in content.values()):
+        raise UnreadableCheckpointError("a file holds no optimizer states", where=str(reader.folder / file))
+    for number, state in content.items():
+        for kind, value in state.items():
+            yield OptimizerShard(file, str(number), str(kind), _nbytes(value))
+
+
+def _nbytes(value: Any) -> int:
+    return prod(value.shape) * value.storage.dtype.itemsize if isinstance(value, TensorReference) else 0

@@ -1,0 +1,1 @@
+"""Megatron-FSDP's format `fsdp_dtensor`."""

@@ -1,0 +1,196 @@
+"""The checkpoint format `fsdp_dtensor`: what Megatron-FSDP writes, in torch's own distributed checkpoint.
+
+Sources: `save_checkpoint`, `get_rng_state` and `preprocess_fsdp_dtensor_state_dict` (megatron/training/
+checkpointing.py), `sharded_param_state_fsdp_dtensor` (megatron/core/optimizer/distrib_optimizer.py), core_v0.14.0 to
+0.19.2. A parameter is one array, which is the optimizer's fp32 master; the weight that the model computes with is its
+rounding, and stored nowhere. A parameter's group is one object for each setting.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.evidence import Bound, Loading
+from mcore_ckpt_ext.formats.flattened import MODEL, FlattenedCheckpoint
+from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
+from mcore_ckpt_ext.formats.fsdp.names import HALVES, parameter_of
+from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK
+from mcore_ckpt_ext.formats.unread import OTHER
+from mcore_ckpt_ext.model_space.names import is_extra_state, is_first_linear, is_module_buffer, parse
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.index_entries import StoredArray
+from mcore_ckpt_ext.versions import Version
+
+NAME = FSDP_DTENSOR
+_MODEL, _STATE = MODEL, "optimizer.state."
+# Of a parameter; or of a group, as Megatron's own converter has them, perhaps of a chained optimizer.
+_GROUP = re.compile(
+    r"^(?P<owner>optimizer\.(?:param_to_group_meta|(?:\d+\.optimizer\.)?param_groups)\..+)\.(?P<setting>\w+)$"
+)
+_LABEL = re.compile(rf"^optimizer\.(?:\d+\.)?{SHARDING_MARK}$")
+_MASTER = f"{_STATE}{FP32_PARAM}."
+
+
+class FsdpCheckpoint(FlattenedCheckpoint):
+    """One iteration folder in `fsdp_dtensor`."""
+
+    format = NAME
+    loading = Loading(in_megatron=True, flag="--use-megatron-fsdp", since=Version(0, 14))
+
+    @override
+    def evidence(self) -> Iterator[Bound]:
+        yield "Megatron-FSDP has written this format since 0.14", Version(0, 14), None
+
+    @override
+    def _read_index(self) -> DcpIndex:
+        arrays: dict[str, StoredArray] = {}
+        halves: dict[str, list[StoredArray | None]] = {}
+        for key, array in self._parameters():
+            name, half = parameter_of(key, self.stated_arguments)
+            if half is None:
+                _add(arrays, replace(array, key=self._prefix(array.key) + name))
+            else:
+                halves.setdefault(self._prefix(array.key) + name, [None] * len(HALVES))[half] = array
+        for key, both in halves.items():
+            _add(arrays, _one_above_the_other(key, both, str(self.folder)))
+        for key, array in list(arrays.items()):
+            self._check_order(key)
+            if not key.startswith(_STATE):
+                arrays |= self._weight_and_master(array)
+        self.rounds_weights = any(key.startswith(_MASTER) for key in arrays)
+        self._check_layers(arrays)
+        ownerless = [key for key in arrays if key.startswith(_STATE) and key.split(".", 3)[3] not in arrays]
+        if ownerless:
+            raise UnreadableCheckpointError(
+                "the checkpoint has state of a parameter that it does not hold", where=f"{self.folder}: {ownerless[0]}",
+                helps="it is incomplete: use another iteration",
+            )  # fmt: skip
+        return DcpIndex(arrays, {}, {}, has_plans=True)
+
+    def _check_layers(self, keys: Iterable[str]) -> None:
+        """Refuse what several pipeline stages wrote, each with its own first layer.
+
+        Raises:
+            UnsupportedCheckpointError: there are fewer layers than the job had.
+        """
+        found = len({parse(key).layer for key in keys} - {None})
+        if found and found < (self.stated_arguments.num_layers or 0):
+            raise UnsupportedCheckpointError(
+                "it is not known how pipeline stages number their layers in this format",
+                found=f"{found} layers", expected=f"{self.stated_arguments.num_layers}, as the job's arguments have it",
+                where=str(self.folder), helps="Megatron itself resumes it",
+            )  # fmt: skip
+
+    def _parameters(self) -> Iterator[tuple[str, StoredArray]]:
+        """The arrays of the model and of the optimizer, each with the module's name."""
+        for key, array in self.stored_index.arrays.items():
+            if key.startswith(_MODEL):
+                yield key.removeprefix(_MODEL), array
+            elif key.startswith(_STATE):
+                yield key.removeprefix(_STATE).rpartition(".")[0], array
+
+    @staticmethod
+    def _prefix(key: str) -> str:
+        """What Megatron's `torch_dist` puts before a parameter's name."""
+        return f"{_STATE}{key.rpartition('.')[2]}." if key.startswith(_STATE) else ""
+
+    def _weight_and_master(self, array: StoredArray) -> dict[str, StoredArray]:
+        """The two that an fp32 array is; another one, or a module's buffer, is a weight and no more."""
+        known = self.stated_arguments
+        computes_in = "bfloat16" if known.bf16 else "float16" if known.fp16 else "float32"
+        if array.dtype != "float32" or is_module_buffer(array.key):
+            return {}
+        weight = {array.key: replace(array, dtype=computes_in)}
+        return {**weight, _MASTER + array.key: replace(array, key=_MASTER + array.key)} if self._has_state else weight
+
+    @cached_property
+    def _has_state(self) -> bool:
+        return any(key.startswith(_STATE) for key in self.stored_index.arrays)
+
+    def _check_order(self, key: str) -> None:
+        """Refuse what several tensor-parallel ranks have in an order that nothing else has.
+
+        Raises:
+            UnsupportedCheckpointError: their parts take turns in it.
+        """
+        gated = self.stated_arguments.quick_geglu or self.stated_arguments.gated_linear_unit
+        takes_turns = is_first_linear(key) and gated and not self.stated_arguments.swiglu
+        if ".mixer." in key or (takes_turns and (self.stated_arguments.tensor_model_parallel_size or 1) > 1):
+            raise UnsupportedCheckpointError(
+                "Megatron-FSDP stores this parameter with the parts of its tensor-parallel ranks in turn, which is not "
+                "read", where=key,
+            )  # fmt: skip
+
+    @override
+    def _read_common(self) -> dict[str, Any]:
+        # What Megatron's own converter leaves there is the label of its source.
+        return {**super()._read_common(), "content_metadata": {"distrib_optim_sharding_type": NAME}}
+
+    @cached_property
+    def _groups(self) -> list[dict[str, Any]]:
+        """Each distinct parameter group; every parameter has a copy of its own."""
+        settings: dict[str, dict[str, Any]] = {}
+        for key in self.stored_index.objects:
+            if match := _GROUP.match(key):
+                settings.setdefault(match["owner"], {})[match["setting"]] = self._stored_object(key)
+        distinct: list[dict[str, Any]] = []
+        for group in settings.values():
+            if group not in distinct:
+                distinct.append(group)
+        return distinct
+
+    @override
+    def _common_optimizers(self) -> list[dict[Any, Any]]:
+        return [{"optimizer": {"param_groups": self._groups}}] if self._has_state else []
+
+    @override
+    def _is_taken(self, key: str) -> bool:
+        # `handle_fp8_extra_state_case` takes extra states out.
+        is_array = key in self.stored_index.arrays and key.startswith((_MODEL, _STATE))
+        return is_array or is_extra_state(key) or any(pattern.match(key) for pattern in (_GROUP, _LABEL))
+
+    @override
+    def extra_states(self) -> Mapping[str, Any]:
+        return fresh_extra_states(self.weights.names(), self.stated_arguments.transformer_impl == "transformer_engine")
+
+    @override
+    def kind_of(self, key: str) -> str:
+        if key.startswith(_STATE):
+            return key.rpartition(".")[2]
+        if not key.startswith(_MODEL):
+            return OTHER
+        is_master = _MASTER + parameter_of(key.removeprefix(_MODEL), self.stated_arguments).name in self.index.arrays
+        return FP32_PARAM if is_master else WEIGHT
+
+
+def _add(arrays: dict[str, StoredArray], array: StoredArray) -> None:
+    if array.key in arrays:
+        raise UnreadableCheckpointError("two arrays are one parameter", where=array.key)
+    arrays[array.key] = array
+
+
+def _one_above_the_other(key: str, halves: list[StoredArray | None], where: str) -> StoredArray:
+    """A gated projection of its two halves.
+
+    Raises:
+        UnreadableCheckpointError: one of them is missing, or they do not fit.
+    """
+    gate, up = halves
+    if gate is None or up is None or gate.shape != up.shape or gate.dtype != up.dtype:
+        raise UnreadableCheckpointError(
+            "a gated projection is stored in halves that do not fit each other",
+            found=" and ".join("none" if half is None else f"{half.dtype} {half.shape}" for half in halves),
+            where=f"{where}: {key}", helps="the checkpoint is incomplete: use another iteration",
+        )  # fmt: skip
+    rows = gate.shape[0]
+    moved = [chunk._replace(offsets=(chunk.offsets[0] + rows, *chunk.offsets[1:])) for chunk in up.chunks]
+    return StoredArray(key, (2 * rows, *gate.shape[1:]), gate.dtype, (*gate.chunks, *moved))

@@ -1,0 +1,191 @@
+"""Writing `fsdp_dtensor`: what a job with `--use-megatron-fsdp` resumes, under any tensor and data parallel size.
+
+Sources: `load_checkpoint` and `_load_base_checkpoint` (megatron/training/checkpointing.py),
+`_param2group_meta_to_param_groups` (megatron/core/optimizer/distrib_optimizer.py), core_v0.14.0 to 0.19.2. Every name
+that the job asks for has to be there, but for `--no-strict-fsdp-dtensor-load`; keys are flat, as torch flattens dicts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
+from mcore_ckpt_ext.formats.fsdp.names import GROUPS, HALVES, MODEL, STATE, ModuleNames
+from mcore_ckpt_ext.formats.group_rule import group_that_holds
+from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
+from mcore_ckpt_ext.formats.unread import COMMON_KEYS
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR
+from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
+from mcore_ckpt_ext.model_space.names import is_module_buffer
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, PARAM_REMAINDER, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
+
+_CHUNK_BYTES = 128 << 20
+_MOMENTS = (EXP_AVG, EXP_AVG_SQ)
+
+
+@dataclass(frozen=True)
+class FsdpArray:
+    """An array under its key: `shape[0]` rows of a tensor of some kind, from row `first` on."""
+
+    key: str
+    shape: tuple[int, ...]
+    kind: str
+    tensor: LogicalTensor
+    first: int
+
+    def wanted(self, offsets: Sequence[int], sizes: Sequence[int]) -> WantedSlice:
+        """A part of it; the vocabulary may be padded otherwise than it is stored."""
+        name = self.tensor.name
+        place = (self.first + offsets[0], *offsets[1:]) if self.shape else ()
+        may_pad = name in VOCABULARY
+        return WantedSlice(self.kind, Slice.whole((Region(name, place, tuple(sizes)),)), {name: self.tensor}, may_pad)
+
+
+class FsdpTarget:
+    """Lays out one iteration folder.
+
+    `experts_apart`: experts have parameter groups of their own, as in jobs with several expert-parallel ranks. `names`:
+    those of the job that will read it, where they are not the source's.
+    """
+
+    def __init__(
+        self,
+        checkpoint: CheckpointView,
+        version: tuple[int, int],
+        experts_apart: bool,
+        names: ModuleNames | None = None,
+    ) -> None:
+        """Raises: UnsupportedCheckpointError, where that version, or Megatron-FSDP, has no such job."""
+        if not LOADS_FSDP_DTENSOR.is_of(version):
+            raise UnsupportedCheckpointError(
+                "that version of Megatron does not know this format", found=f"--megatron-version {_dotted(version)}",
+                expected=f"{LOADS_FSDP_DTENSOR.since} or later", helps="convert --to torch_dist",
+            )  # fmt: skip
+        self._checkpoint = checkpoint
+        self._arguments = checkpoint.arguments
+        self._experts_apart = experts_apart
+        self._modules = names or ModuleNames(self._arguments)
+        self._state = PortableState.of(checkpoint, known_arguments(self._arguments), version)
+        self._optimizer = checkpoint.optimizer if checkpoint.optimizer_format else None
+        if self._optimizer is not None:
+            self._check_kinds(self._optimizer.carried_kinds)
+
+    def _check_kinds(self, kinds: Sequence[str]) -> None:
+        if set(kinds) - {FP32_PARAM} != set(_MOMENTS):
+            raise UnsupportedCheckpointError(
+                "Megatron-FSDP trains with Adam, and this is the state of another optimizer",
+                found=", ".join(kinds), expected=", ".join((FP32_PARAM, *_MOMENTS)),
+                where=str(self._checkpoint.folder), helps="--drop optimizer converts the weights alone",
+            )  # fmt: skip
+
+    def output(self) -> Output:
+        """All files of the folder, and where each tensor goes."""
+        writer = DistcpFiles()
+        for key, value in self.objects():
+            writer.add_object(key, value, wrapped=False)
+        for array in self.arrays():
+            writer.add_array(Array(array.key, array.shape, array.tensor.dtype, tuple(_chunks(array))))
+        files, records, metadata = writer.finish(with_shapes=False)
+        index = OutputFile(".metadata", len(metadata), ((0, metadata),), last=True)
+        afresh = "the state of the random generators is not carried: resume with --no-load-rng"
+        return Output([*files, index], records, (*self._state.notes, *self._about_roundings(), afresh))
+
+    def _about_roundings(self) -> Iterator[str]:
+        """Where a job that rounds the masters may have other weights than those of the source."""
+        joined = self._optimizer is not None and PARAM_REMAINDER in self._optimizer.kinds
+        if joined or self._checkpoint.proof.is_near:
+            yield (
+                "the weights are not written: the job that reads makes them by rounding the masters, which here may "
+                "differ from the stored ones in the last bit" + ("" if joined else ", or more: those have fewer bits")
+            )
+
+    def arrays(self) -> Iterator[FsdpArray]:
+        """Every array: weights or their masters, and moments."""
+        for name in self._checkpoint.names(WEIGHT):
+            yield from self._array(MODEL, name, "", *self._main(name))
+        for kind in _MOMENTS if self._optimizer is not None else ():
+            for name in self._checkpoint.names(kind):
+                yield from self._array(STATE, name, f".{kind}", kind, self._checkpoint.named_tensor(kind, name))
+
+    def _main(self, name: str) -> tuple[str, LogicalTensor]:
+        """What takes the place of a weight: its master; without one the weight itself, in its master's dtype."""
+        weight = self._checkpoint.named_tensor(WEIGHT, name)
+        if is_module_buffer(name):
+            return WEIGHT, weight
+        is_trained = self._optimizer is not None and self._optimizer.logical_tensor(FP32_PARAM, name) is not None
+        return FP32_PARAM if is_trained else WEIGHT, LogicalTensor(name, weight.shape, "float32")
+
+    def _array(self, prefix: str, name: str, suffix: str, kind: str, tensor: LogicalTensor) -> Iterator[FsdpArray]:
+        """A tensor as one array, or as two."""
+        parts = [f"_{half}" for half in HALVES] if self._modules.halves(name) else [""]
+        rows = (tensor.shape[0] if tensor.shape else 1) // len(parts)
+        for number, part in enumerate(parts):
+            key = f"{prefix}{self._modules.of(name)}{part}{suffix}"
+            yield FsdpArray(key, (rows, *tensor.shape[1:]) if tensor.shape else (), kind, tensor, number * rows)
+
+    def objects(self) -> Iterator[tuple[str, Any]]:
+        """Pickled objects by key."""
+        for key, value in self.common.items():
+            if isinstance(value, Mapping):
+                yield from ((f"{key}.{name}", inner) for name, inner in value.items())
+            else:
+                yield key, value
+        if self._optimizer is None:
+            return
+        by_child = distinct_groups(self._checkpoint.param_groups(), self._experts_apart)
+        groups = [group for of_child in by_child for group in of_child]
+        for name in self._optimizer.names():
+            for setting, value in self._group_of(name, groups).items():
+                yield f"{GROUPS}{self._modules.of(name)}.{setting}", value
+
+    def _group_of(self, name: str, groups: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+        """The group that a parameter is in.
+
+        Raises:
+            UnsupportedCheckpointError: see `group_that_holds`.
+        """
+        found = group_that_holds(name, self._checkpoint.named_tensor(WEIGHT, name).shape, groups, self._arguments)
+        return groups[found]
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """What belongs to no tensor and no parameter: `args`, `iteration`, the scheduler and so on."""
+        common = {key: value for key, value in self._state.common.items() if key in COMMON_KEYS}
+        common.pop("content_metadata", None)
+        arguments = common["args"]
+        pipeline = self._checkpoint.layout.pipeline
+        for name, value in {
+            "ckpt_format": FSDP_DTENSOR, "use_dist_ckpt": True, "use_megatron_fsdp": True, "no_save_rng": True,
+            "use_distributed_optimizer": True, "no_save_optim": self._optimizer is None,
+            "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
+            "transformer_pipeline_model_parallel_size": 1,
+            "data_parallel_size": pipeline * self._checkpoint.layout.data,
+            "padded_vocab_size": self._checkpoint.vocabulary_rows,
+        }.items():  # fmt: skip
+            setattr(arguments, name, value)
+        return common
+
+
+def _chunks(array: FsdpArray) -> Iterator[Chunk]:
+    """Rows of an array in chunks of bounded size."""
+    shape = array.shape
+    rows = shape[0] if shape else 1
+    step = max(1, _CHUNK_BYTES // max(1, prod(shape[1:]) * ITEM_SIZE[array.tensor.dtype]))
+    for begin in range(0, max(rows, 1), step):
+        offsets = (begin, *(0,) * (len(shape) - 1)) if shape else ()
+        sizes = (min(step, rows - begin), *shape[1:]) if shape else ()
+        yield Chunk(offsets, sizes, array.wanted(offsets, sizes))
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))

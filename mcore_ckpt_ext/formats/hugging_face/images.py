@@ -1,0 +1,218 @@
+"""Models that also see images, whole: as Megatron-Bridge holds them, and as Hugging Face's folders do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, some, with_article
+from mcore_ckpt_ext.families.arguments import ModelArguments, complete
+from mcore_ckpt_ext.families.bridge import run_config
+from mcore_ckpt_ext.families.config_keys import neutral_keys
+from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
+from mcore_ckpt_ext.families.images import PREFIX, Images, sections_of
+from mcore_ckpt_ext.families.images_known import IMAGES, kind_of
+from mcore_ckpt_ext.families.text_parts import text_config, turned_stack
+from mcore_ckpt_ext.formats.description import run_config_of
+from mcore_ckpt_ext.formats.fresh_states import fresh, fresh_extra_states
+from mcore_ckpt_ext.formats.hugging_face.folder import StoredTensor
+from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
+from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.parts import WholeModel, lazy
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.views import renamed
+from mcore_ckpt_ext.loops.transformer import is_plain
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE
+from mcore_ckpt_ext.model_space.slices import Region
+from mcore_ckpt_ext.model_space.tensors import WEIGHT
+
+_SHOWN = 6
+_FLOATS = ("bfloat16", "float16", "float32")
+_HELPS = "name the folder that it began with: --tokenizer FOLDER"
+# Names of experts in stacks, which choose the rules for them.
+_STACKED = tuple(f"model.layers.0.mlp.experts.{one}_proj" for one in ("gate_up", "down"))
+# What a job may choose anew.
+_OF_TRAINING = ("attention_dropout", "initializer_range", "max_position_embeddings", "architectures")
+
+
+class WithImages(HuggingFaceCheckpoint):
+    """A folder with what sees images, under the names of Megatron-Bridge's model of the whole."""
+
+    @override
+    def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
+        quantised = [name for name, found in self._images.items() if found.extent.dtype not in _FLOATS]
+        if quantised:
+            raise UnsupportedCheckpointError(
+                "what sees images is quantised, and not read", found=some(quantised, 1), where=str(self.folder),
+                helps="leave --for bridge out for its text, or take the folder as it was released in bf16",
+            )  # fmt: skip
+        text = [(_below_prefix(tensor), found) for tensor, found in super()._matched(stored)]
+        named = {name: self._kind.ours(name) for name in self._images}
+        self.left_out = [name for name in self.left_out if name not in named]
+        shapes = {ours: self._kind.in_megatron(ours, self._images[name].shape)
+                  for name, ours in named.items() if ours is not None}  # fmt: skip
+        wrong = [with_article(name) for name, ours in named.items() if ours is None]
+        wrong += self._kind.misfits(self.whole_config, shapes)
+        if wrong:
+            raise UnsupportedCheckpointError(
+                "config.json does not describe the tensors that see images", found=some(wrong, _SHOWN),
+                where=str(self.folder),
+            )  # fmt: skip
+        vision = self.whole_config["vision_config"]
+        return text + [(self._kind.tensor(ours, shapes[ours], vision), self._images[name])
+                       for name, ours in named.items() if ours is not None]  # fmt: skip
+
+    @property
+    def _kind(self) -> Images:
+        return IMAGES[self.whole]
+
+    @override
+    def run_config(self) -> str:
+        return run_config(self.family, complete(self.arguments), self._kind.provider_fields(self.whole_config))
+
+    @override
+    def extra_states(self) -> Mapping[str, Any]:
+        text = [name.removeprefix(PREFIX) for name in self.weights.names() if name.startswith(PREFIX)]
+        of_engine = self.model.transformer_impl == TRANSFORMER_ENGINE
+        states = {f"{PREFIX}{name}": state for name, state in fresh_extra_states(text, of_engine).items()}
+        seeing = self._kind.states_of([name for name in self.weights.names() if not name.startswith(PREFIX)])
+        return {**states, **{f"{module}.{EXTRA_STATE}": fresh(engine) for module, engine in seeing.items()}}
+
+    @override
+    def notices_of(self, view: CheckpointView) -> list[str]:
+        found = [f"of {self.whole}, text and images, for Megatron-Bridge: pretrain_gpt.py has no such model"]
+        if self.left_out:
+            found.append(f"left out, because Megatron has no place for it: {some(self.left_out, _SHOWN)}")
+        return found + self.unlike_most()
+
+
+class WithAll(HuggingFaceCheckpoint):
+    """A folder with what sees images under the names of folders, to be compared with another one."""
+
+    @override
+    def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
+        text, known = super()._matched(stored), IMAGES.get(self.whole)
+        self.left_out = [name for name in self.left_out if name not in self._images]
+        return text + [(_as_it_is(known.spelled(name) if known else name, found.shape), found)
+                       for name, found in self._images.items()]  # fmt: skip
+
+
+def with_images(checkpoint: CheckpointView) -> CheckpointView:
+    """The whole of a Hugging Face folder that only the text was read of, where it is known how Bridge holds it."""
+    own = checkpoint.format_reader
+    if not isinstance(own, HuggingFaceCheckpoint) or own.whole not in IMAGES:
+        return checkpoint
+    return own.read_again(WithImages).view
+
+
+def compared_whole(opened: Sequence[CheckpointView]) -> list[CheckpointView]:
+    """Two checkpoints to compare: two folders of wholes with all that they hold, anything else as it is."""
+    readers = [one.format_reader for one in opened]
+    folders = [one for one in readers if isinstance(one, HuggingFaceCheckpoint) and one.whole]
+    return [one.read_again(WithAll).view for one in folders] if len(folders) == len(opened) else [*opened]
+
+
+def text_beside(checkpoint: CheckpointView) -> CheckpointView:
+    """A whole of Megatron-Bridge with its text under the names of a model of its own; anything else as it is."""
+    names = checkpoint.names(WEIGHT)
+    kind = kind_of(names)
+    if kind is None:
+        return checkpoint
+    view = renamed(checkpoint, {name: name.removeprefix(PREFIX) for name in names})
+    text = frozenset(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
+    # Of positions in a text the three axes are one.
+    arguments = lazy(lambda: view.arguments.changed(position_embedding_type="rope"))
+    return replace(view, job=replace(view.job, arguments=arguments), whole_model=WholeModel(kind, text))
+
+
+def seeing_tensors(checkpoint: CheckpointView, beside: Mapping[str, Any]) -> list[HuggingFaceTensor]:
+    """What sees images in a checkpoint that `text_beside` gave; nothing in any other.
+
+    Args:
+        checkpoint: the checkpoint.
+        beside: the `config.json` of a Hugging Face folder, or nothing.
+
+    Raises:
+        UnsupportedCheckpointError: the `config.json` is of another kind, or describes another model.
+    """
+    whole = checkpoint.whole_model
+    if whole is None:
+        return []
+    vision = beside.get("vision_config")
+    if beside.get("model_type") != whole.kind or not isinstance(vision, Mapping):
+        raise UnsupportedCheckpointError(
+            "what the part of a model is like that sees images, only its config.json says", found=str(beside.get(
+            "model_type", "none beside the checkpoint")), expected=f"model_type {whole.kind}",
+            where=str(checkpoint.folder), helps=_HELPS,
+        )  # fmt: skip
+    images, names = IMAGES[whole.kind], checkpoint.names(WEIGHT)
+    shapes = {name: checkpoint.named_tensor(WEIGHT, name).shape for name in names if name not in whole.text}
+    _refuse([*images.misfits(beside, shapes), *_unlike(vision, checkpoint)], checkpoint)
+    return [images.tensor(name, shape, vision) for name, shape in shapes.items()]
+
+
+def _unlike(vision: Mapping[str, Any], checkpoint: CheckpointView) -> list[str]:
+    """What Megatron-Bridge's own file says otherwise of what sees."""
+    known = ((run_config_of(checkpoint.folder) or {}).get("model") or {}).get("vision_config")
+    trained = known if isinstance(known, Mapping) else {}
+    return [f"{key} is {vision[key]}, not {value}, in vision_config" for key, value in trained.items()
+            if key in vision and key not in _OF_TRAINING and is_plain(value) and vision[key] != value]  # fmt: skip
+
+
+def text_tensors(checkpoint: CheckpointView, family: Family, arguments: ModelArguments) -> list[HuggingFaceTensor]:
+    """The tensors of a text that are written; in a whole, as released folders of it have them.
+
+    Raises:
+        UnsupportedCheckpointError: experts lie transposed there, and nothing would tell.
+    """
+    if checkpoint.whole_model is None:
+        return family.tensors(arguments)
+    images = IMAGES[checkpoint.whole_model.kind]
+    found = family.tensors(arguments, _STACKED if images.experts else None)
+    written = map(turned_stack, found) if images.experts else found
+    return [replace(tensor, name=images.in_folder(tensor.name)) for tensor in written]
+
+
+def checked_whole(
+    beside: Mapping[str, Any], family: Family, arguments: ModelArguments, checkpoint: CheckpointView
+) -> dict[str, Any]:
+    """The `config.json` of a whole: that which lies beside, for what sees images is in no argument.
+
+    Args:
+        beside: the `config.json` of a Hugging Face folder.
+        family: of the text.
+        arguments: of the text.
+        checkpoint: one that `text_beside` gave.
+
+    Raises:
+        UnsupportedCheckpointError: it describes another model.
+    """
+    text = text_config(beside) or {}
+    neutral = neutral_keys(text, str(beside.get("model_type")), beside)
+    said, trained = family.config(family.arguments(text, neutral)), family.config(arguments)
+    wrong = [f"{key} is {said.get(key)!r}, not {value!r}" for key, value in trained.items()
+             if key not in _OF_TRAINING and said.get(key) != value]  # fmt: skip
+    axes = checkpoint.arguments.stated.get("mrope_section")
+    if axes is not None and list(axes) != list(sections_of(beside) or ()):
+        wrong.append(f"mrope_section is {sections_of(beside)}, not {axes}")
+    _refuse(wrong, checkpoint)
+    return {key: value for key, value in beside.items() if key != "dtype"}
+
+
+def _as_it_is(name: str, shape: tuple[int, ...]) -> HuggingFaceTensor:
+    return HuggingFaceTensor(name, shape, (Region.whole(name, shape),))
+
+
+def _below_prefix(tensor: HuggingFaceTensor) -> HuggingFaceTensor:
+    return replace(tensor, regions=tuple(replace(one, name=f"{PREFIX}{one.name}") for one in tensor.regions))
+
+
+def _refuse(wrong: Sequence[str], checkpoint: CheckpointView) -> None:
+    if wrong:
+        raise UnsupportedCheckpointError(
+            "the config.json beside describes another model than was trained", found="; ".join(wrong[:_SHOWN]),
+            where=str(checkpoint.folder), helps=_HELPS,
+        )  # fmt: skip

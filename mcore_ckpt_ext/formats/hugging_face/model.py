@@ -1,0 +1,100 @@
+"""The model that a Hugging Face folder's `config.json` describes; no tensor is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, UnsupportedCheckpointError, with_article
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.config_keys import NeutralKeys, neutral_keys
+from mcore_ckpt_ext.families.contradictions import contradictions
+from mcore_ckpt_ext.families.entry_points import attributed
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.recognition import family_of_config
+from mcore_ckpt_ext.families.text_parts import text_config
+from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, read_config
+
+TRANSFORMER_ENGINE, LOCAL = "transformer_engine", "local"
+
+
+@dataclass(frozen=True)
+class DescribedModel:
+    """What `config.json` says.
+
+    Attributes:
+        config: it, or the part of it that is about the text.
+        family: of the model.
+        arguments: of a job that trains it.
+        whole: the `model_type` of a model that has other parts than the text; empty for one that has not.
+        whole_config: what `config.json` says of all parts.
+        neutral: its keys that do not change what the model computes.
+    """
+
+    config: Mapping[str, Any]
+    family: Family
+    arguments: ModelArguments
+    whole: str
+    whole_config: Mapping[str, Any]
+    neutral: NeutralKeys
+
+
+def described_model(folder: Path, family: Family | None = None, transformer_impl: str = "") -> DescribedModel:
+    """Read the `config.json` of a folder.
+
+    Args:
+        folder: the folder.
+        family: of the model; by default as `config.json` says.
+        transformer_impl: the layer spec of the job that will read it.
+
+    Raises:
+        UnreadableCheckpointError: it is missing or damaged.
+        UnsupportedCheckpointError: the model is of a kind that is not read, or not under that layer spec.
+    """
+    whole = read_config(folder)
+    text = text_config(whole)
+    config = text or whole
+    family = family or family_of_config(config, str(folder / CONFIG))
+    if family.needs_engine and transformer_impl == LOCAL:
+        raise UnsupportedCheckpointError(
+            f"Megatron builds {with_article(family.name)} of Transformer Engine's layers only",
+            found=f"--transformer-impl {LOCAL}", where=str(folder), helps="leave the option out",
+        )  # fmt: skip
+    neutral = neutral_keys(config, str(whole.get("model_type")), whole)
+    arguments = attributed(family, lambda: family.arguments(config, neutral))
+    arguments = replace(arguments, transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
+    if misfits := attributed(family, lambda: family.misfits(arguments)):
+        raise UnsupportedCheckpointError(
+            f"config.json describes {with_article(family.name)} that Megatron would compute otherwise",
+            found="; ".join(misfits), where=str(folder / CONFIG),
+            helps="a family of your own can map it: mcore-ckpt convert --family path.py:Name",
+        )  # fmt: skip
+    return DescribedModel(config, family, arguments, str(whole.get("model_type")) if text else "", whole, neutral)
+
+
+def mismatch(family: Family, model: ModelArguments, trained: JobArguments, folder: Path) -> CheckpointError | None:
+    """Why the weights of a folder are not those that a job trained; None where nothing speaks against it.
+
+    Args:
+        family: of the folder's model.
+        model: the folder's model.
+        trained: the arguments of the job.
+        folder: the folder.
+    """
+    tokens = int(model.known("vocab_size"))
+    if (rows := trained.padded_vocab_size or 0) > tokens:
+        return UnsupportedCheckpointError(
+            "the job of the optimizer padded its vocabulary, and a Hugging Face folder holds no such rows",
+            found=f"{rows} rows, of which {rows - tokens} are padding", where=str(folder),
+            helps="name a checkpoint of Megatron's with the weights of that step: --weights RUN",
+        )  # fmt: skip
+    if found := contradictions(family, model, trained) if trained.tells_all else []:
+        return ModelMismatchError(
+            "the job of the optimizer trained another model than config.json describes, though the weights may fit",
+            found="; ".join(found), where=str(folder / CONFIG),
+            helps="name the folder of the model that was trained; or, if it is that, mend its config.json",
+        )  # fmt: skip
+    return None

@@ -1,0 +1,154 @@
+"""Folders with quantised weights: which tensors are codes, and which are their scales.
+
+What is decoded: fp8 with a scale for each block of a matrix (DeepSeek-V3, `weight_scale_inv`), for each row, or for the
+whole (compressed-tensors, `weight_scale`), and the 4-bit floats of gpt-oss (`_blocks` and `_scales`). Sources:
+transformers/integrations/finegrained_fp8.py and mxfp4.py (5.23); compressed_tensors/quantization (0.12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened
+from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor
+from mcore_ckpt_ext.planning.array_location import Scaled
+
+_DTYPES = ("bfloat16", "float32", "float16")
+_FP8 = ("float8_e4m3fn", "float8_e5m2")
+_CODES_IN_BYTE, _MX_BLOCK = 2, 32
+# Scales of what goes into a layer, or of what attention keeps: no weights.
+_OF_ACTIVATIONS = (".input_scale", ".activation_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale")
+
+
+@dataclass(frozen=True)
+class _Pairing:
+    """How codes and scales are named; `block` of a matrix that has one scale for each block, where it is known."""
+
+    codes: str
+    scales: str
+    block: tuple[int, int] | None = None
+    packed: bool = False
+
+
+def dequantised(
+    stored: Mapping[str, StoredTensor], config: Mapping[str, Any], where: str
+) -> tuple[dict[str, StoredTensor], list[str]]:
+    """The tensors of a folder as numbers, and the names of those that describe no weight.
+
+    Args:
+        stored: by name, as they lie there.
+        config: `config.json`.
+        where: the folder, for messages.
+
+    Raises:
+        UnsupportedCheckpointError: the weights are quantised in a way that is not decoded here.
+        UnreadableCheckpointError: codes without scales, or scales of another shape.
+    """
+    pairing = _pairing(config, where)
+    if pairing is None:
+        return dict(stored), []
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or _DTYPES[0])
+    dtype = dtype if dtype in _DTYPES else _DTYPES[0]
+    found: dict[str, StoredTensor] = {}
+    scales = {
+        name
+        for name in stored
+        if name.endswith(pairing.scales) and name.removesuffix(pairing.scales) + pairing.codes in stored
+    }
+    activations = sorted(name for name in stored if name.endswith(_OF_ACTIVATIONS))
+    for name, tensor in stored.items():
+        if name in scales or name in activations:
+            continue
+        beside = stored.get(name.removesuffix(pairing.codes) + pairing.scales) if name.endswith(pairing.codes) else None
+        if beside is not None:
+            whole = name.removesuffix("_blocks") if pairing.packed else name
+            found[whole] = _decoded(name, tensor, beside, pairing, dtype, where)
+        elif tensor.extent.dtype in _FP8 or (pairing.packed and name.endswith(pairing.codes)):
+            raise UnreadableCheckpointError("quantised weights have no scales", found=name, where=where)
+        else:
+            found[name] = tensor
+    return found, activations
+
+
+def _pairing(config: Mapping[str, Any], where: str) -> _Pairing | None:
+    """How the weights are quantised; None where they are not."""
+    quantised = config.get("quantization_config") or config.get("compression_config")
+    if not quantised:
+        return None
+    settings = quantised if isinstance(quantised, Mapping) else {}
+    method = settings.get("quant_method", quantised)
+    if method == "fp8":
+        block = settings.get("weight_block_size")
+        if block is None or _is_block(block):
+            return _Pairing(".weight", ".weight_scale_inv", tuple(block) if block else None)
+        raise UnreadableCheckpointError(
+            "the blocks of quantised weights have sizes that they cannot have",
+            found=f"weight_block_size {shortened(repr(block))}", expected="two whole numbers above 0",
+            where=f"{where}/{CONFIG}", helps="the folder's config.json is damaged: fetch it again",
+        )  # fmt: skip
+    if method == "mxfp4":
+        return _Pairing("_blocks", "_scales", (1, _MX_BLOCK), packed=True)
+    if method == "compressed-tensors" and _is_fp8(settings):
+        return _Pairing(".weight", ".weight_scale")
+    raise UnsupportedCheckpointError(
+        "the model is quantised, and its weights cannot be converted without changing them", found=method,
+        expected="fp8 (by blocks, rows or tensors), or mxfp4", where=f"{where}/{CONFIG}",
+        helps="take the model as it was released in bf16, or dequantise it first",
+    )  # fmt: skip
+
+
+def _is_block(block: Any) -> bool:
+    sizes = block if isinstance(block, list) else []
+    return len(sizes) == 2 and all(type(size) is int and 0 < size <= 1 << 20 for size in sizes)
+
+
+def _is_fp8(settings: Mapping[str, Any]) -> bool:
+    groups = settings.get("config_groups")
+    weights = [
+        group.get("weights") if isinstance(group, Mapping) else None
+        for group in (groups.values() if isinstance(groups, Mapping) else ())
+    ]
+    return bool(weights) and all(
+        isinstance(one, Mapping) and one.get("type") == "float" and one.get("num_bits") == 8
+        and one.get("strategy") in ("tensor", "channel") and one.get("symmetric", True)
+        for one in weights
+    )  # fmt: skip
+
+
+def _decoded(
+    name: str, codes: StoredTensor, scales: StoredTensor, pairing: _Pairing, dtype: str, where: str
+) -> StoredTensor:
+    shape = codes.shape
+    if pairing.packed:  # (..., rows, blocks in a row, bytes in a block), whose scales are (..., rows, blocks in a row)
+        shape = (*shape[:-2], prod(shape[-2:]) * _CODES_IN_BYTE)
+    if isinstance(codes.extent, Scaled) or isinstance(scales.extent, Scaled):
+        raise TypeError("these are numbers already")
+    rows, columns = prod(shape[:-1]), shape[-1]
+    for block in _blocks(pairing, shape):
+        grid = (-(-rows // block[0]), -(-columns // block[1]))
+        fits = prod(scales.shape) == prod(grid) and (pairing.block is None or scales.shape[-1:] == grid[1:])
+        if fits and not codes.first and not scales.first:
+            extent = Scaled(codes.extent, scales.extent, rows, columns, block, dtype, pairing.packed)
+            # As transformers has it, which transposes what it unpacks (`convert_moe_packed_tensors`).
+            return StoredTensor(
+                (*shape[:-2], shape[-1], shape[-2]) if pairing.packed else shape, extent, 0, pairing.packed
+            )
+    raise UnreadableCheckpointError(
+        "the scales of quantised weights do not fit them", found=f"{scales.shape} beside {codes.shape}",
+        expected=f"one for each block of {pairing.block}" if pairing.block else "one for each row, or one for all",
+        where=f"{where}: {name}", helps="the folder is damaged, or its config.json is of another model: fetch it again",
+    )  # fmt: skip
+
+
+def _blocks(pairing: _Pairing, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """The blocks that a matrix may be cut into: as the folder says; else a row, or all of it."""
+    rows, columns = prod(shape[:-1]), shape[-1]
+    if pairing.block is not None:
+        if shape[-2] % pairing.block[0] == 0 or len(shape) == 2:  # else blocks would reach into the next matrix
+            yield pairing.block
+        return
+    yield rows, columns
+    yield 1, columns

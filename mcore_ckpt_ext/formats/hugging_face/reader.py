@@ -1,0 +1,362 @@
+"""A Hugging Face folder as a source: weights in model space, and the arguments of a job that trains them."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from math import prod
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import (
+    CheckpointError,
+    UnreadableCheckpointError,
+    UnsupportedCheckpointError,
+    some,
+    with_article,
+)
+from mcore_ckpt_ext.families.arguments import complete
+from mcore_ckpt_ext.families.bridge import run_config
+from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
+from mcore_ckpt_ext.families.entry_points import attributed
+from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
+from mcore_ckpt_ext.families.flags import training_flags, unsaid
+from mcore_ckpt_ext.families.images_known import IMAGES
+from mcore_ckpt_ext.families.recognition import Fit
+from mcore_ckpt_ext.families.text_parts import text_names, turned_experts
+from mcore_ckpt_ext.families.wide_norms import WithWideNorms
+from mcore_ckpt_ext.formats.fresh_states import fresh_extra_states
+from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, StoredTensor, read_tensors
+from mcore_ckpt_ext.formats.hugging_face.model import LOCAL, TRANSFORMER_ENGINE, described_model, mismatch
+from mcore_ckpt_ext.formats.hugging_face.quantised import dequantised
+from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
+from mcore_ckpt_ext.formats.hugging_face.weights_alone import WeightsAlone
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.releases import NORMALIZES_PLAIN_QUERIES
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.planning.array_location import RawArray, Scaled
+from mcore_ckpt_ext.storage.budget import Budget
+
+NAME = "hf"
+_SHOWN = 6
+_EMBEDDINGS = ("model.embed_tokens.weight", "transformer.wte.weight")
+_BLOCK = 1 << 24
+_ENTRY_BYTES, _STEPS_A_REGION = 60, 16  # of a tensor in a file's header, at least; to make a region of one
+_PADDING = 128  # `--make-vocab-size-divisible-by`
+
+
+class HuggingFaceCheckpoint(WeightsAlone):
+    """A folder that transformers loads."""
+
+    format = NAME
+    is_model_folder = True
+    foreign_writer = "no Megatron: it is a Hugging Face folder"
+    kind: ClassVar[str] = "a Hugging Face folder"
+
+    def __init__(
+        self,
+        folder: Path,
+        witnesses: Sequence[ParameterOrder] = (),
+        *,
+        family: Family | None = None,
+        transformer_impl: str = TRANSFORMER_ENGINE,
+        below: str = "",
+        mtp: bool = True,
+    ) -> None:
+        """Read the configuration and the files' headers.
+
+        Args:
+            folder: the folder.
+            witnesses: see `FormatReader`.
+            family: of the model; by default as `config.json` says.
+            transformer_impl: the layer spec of the job that will read it, because its names differ.
+            below: the folder in it that the model lies in.
+            mtp: whether multi-token prediction (MTP) layers are read, where the folder has any.
+
+        Raises:
+            UnreadableCheckpointError: a file is missing or damaged, or tensors are not as `config.json` says.
+            UnsupportedCheckpointError: the model is of a kind that is not read.
+        """
+        super().__init__(folder, witnesses)
+        self._below = below
+        described = described_model(folder / below, family, transformer_impl)
+        self.config, self.family, self.whole = described.config, described.family, described.whole
+        self.whole_config, self._neutral = described.whole_config, described.neutral
+        self.model = described.arguments
+        self._images: dict[str, StoredTensor] = {}
+        stored, unread = read_tensors(self.reader, below)
+        self._extents = [tensor.extent for tensor in stored.values()]
+        told = f"the folder holds weights that are not read, because others come first: {some(unread)}"
+        self._stale = [told] if unread else []
+        if self.whole:
+            names = text_names(stored)
+            self._images = {name: stored[name] for name, ours in names.items() if ours is None}
+            stored = {ours: self._turned(ours, stored[name]) for name, ours in names.items() if ours is not None}
+        stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
+        held = self.family.mtp_layers(stored, self.model)
+        self._holds_no_mtp, layers = not held, held if mtp else 0
+        self.model = replace(self.model, mtp_num_layers=layers or None)
+        self.left_out: list[str] = []
+        self._weights = ModelSpaceWeights(self._matched(stored))
+
+    def _turned(self, name: str, tensor: StoredTensor) -> StoredTensor:
+        shape = turned_experts(name, tensor.shape, self.config)
+        return tensor if shape is None else replace(tensor, shape=shape, turned=True)
+
+    def without_mtp(self) -> HuggingFaceCheckpoint:
+        """The same, without the MTP layers."""
+        return self.read_again(HuggingFaceCheckpoint, mtp=False)
+
+    def read_again(self, kind: type[HuggingFaceCheckpoint], mtp: bool = True) -> HuggingFaceCheckpoint:
+        """The same folder, read by another class, or without MTP layers."""
+        return kind(
+            self.folder, self._witnesses, family=self.family, transformer_impl=self.model.transformer_impl,
+            below=self._below, mtp=mtp,
+        )  # fmt: skip
+
+    @property
+    def has_mtp(self) -> bool:
+        """Whether it has MTP layers."""
+        return bool(self.model.mtp_num_layers)
+
+    def _matched(self, stored: Mapping[str, StoredTensor]) -> list[tuple[HuggingFaceTensor, StoredTensor]]:
+        """Match every tensor that the configuration asks for with one that is there; none may remain."""
+        prefix = self.family.optional_prefix
+        if prefix and not any(name.startswith(prefix) for name in stored):
+            stored = {name if name.startswith("lm_head.") else prefix + name: tensor for name, tensor in stored.items()}
+        layers, experts = self.model.num_layers, self.model.num_experts or 1
+        if layers > len(stored):
+            raise UnreadableCheckpointError(
+                "config.json describes more layers than the folder can hold",
+                found=f"{len(stored)} tensors", expected=f"{layers} layers", where=str(self.folder),
+            )  # fmt: skip
+        # Query, key and value are rows of one parameter, group by group.
+        regions = layers * (experts + 3 * self.model.num_query_groups)
+        Budget(_ENTRY_BYTES * len(stored), CONFIG).spend(_STEPS_A_REGION * regions, "layers, experts and query groups")
+        self._check_tied(stored)
+        tensors = attributed(self.family, lambda: self.family.tensors(self.model, stored))
+        expected = {tensor.name: tensor for tensor in tensors}
+        stored = self._without_copies(stored, expected.values())
+        ignored = self.family.without_place(stored.keys(), self.model, self.config) - expected.keys()
+        self.left_out = sorted([*ignored, *self._of_activations, *self._images])
+        missing = [name for name in expected if name not in stored]
+        surplus = [name for name in stored if name not in expected and name not in ignored]
+        wrong = [
+            f"{name} is {stored[name].shape}, not {tensor.shape}"
+            for name, tensor in expected.items()
+            if name in stored and stored[name].shape != tensor.shape
+        ]
+        if missing or surplus or wrong:
+            told = [f"no {name}" for name in missing[:_SHOWN]] + [with_article(name) for name in surplus[:_SHOWN]]
+            more = max(0, len(missing) - _SHOWN) + max(0, len(surplus) - _SHOWN) + max(0, len(wrong) - _SHOWN)
+            raise UnreadableCheckpointError(
+                f"the tensors are not those of the {self.family.name} that config.json describes",
+                found="; ".join(told + wrong[:_SHOWN]) + (f"; and {more} more" if more else ""),
+                where=str(self.folder),
+                helps="the folder mixes models, or its family differs from the one here: mcore-ckpt convert "
+                "--family path.py:Name",
+            )
+        return [(tensor, stored[name]) for name, tensor in expected.items()]
+
+    def _without_copies(
+        self, stored: Mapping[str, StoredTensor], expected: Iterable[HuggingFaceTensor]
+    ) -> Mapping[str, StoredTensor]:
+        """The tensors but for those that repeat others of the `expected` ones, and have to be copies of them.
+
+        Raises:
+            UnreadableCheckpointError: one of them is not.
+        """
+        copies = self.family.copies(self.model)
+        if not any(copy.name in stored for copy in copies):
+            return stored
+        originals = {tensor.regions[0].name: tensor.name for tensor in expected}
+        found = dict(stored)
+        for copy in copies:
+            original = stored.get(originals.get(copy.regions[0].name, ""))
+            repeated = found.pop(copy.name, None)
+            if repeated is not None and original is not None and not self._same_bytes(repeated, original):
+                raise UnreadableCheckpointError(
+                    "a multi-token prediction (MTP) layer has weights of its own where Megatron has those of the model",
+                    where=copy.name,
+                )
+        return found
+
+    def _check_tied(self, stored: Mapping[str, StoredTensor]) -> None:
+        """Check that a tied model's own output layer, which is left out, really is a copy."""
+        copy = stored.get("lm_head.weight")
+        embedding = next((stored[name] for name in _EMBEDDINGS if name in stored), None)
+        if self.model.untie_embeddings_and_output_weights or copy is None or embedding is None:
+            return
+        if copy.shape != embedding.shape or not self._same_bytes(copy, embedding):
+            raise UnreadableCheckpointError(
+                "config.json says that the output layer is the embedding, but the two differ", where="lm_head.weight",
+                helps='set "tie_word_embeddings": false in config.json if the output layer has weights of its own',
+            )  # fmt: skip
+
+    def _same_bytes(self, one: StoredTensor, other: StoredTensor) -> bool:
+        if isinstance(one.extent, Scaled) or isinstance(other.extent, Scaled):
+            raise UnsupportedCheckpointError(
+                "two tensors that should be one are quantised, and are not compared", where=str(self.folder),
+                helps="take the model as it was released in bf16, or dequantise it first",
+            )  # fmt: skip
+        places = []
+        for tensor in (one, other):
+            payload = self.transfer.locate(tensor.extent)
+            places.append((payload.file, payload.offset + tensor.first * payload.dtype.itemsize, payload.dtype))
+        if places[0][2] != places[1][2]:
+            return False
+        total = prod(one.shape) * places[0][2].itemsize
+        return places[0] == places[1] or all(
+            len({self.reader.read(file, at + start, min(_BLOCK, total - start)) for file, at, _ in places}) == 1
+            for start in range(0, total, _BLOCK)
+        )
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """What a release checkpoint says about the job that will read it."""
+        dtypes = self._weights.dtypes
+        arguments = {
+            **self.model.stated(),
+            "padded_vocab_size": -(-self.vocabulary // _PADDING) * _PADDING,
+            "make_vocab_size_divisible_by": _PADDING,
+            "seq_length": self.model.max_position_embeddings,
+            "norm_epsilon": self.model.layernorm_epsilon,
+            "apply_layernorm_1p": self.model.layernorm_zero_centered_gamma,
+            # True whatever the positions are, and compared on loading (`check_checkpoint_args`).
+            "add_position_embedding": True,
+            "moe_grouped_gemm": bool(
+                self.model.num_experts and self.model.transformer_impl == TRANSFORMER_ENGINE
+            ),
+            "bf16": "bfloat16" in dtypes,
+            "fp16": "float16" in dtypes and "bfloat16" not in dtypes,
+            "params_dtype": getattr(torch, dtypes[0]),
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "iteration": 0,
+            "consumed_train_samples": 0,
+            "consumed_valid_samples": 0,
+            **{f"{name}_parallel_size": 1 for name in ("tensor_model", "pipeline_model", "expert_model", "context")},
+            **{f"{name}_parallel_size": 1 for name in ("expert_tensor", "data")},
+            "virtual_pipeline_model_parallel_size": None,
+            "transformer_pipeline_model_parallel_size": 1,
+            "world_size": 1,
+        }  # fmt: skip
+        return {
+            "args": argparse.Namespace(**arguments),
+            "checkpoint_version": 3.0,
+            "iteration": 0,
+            "num_floating_point_operations_so_far": 0,
+        }
+
+    @property
+    @override
+    def vocabulary(self) -> int:
+        return int(self.model.known("vocab_size"))
+
+    @property
+    @override
+    def companions_below(self) -> str:
+        return self._below
+
+    @override
+    def checked_arrays(self) -> Iterator[RawArray]:
+        return (one for one in self._extents if isinstance(one, RawArray) and one.crc is not None)
+
+    @property
+    @override
+    def has_norms_of_all_heads(self) -> bool:
+        return isinstance(self.family, WithWideNorms)
+
+    @property
+    @override
+    def fit(self) -> Fit:
+        return Fit(self.family, self.model, [])
+
+    @property
+    @override
+    def other_layer_spec(self) -> str | None:
+        return None if self.family.needs_engine or self.model.transformer_impl == LOCAL else LOCAL
+
+    @override
+    def mismatch_with(self, optimizer: CheckpointView) -> CheckpointError | None:
+        return mismatch(self.family, self.model, optimizer.arguments, self.folder)
+
+    @override
+    def for_legacy_files(self) -> HuggingFaceCheckpoint:
+        # Which rank of a pipeline holds the MTP layers, no legacy file says.
+        return self.without_mtp() if self.has_mtp else self
+
+    @property
+    @override
+    def not_looked_at(self) -> list[str]:
+        return [name for name in self.left_out if name in self._images]
+
+    @override
+    def notices_of(self, view: CheckpointView) -> list[str]:
+        found = [*self.family.notices(self.model), *self._neutral.notices(self.family.mapped_keys)]
+        if self.family.origin:
+            found.insert(0, f"the model is {with_article(self.family.described)}")
+        if self.whole:
+            whole = "; --for bridge carries what sees images, too" if self.whole in IMAGES else ""
+            found.append(f"of {self.whole} only the text is read, as {with_article(self.family.name)}{whole}")
+        if self.left_out:
+            found.append(f"left out, because Megatron has no place for it: {some(self.left_out, _SHOWN)}")
+        spoken = [f"{key}: {self.config[key]}" for key in MTP_LAYERS if self.config.get(key)]
+        if spoken and self._holds_no_mtp:
+            found.append(
+                f"config.json speaks of multi-token prediction (MTP) layers ({spoken[0]}); the folder holds none"
+            )
+        flags = shlex.join(self.training_flags())
+        if self.family.only_bridge:
+            lacks = f"pretrain_gpt.py cannot train this model: {self.family.only_bridge}"
+            found.append(f"{lacks}. Megatron-Bridge can; it reads run_config.yaml")
+        elif lacking := unsaid(self.model, since_0_19=True):
+            said = ", ".join(f"{name} = {value}" for name, value in lacking.items())
+            found.append(
+                f"pretrain_gpt.py cannot train this model as it is: {said}, but no flag of it says so, or none that it "
+                f"passes on. Megatron-Bridge reads run_config.yaml. The other flags are: {flags}"
+            )
+        else:
+            found.append(f"train it with: {flags}")
+        if self.arguments.layernorm_epsilon == 0:
+            found.append(
+                "the epsilon of its norms is 0: a row of zeros becomes NaN; models that are published have 1e-5 or "
+                "1e-6, so see that config.json is right"
+            )
+        found += self.unlike_most()
+        if self.model.position_embedding_type == "yarn":
+            found.append("--position-embedding-type yarn is of Megatron 0.19 and later")
+        if self.model.rotary_seq_len_interpolation_factor:
+            found.append("--rotary-seq-len-interpolation-factor has an effect since pretrain_gpt.py of 0.19")
+        return found + self._stale
+
+    def unlike_most(self) -> list[str]:
+        """A note of parameters in another dtype than most, if there are any."""
+        odd = self._weights.unlike_most
+        dtypes = " and ".join(sorted({tensor.dtype for tensor in odd}))
+        rest = f"unlike the rest, so that a job in {self._weights.dtypes[0]} rounds them"
+        return [f"in {dtypes}, {rest}: {some([tensor.name for tensor in odd], _SHOWN)}"] if odd else []
+
+    @override
+    def unbuildable(self, version: tuple[int, int]) -> str | None:
+        model = self.model
+        if model.multi_latent_attention and not model.q_lora_rank and NORMALIZES_PLAIN_QUERIES.is_of(version):
+            return f"0.19 {NORMALIZES_PLAIN_QUERIES.what}"
+        return None
+
+    def training_flags(self) -> list[str]:
+        """The words of the command line of `pretrain_gpt.py` that describe this model."""
+        return training_flags(complete(self.arguments))
+
+    @override
+    def run_config(self) -> str:
+        return run_config(self.family, complete(self.arguments))
+
+    def extra_states(self) -> Mapping[str, Any]:
+        """What newly made modules store: Megatron would miss it otherwise."""
+        return fresh_extra_states(self._weights.names(), self.model.transformer_impl == TRANSFORMER_ENGINE)

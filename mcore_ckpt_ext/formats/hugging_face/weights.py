@@ -1,0 +1,86 @@
+"""The tensors of a Hugging Face folder as what they are to Megatron: slices of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from math import prod
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.families.family import HuggingFaceTensor, parameter_shapes
+from mcore_ckpt_ext.formats.hugging_face.folder import StoredTensor
+from mcore_ckpt_ext.model_space.names import is_module_buffer
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.planning.array_location import Rearranged
+from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
+
+
+class ModelSpaceWeights(StoredOnce):
+    """The arrays, in model space."""
+
+    kinds: tuple[str, ...] = ()
+
+    def __init__(self, matched: Sequence[tuple[HuggingFaceTensor, StoredTensor]]) -> None:
+        self.matched = matched
+        shapes = parameter_shapes([tensor for tensor, _ in matched])
+        self._slices: dict[str, list[StoredSlice]] = {name: [] for name in shapes}
+        for tensor, stored in matched:
+            for name, stored_slice in _slices(tensor, stored):
+                self._slices[name].append(stored_slice)
+        self._tensors = {name: LogicalTensor(name, shape, self._dtype(name)) for name, shape in shapes.items()}
+
+    def _dtype(self, name: str) -> str:
+        found = sorted({stored.extent.dtype for stored in self._slices[name]})
+        if len(found) > 1:
+            raise UnsupportedCheckpointError(
+                "tensors that Megatron joins into one parameter have different dtypes", found=" and ".join(found),
+                where=name,
+            )  # fmt: skip
+        return found[0]
+
+    @property
+    def dtypes(self) -> list[str]:
+        """All dtypes, the one with the most elements first."""
+        elements: dict[str, int] = {}
+        for tensor in self._tensors.values():
+            elements[tensor.dtype] = elements.get(tensor.dtype, 0) + prod(tensor.shape)
+        return sorted(elements, key=lambda dtype: -elements[dtype])
+
+    @property
+    def unlike_most(self) -> list[LogicalTensor]:
+        """Parameters that a job in the dtype of most would round; Megatron itself keeps a router's bias in fp32."""
+        most = self.dtypes[0] if self._tensors else "float32"
+        tensors = self._tensors.values()
+        return [one for one in tensors if one.dtype != most != "float32" and not is_module_buffer(one.name)]
+
+    def names(self) -> list[str]:
+        """All names."""
+        return list(self._tensors)
+
+    def logical_tensor(self, kind: str, name: str) -> LogicalTensor | None:
+        """The tensor as the checkpoint knows it; None where it has none of that kind and name."""
+        return self._tensors.get(name) if kind == WEIGHT else None
+
+    @override
+    def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
+        return self._slices.get(name, []) if kind == WEIGHT else []
+
+
+def _slices(tensor: HuggingFaceTensor, stored: StoredTensor) -> Iterator[tuple[str, StoredSlice]]:
+    """The slices that a tensor holds of each parameter, whose regions lie one after the other in it."""
+    transposed = tensor.transposed != stored.turned
+    first = stored.first
+    for name, found in groupby(tensor.regions, key=lambda region: region.name):
+        parts = tuple(found)
+        part = Slice.whole(parts)
+        if transposed or tensor.interleaved > 1 or tensor.shift:
+            rows = sum(region.sizes[0] for region in parts)
+            columns = prod(parts[0].sizes[1:])
+            matrix = Rearranged(stored.extent, first, rows, columns, transposed, tensor.interleaved, -tensor.shift)
+            yield name, StoredSlice(part, matrix, 0)
+        else:
+            yield name, StoredSlice(part, stored.extent, first)
+        first += part.numel

@@ -1,0 +1,68 @@
+"""Folders of transformers and of peft: weights, and nothing of the training that they come from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
+from mcore_ckpt_ext.formats.reader import FormatReader
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.planning.array_location import RawArray, Scaled
+
+
+class WeightsAlone(FormatReader):
+    """Such a folder."""
+
+    kind: ClassVar[str]
+    """What it is called in messages."""
+    _weights: ModelSpaceWeights
+
+    @property
+    @override
+    def released(self) -> bool:
+        return True
+
+    @property
+    @override
+    def weights(self) -> ModelSpaceWeights:
+        return self._weights
+
+    @property
+    def stored_optimizer_format(self) -> str | None:
+        """There is none."""
+        return None
+
+    @property
+    @override
+    def optimizer(self) -> OptimizerState:
+        raise UnsupportedCheckpointError(f"{self.kind} holds no optimizer", where=str(self.folder))
+
+    @property
+    @override
+    def experts_apart(self) -> bool:
+        return False
+
+    @override
+    def param_groups(self) -> list[dict[str, Any]]:
+        return []
+
+    @override
+    def grad_scaler(self) -> dict[str, Any] | None:
+        return None
+
+    @override
+    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+        return {}
+
+    @override
+    def archives(self) -> Iterator[tuple[str, int, int]]:
+        files = {
+            stored.extent.file
+            for _, stored in self._weights.matched
+            if not isinstance(stored.extent, (RawArray, Scaled))
+        }
+        return ((file, 0, self.reader.size(file)) for file in sorted(files))

@@ -1,0 +1,355 @@
+"""Writing a Hugging Face folder, laid out as `save_pretrained` of transformers 4 and 5 does.
+
+Tensors bear the names of released models, which both versions read; transformers 5 holds experts stacked in memory,
+but saves them one by one, too (`save_original_format`, transformers/core_model_loading.py, seen in 5.23).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain, groupby
+from math import prod
+from typing import Any, cast
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, with_article
+from mcore_ckpt_ext.families.arguments import ModelArguments, complete
+from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
+from mcore_ckpt_ext.families.contradictions import unwritten
+from mcore_ckpt_ext.families.entry_points import attributed
+from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
+from mcore_ckpt_ext.families.flags import ignored
+from mcore_ckpt_ext.families.forward_pass import classified, told, unknown
+from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
+from mcore_ckpt_ext.families.text_parts import text_config
+from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
+from mcore_ckpt_ext.formats.hugging_face.images import checked_whole, seeing_tensors, text_tensors
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.stated import stated_arguments
+from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
+from mcore_ckpt_ext.model_space.names import module_and_leaf
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
+from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.write_plan import Arrangement, Output, OutputFile, Placed, Quantised, Record
+from mcore_ckpt_ext.storage.archive_writer import draft_archive
+from mcore_ckpt_ext.storage.pickling import DeclaredTensor
+from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, json_file, lay_out_checked_file
+from mcore_ckpt_ext.targets import HuggingFace
+
+# An argument of Megatron's own parser, which other descriptions of a job do not have.
+_OF_PRETRAIN_GPT = "use_checkpoint_args"
+_SHOWN = 6
+
+
+_DTYPE = ("torch_dtype", "dtype")
+_BLOCK, _SCALES = 128, "_scale_inv"
+_FP8 = {
+    "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK],
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    """A tensor to be written; `quantised`: as what it holds of a matrix."""
+
+    declared: Declared
+    content: tuple[Placed, ...]
+    quantised: Quantised | None = None
+
+
+class HuggingFaceTarget:
+    """Lays out one folder.
+
+    `family`: what the user says that the model is; by default it is recognised. `tokenizer`: small files that the user
+    adds to the model's own, by name.
+    """
+
+    def __init__(
+        self, checkpoint: CheckpointView, options: HuggingFace, family: Family | None, tokenizer: Mapping[str, bytes]
+    ) -> None:
+        """Raises: UnsupportedCheckpointError, when it is of no known family, or a size is not known."""
+        self._checkpoint = checkpoint
+        self._options = options
+        self._tokenizer = tokenizer
+        self._companions = {**checkpoint.companions(), **tokenizer}
+        beside = json_of(self._companions, CONFIG)
+        self._seeing = seeing_tensors(checkpoint, beside)
+        of_images = {tensor.regions[0].name for tensor in self._seeing}
+        names = [name for name in checkpoint.weights.names() if name not in of_images]
+        stated = stated_arguments(options.arguments)
+        if unknown := sorted(set(stated) - classified(stated)):
+            raise UsageError(
+                "Megatron has no such argument", found=unknown[0], expected="as Megatron's arguments are stored: "
+                "with underscores, and by their destination", helps="correct the name after --argument",
+            )  # fmt: skip
+        self._where = "".join((str(checkpoint.folder), *(f", --argument {text}" for text in options.arguments)))
+        known = checkpoint.arguments
+        model = complete(known.changed(source=self._where, **stated) if stated else known)
+        self._check_ignored(model, stated)
+        arguments = replace(model, vocab_size=self._vocabulary())
+        once = (text_config(beside) or beside).get("model_type")
+        self.fit: Fit = family_of_megatron(arguments, names, family, once, self._where)
+        if lost := unwritten(self.fit.family, self.fit.arguments):
+            raise UnsupportedCheckpointError(
+                f"config.json of {with_article(self.fit.family.name)} would say another model than the job's",
+                found="; ".join(lost), where=self._where, helps="name another family: --family NAME",
+            )  # fmt: skip
+        self.left_out = matching(names, self.fit.family.megatron_left_out)
+        asked = options.kind == FP32_PARAM and checkpoint.optimizer_format is not None
+        self._masters = set(checkpoint.names(FP32_PARAM)) if asked else set()
+        if options.kind == FP32_PARAM and not self._masters:
+            raise UnsupportedCheckpointError(
+                "the checkpoint holds no fp32 masters", found=", ".join(checkpoint.kinds()),
+                where=str(checkpoint.folder), helps="export the weights: leave --from out",
+            )  # fmt: skip
+        self._tensors = [*text_tensors(checkpoint, self.fit.family, self.fit.arguments), *self._seeing]
+        self._check_shapes()
+
+    @property
+    def sees(self) -> bool:
+        """Whether the model also sees images."""
+        return bool(self._seeing)
+
+    def _check_ignored(self, model: ModelArguments, stated: Collection[str]) -> None:
+        """Refuse arguments that the job may have been told in vain; a model to begin with has not been trained yet."""
+        found = {name: value for name, value in ignored(model).items() if name not in stated}
+        if found and not self._checkpoint.released and self._checkpoint.arguments.is_known(_OF_PRETRAIN_GPT):
+            default = {
+                "rope_scaling_factor": "=8",
+                "rotary_seq_len_interpolation_factor": f"={model.rotary_seq_len_interpolation_factor} since 0.19, "
+                "=null up to 0.18",
+            }
+            raise UnsupportedCheckpointError(
+                "the job was given flags that pretrain_gpt.py, or an older one, does not pass on to its model",
+                found=", ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items()),
+                where=str(self._checkpoint.folder),
+                helps="say what the model was computed with; if by pretrain_gpt.py: "
+                + " ".join(f"--argument {name}{default[name]}" for name in found),
+            )
+
+    def output(self) -> Output:
+        """All files, and where each tensor goes."""
+        repeated = self.fit.family.copies(self.fit.arguments)
+        tensors = list(chain.from_iterable(self._written(tensor) for tensor in (*self._tensors, *repeated)))
+        shards = list(_shards(tensors, self._options.max_shard_size))
+        stem, suffix = ("pytorch_model", "bin") if self._options.pickled else ("model", "safetensors")
+        files: list[OutputFile] = []
+        records: list[Record] = []
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, 1):
+            part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
+            file, found = (_pickled if self._options.pickled else _plain)(f"{stem}{part}.{suffix}", shard)
+            files.append(file)
+            records += found
+            weight_map |= {tensor.declared.key: file.name for tensor in shard}
+        if len(shards) > 1:
+            metadata = {
+                "total_parameters": sum(prod(tensor.declared.shape) for tensor in tensors),
+                "total_size": sum(tensor.declared.nbytes for tensor in tensors),
+            }
+            index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
+            files.append(json_file(f"{stem}.{suffix}.index.json", index))
+        sizes: dict[str, int] = {}
+        for tensor in tensors:
+            if tensor.quantised is not None:
+                continue
+            sizes[tensor.declared.dtype] = sizes.get(tensor.declared.dtype, 0) + tensor.declared.nbytes
+        config, lacking, is_published = self._config()
+        # The classes' own defaults belong to the released models, and are wrong for any other vocabulary.
+        config |= dict.fromkeys(lacking)
+        dtype = max(sizes, key=lambda dtype: sizes[dtype])
+        stated = {config[key] for key in _DTYPE if config.get(key) is not None}
+        if stated != {dtype} and not (is_published and not stated and not self._options.dtype):
+            config = {key: value for key, value in config.items() if key not in _DTYPE} | {_DTYPE[0]: dtype}
+        if self._options.quantize:
+            config["quantization_config"] = {**_FP8, "modules_to_not_convert": _left_as_they_are(tensors)}
+        return Output(
+            [*files, *self._small_files(config)],
+            records,
+            tuple(self._notes(config, [key for key in lacking if key in TOKENS[:2]])),
+        )
+
+    def _small_files(self, config: Mapping[str, Any]) -> list[OutputFile]:
+        tokens = {key: config[key] for key in TOKENS if config.get(key) is not None}
+        generation = json_of(self._companions, GENERATION_CONFIG) or {"_from_model_config": True, **tokens}
+        if GENERATION_CONFIG not in self._tokenizer:  # else the tokenizer's own is copied
+            said = json_of(self._tokenizer, CONFIG)
+            generation |= {key: said[key] for key in TOKENS if said.get(key) is not None}
+        files = [
+            OutputFile(name, len(content), ((0, content),))
+            for name, content in self._companions.items()
+            if name not in (CONFIG, GENERATION_CONFIG)
+        ]
+        return [*files, json_file(GENERATION_CONFIG, generation), json_file(CONFIG, config, last=True)]
+
+    def _config(self) -> tuple[dict[str, Any], list[str], bool]:
+        """Compose `config.json` without the dtype.
+
+        Returns:
+            It, the tokens that nothing gives a number for, and whether it is a published one.
+        """
+        family, arguments = self.fit.family, self.fit.arguments
+        beside = json_of(self._companions, CONFIG)
+        if self._seeing:
+            whole = checked_whole(beside, family, arguments, self._checkpoint)
+            inside = {**(whole.get("text_config") or {}), **whole}
+            return whole, [key for key in TOKENS if key not in inside], False
+        text = text_config(beside)
+        beside = {**text, "architectures": [family.architecture]} if text else beside
+        if beside.get("model_type") == family.model_type:
+            if (found := family.updated_config(beside, arguments)) is not None:
+                return found, [], True
+            kept = family.kept(beside)
+        else:  # a tokenizer may come from a model of another family: then only its tokens are this model's, too
+            kept = {key: beside[key] for key in TOKENS if key in beside}
+        config = {**kept, **attributed(family, lambda: family.config(arguments))}
+        return config, [key for key in TOKENS if key not in config], False
+
+    def _vocabulary(self) -> int:
+        source = self._checkpoint
+        known = self._options.vocab_size or source.vocabulary or tokens_of(self._companions) or source.tokens
+        if known is None:
+            raise UnsupportedCheckpointError(
+                "it is not known how many tokens the vocabulary has without Megatron's padding",
+                found=f"{source.vocabulary_rows} rows with it", where=str(source.folder),
+                helps="say how many (--vocab-size N), or where the tokenizer is (--tokenizer PATH)",
+            )  # fmt: skip
+        return known
+
+    def _check_shapes(self) -> None:
+        """Check that every parameter has the shape that the arguments imply; the vocabulary may be padded."""
+        wrong = []
+        for name, shape in parameter_shapes(self._tensors).items():
+            found = self._checkpoint.named_tensor(WEIGHT, name).shape
+            longer = name in VOCABULARY and found[1:] == shape[1:] and found[0] > shape[0]
+            if found != shape and not longer:
+                wrong.append(f"{name} is {found}, not {shape}")
+        if wrong:
+            raise UnsupportedCheckpointError(
+                "the checkpoint's arguments contradict its parameters", found="; ".join(wrong[:_SHOWN]),
+                where=self._where, helps="name the arguments, and --vocab-size, as the model was computed",
+            )  # fmt: skip
+
+    def _notes(self, config: Mapping[str, Any], missing: Sequence[str]) -> Iterator[str]:
+        """What a user who loads the folder should know; `missing`: tokens that `config.json` has no number for."""
+        family = self.fit.family
+        yield f"the model is {with_article(family.described)}"
+        yield from family.notices(self.fit.arguments)
+        yield from told(self.fit.arguments)
+        yield from unknown(self.fit.arguments)
+        shapes = parameter_shapes(self._tensors)
+        yield from self._checkpoint.contradictions
+        stored = self._checkpoint.named_tensor(WEIGHT, VOCABULARY[0]).shape[0]
+        kept = shapes[VOCABULARY[0]][0]
+        if stored > kept:
+            yield f"rows {kept} to {stored - 1} of the vocabulary are cut: it has {kept} tokens"
+        if self.left_out:
+            yield f"left out, because Hugging Face's {family.name} has no place for it: {some(self.left_out, _SHOWN)}"
+        plain = [name for name in shapes if name not in self._masters]
+        if self._masters and plain:
+            yield f"without a master, so taken from the weights: {some(plain, _SHOWN)}"
+        counted = [f"{key}: {config[key]}" for key in MTP_LAYERS if config.get(key)]
+        if counted and not self.fit.arguments.mtp_num_layers:
+            yield f"config.json keeps {counted[0]} as published; the folder holds no such layers"
+        if missing:
+            lacking = " and ".join(missing)
+            yield f"config.json has no {lacking}: name a folder that has (--tokenizer PATH), or edit config.json"
+
+    def _written(self, tensor: HuggingFaceTensor) -> Iterator[_Tensor]:
+        """What is written of a tensor: itself, or its codes and their scales."""
+        laid_out = self._laid_out(tensor)
+        if not self._options.quantize or not _is_linear(tensor) or tensor in self._seeing:
+            yield laid_out
+            return
+        name = tensor.name
+        if tensor.transposed or tensor.interleaved > 1:
+            raise UnsupportedCheckpointError(
+                f"the weights of {with_article(self.fit.family.name)} lie otherwise than those that are quantised",
+                found=name, where=str(self._checkpoint.folder), helps="leave --quantize out",
+            )  # fmt: skip
+        rows, columns = tensor.shape
+        for scales in (False, True):
+            matrix = Quantised(name, laid_out.content, rows, columns, _BLOCK, _BLOCK, scales)
+            grid = (-(-rows // _BLOCK), -(-columns // _BLOCK))
+            codes = Declared(name, (rows, columns), "float8_e4m3fn")
+            yield _Tensor(Declared(name + _SCALES, grid, "float32") if scales else codes, (), matrix)
+
+    def _laid_out(self, tensor: HuggingFaceTensor) -> _Tensor:
+        placed, start = [], 0
+        dtypes = set()
+        for name, regions in groupby(tensor.regions, key=lambda region: region.name):
+            kind = FP32_PARAM if name in self._masters else WEIGHT
+            source = self._checkpoint.named_tensor(kind, name)
+            part = Slice.whole(tuple(regions))
+            placed.append(Placed(start, WantedSlice(kind, part, {name: source}), _arrangement(tensor, part)))
+            start += part.numel
+            dtypes.add(source.dtype)
+        dtype = dtypes.pop()
+        if self._options.dtype and not tensor.keeps_dtype and getattr(torch, dtype).is_floating_point:
+            dtype = self._options.dtype
+        return _Tensor(Declared(tensor.name, tensor.shape, dtype), tuple(placed))
+
+
+def _is_linear(tensor: HuggingFaceTensor) -> bool:
+    """Whether a tensor is a weight of a linear layer of attention, an MLP or an expert, which fp8 is for."""
+    places = {module_and_leaf(region.name) for region in tensor.regions}
+    return all(module.startswith("linear_") and leaf == "weight" for module, leaf in places)
+
+
+def _left_as_they_are(tensors: Sequence[_Tensor]) -> list[str]:
+    """Modules with matrices that are not quantised, as readers ask for them."""
+    return [
+        tensor.declared.key.removesuffix(".weight") for tensor in tensors
+        if tensor.quantised is None and len(tensor.declared.shape) > 1 and tensor.declared.key.endswith(".weight")
+    ]  # fmt: skip
+
+
+def _arrangement(tensor: HuggingFaceTensor, part: Slice) -> Arrangement | None:
+    if not tensor.transposed and tensor.interleaved == 1 and not tensor.shift:
+        return None
+    rows = sum(region.sizes[0] for region in part.regions)
+    return Arrangement(rows, tensor.transposed, tensor.interleaved, tensor.shift)
+
+
+def _shards(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
+    """Like huggingface_hub's `split_torch_state_dict_into_shards`: in order; a file is closed before it is too big."""
+    shard: list[_Tensor] = []
+    size = 0
+    for tensor in tensors:
+        if shard and size + tensor.declared.nbytes > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += tensor.declared.nbytes
+    yield shard
+
+
+def _plain(name: str, shard: Sequence[_Tensor]) -> tuple[OutputFile, list[Record]]:
+    file, starts, checksums = lay_out_checked_file(name, [tensor.declared for tensor in shard])
+    records = [
+        Record(
+            name, start, tensor.declared.dtype, prod(tensor.declared.shape), tensor.content,
+            quantised=tensor.quantised, checksum_texts=(checksum,),
+        )
+        for tensor, start, checksum in zip(shard, starts, checksums, strict=True)
+    ]  # fmt: skip
+    return file, records
+
+
+def _pickled(name: str, shard: Sequence[_Tensor]) -> tuple[OutputFile, list[Record]]:
+    state = OrderedDict(
+        (tensor.declared.key, DeclaredTensor(getattr(torch, tensor.declared.dtype), tensor.declared.shape, tensor))
+        for tensor in shard
+    )
+    archive = draft_archive(state, WRITER)
+    records = []
+    for archived in archive.tensors:
+        tensor = cast("_Tensor", archived.tag)
+        records.append(
+            Record(name, archived.offset, tensor.declared.dtype, archived.numel, tensor.content, archived.checksums)
+        )
+    return OutputFile(name, archive.length, archive.literals), records

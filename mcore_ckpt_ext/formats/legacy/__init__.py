@@ -1,0 +1,1 @@
+"""Megatron's legacy format `torch`: the files of each model-parallel rank."""

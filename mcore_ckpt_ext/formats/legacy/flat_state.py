@@ -1,0 +1,132 @@
+"""Writing distributed optimizers into legacy files: whole gradient buffers, as `--use-distributed-optimizer` has them.
+
+Sources: `DistributedOptimizer.get_parameter_state_dp_zero` and `ChainedOptimizer.save_parameter_state`,
+megatron/core/optimizer, core_v0.9.0 to 0.19.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.legacy.models import TargetModels
+from mcore_ckpt_ext.formats.legacy.ranks import LegacyRank
+from mcore_ckpt_ext.formats.portable_state import distinct_groups
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.releases import CLOSES_BUCKETS_AT_ALIGNED_ENDS, MATCHES_GROUPS_BY_SETTINGS
+from mcore_ckpt_ext.layout.grad_buffer import PackingRule
+from mcore_ckpt_ext.layout.local_model import ModelRank
+from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, packed_buffers
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.optimizers.flat_arrays import KINDS
+from mcore_ckpt_ext.planning.write_plan import Placed
+from mcore_ckpt_ext.storage.pickling import DeclaredTensor
+
+_STATE_NAMES = {kind: state for state, kind in KINDS.items()}
+
+
+class FlatStates:
+    """Lays out what each chained optimizer of a rank stores: its settings, and its gradient buffers."""
+
+    def __init__(
+        self, checkpoint: CheckpointView, models: TargetModels, layout: ParallelLayout, version: tuple[int, int]
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._models = models
+        self._layout = layout
+        self._version = version
+
+    def settings(self, rank: LegacyRank) -> Any:
+        """The rank's entry `optimizer`: the state of the only optimizer, or a list of several."""
+        return _alone_or_all([self._settings(rank, child) for child in self._children])
+
+    def buffers(self, rank: LegacyRank) -> Any:
+        """What the rank's `distrib_optim.pt` holds; None where it has no such file.
+
+        The state of the dense parameters lies beside the first expert rank.
+        """
+        found = [
+            None if child == 0 and rank.expert > 0 else self._buffer_states(rank, child) for child in self._children
+        ]
+        return _alone_or_all(found) if any(state is not None for state in found) else None
+
+    @property
+    def _children(self) -> range:
+        return range(2 if self._layout.expert > 1 else 1)
+
+    def _settings(self, rank: LegacyRank, child: int) -> dict[str, Any]:
+        """The param groups and the scaler of one chained optimizer."""
+        groups = distinct_groups(self._checkpoint.param_groups(), self._layout.expert > 1)[child]
+        if not MATCHES_GROUPS_BY_SETTINGS.is_of(self._version):
+            groups = self._by_first_use(groups, rank, child)
+        settings: dict[str, Any] = {"optimizer": {"param_groups": groups}}
+        scaler = self._checkpoint.grad_scaler()
+        return settings if scaler is None else {**settings, "grad_scaler": scaler}
+
+    def _by_first_use(self, groups: Sequence[dict[str, Any]], rank: LegacyRank, child: int) -> list[dict[str, Any]]:
+        """The groups in the order of their first parameter on this rank, which 0.13 and older load by position.
+
+        Biases and arrays of one axis have no weight decay (`_get_param_groups`, megatron/core/optimizer/__init__.py).
+        """
+        multipliers = [group.get("wd_mult", group.get("pre_wd_mult")) for group in groups]
+        if sorted(multipliers, key=repr) not in ([0.0, 1.0], [1.0], [0.0]):
+            raise UnsupportedCheckpointError(
+                "the order of these parameter groups in a legacy file is not known",
+                found=f"{len(groups)} groups",
+                expected="one with and one without weight decay",
+                helps="write for --megatron-version 0.14 or later",
+            )
+        weights = self._models.local.weights
+        used: list[float] = []
+        for buffer in self._packed(rank, child):
+            for name in buffer.names:
+                plain = name.endswith(".bias") or len(weights[name].tensor.shape) == 1
+                used.append(0.0 if plain else 1.0)
+        order = list(dict.fromkeys(used))
+        found = dict(zip(multipliers, groups, strict=True))
+        return [found[value] for value in order if value in found]
+
+    def _packed(self, rank: LegacyRank, child: int) -> list[PackedBuffer]:
+        experts = child == 1
+        tensor = rank.tensor % self._layout.expert_tensor if experts else rank.tensor
+        place = ModelRank(rank.pipeline, tensor, rank.expert if experts else None)
+        is_later = CLOSES_BUCKETS_AT_ALIGNED_ENDS.is_of(self._version)
+        rule = PackingRule.SINCE_0_13 if is_later else PackingRule.UNTIL_0_12
+        packed = packed_buffers(self._models.local, self._models.order, rule, place, self._models.stages)
+        if packed is None:
+            raise UnsupportedCheckpointError("it is not known how that layout packs its buffers", where=str(place))
+        return packed
+
+    def _buffer_states(self, rank: LegacyRank, child: int) -> dict[Any, Any]:
+        """`get_parameter_state_dp_zero`: for each buffer, its buckets without the padding at their ends."""
+        state: dict[Any, Any] = {"buckets_coalesced": True}
+        # Numbered through all chunks of the optimizer; a chunk without experts has no buffer of them.
+        for number, buffer in enumerate(self._packed(rank, child)):
+            numel = sum(bucket.numel_unpadded for bucket in buffer.buckets)
+            arrays: dict[str, Any] = {
+                _STATE_NAMES.get(kind, kind): DeclaredTensor(torch.float32, (numel,), self._content(buffer, kind))
+                for kind in self._checkpoint.optimizer.carried_kinds
+            }
+            state[number] = {_dtypes(buffer): {**arrays, "numel_unpadded": numel}}
+        return state
+
+    def _content(self, buffer: PackedBuffer, kind: str) -> tuple[Placed, ...]:
+        placed = []
+        for origin, bucket in zip(buffer.joined_origins(), buffer.buckets, strict=True):
+            for index, start, _ in bucket.placements:
+                wanted = self._models.state_in_buffer(kind, buffer.names[index], buffer.regions[index])
+                placed.append(Placed(origin + start, wanted))
+        return tuple(sorted(placed, key=lambda part: part.start))
+
+
+def _alone_or_all(states: list[Any]) -> Any:
+    """Megatron stores the state of one optimizer as it is, and that of several as a list."""
+    return states if len(states) > 1 else states[0]
+
+
+def _dtypes(buffer: PackedBuffer) -> tuple[torch.dtype, ...]:
+    """The (parameter, gradient) dtypes that Megatron files a buffer under."""
+    return tuple(getattr(torch, name.strip().removeprefix("torch.")) for name in buffer.dtypes.strip("()").split(","))

@@ -1,0 +1,169 @@
+"""The model as the ranks that will read legacy files hold it: which parameters each has, and its part of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.legacy.ranks import LegacyRank
+from mcore_ckpt_ext.formats.legacy.reader_order import order_for
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.layout.local_model import LocalModels, StoredWeight
+from mcore_ckpt_ext.layout.local_parameters import LocalNames, gated_in_towers, shard_grid
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, registration_order
+from mcore_ckpt_ext.model_space.anatomy import in_vocabulary, second_names
+from mcore_ckpt_ext.model_space.names import of_experts, parse
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
+from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.planning.write_plan import Placed
+from mcore_ckpt_ext.storage.pickling import DeclaredTensor
+
+
+class TargetModels:
+    """The model chunks of every rank of the job that will read the files.
+
+    Attributes:
+        local: the parameters that can lie in a gradient buffer.
+        order: the order in which that job registers them.
+    """
+
+    def __init__(
+        self, checkpoint: CheckpointView, arguments: JobArguments, layout: ParallelLayout, version: tuple[int, int]
+    ) -> None:
+        """Raises: UnsupportedCheckpointError, where it is not known how that job arranges its model."""
+        self._checkpoint = checkpoint
+        self._arguments = arguments
+        self._layout = layout
+        self._names = LocalNames(arguments, version)
+        tensors = {name: self._padded(name) for name in checkpoint.weights.names()}
+        gated = gated_in_towers({name: tensor.shape for name, tensor in tensors.items()})
+        self._twice = second_names(tensors)
+        weights = {}
+        for name, tensor in tensors.items():
+            ranks = layout.expert_tensor if of_experts(name) else layout.tensor
+            grid = shard_grid(name, tensor.shape, ranks, arguments, version, gated.get(name))
+            weights[name] = StoredWeight(tensor, grid)
+        self.local = LocalModels(weights, arguments, layout, experts_apart=layout.expert > 1)
+        if self.local.predicts_more_tokens:
+            raise UnsupportedCheckpointError(
+                "this version does not know which ranks of a legacy checkpoint hold multi-token prediction",
+                found="parameters of mtp.layers",
+                helps="convert to torch_dist, which every layout can load",
+            )
+        if self.local.chunks is None:
+            raise UnsupportedCheckpointError(
+                "it is not known which layers each pipeline rank of that layout has",
+                found=f"{arguments.num_layers} layers, {layout}",
+                helps="choose a pipeline size, and virtual stages, that divide the layers evenly",
+            )
+        self.order: ParameterOrder = order_for(checkpoint, arguments, layout.expert > 1, version)
+
+    @property
+    def stages(self) -> range:
+        """The virtual pipeline stages, each with a model chunk of its own."""
+        return range(self._layout.virtual_pipeline)
+
+    def parameters(self, rank: LegacyRank, stage: int) -> list[str]:
+        """Names of one model chunk's parameters, in the order of registration.
+
+        Raises:
+            UnsupportedCheckpointError: the order is not known, and an optimizer is to be written in it.
+        """
+        chunk = (self.local.chunks or [])[rank.pipeline][stage]
+        names = [name for name in chunk if self._holds(rank, name)]
+        tied_copy = self.is_last(rank, stage) and self.local.has_tied_copy
+        parameters = registration_order(names, self.order, tied_copy=tied_copy)
+        if parameters is not None:
+            return parameters
+        if self._checkpoint.optimizer_format is None:
+            return names  # the weights alone are loaded by name
+        raise UnsupportedCheckpointError(
+            "the order in which the model registers its parameters is not known", where=f"{rank}",
+            helps="convert --to torch_dist, which needs no order",
+        )  # fmt: skip
+
+    def module_buffers(self, rank: LegacyRank, stage: int) -> list[str]:
+        """Names of a chunk's tensors that are no parameters of their own: a router's biases, second names."""
+        others = [name for name in self._checkpoint.weights.names() if name not in self.local.weights]
+        return [name for name in others if self.local.chunk_of(name) == (rank.pipeline, stage)]
+
+    def extra_states(self, rank: LegacyRank, stage: int, names: Iterable[str]) -> list[str]:
+        """Those of the extra states with these names that belong to a chunk's modules."""
+        first, count = self._first_expert(rank), (self._arguments.num_experts or 0) // self._layout.expert
+        found = []
+        for name in names:
+            expert = parse(name).expert
+            here = self.local.chunk_of(name) == (rank.pipeline, stage)
+            if here and (expert is None or first <= expert < first + count):
+                found.append(name)
+        return found
+
+    def local_name(self, name: str, rank: LegacyRank, stage: int, tied_copy: bool = False) -> str:
+        """The key that a chunk's `state_dict` has for a model-space name."""
+        return self._names.local(name, self._layers(rank, stage).start, self._first_expert(rank), tied_copy)
+
+    def is_last(self, rank: LegacyRank, stage: int) -> bool:
+        """Whether it is the last chunk of the model."""
+        return (rank.pipeline, stage) == (self._layout.pipeline - 1, self._layout.virtual_pipeline - 1)
+
+    def part(self, name: str, rank: LegacyRank, kind: str = WEIGHT) -> DeclaredTensor:
+        """A rank's part of a weight, or of the optimizer state of another kind."""
+        name = self._twice.get(name, name)
+        if name in self.local.weights:
+            tensor = self.local.weights[name].tensor
+            ranks = self._layout.expert_tensor if of_experts(name) else self._layout.tensor
+            regions = self._regions(name, rank.tensor % ranks)
+        else:
+            tensor = self._padded(name)
+            regions = (Region.whole(name, tensor.shape),)
+        shape = list(tensor.shape)
+        for axis, size in enumerate(regions[0].sizes):
+            # Two bands of a gated projection lie one after the other.
+            shape[axis] = sum(region.sizes[axis] for region in regions) if axis == 0 else size
+        dtype = tensor.dtype if kind == WEIGHT else "float32"
+        content = (Placed(0, self._wanted(kind, regions, replace(tensor, dtype=dtype))),)
+        return DeclaredTensor(getattr(torch, dtype), tuple(shape), content)
+
+    def state_in_buffer(self, kind: str, name: str, regions: Sequence[Region]) -> WantedSlice:
+        """The optimizer state that a gradient buffer holds for a parameter, whose regions lie one after the other."""
+        return self._wanted(kind, regions, replace(self.local.weights[name].tensor, dtype="float32"))
+
+    def _wanted(self, kind: str, regions: Sequence[Region], tensor: LogicalTensor) -> WantedSlice:
+        """`tensor`: the first of those that the regions are of, which are parts of one parameter."""
+        weights = self.local.weights
+        others = {region.name for region in regions} - {tensor.name}
+        tensors: Mapping[str, LogicalTensor] = {
+            tensor.name: tensor, **{name: replace(weights[name].tensor, dtype=tensor.dtype) for name in others}
+        }  # fmt: skip
+        return WantedSlice(kind, Slice.whole(tuple(regions)), tensors, may_pad=in_vocabulary(tensor.name))
+
+    def _padded(self, name: str) -> LogicalTensor:
+        """A weight as the target has it: the vocabulary padded for its tensor-parallel size."""
+        tensor = self._checkpoint.named_tensor(WEIGHT, name)
+        if in_vocabulary(name):
+            return replace(tensor, shape=(self._arguments.whole("padded_vocab_size"), *tensor.shape[1:]))
+        return tensor
+
+    def _regions(self, name: str, tensor_rank: int) -> tuple[Region, ...]:
+        regions = self.local.regions(name, tensor_rank)
+        if regions is None:
+            raise UnsupportedCheckpointError("it is not known how tensor parallelism cuts a parameter", where=name)
+        return regions
+
+    def _holds(self, rank: LegacyRank, name: str) -> bool:
+        owners = {owner.expert for owner in self.local.ranks_of(name)}
+        return owners <= {None, rank.expert}
+
+    def _layers(self, rank: LegacyRank, stage: int) -> range:
+        """Global numbers of a chunk's decoder layers."""
+        layers = self.local.layers_by_chunk
+        return layers[rank.pipeline][stage] if layers else range(0)
+
+    def _first_expert(self, rank: LegacyRank) -> int:
+        return rank.expert * ((self._arguments.num_experts or 0) // self._layout.expert)

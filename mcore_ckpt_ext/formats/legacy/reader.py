@@ -1,0 +1,371 @@
+"""The legacy checkpoint format `torch`: one folder for each model-parallel rank, `mp_rank_XX[_YYY][_ZZZ]`.
+
+Source: megatron/training/checkpointing.py, core_v0.7.0 to 0.19.2 (`save_checkpoint`, `generate_state_dict`).
+`model_optim_rng.pt` holds the rank's `state_dict` under the rank's own names, and `distrib_optim.pt` the flat buffers
+of its distributed optimizers. The order of the `state_dict` is the order in which modules registered their parameters.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.evidence import Loading
+from mcore_ckpt_ext.formats.expert_states import grouped_experts, split_state
+from mcore_ckpt_ext.formats.legacy.ranks import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    LegacyRank,
+    RankBuffers,
+    RankFolders,
+    RankState,
+    folder_names,
+    is_model_chunk,
+)
+from mcore_ckpt_ext.formats.legacy.weights import LegacyWeights, RankModel
+from mcore_ckpt_ext.formats.portable_state import (
+    has_experts,
+    inner_state,
+    once,
+    portable_child,
+    portable_group,
+    several_steps,
+)
+from mcore_ckpt_ext.formats.reader import FormatReader
+from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_of_legacy
+from mcore_ckpt_ext.formats.unread import (
+    COMMON_KEYS,
+    UNKNOWN,
+    Unread,
+    in_common_state,
+    in_optimizer,
+    joined,
+    tensors_in,
+)
+from mcore_ckpt_ext.layout.buckets import BucketKey
+from mcore_ckpt_ext.layout.local_parameters import layers_of
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder, WitnessedOrder
+from mcore_ckpt_ext.model_space.anatomy import second_names
+from mcore_ckpt_ext.optimizers.derived_masters import with_masters
+from mcore_ckpt_ext.optimizers.dp_zero import LEGACY, buffer_arrays, legacy_optimizer
+from mcore_ckpt_ext.optimizers.flat_arrays import FlatArray, FlatState, GroupKey
+from mcore_ckpt_ext.optimizers.legacy_masters import MASTERS, LegacyMasters, RankOptimizers
+from mcore_ckpt_ext.optimizers.legacy_masters import NAME as PER_PARAMETER
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.unsupported import check_provable
+from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
+from mcore_ckpt_ext.storage.tensor_reference import TensorReference
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+
+NAME = "torch"
+STORED_ORDER = "the order of the stored model"
+# In `distrib_optim.pt` a tensor lies below the optimizer's number, the buffer's, its dtypes and the kind's name.
+_DEPTH_OF_BUFFERS = 5
+# What belongs to one rank alone; everything else is the same on all of them.
+_PRIVATE = ("model", "optimizer", "rng_state", "rerun_state_machine")
+# What the optimizers that are not distributed keep for a parameter.
+_STATES = "exp_avg|exp_avg_sq|momentum_buffer|step"
+
+
+def is_legacy(folder: Path) -> bool:
+    """Whether an iteration folder is in this format (`_get_checkpoint_format`, checkpointing.py)."""
+    return not (folder / "metadata.json").exists() and bool(folder_names(folder))
+
+
+class LegacyCheckpoint(FormatReader):
+    """One iteration folder in the legacy format."""
+
+    format = NAME
+    # Rank folders are found by the running layout (`get_checkpoint_name`), whatever lies in them.
+    loading = Loading(in_megatron=True, by_rank=True)
+
+    @override
+    def stored_parts(self) -> Iterator[StoredPart]:
+        return parts_of_legacy(self)
+
+    @override
+    def rank_of(self, file: str) -> tuple[int, int, int] | None:
+        (owner,) = (rank for name, rank, _ in self.rank_files() if name == file)
+        return owner.tensor, owner.pipeline, owner.expert
+
+    def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
+        super().__init__(folder, witnesses)
+        self._folders = RankFolders(folder, self.reader)
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """What all ranks stored alike, from the first of them."""
+        first = self._folders.first
+        shared = {key: value for key, value in first.state.items() if not str(key).startswith(_PRIVATE)}
+        common: dict[str, Any] = self._archive(first).with_values(shared)
+        if "total_iters" in first.state:
+            common.setdefault("iteration", first.state["total_iters"])
+        return common
+
+    @cached_property
+    def weights(self) -> LegacyWeights:
+        """The model's arrays."""
+        return LegacyWeights(self._rank_models(), self.arguments, self.layout)
+
+    @cached_property
+    @override
+    def stored_optimizer_format(self) -> str | None:
+        if self._buffer_files:
+            return LEGACY
+        return PER_PARAMETER if any(rank.optimizers for rank in self._ranks) else None
+
+    @cached_property
+    @override
+    def optimizer(self) -> OptimizerState:
+        check_provable(self.view, None, [str(self.stored_optimizer_format)])
+        if self.stored_optimizer_format == LEGACY:
+            return legacy_optimizer(self.view, FlatState(self._flat_arrays(), joined=True, chunked=False))
+        if files := [file.name for own in self._ranks for file in self._folders.layer_wise_files(own.folder)]:
+            # The model's file has what the first data-parallel rank stepped, which looks like an optimizer of its own.
+            raise UnsupportedCheckpointError(
+                "each data-parallel rank stored what it steps in a file of its own, which this version does not read",
+                found=", ".join(sorted(set(files))),
+                where=str(self.folder),
+                helps="resume under its own layout and number of data-parallel ranks with --ckpt-format torch, which "
+                "Megatron does by itself; or with --no-load-optim",
+            )
+        if self.stored_optimizer_format is None or self.arguments.use_distributed_optimizer:
+            raise UnreadableCheckpointError(
+                "the checkpoint holds no optimizer state",
+                expected=f"{OPTIMIZER_FILE} in the rank folders, or `optimizer` in each {MODEL_FILE}",
+                where=str(self.folder),
+                helps="resume with --no-load-optim for the weights alone",
+            )
+        masters = LegacyMasters(self._rank_optimizers(), self.arguments, self.layout, self.transfer)
+        return with_masters(masters, self.weights, lambda: self.view.models.weights)
+
+    @cached_property
+    def experts_apart(self) -> bool:
+        """Whether there is one chained optimizer more than the dense chunks need, or groups of experts alone."""
+        if self.stored_optimizer_format == PER_PARAMETER:
+            return has_experts(child for rank in self._ranks for child in rank.optimizers)
+        return self._children > 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
+
+    def layers(self) -> list[list[range]]:
+        """Global decoder layers by `[pipeline rank][virtual stage]`, counted from what the ranks stored.
+
+        Layers are numbered stage by stage, all pipeline ranks in a stage (`get_transformer_layer_offset`,
+        megatron/core/transformer/transformer_layer.py), however many each has.
+
+        Raises:
+            UnreadableCheckpointError: there are not as many as the job had, so that others would take their numbers.
+        """
+        stages = {found.rank.pipeline: [layers_of(chunk) for chunk in found.chunks] for found in self._ranks}
+        order = [(rank, stage) for stage in range(self.layout.virtual_pipeline) for rank in sorted(stages)]
+        counts = [stages[rank][stage] if stage < len(stages[rank]) else 0 for rank, stage in order]
+        stated = self.arguments.layer_counts
+        if stated and any(counts) and sum(counts) not in stated:  # no pipeline divides several blocks (T5)
+            raise UnreadableCheckpointError(
+                "the ranks' files do not hold as many layers as the job had, so that their numbers are not known",
+                found=f"{sum(counts)}, by stage {' + '.join(map(str, counts))}",
+                expected=" or ".join(map(str, sorted(stated))),
+                where=str(self.folder),
+                helps="a file was edited, or is of another job: use another iteration",
+            )
+        spans = {
+            place: range(end - count, end) for place, count, end in zip(order, counts, accumulate(counts), strict=True)
+        }
+        return [[spans[rank, stage] for stage in range(self.layout.virtual_pipeline)] for rank in sorted(stages)]
+
+    def witnessed_orders(self) -> Sequence[ParameterOrder]:
+        """The order of the stored model first: it is the very order in which the gradient buffers were packed."""
+        return [WitnessedOrder(STORED_ORDER, self.weights.registered()), *super().witnessed_orders()]
+
+    @override
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [
+            {**self._counted(number), **group}
+            for rank in self._ranks
+            for number, child in enumerate(rank.optimizers)
+            for group in child.get("optimizer", child).get("param_groups", [])
+        ]
+
+    def _counted(self, number: int) -> dict[str, Any]:
+        """The step of a chained optimizer where it is no group's."""
+        step = self._steps_of_parameters.get(number)
+        return {} if step is None else {"step": int(step)}
+
+    def chain(self) -> list[dict[str, Any]]:
+        """A stage has no groups that it has no parameter for: each optimizer's are those of all ranks."""
+        if self.stored_optimizer_format != PER_PARAMETER:
+            return []
+        return [self._portable(number, child) for number, child in enumerate(self._ranks[0].optimizers)]
+
+    def _portable(self, number: int, child: Mapping[str, Any]) -> dict[str, Any]:
+        step = self._steps_of_parameters.get(number)
+        of_ranks = [rank.optimizers[number] for rank in self._ranks if number < len(rank.optimizers)]
+        groups = [group for own in of_ranks for group in inner_state(own)["param_groups"]]
+        inner = {
+            "param_groups": once(map(portable_group, groups)),
+            "state": {} if step is None else {"common_step": torch.tensor(step)},
+        }
+        if "optimizer" not in child:
+            return portable_child(inner)
+        scaler = {"grad_scaler": self.grad_scaler()} if child.get("grad_scaler") else {}
+        return portable_child({"optimizer": inner, **scaler})
+
+    @cached_property
+    def _steps_of_parameters(self) -> dict[int, float]:
+        """The step that torch's Adam keeps beside each parameter (torch/optim/adam.py), by chained optimizer.
+
+        Raises:
+            UnreadableCheckpointError: parameters of one differ in it.
+        """
+        found: dict[int, dict[float, str]] = {}
+        for rank in self._ranks:
+            for number, child in enumerate(rank.optimizers):
+                state = inner_state(child).get("state") or {}
+                for parameter, kept in state.items():
+                    step = self._archive(rank).with_values(kept.get("step")) if isinstance(kept, dict) else None
+                    if step is not None:
+                        found.setdefault(number, {}).setdefault(float(step), f"parameter {parameter} of {rank.folder}")
+        for steps in found.values():
+            if len(steps) > 1:
+                raise several_steps(steps, str(self.folder))
+        return {number: next(iter(steps)) for number, steps in found.items()}
+
+    @override
+    def grad_scaler(self) -> dict[str, Any] | None:
+        first = self._ranks[0]
+        scalers = [child["grad_scaler"] for child in first.optimizers if child.get("grad_scaler")]
+        # The scale is a tensor.
+        return dict(self._archive(first).with_values(scalers[0])) if scalers else None
+
+    @override
+    def extra_states(self) -> Mapping[str, Any]:
+        found: dict[str, Any] = {}
+        for rank in self._rank_models():
+            archive = self.transfer.archive(rank.place.file)
+            for name, value in self.weights.extra_states(rank):
+                if name not in found:
+                    found |= self._of_experts(name, archive.with_values(value), rank)
+        return found
+
+    def _of_experts(self, name: str, state: Any, rank: RankModel) -> dict[str, Any]:
+        """A state under its name, or that of a rank's grouped experts as one of each, where it is known how."""
+        count = (self.arguments.num_experts or 0) // self.layout.expert
+        names = grouped_experts(name, range(rank.expert * count, (rank.expert + 1) * count))
+        try:
+            return dict(zip(names, split_state(state, count), strict=True)) if names else {name: state}
+        except UnknownStateError:
+            return {name: state}
+
+    @override
+    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+        found: dict[tuple[int, ...], Any] = {}
+        for own in self._ranks:
+            if own.state.get("rng_state") is not None and own.rank.expert == 0:
+                found[own.rank.pipeline, own.rank.tensor] = self._archive(own).with_values(own.state["rng_state"])
+        return found
+
+    @override
+    def archives(self) -> Iterator[tuple[str, int, int]]:
+        for file in (*(own.file for own in self._ranks), *(file for _, file in self._buffer_files)):
+            yield file, 0, self.reader.size(file)
+
+    def rank_files(self) -> Iterator[tuple[str, LegacyRank, Mapping[Any, Any]]]:
+        """Every file of the checkpoint, the rank that wrote it, and its content with tensors as references."""
+        for own in self._ranks:
+            yield own.file, own.rank, own.state
+        for buffers in self._buffers:
+            yield buffers.place.file, buffers.rank, dict(enumerate(buffers.children))
+
+    def unread(self, *, objects: bool = True) -> list[Unread]:
+        """Keys of several ranks are joined."""
+        found: list[Unread] = []
+        for own in self._ranks:
+            known = {*COMMON_KEYS, *filter(is_model_chunk, own.state), "rng_state", "total_iters"}
+            common = {key: value for key, value in own.state.items() if key != "optimizer"}
+            found += in_common_state(common, known)
+            of_optimizers = [item for optimizer in own.optimizers for item in in_optimizer(optimizer)]
+            if self.stored_optimizer_format == PER_PARAMETER:
+                of_optimizers = [item for item in of_optimizers if not _in_masters(item.key)]
+            found += of_optimizers
+            found += (Unread(f.name, UNKNOWN, f.stat().st_size) for f in self._folders.other_files(own.folder))
+        for buffers in self._buffers:
+            for path, nbytes in tensors_in(buffers.children, (OPTIMIZER_FILE,)):
+                if len(path) != _DEPTH_OF_BUFFERS or not path[2].isdigit():
+                    found.append(Unread(".".join(path), UNKNOWN, nbytes))
+        return joined(found)
+
+    @cached_property
+    def _ranks(self) -> list[RankState]:
+        """What each rank stored, the first pipeline rank first."""
+        return self._folders.states(self.layout)
+
+    def _archive(self, own: RankState) -> TorchArchive:
+        return self.transfer.archive(own.file)
+
+    def _rank_models(self) -> Iterator[RankModel]:
+        layers = self.layers()
+        for own in self._ranks:
+            place = self._folders.place(own.file)
+            for chunk, span in zip(own.chunks, layers[own.rank.pipeline], strict=False):
+                yield RankModel(own.rank.tensor, own.rank.expert, span.start, chunk, place)
+
+    @cached_property
+    def _buffer_files(self) -> list[tuple[LegacyRank, str]]:
+        return self._folders.buffer_files(self._ranks)
+
+    @cached_property
+    def _buffers(self) -> list[RankBuffers]:
+        return self._folders.buffers(self._buffer_files)
+
+    @property
+    def _children(self) -> int:
+        return max((len(buffers.children) for buffers in self._buffers), default=1)
+
+    def _flat_arrays(self) -> dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]]:
+        """Each chained optimizer's buffers, filed as `dp_group_idx` would file them (see `FlatBuffers`).
+
+        A file has an entry for every child, None where another file has that child's state: the state of the dense
+        parameters lies beside the first expert rank only (optimizer.py, `ChainedOptimizer.save_parameter_state`).
+        """
+        state: dict[GroupKey, Mapping[tuple[BucketKey, str], FlatArray]] = {}
+        for buffers in self._buffers:
+            rank, place = buffers.rank, buffers.place
+            for child, content in enumerate(buffers.children):
+                if content is not None:
+                    experts = self.experts_apart and child == self._children - 1
+                    index = self._expert_index(rank) if experts else rank.tensor + self.layout.tensor * rank.pipeline
+                    state[child, index] = buffer_arrays(content, place, place.file)
+        return state
+
+    def _rank_optimizers(self) -> list[RankOptimizers]:
+        """What each rank folder holds of its optimizers, and the parameters that they are for."""
+        optimizers_of = {own.file: own.optimizers for own in self._ranks}
+        parameters: dict[str, list[tuple[str, TensorReference]]] = {}
+        found: dict[str, RankOptimizers] = {}
+        for rank, named in self.weights.models:
+            file = rank.place.file
+            own = parameters.setdefault(file, [])
+            twice = second_names(dict(named))
+            own.extend((name, value) for name, value in named if name not in twice)
+            found[file] = RankOptimizers(rank.tensor, rank.place, optimizers_of[file], own)
+        return list(found.values())
+
+    def _expert_index(self, rank: LegacyRank) -> int:
+        """The rank's place among all expert ranks, counted in whichever of the two ways its version counts."""
+        layout = self.layout
+        if self.arguments.is_known("expert_tensor_parallel_size"):
+            tensor = rank.tensor % layout.expert_tensor
+            return tensor + layout.expert_tensor * (rank.expert + layout.expert * rank.pipeline)
+        return rank.tensor + layout.tensor * (rank.pipeline + layout.pipeline * rank.expert)
+
+
+def _in_masters(key: str) -> bool:
+    """Whether a tensor is one that `LegacyMasters` reads: a master, or state by parameter number."""
+    return bool(re.match(rf"optimizer\.({MASTERS}\.|(optimizer\.)?state\.\d+\.({_STATES})$)", key))

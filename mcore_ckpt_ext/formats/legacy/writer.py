@@ -1,0 +1,187 @@
+"""Writing the legacy format `torch`: each model-parallel rank's own pickles, for one layout.
+
+Sources: `save_checkpoint`, `get_checkpoint_name` and `generate_state_dict` (megatron/training/checkpointing.py,
+core_v0.9.0 to 0.19.2).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import product
+from typing import Any, cast
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.expert_states import about_emptied, emptied_state, joined_state
+from mcore_ckpt_ext.formats.legacy.flat_state import FlatStates
+from mcore_ckpt_ext.formats.legacy.models import TargetModels
+from mcore_ckpt_ext.formats.legacy.ranks import MODEL_FILE, OPTIMIZER_FILE, LegacyRank
+from mcore_ckpt_ext.formats.legacy.whole_state import WholeStates
+from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK, PortableState, portable_chain, undistributed
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.releases import CHOOSES_CHECKPOINT_FORMATS
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout.rank_grid import RankGrid
+from mcore_ckpt_ext.model_space.anatomy import language_prefix
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE, parse
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Placed, Record
+from mcore_ckpt_ext.storage.archive_writer import draft_archive
+from mcore_ckpt_ext.storage.te_extra_state import UnknownStateError
+
+
+class LegacyTarget:
+    """Lays out one iteration folder for a layout that the given arguments describe.
+
+    `arguments`: Megatron's arguments of the job that will read it.
+    """
+
+    def __init__(self, checkpoint: CheckpointView, arguments: JobArguments, version: tuple[int, int]) -> None:
+        """Raises: UnsupportedCheckpointError, where that layout or version cannot be written."""
+        if not CHOOSES_CHECKPOINT_FORMATS.is_of(version):
+            raise UnsupportedCheckpointError(
+                "legacy files are not written for that version", found=f"{version[0]}.{version[1]}",
+                expected=f"{CHOOSES_CHECKPOINT_FORMATS.since} or later",
+            )  # fmt: skip
+        self._checkpoint = checkpoint
+        self._arguments = arguments
+        self._version = version
+        self._unjoined: list[str] = []
+        self.layout = ParallelLayout.from_arguments(arguments)
+        if self.layout.expert > 1 and self.layout.expert_tensor != self.layout.tensor:
+            raise UnsupportedCheckpointError(
+                "legacy files do not say which part of its experts a rank has", found=str(self.layout),
+                helps="choose expert and model tensor parallel sizes that are equal, or convert --to torch_dist",
+            )  # fmt: skip
+        if arguments.overlap_param_gather_with_optimizer_step:
+            raise UnsupportedCheckpointError(
+                "--overlap-param-gather-with-optimizer-step splits the optimizer in a way that is not written",
+                helps="convert --to torch_dist",
+            )
+
+    def output(self) -> Output:
+        """All rank files, and where each tensor goes."""
+        files: list[OutputFile] = []
+        records: list[Record] = []
+        for rank in self._ranks():
+            states: dict[str, Any] = {MODEL_FILE: self._rank_state(rank)}
+            if self._flat is not None and (buffers := self._flat.buffers(rank)) is not None:
+                states[OPTIMIZER_FILE] = buffers
+            for name, state in states.items():
+                path = f"{rank.folder(self.layout)}/{name}"
+                archive = draft_archive(state)
+                files.append(OutputFile(path, archive.length, archive.literals))
+                for tensor in archive.tensors:
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    content = cast("tuple[Placed, ...]", tensor.tag)  # the tags that this target's parts give
+                    records.append(Record(path, tensor.offset, dtype, tensor.numel, content, tensor.checksums))
+        return Output(files, records, tuple(self._notes()))
+
+    def _notes(self) -> Iterator[str]:
+        """What the job that reads the files has to know."""
+        if self._whole is None:
+            yield f"parameters in gradient buffers: the order of {self._models.order.label}"
+        elif any(SHARDING_MARK in child for child in self._checkpoint.chain()):
+            yield "the optimizer is written whole, what was distributed, too: without --use-distributed-optimizer"
+        else:
+            yield "the optimizer is written as it was: without --use-distributed-optimizer"
+        if rows := self._arguments.padded_vocab_size:
+            yield (
+                f"the embedding has {rows} rows: a job that pads differently needs "
+                f"--make-vocab-size-divisible-by {rows // self.layout.tensor}"
+            )
+            stored = self._checkpoint.vocabulary_rows or rows
+            if stored > rows:
+                yield f"rows {rows} to {stored - 1} of the vocabulary are cut: that job has {rows}"
+        yield from self._state.notes
+        yield from about_emptied(self._unjoined)
+        if not self._same_ranks:
+            yield "the state of the random generators belongs to other ranks: resume with --no-load-rng"
+
+    def _ranks(self) -> Iterator[LegacyRank]:
+        layout = self.layout
+        for tensor, pipeline, expert in product(range(layout.tensor), range(layout.pipeline), range(layout.expert)):
+            yield LegacyRank(tensor, pipeline, expert)
+
+    @cached_property
+    def _models(self) -> TargetModels:
+        return TargetModels(self._checkpoint, self._arguments, self.layout, self._version)
+
+    @cached_property
+    def _state(self) -> PortableState:
+        return PortableState.of(self._checkpoint, argparse.Namespace(**self._arguments.stated), self._version)
+
+    @cached_property
+    def _writers(self) -> Mapping[tuple[int, int, int], int]:
+        """The global rank that would have written each rank's files."""
+        return RankGrid(self.layout, bool(self._arguments.use_tp_pp_dp_mapping)).firsts
+
+    def _rank_state(self, rank: LegacyRank) -> dict[str, Any]:
+        """What `generate_state_dict` puts together."""
+        state = dict(self._state.common)
+        if (writer := self._writers.get((rank.tensor, rank.pipeline, rank.expert))) is not None:
+            state["args"] = argparse.Namespace(**{**vars(state["args"]), "rank": writer})
+        chunks = [self._chunk(rank, stage) for stage in self._models.stages]
+        if len(chunks) == 1:
+            state["model"] = chunks[0]
+        else:
+            state |= {f"model{number}": chunk for number, chunk in enumerate(chunks)}
+        if self._whole is not None:
+            parameters = [name for stage in self._models.stages for name in self._models.parameters(rank, stage)]
+            state["optimizer"] = self._whole.of_rank(parameters, lambda kind, name: self._models.part(name, rank, kind))
+        elif self._flat is not None:
+            state["optimizer"] = self._flat.settings(rank)
+        if self._same_ranks:
+            state["rng_state"] = self._state.random_states[rank.pipeline, rank.tensor]
+        return state
+
+    def _chunk(self, rank: LegacyRank, stage: int) -> OrderedDict[str, Any]:
+        """The `state_dict` of one model chunk, parameters in the order of registration."""
+        models, last = self._models, self._models.is_last(rank, stage)
+        tied_copy = last and models.local.has_tied_copy
+        chunk: OrderedDict[str, Any] = OrderedDict()
+        for name in [*models.parameters(rank, stage), *models.module_buffers(rank, stage)]:
+            chunk[models.local_name(name, rank, stage, tied_copy)] = models.part(name, rank)
+        by_module: dict[str, list[str]] = {}
+        for name in models.extra_states(rank, stage, self._state.extra_states):
+            by_module.setdefault(models.local_name(name, rank, stage), []).append(name)
+        for module, names in by_module.items():
+            chunk[module] = self._extra_state(names)
+        if last:
+            # The output layer is a ColumnParallelLinear.
+            before = language_prefix(models.local.word_embeddings or "")
+            chunk.setdefault(f"{before}output_layer.{EXTRA_STATE}", None)
+        return chunk
+
+    def _extra_state(self, names: Sequence[str]) -> Any:
+        """The state of a module, or that of grouped experts together."""
+        states = [self._state.extra_states[name] for name in sorted(names, key=lambda name: parse(name).expert or 0)]
+        try:
+            return joined_state(states) if len(states) > 1 else states[0]
+        except UnknownStateError:
+            self._unjoined.append(names[0])
+            return emptied_state(states[0])
+
+    @property
+    def _same_ranks(self) -> bool:
+        """Whether every target rank is a rank of the source, which has its random state."""
+        layout, source = self.layout, self._checkpoint.layout
+        expected = set(product(range(layout.pipeline), range(layout.tensor)))
+        same = (layout.tensor, layout.pipeline) == (source.tensor, source.pipeline)
+        return same and set(self._state.random_states) == expected
+
+    @cached_property
+    def _whole(self) -> WholeStates | None:
+        """What is written of optimizers that are not distributed; None where there is none."""
+        apart = self.layout.expert > 1
+        chain = portable_chain(self._checkpoint.chain() if self._checkpoint.optimizer_format else [], apart)
+        return WholeStates(self._checkpoint, undistributed(chain), apart) if chain else None
+
+    @cached_property
+    def _flat(self) -> FlatStates | None:
+        """What is written of distributed optimizers; None where there is none."""
+        if self._checkpoint.optimizer_format is None or self._whole is not None:
+            return None
+        return FlatStates(self._checkpoint, self._models, self.layout, self._version)

@@ -1,0 +1,1 @@
+"""The `weights` folders of NeMo 2."""

@@ -1,0 +1,84 @@
+"""NeMo 2's `weights/`: a `torch_dist` checkpoint whose keys and common state are arranged in another way.
+
+Source: `MegatronStrategy.save_checkpoint` and `MegatronParallel.sharded_state_dict` of NeMo 2.3.2: each key of
+the model begins with `module.`, in the optimizer's keys, too; the optimizer's entry is a list of one; beside it stands
+what Lightning keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
+from mcore_ckpt_ext.formats.unread import COMMON_KEYS
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.loops.nemo import PREFIX, WEIGHTS
+from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, read_index
+
+# Lightning's count of steps (`dump_checkpoint`, its trainer's checkpoint connector).
+_STEP = "global_step"
+
+Value = TypeVar("Value")
+
+
+def is_nemo(folder: Path) -> bool:
+    """Whether a folder is the `weights` of NeMo's."""
+    return folder.name == WEIGHTS and (folder / METADATA_FILE).exists()
+
+
+class NemoCheckpoint(TorchDistCheckpoint):
+    """The folder `weights` of one checkpoint, under Megatron's keys."""
+
+    @override
+    def _read_index(self) -> DcpIndex:
+        index = read_index(self.folder)
+        arrays = {key: replace(array, key=key) for key, array in _renamed(index.arrays).items()}
+        return replace(
+            index, arrays=arrays, objects=_renamed(index.objects), natural_shapes=_renamed(index.natural_shapes)
+        )
+
+    @cached_property
+    def _stored_common(self) -> dict[str, Any]:
+        return super()._read_common()
+
+    @override
+    def _read_common(self) -> dict[str, Any]:
+        stored = self._stored_common
+        found = {name: stored[name] for name in COMMON_KEYS if name in stored}
+        optimizers = stored.get("optimizer")
+        if isinstance(optimizers, list) and len(optimizers) == 1:
+            found["optimizer"] = optimizers[0]
+        step = stored.get(_STEP)
+        return found | ({"iteration": step} if isinstance(step, int) else {})
+
+    @override
+    def notices_of(self, view: CheckpointView) -> list[str]:
+        known = {*COMMON_KEYS, "optimizer", _STEP}
+        left = sorted(str(name) for name, value in self._stored_common.items() if name not in known and value)
+        told = [f"left out of the common state, for it is Lightning's own: {', '.join(left)}"] if left else []
+        return [*super().notices_of(view), *told]
+
+
+def _renamed(entries: Mapping[str, Value]) -> dict[str, Value]:
+    """The same under Megatron's keys.
+
+    Raises:
+        ValueError: two keys become one.
+    """
+    found = {_name(key): value for key, value in entries.items()}
+    if len(found) < len(entries):
+        raise ValueError(f"two keys differ only in {PREFIX!r}")
+    return found
+
+
+def _name(key: str) -> str:
+    """`optimizer.state.exp_avg.module.decoder...` and `module.decoder...` as Megatron has them."""
+    before, prefix, name = key.partition(PREFIX)
+    is_prefix = prefix and (not before or before.endswith(".") and before.startswith(("optimizer.state.", "chained_")))
+    return before + name.removeprefix(PREFIX) if is_prefix else key

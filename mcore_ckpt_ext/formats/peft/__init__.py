@@ -1,0 +1,1 @@
+"""Folders of adapters that `peft` loads."""

@@ -1,0 +1,207 @@
+"""A PEFT folder as a source: adapters in model space, as Megatron-Bridge has them, for a model that lies elsewhere.
+
+Sources: `LoraConfig` (tuners/lora/config.py), `save_pretrained` (peft_model.py, utils/save_and_load.py); peft 0.21.2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path, PurePath
+from typing import Any, ClassVar
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, some
+from mcore_ckpt_ext.families.adapter_config import contradictions, strange_values
+from mcore_ckpt_ext.families.adapters import MAGNITUDES, Adapters, linears_of
+from mcore_ckpt_ext.families.adapters_read import adapters_read, bridge_peft
+from mcore_ckpt_ext.families.bridge import run_config
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.gpt2 import GPT2
+from mcore_ckpt_ext.families.recognition import Fit
+from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
+from mcore_ckpt_ext.formats.adapters_alone import fit_of_adapters
+from mcore_ckpt_ext.formats.hugging_face.folder import ADAPTER, StoredTensor, tensors_of
+from mcore_ckpt_ext.formats.hugging_face.weights import ModelSpaceWeights
+from mcore_ckpt_ext.formats.hugging_face.weights_alone import WeightsAlone
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.storage.safetensors import read_json
+
+NAME = "peft"
+_FILES = ("adapter_model.safetensors", "adapter_model.bin")
+# Keys that say which linears have adapters, which is compared with their tensors, or how they were made.
+_WITHOUT_EFFECT = {
+    "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "r", "lora_dropout",
+    "base_model_name_or_path", "revision", "task_type", "inference_mode", "auto_mapping", "peft_version", "peft_type",
+    "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "megatron_config", "megatron_core", "loftq_config",
+    "eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config", "ensure_weight_tying",
+    "init_lora_weights", "bias",
+}  # fmt: skip
+_VALUES: Mapping[str, tuple[object, ...]] = {
+    "peft_type": ("LORA",),
+    "bias": (None, "none"),
+    # Other beginnings change the base, too (`reset_lora_parameters`, tuners/lora/layer.py).
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
+}
+_DTYPES = ("float64", "float32", "bfloat16", "float16")
+_ALPHA = 8  # peft's, where none is told (`LoraConfig`)
+_LAYER = re.compile(r"layers\.\d+\.", re.ASCII)
+_LAYOUT = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context", "data")
+
+
+class PeftCheckpoint(WeightsAlone):
+    """A folder that `peft` loads onto a model."""
+
+    format = NAME
+    kind: ClassVar[str] = "a PEFT folder"
+
+    def __init__(self, folder: Path, base: CheckpointView, family: Family | None = None) -> None:
+        """Read the configuration, the header, and whether linears share their `lora_A`.
+
+        Args:
+            folder: the folder.
+            base: the model that the adapters are for; of it nothing but its description is used.
+            family: of the model; by default as it says.
+
+        Raises:
+            UnreadableCheckpointError: a file is missing or damaged.
+            UnsupportedCheckpointError: Megatron-Bridge has nothing like these adapters.
+        """
+        super().__init__(folder)
+        self._base = base.folder
+        self.config = read_json(folder / ADAPTER)
+        self._check_config()
+        self._fit: Fit = fit_of_adapters(base, family, {})
+        if isinstance(self._fit.family, GPT2):
+            # For Conv1D alone; with any other linear peft leaves the key aside (`dispatch_default`, lora/layer.py).
+            raise UnsupportedCheckpointError(
+                "adapters of GPT-2, whose matrices lie the other way round, are not read", found="fan_in_fan_out",
+                where=str(folder / ADAPTER), helps="merge them first: PeftModel.merge_and_unload(), save_pretrained",
+            )  # fmt: skip
+        stored = self._stored()
+        shapes = {name: tensor.shape for name, tensor in stored.items()}
+        self._of_model = self._fit.family.tensors(self._fit.arguments)
+        found, self._shapes = adapters_read(
+            self._of_model, shapes, lambda names: len({self._digest(stored[name]) for name in names}) == 1
+        )
+        self._adapters: Adapters = found
+        self._check_tensors(stored, shapes)
+        self._weights = ModelSpaceWeights([(one, stored[one.name]) for one in self._once(stored)])
+
+    def _check_config(self) -> None:
+        told = {key: value for key, value in self.config.items() if key not in _WITHOUT_EFFECT and value}
+        told |= {key: self.config.get(key) for key, known in _VALUES.items() if self.config.get(key) not in known}
+        told |= strange_values(self.config)
+        if told:
+            raise UnsupportedCheckpointError(
+                "Megatron has no adapters like these, or it is not known how it has them",
+                found=", ".join(f"{key}: {shortened(repr(value), 40)}" for key, value in sorted(told.items())),
+                expected="LoRA or DoRA of linears", where=str(self.folder / ADAPTER),
+                helps="merge them first: PeftModel.merge_and_unload(), then save_pretrained",
+            )  # fmt: skip
+
+    def _check_tensors(self, stored: Mapping[str, StoredTensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        # MTP layers are not in transformers' models.
+        linears = [
+            one.name.removesuffix(".weight") for name, ours in linears_of(self._of_model).items() for one in ours
+            if not name.startswith("mtp.")
+        ]  # fmt: skip
+        found = [*contradictions(self.config, shapes, linears)]
+        found += [f"{name}: {one.extent.dtype}" for name, one in stored.items() if one.extent.dtype not in _DTYPES]
+        if found:
+            raise UnsupportedCheckpointError(
+                f"the tensors are not those that {ADAPTER} asks for", found=some(found, 4),
+                expected="what peft would make by that file for this model", where=str(self.folder),
+                helps="name the model that they were trained for, or mend the file: peft would read it otherwise",
+            )  # fmt: skip
+
+    def _stored(self) -> dict[str, StoredTensor]:
+        file = next((name for name in _FILES if (self.folder / name).is_file()), None)
+        if file is None:
+            raise UnreadableCheckpointError("the folder holds no adapters", expected=" or ".join(_FILES),
+                                            where=str(self.folder))  # fmt: skip
+        end = f".{MAGNITUDES}.weight"  # as peft before 0.10 wrote it
+        return {
+            name.removesuffix(".weight") if name.endswith(end) else name: tensor
+            for name, tensor in tensors_of(self.reader, file)
+        }
+
+    def _digest(self, tensor: StoredTensor) -> bytes:
+        place = self.transfer.locate(tensor.extent)
+        size = prod(tensor.shape) * place.dtype.itemsize
+        first = place.offset + tensor.first * place.dtype.itemsize
+        return hashlib.sha256(self.reader.read(place.file, first, size)).digest() + str(place.dtype).encode()
+
+    def _once(self, stored: Mapping[str, StoredTensor]) -> Iterator[Any]:
+        """The tensors, each of Bridge's once; with the shapes that they have to have."""
+        seen = set()
+        for tensor in self._adapters.tensors:
+            if stored[tensor.name].shape != tensor.shape:
+                raise UnreadableCheckpointError(
+                    "an adapter does not have the shape of its linear", found=str(stored[tensor.name].shape),
+                    expected=str(tensor.shape), where=tensor.name, helps="name the model that the adapters are for",
+                )  # fmt: skip
+            if tensor.regions not in seen:
+                yield tensor
+            seen.add(tensor.regions)
+
+    @property
+    @override
+    def common(self) -> dict[str, Any]:
+        """What a release checkpoint says: of the model, and of its adapters."""
+        arguments = {
+            **self._fit.arguments.stated(), **{f"{name}_parallel_size": 1 for name in _LAYOUT},
+            "virtual_pipeline_model_parallel_size": None, "world_size": 1, "iteration": 0, "consumed_train_samples": 0,
+            "lora_alpha": self.config.get("lora_alpha", _ALPHA), "lora_dropout": self.config.get("lora_dropout"),
+            "use_rslora": bool(self.config.get("use_rslora")),
+        }  # fmt: skip
+        return {"args": argparse.Namespace(**arguments), "checkpoint_version": 3.0, "iteration": 0}
+
+    def run_config(self) -> str:
+        """What Megatron-Bridge asks for in a checkpoint of these adapters.
+
+        Raises:
+            UnsupportedCheckpointError: it has none like them.
+        """
+        scaling = scaling_of(self.view, None)
+        if scaling.by_root:
+            raise UnsupportedCheckpointError(
+                "Megatron-Bridge divides alpha by the rank, not by its root", found="use_rslora: true",
+                where=str(self.folder / ADAPTER), helps="merge them into their model: --merge FOLDER --to hf",
+            )  # fmt: skip
+        names = self._weights.names()
+        peft = bridge_peft(self._of_model, names, self._adapters.rank, scaling.alpha, scaling.dropout)
+        if without := self._without_adapters(names):
+            raise UnsupportedCheckpointError(
+                "Megatron-Bridge puts adapters into a linear of every layer, or of none", where=str(self.folder),
+                found=f"none in {some(without, 2)}, and some in other layers",
+                helps="merge them into their model: --merge FOLDER --to hf",
+            )  # fmt: skip
+        return run_config(self._fit.family, self._fit.arguments, peft=peft)
+
+    def _without_adapters(self, names: Sequence[str]) -> list[str]:
+        """Linears of the model that have no adapters, where the same one of another layer has."""
+        have = {name.partition(".adapter.")[0] for name in names}
+        kinds = {_LAYER.sub("layers.", name) for name in have}
+        linears = (name for name in linears_of(self._of_model) if not name.startswith("mtp."))
+        return sorted(name for name in linears if _LAYER.sub("layers.", name) in kinds and name not in have)
+
+    @override
+    def companions(self) -> dict[str, bytes]:
+        return {}
+
+    @override
+    def notices_of(self, view: CheckpointView) -> list[str]:
+        found = [f"adapters for the {self._fit.family.name} that was named, whose weights are not among them"]
+        told = self.config.get("base_model_name_or_path")
+        if told and PurePath(str(told)).name != self._base.name:
+            found.append(f"they say that they were trained for {shortened(str(told))}, and {self._base} was named")
+        return found
+
+    @override
+    def extra_states(self) -> Mapping[str, Any]:
+        return {}

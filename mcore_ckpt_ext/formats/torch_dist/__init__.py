@@ -1,0 +1,1 @@
+"""Megatron's `torch_dist`, its default format."""

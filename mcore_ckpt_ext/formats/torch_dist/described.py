@@ -1,0 +1,236 @@
+"""A checkpoint whose job may have to be found out: by a description beside it, its index, its user."""
+
+from __future__ import annotations
+
+import contextlib
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import Self, override
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import PackingError
+from mcore_ckpt_ext.formats.description import (
+    ARGUMENTS,
+    Description,
+    completed,
+    contradicting,
+    described,
+    refuse_facts,
+    stated_by_megatron,
+)
+from mcore_ckpt_ext.formats.elsewhere import (
+    check_belonging,
+    check_lender,
+    lent_weights,
+    not_of_it,
+    told_of_the_model,
+)
+from mcore_ckpt_ext.formats.reader import FormatReader
+from mcore_ckpt_ext.formats.torch_dist.shown import layout_shown, model_shown, possible_layouts
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.formats.wrapped_weights import RelocatedWeights
+from mcore_ckpt_ext.layout.local_model import LocalModels
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.layout.weight_spec import LentWeight
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+from mcore_ckpt_ext.loops.verl import STEP
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.overlay_reader import TwoFolders
+from mcore_ckpt_ext.transfer import Transfer
+
+
+@dataclass(frozen=True)
+class ExternalModel:
+    """The model of an optimizer that is stored without its weights.
+
+    Attributes:
+        weights: what each weight is, by model-space name.
+        checkpoint: the one that holds them; None where a live job does.
+        layout: sizes of the layout of the optimizer's job, under Megatron's names, that are assumed.
+    """
+
+    weights: Mapping[str, LentWeight] = field(default_factory=dict)
+    checkpoint: CheckpointView | None = None
+    layout: Mapping[str, int] = field(default_factory=dict)
+
+
+class DescribedCheckpoint(FormatReader):
+    """A checkpoint with an index of its arrays and objects."""
+
+    index: DcpIndex
+
+    def __init__(
+        self,
+        folder: Path,
+        witnesses: Sequence[ParameterOrder] = (),
+        facts: Facts = NOTHING,
+        *,
+        external: ExternalModel | None = None,
+        opened: Self | None = None,
+    ) -> None:
+        """Open a folder.
+
+        Args:
+            folder: see `FormatReader`.
+            witnesses: likewise.
+            facts: what the user states of the job, for a checkpoint without Megatron's arguments.
+            external: the model, where the weights are not in the checkpoint.
+            opened: the same checkpoint without it, whose index and common state are not read again.
+
+        Raises:
+            UsageError: the checkpoint has arguments, or shows something else.
+        """
+        super().__init__(folder, witnesses)
+        self._facts, self._external, self._opened = facts, external or ExternalModel(), opened
+        self._lender = self._external.checkpoint
+        self._weights_of_lender: RelocatedWeights | None = None
+        if self._lender is not None:
+            self.reader = reader = TwoFolders(self.reader, self._lender.reader)
+            self.transfer = Transfer(reader)
+            self._weights_of_lender = RelocatedWeights(self._lender.weights, reader.name_of)
+        if opened is not None:
+            self.index, self.rounds_weights = opened.index, opened.rounds_weights
+        else:
+            self.index = self._read_index()
+        if facts != NOTHING and ARGUMENTS in self.common and self.arguments.tells_all:
+            refuse_facts(facts, folder)
+
+    @abstractmethod
+    def _read_index(self) -> DcpIndex:
+        """What `.metadata` says; of the job only `stated_arguments` are known by then."""
+
+    @abstractmethod
+    def _read_common(self) -> dict[str, Any]:
+        """The common state."""
+
+    @cached_property
+    def common(self) -> dict[str, Any]:
+        """The common state: arguments, iteration, scheduler and the like."""
+        return self._opened.common if self._opened is not None else self._read_common()
+
+    @cached_property
+    @override
+    def arguments(self) -> JobArguments:
+        own = self._stated_by_megatron
+        return own if own is not None and own.tells_all else self.description.arguments
+
+    @cached_property
+    def stated_arguments(self) -> JobArguments:
+        """What is known of the job without a look at the index."""
+        own = self._stated_by_megatron
+        return own if own is not None and own.tells_all else self._described().arguments
+
+    @cached_property
+    def _stated_by_megatron(self) -> JobArguments | None:
+        """Megatron's arguments, all or some; None where the checkpoint has none."""
+        return stated_by_megatron(self.args, self.folder, self.sidecar) if ARGUMENTS in self.common else None
+
+    def _described(self) -> Description:
+        """What lies beside the checkpoint, or its user, says of the job."""
+        return described(self.reader, self._stated_by_megatron, self.sidecar, self._facts)
+
+    @cached_property
+    def description(self) -> Description:
+        """What is known of the job: by Megatron's arguments, else by what lies beside the checkpoint and by its index.
+
+        Raises:
+            UsageError: the user states something else than the index shows.
+        """
+        own = self._stated_by_megatron
+        if own is not None and own.tells_all:
+            return Description(own, problems=contradicting(own, self.folder))
+        found, external = self._described(), self._external
+        if self._lender is not None:
+            found = found.with_model(told_of_the_model(self._lender))
+        shown = layout_shown(self.index, self.random_state_grid(), {**found.arguments.stated, **external.layout})
+        shown_of_model = model_shown(self.index.arrays, self.weights.names() or external.weights)
+        return completed(found, {**shown_of_model, **shown}, self._facts, self.folder)
+
+    @property
+    @override
+    def described_by(self) -> str:
+        return self.description.source
+
+    @property
+    @override
+    def problems(self) -> Sequence[str]:
+        return self.description.problems
+
+    @override
+    def with_weights_of_a_job(self, weights: Mapping[str, LentWeight]) -> Self:
+        found = self._with(ExternalModel(weights))
+        # Whoever fills an optimizer from here proves every element, so a layout may be tried that only fits.
+        return found._under_a_layout(_fits) or found
+
+    @override
+    def with_weights_of(self, lender: CheckpointView) -> Self:
+        check_lender(lender, self.view)
+        external = ExternalModel(checkpoint=lender)
+        external = replace(external, weights=lent_weights(lender, self._with(external).arguments))
+        unproven = self._with(external)
+        found = unproven._under_a_layout(_is_proven)
+        if found is None:
+            raise not_of_it("they fit under no layout that its buffers allow", unproven.view, lender.folder)
+        check_belonging(found.view, lender.folder)
+        return found
+
+    @property
+    def has_weights_elsewhere(self) -> bool:
+        """Whether its weights are those of another checkpoint."""
+        return self._lender is not None
+
+    def lent_archives(self) -> Iterator[tuple[str, int, int]]:
+        """Every archive of the checkpoint that has the weights, if it is another one."""
+        if self._lender is not None and isinstance(self.reader, TwoFolders):
+            for file, offset, length in self._lender.archives():
+                yield self.reader.name_of(file), offset, length
+
+    def _with(self, external: ExternalModel) -> Self:
+        return type(self)(self.folder, self._witnesses, self._facts, external=external, opened=self._opened or self)
+
+    def _under_a_layout(self, holds: Callable[[Self], bool]) -> Self | None:
+        """The same under a layout of the job for which something holds, where nothing else shows it; None without."""
+        if "tensor" not in self.layout.unknown or not (sizes_to_try := possible_layouts(self.index)):
+            return self
+        candidates = (self._with(replace(self._external, layout=sizes)) for sizes in sizes_to_try)
+        return next((candidate for candidate in candidates if holds(candidate)), None)
+
+    @override
+    def models(self) -> LocalModels:
+        if not self._external.weights:
+            return super().models()
+        layout, weights = self.layout, self._external.weights
+        stored = {name: weight.stored(layout.tensor, layout.expert_tensor) for name, weight in weights.items()}
+        return LocalModels(stored, self.arguments, layout, self.experts_apart, self.layers())
+
+    @property
+    @override
+    def iteration(self) -> int:
+        above = (self.folder, *self.folder.parents[:3])
+        step = next((match for one in above if (match := STEP.fullmatch(one.name))), None)
+        return int(step[1]) if "iteration" not in self.common and step else super().iteration
+
+    @property
+    @override
+    def vocabulary(self) -> int | None:
+        return self._lender.vocabulary if self._lender else None
+
+    @override
+    def notices_of(self, view: CheckpointView) -> list[str]:
+        lent = [f"the weights are those of {self._lender.folder}", *self._lender.notices()] if self._lender else []
+        return [*self.description.problems, *super().notices_of(view), *lent]
+
+
+def _fits(reader: FormatReader) -> bool:
+    return all(found is not None for one in reader.optimizer.buffers for found in one.proposed_packings().values())
+
+
+def _is_proven(reader: FormatReader) -> bool:
+    with contextlib.suppress(PackingError):
+        return all(one.packing_of(group) for one in reader.optimizer.buffers for group in one.groups.values())
+    return False

@@ -1,0 +1,305 @@
+"""The checkpoint format `torch_dist`: arrays in `.distcp` archives, everything else in the common state.
+
+Source: `megatron/core/dist_checkpointing/strategies/torch.py` and `serialization.py` (core_v0.7.0 to 0.19.2).
+The common state is `common.pt` up to 0.18, and the object `common_state` since 0.19.0 (commit 40b1fd37).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError
+from mcore_ckpt_ext.formats.common_state import common_optimizers, sharding_type
+from mcore_ckpt_ext.formats.evidence import Bound, Loading, bounds_of_index, bounds_of_metadata
+from mcore_ckpt_ext.formats.parts import Weights
+from mcore_ckpt_ext.formats.portable_state import has_experts, inner_state, once
+from mcore_ckpt_ext.formats.stored_parts import StoredPart, parts_of_torch_dist
+from mcore_ckpt_ext.formats.torch_dist.described import DescribedCheckpoint
+from mcore_ckpt_ext.formats.torch_dist.stacked_weights import StackedWeights
+from mcore_ckpt_ext.formats.unread import (
+    COMMON_KEYS,
+    RERUN_STATE,
+    UNKNOWN,
+    Unread,
+    in_common_state,
+    joined,
+    of_the_job,
+    optimizer_kind,
+    tensors_in,
+)  # fmt: skip
+from mcore_ckpt_ext.model_space.names import ShardedKey, is_extra_state, name_at, stacked_axes
+from mcore_ckpt_ext.optimizers.bucket_formats import optimizer_children
+from mcore_ckpt_ext.optimizers.derived_masters import with_masters
+from mcore_ckpt_ext.optimizers.groups import checked_groups, keeps_nothing
+from mcore_ckpt_ext.optimizers.model_space_formats import NOT_DISTRIBUTED
+from mcore_ckpt_ext.optimizers.model_space_state import ModelSpaceState
+from mcore_ckpt_ext.optimizers.optimizer_format import StoredKeys
+from mcore_ckpt_ext.optimizers.state import OptimizerState
+from mcore_ckpt_ext.optimizers.table import encodings_named, format_name, open_optimizer, recognised
+from mcore_ckpt_ext.planning.array_location import RawArray
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, read_index
+from mcore_ckpt_ext.storage.index_entries import StoredObject
+from mcore_ckpt_ext.storage.torch_archive import TorchArchive
+from mcore_ckpt_ext.versions import Version
+
+NAME = "torch_dist"
+COMMON_FILE = "common.pt"
+COMMON_OBJECT = "common_state/shard_0_1"
+_OPTIMIZER_PREFIXES = ("optimizer.", "chained_")
+_STATE_OBJECTS = ".optimizer/shard_0_1"
+_RANDOM_STATE = "rng_state/shard_"
+_SCALER_OBJECTS = ".grad_scaler/shard_0_1"
+
+
+class TorchDistCheckpoint(DescribedCheckpoint):
+    """One iteration folder in `torch_dist`."""
+
+    format = NAME
+    loading = Loading(in_megatron=True)
+
+    @override
+    def stored_parts(self) -> Iterator[StoredPart]:
+        return parts_of_torch_dist(self)
+
+    @property
+    @override
+    def as_torch_dist(self) -> TorchDistCheckpoint | None:
+        # Formats that derive from it arrange keys, files or objects in another way.
+        return self if type(self) is TorchDistCheckpoint else None
+
+    @override
+    def evidence(self) -> Iterator[Bound]:
+        yield from self._evidence_of_files()
+        yield from bounds_of_metadata(self.common)
+
+    def _evidence_of_files(self) -> Iterator[Bound]:
+        if COMMON_OBJECT in self.index.objects:
+            yield "the common state is an object of the checkpoint (common_state)", Version(0, 19), None
+        if (self.folder / COMMON_FILE).exists():
+            yield "the common state is a file of its own (common.pt)", None, Version(0, 18)
+        yield from self._evidence_of_index()
+
+    def _evidence_of_index(self) -> Iterator[Bound]:
+        return bounds_of_index(self.index)
+
+    @override
+    def _read_index(self) -> DcpIndex:
+        return read_index(self.folder)
+
+    @property
+    def stored_index(self) -> DcpIndex:
+        """What `.metadata` says, under the keys that stand in it."""
+        return self.index
+
+    @property
+    @override
+    def weights(self) -> Weights:
+        return self._weights_of_lender or self._own_weights
+
+    @cached_property
+    def _own_weights(self) -> StackedWeights:
+        arrays = self.index.arrays
+        return StackedWeights({k: a for k, a in arrays.items() if not k.startswith(_OPTIMIZER_PREFIXES)})
+
+    @override
+    def _read_common(self) -> dict[str, Any]:
+        if (self.folder / COMMON_FILE).exists():
+            archive = TorchArchive(self.reader, COMMON_FILE)
+            common = archive.with_values(archive.load())
+        elif COMMON_OBJECT in self.index.objects:
+            common = self._values(COMMON_OBJECT)
+        else:
+            raise UnreadableCheckpointError(
+                "the checkpoint lacks its common state",
+                expected=f"{COMMON_FILE}, or the object {COMMON_OBJECT}",
+                where=str(self.folder),
+                helps=INTERRUPTED,
+            )
+        if not isinstance(common, dict):
+            found, where = type(common), str(self.folder)
+            raise UnreadableCheckpointError("the common state is not a dict", found=found, where=where)
+        return common
+
+    @cached_property
+    def stored_optimizer_format(self) -> str | None:
+        """What the keys show, whatever the common state calls it."""
+        return NOT_DISTRIBUTED if self._keeps_nothing else format_name(self._optimizer_keys)
+
+    @cached_property
+    def _keeps_nothing(self) -> bool:
+        """Whether it is of SGD without momentum, in fp32: groups, and no array."""
+        groups = [group for child in self._common_optimizers() for group in inner_state(child)["param_groups"]]
+        return keeps_nothing(groups) and not any(True for _ in self._optimizer_keys)
+
+    @cached_property
+    def _optimizer_keys(self) -> StoredKeys:
+        """What is stored of the optimizers."""
+        index = self.index
+        label = sharding_type(self.common)
+        return StoredKeys(
+            index.arrays, index.objects, index.natural_shapes, index.chunks_show_parameters, label, self.object
+        ).of_optimizers()
+
+    @cached_property
+    def experts_apart(self) -> bool:
+        """Whether there is one chained optimizer more than the dense chunks need, or groups of experts alone."""
+        children = optimizer_children([*self.index.arrays, *self.index.objects])
+        expected = 1 + bool(self.arguments.overlap_param_gather_with_optimizer_step)
+        # Formats in model space do not number their optimizers, and keep all groups in the common state.
+        return children > expected or has_experts(self._common_optimizers())
+
+    @cached_property
+    def optimizer(self) -> OptimizerState:
+        """The optimizer's state.
+
+        Raises:
+            UnsupportedCheckpointError: it is in a format that is not read.
+        """
+        if self._keeps_nothing:
+            nothing = ModelSpaceState(self._optimizer_keys, distributed=False)
+            return with_masters(nothing, self.weights, lambda: self.view.models.weights)
+        return open_optimizer(self.view, self._optimizer_keys)
+
+    @override
+    def unread(self, *, objects: bool = True) -> list[Unread]:
+        within = self._unread_in_objects() if objects else ()
+        return joined([*self._unread_keys(), *in_common_state(self.common, COMMON_KEYS), *within])
+
+    def _unread_keys(self) -> Iterator[Unread]:
+        """Arrays and objects of the index that belong to nothing known."""
+        claimed = {key for _, own in recognised(self._optimizer_keys) for key in own}
+        for key, array in self.index.arrays.items():
+            if key.startswith(_OPTIMIZER_PREFIXES) and key not in claimed:
+                nbytes = sum(chunk.extent.numel for chunk in array.chunks) * ITEM_SIZE[array.dtype]
+                yield Unread(key, optimizer_kind(key), nbytes)
+        for key, place in self.index.objects.items():
+            if key.startswith(RERUN_STATE):
+                yield of_the_job(key.rpartition("/shard_")[0], place.length)
+            elif key not in claimed and not _is_read(key):
+                yield Unread(key, optimizer_kind(key), place.length)
+
+    def _unread_in_objects(self) -> Iterator[Unread]:
+        """Tensors in the small objects of optimizers, beside the parameter groups."""
+        for key in self._keys(_STATE_OBJECTS):
+            for path, nbytes in tensors_in(self.object(key), (key,)):
+                if "param_groups" not in path:
+                    yield Unread(".".join(path), UNKNOWN, nbytes)
+
+    def object(self, key: str) -> Any:
+        """A pickled object by its key.
+
+        Raises:
+            UnreadableCheckpointError: it is damaged.
+        """
+        return self._archived(self.index.objects[key], key)
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The optimizer's parameter groups as each rank group stored them, with repetitions.
+
+        The flat formats keep them in objects of their own, the model-space formats in the common state.
+        """
+        found: list[dict[str, Any]] = []
+        for key in self._keys(_STATE_OBJECTS):
+            found.extend(checked_groups(self._values(key)["param_groups"]))
+        for child in self._common_optimizers():
+            # Of a job in fp32 the entry is torch's own dict (`FP32Optimizer`, megatron/core/optimizer/optimizer.py).
+            inner = child.get("optimizer") or child
+            # torch's Adam counts beside each parameter, and all of them alike.
+            step = (inner.get("state") or {}).get("common_step")
+            counted = {} if step is None else {"step": int(step)}
+            found.extend({**counted, **group} for group in inner.get("param_groups", []))
+        return found
+
+    @override
+    def chain(self) -> list[dict[str, Any]]:
+        if all(encoding.distributed for encoding in encodings_named(self.stored_optimizer_format)):
+            return []
+        found = []
+        for number, child in enumerate(self._common_optimizers()):
+            mark = f"chained_{number}."
+            stored = [self._values(key)["param_groups"] for key in self._keys(_STATE_OBJECTS) if key.startswith(mark)]
+            groups = [group for of_rank in stored for group in checked_groups(of_rank)]
+            found.append({**child, "optimizer": {"param_groups": once(groups)}} if groups else child)
+        return found
+
+    def grad_scaler(self) -> dict[str, Any] | None:
+        """The state of the gradient scaler (fp16 only)."""
+        for key in self._keys(_SCALER_OBJECTS):
+            return dict(self._values(key))
+        scalers = [child["grad_scaler"] for child in self._common_optimizers() if child.get("grad_scaler")]
+        return dict(scalers[0]) if scalers else None
+
+    def _common_optimizers(self) -> list[dict[Any, Any]]:
+        """The optimizer's entries in the common state: one, or one for each chained optimizer."""
+        return common_optimizers(self.common)
+
+    def random_state_grid(self) -> tuple[int, ...] | None:
+        """The grid of ranks that stored their random state: (PP, TP), in 0.16 with experts (PP, TP, DP)."""
+        for key in self.index.objects:
+            if key.startswith(_RANDOM_STATE):
+                return tuple(int(size) for size in key.rpartition("_")[2].split("."))
+        return None
+
+    def sharded_keys(self) -> Mapping[str, ShardedKey]:
+        """The checkpoint itself shows them, or that of its weights."""
+        return self._lender.sharded_keys() if self._lender else self._own_weights.places()
+
+    @override
+    def extra_states(self) -> Mapping[str, Any]:
+        found = dict(self._lender.extra_states()) if self._lender else {}
+        for key, _, shard in (name.rpartition("/shard_") for name in self.index.objects):
+            if is_extra_state(key):
+                offsets = [int(number) for number in shard.partition("_")[0].split(".")]
+                value = self._values(f"{key}/shard_{shard}")
+                found[name_at(key, offsets[: stacked_axes(key)])] = value
+        return found
+
+    @override
+    def random_states(self) -> Mapping[tuple[int, ...], Any]:
+        found = {}
+        for key in self.index.objects:
+            if key.startswith(_RANDOM_STATE):
+                place = key.removeprefix(_RANDOM_STATE).partition("_")[0]
+                found[tuple(int(number) for number in place.split("."))] = self._values(key)
+        return found
+
+    def archives(self) -> Iterator[tuple[str, int, int]]:
+        """Every archive of the checkpoint: (file, offset, length)."""
+        for array in self.stored_index.arrays.values():
+            for extent in (chunk.extent for chunk in array.chunks if not isinstance(chunk.extent, RawArray)):
+                yield extent.file, extent.offset, extent.length
+        for stored in self.stored_index.objects.values():
+            yield stored.file, stored.offset, stored.length
+        yield from self.lent_archives()
+
+    def _keys(self, suffix: str) -> list[str]:
+        return sorted(k for k in self.index.objects if k.startswith(_OPTIMIZER_PREFIXES) and k.endswith(suffix))
+
+    def _values(self, key: str) -> Any:
+        """A small object with its tensors read."""
+        place = self.index.objects[key]
+        return TorchArchive(self.reader, place.file, place.offset, place.length).with_values(self.object(key))
+
+    def _archived(self, place: StoredObject, key: str) -> Any:
+        archive = TorchArchive(self.reader, place.file, place.offset, place.length)
+        return self._unwrapped(archive.load(), f"{key}, {archive.where}")
+
+    def _unwrapped(self, loaded: Any, where: str) -> Any:
+        """The object itself: Megatron wraps each in a list of one (strategies/torch.py)."""
+        if not isinstance(loaded, list) or len(loaded) != 1:
+            raise UnreadableCheckpointError(
+                "a pickled object is not as Megatron writes it: damaged, or its metadata belongs to other files",
+                where=where,
+            )
+        return loaded[0]
+
+
+def _is_read(key: str) -> bool:
+    """Whether an object that belongs to no optimizer is read."""
+    name, _, _ = key.rpartition("/shard_")
+    return key == COMMON_OBJECT or key.startswith(_RANDOM_STATE) or is_extra_state(name)

@@ -1,0 +1,308 @@
+"""Writing `torch_dist`: what stock Megatron resumes under any layout, optimizer in natural shapes.
+
+Sources: `save_checkpoint` (megatron/training/checkpointing.py) and `_save` of megatron/core/dist_checkpointing
+(serialization.py, strategies/torch.py), core_v0.8.0 to 0.19.2.
+Since 0.15 the optimizer is `fully_reshardable`; before, `fully_sharded_model_space`, whose arrays are stored as
+[shards along each axis, elements of a shard] (strategies/resharding.py). Here a shard is one index of the stacked
+axes, and whole otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import reduce
+from math import prod
+from typing import Any
+
+import torch
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
+from mcore_ckpt_ext.formats.portable_state import (
+    SHARDING_MARK,
+    WRITTEN_FOR,
+    PortableState,
+    distinct_groups,
+    known_arguments,
+)
+from mcore_ckpt_ext.formats.torch_dist.chained_optimizers import ChainedOptimizers
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.releases import (
+    DESCRIBES_CONTENT,
+    EXTENDS_INDEX_WITH_SHAPES,
+    GRID_OF_EXPERTS_HAS_DATA_RANKS,
+    LOADS_PORTABLE_OPTIMIZERS,
+    MARKS_CHAINED_KEYS,
+    RESHAPES_STATE,
+    RESHAPES_STATE_OF_ONE_AXIS,
+    STORES_COMMON_STATE_AS_OBJECT,
+    STORES_FULLY_RESHARDABLE,
+)
+from mcore_ckpt_ext.model_space.anatomy import block_of, leaves_out_state
+from mcore_ckpt_ext.model_space.names import EXTRA_STATE, of_experts, parse
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.optimizers.model_space_formats import FULLY_RESHARDABLE, MODEL_SPACE
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile
+from mcore_ckpt_ext.storage.archive_writer import draft_archive
+
+# A rank that wants part of a chunk reads all of it (torch/distributed/checkpoint/filesystem.py), so chunks stay small.
+CHUNK_BYTES = 128 << 20
+_FLOATS = {"float64", "float32", "float16", "bfloat16"}
+_COMPARED = ("num_layers", "hidden_size", "num_attention_heads")
+_LAST_NORM = re.compile(r"decoder\.final_(layer)?norm\.weight")
+
+
+class TorchDistTarget:
+    """Lays out one iteration folder.
+
+    `experts_apart`: experts have an optimizer of their own, as in jobs with several expert-parallel ranks.
+    """
+
+    def __init__(
+        self, checkpoint: CheckpointView, version: tuple[int, int], experts_apart: bool, *, with_arguments: bool = True
+    ) -> None:
+        """`with_arguments`: write Megatron's arguments, which other loops do not.
+
+        Raises:
+            UnsupportedCheckpointError: that version knows no format that it resumes under any layout.
+        """
+        if not LOADS_PORTABLE_OPTIMIZERS.is_of(version):
+            raise UnsupportedCheckpointError(
+                "that version of Megatron has no torch_dist optimizer format that it resumes under another layout",
+                found=f"--megatron-version {version[0]}.{version[1]}",
+                expected=f"{LOADS_PORTABLE_OPTIMIZERS.since} or later",
+                helps="convert --to legacy with the layout that you want to resume with",
+            )
+        self._checkpoint = checkpoint
+        self._version = version
+        self._experts_apart = experts_apart
+        self._with_arguments = with_arguments
+        self._keys = checkpoint.sharded_keys()
+        self._state = PortableState.of(checkpoint, known_arguments(checkpoint.arguments), version)
+        self._chain = ChainedOptimizers(checkpoint, version, experts_apart=experts_apart)
+        self._random_states = dict(self._random_state_objects())
+
+    @property
+    def carries_random_states(self) -> bool:
+        """Whether the states of the random generators are written."""
+        return bool(self._random_states)
+
+    def output(self) -> Output:
+        """All files of the folder, and where each tensor goes."""
+        writer = DistcpFiles()
+        objects = dict(self._objects())
+        common = self._common(objects)
+        small: list[OutputFile] = []
+        if STORES_COMMON_STATE_AS_OBJECT.is_of(self._version):
+            objects["common_state/shard_0_1"] = common
+        else:
+            archive = draft_archive(common)
+            small.append(OutputFile("common.pt", archive.length, archive.literals))
+        for key, value in objects.items():
+            writer.add_object(key, value)
+        for array in self._arrays():
+            writer.add_array(array)
+        files, records, metadata = writer.finish(with_shapes=EXTENDS_INDEX_WITH_SHAPES.is_of(self._version))
+        small.append(_small_file(".metadata", metadata))
+        small.append(replace(_small_file("metadata.json", self._config()), last=True))
+        afresh = "the state of the random generators is not carried: they start anew on resuming"
+        notes = [*self._state.notes, *(() if self._random_states else (afresh,))]
+        return Output([*files, *small], records, (*notes, *self._chain.notes(), *self._about_the_arguments()))
+
+    def _about_the_arguments(self) -> Iterator[str]:
+        """What stock Megatron compares with its own arguments (`check_checkpoint_args`, 0.7 to 0.19), and will miss."""
+        missing = [name for name in _COMPARED if not self._checkpoint.arguments.is_known(name)]
+        if missing and self._with_arguments and not self._checkpoint.released:
+            yield f"nothing tells {' and '.join(missing)} of the job, which stock Megatron asks a checkpoint for"
+
+    def _config(self) -> bytes:
+        """`CheckpointingConfig` (megatron/core/dist_checkpointing/core.py); without common backend since 0.19."""
+        config: dict[str, Any] = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+        if not STORES_COMMON_STATE_AS_OBJECT.is_of(self._version):
+            config |= {"common_backend": "torch", "common_backend_version": 1}
+        return json.dumps(config).encode()
+
+    def _arrays(self) -> Iterator[Array]:
+        source = self._checkpoint
+        yield from self._arrays_of(WEIGHT, source.weights.names(), "")
+        if source.optimizer_format is None:
+            return
+        optimizer = source.optimizer
+        for kind in optimizer.carried_kinds:
+            for distributed in (True, False):
+                names = [name for name in optimizer.names(kind) if self._chain.is_distributed(name) == distributed]
+                if kind == FP32_PARAM and not distributed:
+                    names = [name for name in names if self._checkpoint.named_tensor(WEIGHT, name).dtype != "float32"]
+                renamed = STORES_FULLY_RESHARDABLE.is_of(self._version)
+                gathered = kind == FP32_PARAM and distributed and renamed
+                state = "param" if gathered else kind
+                yield from self._arrays_of(kind, names, f"optimizer.state.{state}.", distributed)
+
+    def _arrays_of(self, kind: str, names: Sequence[str], prefix: str, distributed: bool = False) -> Iterator[Array]:
+        """The arrays of one kind: tensors with the same key, stacked; `distributed`: of a DistributedOptimizer."""
+        stacks: dict[str, list[tuple[tuple[int, ...], str]]] = {}
+        for name in names:
+            key, index = self._keys[name]
+            stacks.setdefault(key, []).append((index, name))
+        for key, members in stacks.items():
+            tensors = [self._checkpoint.named_tensor(kind, name) for _, name in members]
+            counts = tuple(max(axis) + 1 for axis in zip(*(index for index, _ in members), strict=True))
+            shape, dtype = tensors[0].shape, _holding_all(tensors)
+            whole = counts + shape
+            reshaped = distributed and self._reshapes(whole)
+            chunks: list[Chunk] = []
+            for (index, _), tensor in zip(members, tensors, strict=True):
+                cut = _flat_chunk if reshaped else _chunks
+                chunks.extend(cut(kind, index, tensor))
+            name = self._child_prefix(kind, key) + prefix + key
+            if reshaped:
+                stored = counts + (1,) * len(shape) + (prod(shape),)
+                yield Array(name, stored, dtype, tuple(chunks), whole)
+            else:
+                yield Array(name, whole, dtype, tuple(chunks))
+
+    def _reshapes(self, shape: tuple[int, ...]) -> bool:
+        """Whether that version stores optimizer arrays of a natural shape reshaped; of one axis only since 0.11."""
+        row = RESHAPES_STATE if len(shape) > 1 else RESHAPES_STATE_OF_ONE_AXIS
+        return row.is_of(self._version)
+
+    def _child_prefix(self, kind: str, key: str) -> str:
+        """Chained optimizers mark their keys in 0.8 to 0.13 (`ChainedOptimizer.sharded_state_dict`)."""
+        if kind == WEIGHT or not self._experts_apart or not MARKS_CHAINED_KEYS.is_of(self._version):
+            return ""
+        return f"chained_{int(of_experts(key))}."
+
+    def _objects(self) -> Iterator[tuple[str, Any]]:
+        """Pickled objects by key: extra states, and the random states where their ranks keep their meaning."""
+        counts: dict[str, tuple[int, ...]] = {}
+        # Experts are always stacked; one axis more shows that the layers of a block are, too.
+        stacked = {block_of(key) for key, index in self._keys.values() if len(index) > of_experts(key)}
+        states: list[tuple[str, tuple[int, ...], Any]] = []
+        for name, value in {**self._of_last_norms(), **self._state.extra_states}.items():
+            parsed = parse(name)
+            key, index = parsed.sharded_key(parsed.block in stacked)
+            if not leaves_out_state(key, self._keys):
+                states.append((key, index or (0,), value))
+                counts[key] = tuple(map(max, counts.get(key, states[-1][1]), states[-1][1]))
+        for key, index, value in states:
+            yield f"{key}/shard_{_dotted(index)}_{_dotted([count + 1 for count in counts[key]])}", value
+        yield from self._random_states.items()
+
+    def _of_last_norms(self) -> dict[str, Any]:
+        """Of a model to begin with, the empty states of last norms of the local spec.
+
+        Where Transformer Engine is installed, they are its, and ask for them (`LayerNormImpl`, transformer_block.py,
+        core_v0.12.1 to 0.19.2). Where it is not, nobody asks.
+        """
+        if not (self._checkpoint.released and self._checkpoint.arguments.transformer_impl == "local"):
+            return {}
+        modules = [name.removesuffix(".weight") for name in self._keys if _LAST_NORM.fullmatch(name)]
+        return {f"{module}.{EXTRA_STATE}": torch.empty(0, dtype=torch.uint8) for module in modules}
+
+    def _random_state_objects(self) -> Iterator[tuple[str, Any]]:
+        """The states of the random generators by key; none where the reading job has different ranks."""
+        states = self._state.random_states
+        grid = tuple(max(axis) + 1 for axis in zip(*states, strict=True)) if states else ()
+        layout = self._checkpoint.layout
+        # In 0.16 with several expert ranks, and only there, the grid has a data-parallel axis (`get_rng_state`).
+        axes = 3 if GRID_OF_EXPERTS_HAS_DATA_RANKS.is_of(self._version) and layout.expert > 1 else 2
+        if len(grid) == axes and len(states) == prod(grid):
+            for place, value in states.items():
+                yield f"rng_state/shard_{_dotted(place)}_{_dotted(grid)}", value
+
+    def _common(self, objects: Mapping[str, Any]) -> dict[str, Any]:
+        """The common state as that version's `save_checkpoint` writes it."""
+        source = self._checkpoint
+        common, arguments = dict(self._state.common), argparse.Namespace(**vars(self._state.common["args"]))
+        common["args"] = arguments
+        if source.vocabulary_contradiction:
+            arguments.padded_vocab_size = source.vocabulary_rows
+        arguments.ckpt_format = "torch_dist"
+        arguments.use_dist_ckpt = True
+        arguments.no_save_rng = not any(key.startswith("rng_state/") for key in objects)
+        content: dict[str, Any] = {}
+        if source.optimizer_format is not None:
+            encoding = FULLY_RESHARDABLE if STORES_FULLY_RESHARDABLE.is_of(self._version) else MODEL_SPACE
+            children = self._chain.entries(encoding) or self._distributed(encoding)
+            common["optimizer"] = dict(enumerate(children)) if len(children) > 1 else children[0]
+            if any(SHARDING_MARK in child for child in children):
+                content["distrib_optim_sharding_type"] = encoding
+            arguments.use_distributed_optimizer = all(SHARDING_MARK in child for child in children)
+            arguments.ckpt_fully_parallel_save = True  # up to 0.12 this chooses `fully_sharded_model_space`
+        if DESCRIBES_CONTENT.is_of(self._version):
+            written = source.common.get("content_metadata")
+            singletons = written.get("singleton_local_shards") if isinstance(written, dict) else None
+            content["singleton_local_shards"] = singletons is True
+            content["chained_optim_avoid_prefix"] = not MARKS_CHAINED_KEYS.is_of(self._version)
+            if STORES_FULLY_RESHARDABLE.is_of(self._version):
+                content["distrib_optim_fully_reshardable_mem_efficient"] = False
+            common["content_metadata"] = content
+        if not self._with_arguments:
+            common[WRITTEN_FOR] = getattr(common.pop("args"), WRITTEN_FOR)
+        return common
+
+    def _distributed(self, encoding: str) -> list[dict[str, Any]]:
+        """The entry of each distributed optimizer: the dense parameters', then the experts'."""
+        children = []
+        for groups in distinct_groups(self._checkpoint.param_groups(), self._experts_apart):
+            child: dict[str, Any] = {"optimizer": {"param_groups": groups}, SHARDING_MARK: encoding}
+            scaler = self._checkpoint.grad_scaler()
+            if scaler is not None:
+                child["grad_scaler"] = scaler
+            children.append(child)
+        return children
+
+
+def _chunks(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[Chunk]:
+    """A tensor in chunks of bounded size, cut along its first axis."""
+    shape = tensor.shape
+    rows = shape[0] if shape else 1
+    row_bytes = max(1, prod(shape[1:]) * ITEM_SIZE[tensor.dtype])
+    step = max(1, CHUNK_BYTES // row_bytes)
+    for first in range(0, max(rows, 1), step):
+        sizes = (min(step, rows - first), *shape[1:]) if shape else ()
+        offsets = (first, *(0 for _ in shape[1:])) if shape else ()
+        region = Region(tensor.name, offsets, sizes)
+        wanted = WantedSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
+        yield Chunk(index + offsets, (1,) * len(index) + sizes, wanted)
+
+
+def _holding_all(tensors: Sequence[LogicalTensor]) -> str:
+    """The dtype that rounds none of them: layers of one array may differ.
+
+    Raises:
+        UnsupportedCheckpointError: there is none, where some are numbers and others their codes.
+    """
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) == 1:
+        return tensors[0].dtype
+    if not dtypes <= _FLOATS:
+        raise UnsupportedCheckpointError(
+            "Megatron stores layers of different dtypes in one array", found=" and ".join(sorted(dtypes)),
+            expected="floating-point numbers of 16 bits and more", where=tensors[0].name,
+            helps="convert --to canonical, which keeps each as it is",
+        )  # fmt: skip
+    return str(reduce(torch.promote_types, (getattr(torch, dtype) for dtype in dtypes))).removeprefix("torch.")
+
+
+def _flat_chunk(kind: str, index: tuple[int, ...], tensor: LogicalTensor) -> Iterator[Chunk]:
+    """A tensor as one shard of the reshaped array."""
+    region = Region.whole(tensor.name, tensor.shape)
+    wanted = WantedSlice(kind, Slice.whole((region,)), {tensor.name: tensor})
+    axes = len(index) + len(tensor.shape)
+    offsets = index + (0,) * (len(tensor.shape) + 1)
+    yield Chunk(offsets, (1,) * axes + (region.numel,), wanted)
+
+
+def _dotted(numbers: Sequence[int]) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _small_file(name: str, content: bytes) -> OutputFile:
+    return OutputFile(name, len(content), ((0, content),))

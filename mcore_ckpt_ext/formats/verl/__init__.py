@@ -1,0 +1,1 @@
+"""The folders that verl saves for a step."""

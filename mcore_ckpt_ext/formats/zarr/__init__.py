@@ -1,0 +1,1 @@
+"""Megatron's format `zarr`, removed in 0.16."""

@@ -1,0 +1,142 @@
+"""The checkpoint format `zarr`: a folder with a zarr array for each sharded key, objects as files beside them.
+
+Source: `megatron/core/dist_checkpointing/strategies/zarr.py` (core_v0.7.0 to 0.15.3; removed in 0.16, commit faa6037b).
+An array has the global shape in uncompressed chunks of the local shard's shape; `flattened_range` pieces are written by
+coordinates, so that optimizer state in model space has its natural shape. Everything else is as in `torch_dist`:
+`megatron.training` could save so up to 0.11, with the optimizer in `fully_sharded_bucket_space`,
+`fully_sharded_model_space` or `dp_zero_gather_scatter` (`dp_reshardable` needs irregular chunks, which zarr lacks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import product
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
+from mcore_ckpt_ext.formats.backend import sharded_backend
+from mcore_ckpt_ext.formats.evidence import Bound, Loading
+from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
+from mcore_ckpt_ext.planning.array_location import RawArray
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE
+from mcore_ckpt_ext.storage.budget import elements_of
+from mcore_ckpt_ext.storage.checked_files import read_file
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex
+from mcore_ckpt_ext.storage.index_entries import StoredArray, StoredChunk, StoredObject
+from mcore_ckpt_ext.storage.json_text import parsed
+from mcore_ckpt_ext.versions import Version
+
+NAME = "zarr"
+_DESCRIPTION = ".zarray"
+# `bfloat16` is Megatron's own patch of the description (`_create_zarr_array`).
+_DTYPES: Mapping[str, str] = {
+    "bfloat16": "bfloat16", "<f2": "float16", "<f4": "float32", "<f8": "float64", "|u1": "uint8", "|i1": "int8",
+    "<i2": "int16", "<i4": "int32", "<i8": "int64", "|b1": "bool",
+}  # fmt: skip
+# What Megatron leaves at its plainest.
+_PLAIN: Mapping[str, Any] = {"zarr_format": 2, "compressor": None, "filters": None, "order": "C"}
+
+
+class ZarrCheckpoint(TorchDistCheckpoint):
+    """One iteration folder in `zarr`."""
+
+    format = NAME
+    # It left the loader in 0.16 (commit faa6037b).
+    loading = Loading(in_megatron=True, last=Version(0, 15))
+
+    @override
+    def _evidence_of_index(self) -> Iterator[Bound]:
+        yield "its arrays are in the format zarr, which megatron.training wrote up to 0.11", None, Version(0, 11)
+
+    def _read_index(self) -> DcpIndex:
+        return read_index(self.folder)
+
+    def _unwrapped(self, loaded: Any, where: str) -> Any:
+        """Objects are stored as they are, not in a list."""
+        return loaded
+
+
+def is_zarr(folder: Path) -> bool:
+    """Whether a folder is a finished checkpoint of this format."""
+    try:
+        return sharded_backend(folder) == NAME
+    except UnreadableCheckpointError:
+        return False
+
+
+def read_index(folder: Path) -> DcpIndex:
+    """The arrays and objects of an iteration folder.
+
+    Raises:
+        UnreadableCheckpointError: an array's description is damaged, or chunks are missing.
+        UnsupportedCheckpointError: an array is not as Megatron writes it.
+    """
+    arrays: dict[str, StoredArray] = {}
+    objects: dict[str, StoredObject] = {}
+    for path in sorted(folder.iterdir()):
+        if (path / _DESCRIPTION).is_file():
+            arrays[path.name] = _array(path)
+        elif path.is_dir():
+            for file in sorted(path.glob("shard_*.pt")):
+                place = StoredObject(f"{path.name}/{file.name}", 0, file.stat().st_size)
+                objects[f"{path.name}/{file.stem}"] = place
+    return DcpIndex(arrays, objects, {}, chunks_show_parameters=False)
+
+
+def _array(path: Path) -> StoredArray:
+    where = path / _DESCRIPTION
+    try:
+        described = parsed(read_file(path.parent, f"{path.name}/{_DESCRIPTION}"))
+        shape, sizes = (tuple(described[name]) for name in ("shape", "chunks"))
+        for axes in (shape, sizes):
+            elements_of(axes)
+        separator = str(described.get("dimension_separator", "."))
+        dtype, plain = described["dtype"], {name: described[name] for name in _PLAIN}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UnreadableCheckpointError(
+            "the description of an array is damaged",
+            found=shortened(f"{type(error).__name__}: {error}"),
+            where=str(where),
+        ) from error
+    if plain != _PLAIN or not isinstance(dtype, str) or dtype not in _DTYPES or not _is_filled(shape, sizes):
+        raise UnsupportedCheckpointError(
+            "an array is not stored as Megatron stores it: uncompressed, in chunks that fill it",
+            found=f"{shown(dtype)}, shape {shape}, chunks {sizes}, {shown(plain)}",
+            where=str(where),
+        )
+    return StoredArray(path.name, shape, _DTYPES[dtype], tuple(_chunks(path, shape, sizes, separator, _DTYPES[dtype])))
+
+
+def _is_filled(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    """Whether chunks end where the array does, along all axes but the first."""
+    if len(shape) != len(sizes) or min(sizes, default=1) < 1 or min(shape, default=0) < 0:
+        return False
+    return not any(whole % size for whole, size in zip(shape[1:], sizes[1:], strict=True))
+
+
+def _chunks(
+    path: Path, shape: tuple[int, ...], sizes: tuple[int, ...], separator: str, dtype: str
+) -> Iterator[StoredChunk]:
+    """Every chunk; the last one along the first axis may reach beyond the array, and is cut off there."""
+    counts = [-(-whole // size) for whole, size in zip(shape, sizes, strict=True)]
+    stored = sum(not file.name.startswith(".") for file in path.iterdir())
+    if stored != prod(counts):
+        raise UnreadableCheckpointError(
+            "an array of the checkpoint lacks chunks",
+            found=f"{stored} of them",
+            expected=f"{prod(counts)}, for shape {shape} in chunks {sizes}",
+            where=str(path),
+            helps=INTERRUPTED,
+        )
+    if not stored:
+        return  # one axis has no elements; the others may claim any number
+    for number in product(*(range(count) for count in counts)):
+        offsets = tuple(index * size for index, size in zip(number, sizes, strict=True))
+        inside = tuple(min(size, whole - start) for size, whole, start in zip(sizes, shape, offsets, strict=True))
+        file = f"{path.name}/{separator.join(map(str, number)) or '0'}"
+        length = prod(sizes) * ITEM_SIZE[dtype]
+        yield StoredChunk(offsets, inside, RawArray(file, 0, length, dtype, prod(inside)))
