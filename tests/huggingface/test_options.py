@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import textwrap
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -295,11 +294,9 @@ def test_an_interrupted_conversion_continues(family: str | None, run: Path, tmp_
     assert not [path for path in tmp_path.iterdir() if "partial" in path.name]
 
 
-def test_the_family_that_contributing_shows(models: dict[str, Path], tmp_path: Path) -> None:
-    lines = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text().splitlines()
-    first = lines.index("    from mcore_ckpt_ext.families import parts")
-    last = next(index for index in range(first, len(lines)) if lines[index].startswith("- "))
-    (tmp_path / "parrot.py").write_text(textwrap.dedent("\n".join(lines[first:last])))
+def test_the_family_of_the_documentation_converts_both_ways(models: dict[str, Path], tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "own-format.md").read_text()
+    (tmp_path / "parrot.py").write_text(page.split("```python\n")[1].split("```")[0])
     config = json.loads((models["qwen2"] / "config.json").read_text())
     for key in ("rms_norm_eps", "use_sliding_window", "sliding_window", "max_window_layers", "layer_types"):
         config.pop(key, None)
