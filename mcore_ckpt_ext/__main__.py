@@ -8,7 +8,7 @@ import sys
 if sys.path[:1] in ([""], [os.getcwd()]) and not getattr(sys.flags, "safe_path", False):  # noqa: PTH109 - see above
     del sys.path[0]
 
-from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.cli.main import run_as_process
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    run_as_process()

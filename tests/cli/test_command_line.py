@@ -79,6 +79,27 @@ def test_all_that_is_offline_needs_no_framework(without_frameworks: dict[str, st
     assert (done.stdout.splitlines()[-1:], done.stderr) == (["[0, 0, 0]"], "")
 
 
+def test_a_process_ends_without_taking_down_what_it_imported(without_frameworks: dict[str, str]) -> None:
+    """Exit handlers run, all output arrives, and nothing is finalized."""
+    program = """
+import atexit, sys
+from mcore_ckpt_ext.cli.main import run_as_process
+class Imported:
+    def __del__(self):
+        print("finalized")
+held = Imported()
+atexit.register(print, "exit handler")
+run_as_process()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, "verify", fixture_named("p11").run],
+        env=without_frameworks, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (1, "")
+    *_, verdict, last = done.stdout.splitlines()
+    assert (verdict.partition(":")[0], last) == ("NOT SOUND", "exit handler")
+
+
 def test_verify_and_its_exit_codes(damaged: Fixture, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = said(capsys, "verify", damaged.run)
     assert (code, out.splitlines()[-1]) == (0, "sound")

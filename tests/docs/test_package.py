@@ -108,7 +108,7 @@ def test_torch_and_the_shell_find_it(wheel: zipfile.ZipFile) -> None:
     (name,) = (name for name in wheel.namelist() if name.endswith("entry_points.txt"))
     text = wheel.read(name).decode()
     assert "[torch.backends]\nmcore_ckpt_ext = mcore_ckpt_ext_autoload:register" in text
-    assert "[console_scripts]\nmcore-ckpt = mcore_ckpt_ext.cli.main:main" in text
+    assert "[console_scripts]\nmcore-ckpt = mcore_ckpt_ext.cli.main:run_as_process" in text
 
 
 def test_the_metadata_are_complete(wheel: zipfile.ZipFile) -> None:
