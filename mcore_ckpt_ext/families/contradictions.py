@@ -11,7 +11,6 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import unsaid
-from mcore_ckpt_ext.families.forward_pass import SIZES
 from mcore_ckpt_ext.families.without_effect import without_effect
 from mcore_ckpt_ext.job.releases import PASSES_ON_INTERPOLATION
 
@@ -50,7 +49,7 @@ def _differing(family: Family, model: ModelArguments, running: ModelArguments) -
     Two values may mean the same, as `moe_layer_freq` 1 and `[1, 1]` do, or nothing at all, as `kv_channels` with latent
     attention: that shows in what the family writes for them.
     """
-    expressed = SIZES.union(*(setting.expresses for setting in family.settings))
+    expressed = family.expressed
     for name in sorted(expressed - without_effect(expressed) - {*_OF_THE_LOAD, *_only_bounds(model)}):
         wanted, given = model.stated_value(name), running.stated_value(name)
         if (wanted or None) != (given or None) and _writes_another(family, model, name, given):

@@ -11,7 +11,9 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import Distribution, EntryPoint, distributions
-from typing import TypeVar
+from typing import Any
+
+from typing_extensions import override
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.families.family import Family
@@ -19,7 +21,6 @@ from mcore_ckpt_ext.families.family import Family
 GROUP = "mcore_ckpt_ext.families"
 _STATED = ("model_type", "architecture", "rules", "settings")
 _LOG = logging.getLogger("mcore_ckpt_ext")
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,19 @@ class RegisteredFamily:
         try:
             made = self.entry.load()
             family = made() if isinstance(made, type) and issubclass(made, Family) else None
+            missing = [name for name in _STATED if family and not hasattr(family, name)]
+            stated = family.model_type if family and not missing else self.model_type
+            if family:
+                family.origin = self.distribution
         except (Exception, SystemExit) as error:
             raise self._broken("cannot be imported", repr(error)) from error
         if family is None:
             raise self._broken("is no class derived from families.family.Family", self.entry.value)
-        if missing := [name for name in _STATED if not hasattr(family, name)]:
+        if missing:
             raise self._broken("lacks attributes that every family states", ", ".join(missing))
-        if family.model_type != self.model_type:
-            raise self._broken("is registered under another model_type than its own", family.model_type)
-        family.origin = self.distribution
-        return family
+        if stated != self.model_type:
+            raise self._broken("is registered under another model_type than its own", stated)
+        return _AttributedFamily(family, self)
 
     def _broken(self, what: str, found: str) -> UnsupportedCheckpointError:
         return UnsupportedCheckpointError(
@@ -99,23 +103,45 @@ def loadable(registered: RegisteredFamily) -> Family | None:
         return None
 
 
-def attributed(family: Family, call: Callable[[], _T]) -> _T:
-    """Call code of a family; an exception of one that another distribution registers becomes an error that names it.
+class _AttributedFamily(Family):
+    """A registered family, whose exceptions become errors that name its distribution.
 
-    Raises:
-        UnsupportedCheckpointError: the code of a registered family raises something else than this package's errors.
+    Every member is that of the family. What the family calls on itself stays its own affair.
     """
-    try:
-        return call()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        if not family.origin:
+
+    def __init__(self, family: Family, registered: RegisteredFamily) -> None:
+        self._family = family
+        self._registered = registered
+
+    def __getattribute__(self, name: str) -> Any:
+        own = super().__getattribute__
+        if name in ("_family", "_registered", "_attributed") or name.startswith("__"):
+            return own(name)
+        family, attributed = own("_family"), own("_attributed")
+        found = attributed(lambda: getattr(family, name))
+        return found if not callable(found) else lambda *values, **named: attributed(lambda: found(*values, **named))
+
+    @override
+    def __repr__(self) -> str:
+        return str(self._attributed(lambda: repr(self._family)))
+
+    def _attributed(self, call: Callable[[], Any]) -> Any:
+        """Call code of the family.
+
+        Raises:
+            UnsupportedCheckpointError: it raises something else than this package's errors.
+        """
+        try:
+            found = call()
+            return list(found) if isinstance(found, Iterator) else found  # a generator raises where it is consumed
+        except CheckpointError:
             raise
-        raise UnsupportedCheckpointError(
-            f"the family {family.described} raises an error", found=repr(error), where=family.origin,
-            helps="report it to the authors of that distribution",
-        ) from error  # fmt: skip
+        except (Exception, SystemExit) as error:
+            registered = self._registered
+            raise UnsupportedCheckpointError(
+                f"the family {registered.class_name} (registered by {registered.distribution}) raises an error",
+                found=repr(error), where=registered.distribution, helps="report it to the authors of that distribution",
+            ) from error  # fmt: skip
 
 
 def _registered() -> Iterator[RegisteredFamily]:

@@ -215,6 +215,11 @@ class Family:
         explained = (key for setting in self.settings for key in setting.keys)
         return WITHOUT_EFFECT.union(explained, self.without_effect)
 
+    @property
+    def expressed(self) -> frozenset[str]:
+        """The arguments of which its settings take account, and those of all families."""
+        return SIZES.union(*(setting.expresses for setting in self.settings))
+
     def _check_keys(self, config: Config, neutral: NeutralKeys) -> None:
         known = self.mapped_keys | neutral.names
         # A key without a value asks for nothing.
@@ -262,9 +267,8 @@ class Family:
 
     def misfits(self, arguments: ModelArguments) -> list[str]:
         """Why a job with these arguments does not train this family; empty where it does."""
-        expressed = SIZES.union(*(setting.expresses for setting in self.settings))
         found = [reason for setting in self.settings for reason in setting.misfits(arguments)]
-        return found + unexpressed(expressed, arguments)
+        return found + unexpressed(self.expressed, arguments)
 
     def rather_another(self, arguments: ModelArguments) -> list[str]:
         """Why a model that fits should bear another family's name, unless the user says otherwise."""

@@ -13,7 +13,7 @@ from mcore_ckpt_ext.families.arcee import Arcee
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.deepseek_v2 import DeepSeekV2
 from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, KimiK2
-from mcore_ckpt_ext.families.entry_points import RegisteredFamily, attributed, loadable, registered_families
+from mcore_ckpt_ext.families.entry_points import RegisteredFamily, loadable, registered_families
 from mcore_ckpt_ext.families.ernie4_5 import Ernie45
 from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
 from mcore_ckpt_ext.families.gemma2 import Gemma2
@@ -217,7 +217,7 @@ def family_of_megatron(
 def fit(family: Family, arguments: ModelArguments, names: Collection[str] | None) -> Fit:
     """How a Megatron checkpoint fits a family, under the layer spec that its names follow."""
     try:
-        return attributed(family, lambda: _fit(family, arguments, names))
+        return _fit(family, arguments, names)
     except UnsupportedCheckpointError as error:
         if not family.origin:
             raise

@@ -12,10 +12,13 @@ from typing import Protocol
 import pytest
 
 from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.families.entry_points import registered_families
+from mcore_ckpt_ext.families.family import Family
 from tests.harness.huggingface import assert_same_tensors
 from tests.harness.registered_families import distribution_with_family, parrot_model
 
+MEMBERS = sorted(name for name in {*dir(Family), *Family.__annotations__} if not name.startswith("_"))
 MODULES = ("parrot_families", "broken_families", "rival_families")
 
 
@@ -140,7 +143,7 @@ def test_a_broken_one_is_an_error_that_names_its_distribution(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("method", ["misfits", "arguments", "tensors"])
+@pytest.mark.parametrize("method", ["misfits", "arguments", "tensors", "notices", "copies", "without_place"])
 def test_one_that_raises_is_an_error_that_names_its_distribution(
     run: CommandLine, method: str, site: Path, parrot: Path, tmp_path: Path
 ) -> None:
@@ -152,6 +155,38 @@ def test_one_that_raises_is_an_error_that_names_its_distribution(
         "the family Parrot (registered by parrot-families 1.5) raises an error; found: KeyError('seed')" in done.stderr
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("member", [*MEMBERS, "__repr__"])
+def test_each_member_that_raises_is_an_error_that_names_its_distribution(
+    member: str, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the package asks of a family, found by looking at `Family`."""
+    module, is_method = site / "parrot_families.py", callable(getattr(Family, member, None))
+    decorator = "" if is_method else "    @property\n"
+    module.write_text(f"{module.read_text()}\n{decorator}    def {member}(self, *_):\n        raise KeyError('seed')\n")
+    monkeypatch.syspath_prepend(site)
+    sys.modules.pop("parrot_families", None)
+    (registered,) = registered_families(frozenset())
+    with pytest.raises(UnsupportedCheckpointError, match=r"parrot-families 1\.5.*found: (KeyError|AttributeError)"):
+        use(registered.load(), member, called=is_method)
+
+
+def use(family: Family, member: str, *, called: bool) -> None:
+    found = repr(family) if member == "__repr__" else getattr(family, member)
+    if called:
+        found()
+
+
+def test_a_generator_that_raises(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It raises where it is consumed, which is in this package."""
+    module = site / "parrot_families.py"
+    module.write_text(f"{module.read_text()}\n    def copies(self, _):\n        yield 1 / 0\n")
+    monkeypatch.syspath_prepend(site)
+    sys.modules.pop("parrot_families", None)
+    (registered,) = registered_families(frozenset())
+    with pytest.raises(UnsupportedCheckpointError, match="ZeroDivisionError"):
+        registered.load().copies(None)  # type: ignore[arg-type]
 
 
 def test_broken_ones_keep_nobody_from_another(run: CommandLine, site: Path, parrot: Path, tmp_path: Path) -> None:

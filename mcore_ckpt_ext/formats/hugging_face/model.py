@@ -12,7 +12,6 @@ from mcore_ckpt_ext.errors import CheckpointError, ModelMismatchError, Unsupport
 from mcore_ckpt_ext.families.arguments import ModelArguments
 from mcore_ckpt_ext.families.config_keys import NeutralKeys, neutral_keys
 from mcore_ckpt_ext.families.contradictions import contradictions
-from mcore_ckpt_ext.families.entry_points import attributed
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import family_of_config
 from mcore_ckpt_ext.families.text_parts import text_config
@@ -64,9 +63,9 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
             found=f"--transformer-impl {LOCAL}", where=str(folder), helps="leave the option out",
         )  # fmt: skip
     neutral = neutral_keys(config, str(whole.get("model_type")), whole)
-    arguments = attributed(family, lambda: family.arguments(config, neutral))
+    arguments = family.arguments(config, neutral)
     arguments = replace(arguments, transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
-    if misfits := attributed(family, lambda: family.misfits(arguments)):
+    if misfits := family.misfits(arguments):
         raise UnsupportedCheckpointError(
             f"config.json describes {with_article(family.name)} that Megatron would compute otherwise",
             found="; ".join(misfits), where=str(folder / CONFIG),

@@ -24,7 +24,6 @@ from mcore_ckpt_ext.errors import (
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.bridge import run_config
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS
-from mcore_ckpt_ext.families.entry_points import attributed
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.images_known import IMAGES
@@ -140,8 +139,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         regions = layers * (experts + 3 * self.model.num_query_groups)
         Budget(_ENTRY_BYTES * len(stored), CONFIG).spend(_STEPS_A_REGION * regions, "layers, experts and query groups")
         self._check_tied(stored)
-        tensors = attributed(self.family, lambda: self.family.tensors(self.model, stored))
-        expected = {tensor.name: tensor for tensor in tensors}
+        expected = {tensor.name: tensor for tensor in self.family.tensors(self.model, stored)}
         stored = self._without_copies(stored, expected.values())
         ignored = self.family.without_place(stored.keys(), self.model, self.config) - expected.keys()
         self.left_out = sorted([*ignored, *self._of_activations, *self._images])

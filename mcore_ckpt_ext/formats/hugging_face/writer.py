@@ -19,7 +19,6 @@ from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, 
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
-from mcore_ckpt_ext.families.entry_points import attributed
 from mcore_ckpt_ext.families.family import Family, HuggingFaceTensor, matching, parameter_shapes
 from mcore_ckpt_ext.families.flags import ignored
 from mcore_ckpt_ext.families.forward_pass import classified, told, unknown
@@ -206,7 +205,7 @@ class HuggingFaceTarget:
             kept = family.kept(beside)
         else:  # a tokenizer may come from a model of another family: then only its tokens are this model's, too
             kept = {key: beside[key] for key in TOKENS if key in beside}
-        config = {**kept, **attributed(family, lambda: family.config(arguments))}
+        config = {**kept, **family.config(arguments)}
         return config, [key for key in TOKENS if key not in config], False
 
     def _vocabulary(self) -> int:
