@@ -2,6 +2,8 @@
 
 <!-- generated: settings -->    what `generated.py` makes of the code
 <!-- file: CHANGELOG.md -->     a file of the repository's root
+
+In the HTML, each command-line flag becomes an element of its own, which the style sheet keeps on one line.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ from documentation.generated import PARTS  # noqa: E402 - MkDocs runs this file 
 
 _GENERATED = re.compile(r"<!-- generated: ([\w ]+) -->")
 _FILE = re.compile(r"<!-- file: ([\w./]+) -->")
+# `--name` in text, not in a tag.
+_FLAG = re.compile(r"(?<![\w-])(--[a-z][\w-]*)(?=[^<>]*<)")
 # Files of the root link each other by name; on the site these are pages.
 _PAGES = {"SECURITY.md": "security.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
@@ -26,6 +30,11 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     """The text of a page with its marks replaced."""
     markdown = _FILE.sub(lambda match: _file(match[1]), markdown)
     return _GENERATED.sub(lambda match: PARTS[match[1]](), markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """The HTML of a page with its flags marked."""
+    return _FLAG.sub(r'<span class="flag">\1</span>', html)
 
 
 def _file(name: str) -> str:

@@ -1,0 +1,10 @@
+"""What is done to the pages of the site beside Markdown."""
+
+from __future__ import annotations
+
+from documentation import hook
+
+
+def test_flags_are_marked_in_text_and_not_in_tags() -> None:
+    html = '<p title="--in-a-tag">a--b <code>--to torch_dist</code> <!-- comment --></p>'
+    assert hook.on_page_content(html) == html.replace("<code>--to", '<code><span class="flag">--to</span>')
