@@ -53,32 +53,58 @@ def _option(field: str, flag: str = "", **how: Any) -> _Option:
 
 # Sizes of a layout are named as Megatron names them.
 _OPTIONS = (
-    _option("megatron_version", metavar="V", help="the version that will read it (default: the one installed)"),
-    _option("tensor_model_parallel_size", type=parse_count, metavar="N", help="tensor-parallel ranks of the reader"),
-    _option("pipeline_model_parallel_size", type=parse_count, metavar="N", help="pipeline ranks of the reader"),
+    _option("megatron_version", metavar="V", help="Megatron release that will read it (default: the installed one)"),
+    _option(
+        "tensor_model_parallel_size",
+        type=parse_count,
+        metavar="N",
+        help="tensor-parallel size of the job that will read it",
+    ),
+    _option(
+        "pipeline_model_parallel_size",
+        type=parse_count,
+        metavar="N",
+        help="pipeline-parallel size of the job that will read it",
+    ),
     _option(
         "virtual_pipeline_model_parallel_size",
         type=parse_count,
         metavar="N",
-        help="model chunks per pipeline rank of the reader",
+        help="model chunks per pipeline rank of the job that will read it",
     ),
-    _option("expert_model_parallel_size", type=parse_count, metavar="N", help="expert-parallel ranks of the reader"),
-    _option("transformer_impl", choices=LAYER_SPECS, help="layer spec of the reader (default: the source's)"),
-    _option("loop", "--for", choices=LOOPS, help="the training loop that will read it (default: megatron)"),
-    _option("vocab_size", type=parse_count, metavar="N", help="the tokenizer's size: legacy pads to it, hf cuts to it"),
-    _option("tokenizer", metavar="PATH", help="folder of a tokenizer whose files are copied"),
+    _option(
+        "expert_model_parallel_size",
+        type=parse_count,
+        metavar="N",
+        help="expert-parallel size of the job that will read it",
+    ),
+    _option(
+        "transformer_impl", choices=LAYER_SPECS, help="layer spec of the job that will read it (default: the source's)"
+    ),
+    _option("loop", "--for", choices=LOOPS, help="training loop that will read it (default: megatron)"),
+    _option(
+        "vocab_size",
+        type=parse_count,
+        metavar="N",
+        help="number of tokens: legacy pads the vocabulary for it, hf cuts to it",
+    ),
+    _option("tokenizer", metavar="PATH", help="folder of a tokenizer, or of a model, whose tokenizer files are copied"),
     _option("dtype", choices=DTYPES, help="dtype of all floating-point tensors (default: as stored)"),
-    _option("kind", "--from", choices=EXPORTED_KINDS, help="what is exported (default: weight)"),
-    _option("max_shard_size", type=parse_file_size, metavar="SIZE", help="most bytes in a file (default: 5GB)"),
+    _option("kind", "--from", choices=EXPORTED_KINDS, help="kind of tensor to export (default: weight)"),
+    _option("max_shard_size", type=parse_file_size, metavar="SIZE", help="largest size of a file (default: 5GB)"),
     _option(
         "arguments",
         "--argument",
         action="append",
         metavar="NAME=VALUE",
-        help="an argument of the job as its model was computed, where the checkpoint cannot tell; repeat it",
+        help="Megatron argument used in training, if it is missing from the checkpoint; may be repeated",
     ),
-    _option("quantize", choices=QUANTIZATIONS, help="quantise the weights of linear layers: fp8 by 128 x 128 blocks"),
-    _option("lora_alpha", type=parse_count, metavar="N", help="of adapters, where the checkpoint does not tell it"),
+    _option(
+        "quantize", choices=QUANTIZATIONS, help="quantize the weights of linear layers: fp8 in blocks of 128 x 128"
+    ),
+    _option(
+        "lora_alpha", type=parse_count, metavar="N", help="alpha of LoRA adapters, if it is missing from the checkpoint"
+    ),
     _option("pickled", "--bin", action="store_true", help="write pytorch_model.bin instead of safetensors"),
 )
 
@@ -112,31 +138,35 @@ def _family_row(family: Family) -> tuple[str, str, str, str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options; those of targets are grouped by the targets that have them."""
-    parser.add_argument("source", metavar="SRC", help="run folder, iteration folder, Hugging Face or canonical folder")
-    parser.add_argument("destination", metavar="DST", help="the folder to make")
-    parser.add_argument("--to", choices=TARGETS, help="the format to write; leave it out to see what each is for")
-    parser.add_argument("--family", metavar="NAME", help="the model's family, if not recognised; or path.py:Name")
-    parser.add_argument("--list-families", action=_ListFamilies, help="print the families of Hugging Face, and exit")
+    parser.add_argument(
+        "source", metavar="SRC", help="run folder (newest iteration), iteration, Hugging Face, PEFT or canonical folder"
+    )
+    parser.add_argument("destination", metavar="DST", help="folder to write")
+    parser.add_argument("--to", choices=TARGETS, help="format to write; without it, the formats are listed")
+    parser.add_argument("--family", metavar="NAME", help="model family, if it is not recognized; or path.py:Name")
+    parser.add_argument("--list-families", action=_ListFamilies, help="print the Hugging Face model families, and exit")
     parser.add_argument(
         "--accept-key", action="append", default=[], metavar="NAME",
-        help="a key of a Hugging Face folder's config.json that has no effect on what the model computes; repeat it",
+        help="accept a key of a Hugging Face config.json as without effect on what the model computes; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    parser.add_argument("--dry-run", action="store_true", help="show what would be written, and write nothing")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--resume", action="store_true", help="continue an interrupted conversion")
     parser.add_argument("--force", action="store_true", help="replace DST")
-    parser.add_argument("--accept-lost", action="store_true", help="convert even though the source lacks elements")
     parser.add_argument(
-        "--drop", nargs="+", default=[], metavar="KIND", help="optimizer state to leave out where it cannot be carried"
+        "--accept-lost", action="store_true", help="convert even if elements are missing from the source"
+    )
+    parser.add_argument(
+        "--drop", nargs="+", default=[], metavar="KIND", help="leave out optimizer state that cannot be converted"
     )
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
     parser.add_argument(
         "--join", action="store_true",
-        help="share the work with the processes of RANK, WORLD_SIZE and MASTER_ADDR; those of torchrun always do",
+        help="split the work across the processes of the current torch.distributed job (default under torchrun)",
     )  # fmt: skip
     parser.add_argument(
         "--memory-limit", type=parse_size, default=DEFAULT_MEMORY, metavar="SIZE",
-        help="memory for all blocks together (default: 1GiB)",
+        help="buffer memory of all threads together (default: 1GiB)",
     )  # fmt: skip
     for targets in sorted({option.targets for option in _OPTIONS}, key=lambda names: (len(names), names)):
         group = parser.add_argument_group(f"only with {_spoken(targets)}")
@@ -144,7 +174,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             if option.targets == targets:
                 group.add_argument(option.flag, dest=option.field, default=argparse.SUPPRESS, **option.how)
     add_weights(parser)
-    parser.add_argument("--merge", metavar="BASE", help="merge adapters into this model: a folder of either kind")
+    parser.add_argument(
+        "--merge", metavar="BASE", help="merge the adapters into this model: a Hugging Face folder or a checkpoint"
+    )
     add_facts(parser, FactsOfSource)
 
 

@@ -29,7 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(name, metavar=name.upper(), help="run, iteration, Hugging Face or canonical folder")
     parser.add_argument("--kinds", nargs="+", metavar="KIND", help=f"compare only these: {', '.join(KINDS)}")
     parser.add_argument("--tensors-only", action="store_true", help="leave settings out of the verdict and exit code")
-    parser.add_argument("--family", metavar="NAME", help="family of a Hugging Face folder, where it is not recognised")
+    parser.add_argument(
+        "--family", metavar="NAME", help="model family of a Hugging Face folder, if it is not recognized"
+    )
     parser.add_argument("--html", metavar="FILE", type=Path, help="also write a self-contained page with pictures")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")

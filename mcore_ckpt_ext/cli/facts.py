@@ -15,20 +15,20 @@ def add_facts(parser: argparse.ArgumentParser, kind: type[Facts] = Facts) -> Non
     """An option for each fact, as this kind of them spells it."""
     parser.set_defaults(kind_of_facts=kind)
     options = kind()
-    group = parser.add_argument_group("only for a checkpoint without Megatron's arguments: the job that wrote it")
+    group = parser.add_argument_group("the job that wrote the checkpoint, if Megatron's arguments are missing from it")
     for name in _NAMES:
         what = name.removesuffix("_size").replace("_", "-")
         group.add_argument(
             options.option(name), dest=f"fact_{name}", type=parse_count, metavar="N",
-            help=f"its {what} size",
+            help=f"{what} size of that job",
         )  # fmt: skip
 
 
-def add_weights(parser: argparse.ArgumentParser, of: str = "an optimizer alone, or of a PEFT folder,") -> None:
+def add_weights(parser: argparse.ArgumentParser, of: str = "an optimizer-only checkpoint or a PEFT folder") -> None:
     """The option that names the folder of weights that lie elsewhere; `of`: what lacks them."""
     parser.add_argument(
         "--weights", metavar="FOLDER",
-        help=f"where the model of {of} lies: a Hugging Face folder, or a checkpoint",
+        help=f"folder with the model weights for {of}: a Hugging Face folder or a checkpoint",
     )  # fmt: skip
 
 

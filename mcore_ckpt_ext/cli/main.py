@@ -24,12 +24,12 @@ from mcore_ckpt_ext.storage.gc_pause import collector_paused
 # Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`, imported when it is asked
 # for: whoever only wants help does not wait for torch.
 COMMANDS = {
-    "inspect": "what is in a checkpoint: layout, format, version, bytes, files, who can resume it",
+    "inspect": "show what is in a checkpoint: layout, format, version, sizes, files, who can resume it",
     "convert": "write a checkpoint in another format or layout, optimizer included",
-    "plan": "which layouts of so many GPUs can resume a checkpoint, and what each needs",
-    "verify": "complete, readable, every element there once, checksums, the proof",
+    "plan": "list the layouts for a number of GPUs that can resume a checkpoint, and what each needs",
+    "verify": "check that a checkpoint is complete and intact, and that master weights match weights",
     "diff": "compare two checkpoints of any formats and layouts, bit by bit",
-    "doctor": "environment, versions, hooks",
+    "doctor": "check the installation: versions, settings, hooks",
 }
 
 _COMPLETION = "--print-completion"
@@ -123,10 +123,10 @@ def parser_of(words: Sequence[str], *, every: bool = False) -> argparse.Argument
     """The parser; of the commands, only the one that the words begin with has its options, unless `every` one shall."""
     parser = argparse.ArgumentParser(
         prog="mcore-ckpt",
-        description="Shows, verifies, compares and converts Megatron checkpoints, without Megatron and without a GPU.",
+        description="Inspect, verify, compare and convert Megatron checkpoints, without Megatron and without a GPU.",
         epilog="exit codes: 0 done or equal; 1 unequal, incomplete or corrupt; 2 wrong usage or unreadable input",
     )
-    parser.add_argument(_COMPLETION, choices=SHELLS, help="print what the shell completes by (needs shtab)")
+    parser.add_argument(_COMPLETION, choices=SHELLS, help="print a shell completion script (needs shtab)")
     parser.add_argument("--version", action="version", version=f"mcore-ckpt {mcore_ckpt_ext.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, what in COMMANDS.items():

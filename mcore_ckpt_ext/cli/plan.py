@@ -28,25 +28,31 @@ _WIDTH, _NARROW = 120, 6
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's options."""
     parser.add_argument("path", metavar="RUN", help="run folder (newest iteration) or iteration folder")
-    parser.add_argument("--gpus", type=parse_count, required=True, metavar="N", help="number of GPUs that are left")
-    parser.add_argument("--gpus-per-node", type=parse_count, default=8, metavar="N", help="default: 8")
+    parser.add_argument("--gpus", type=parse_count, required=True, metavar="N", help="number of GPUs to plan for")
+    parser.add_argument(
+        "--gpus-per-node", type=parse_count, default=8, metavar="N", help="GPUs of a machine; default: 8"
+    )
     parser.add_argument(
         "--gpu-memory", type=parse_size, metavar="SIZE",
-        help="memory of a GPU, such as 80GiB; default: at least what the old layout needs by the same estimate",
+        help="memory of a GPU, such as 80GiB; default: what the old layout needs, by the same estimate",
     )  # fmt: skip
-    parser.add_argument("--megatron-version", metavar="V", help="release that will run; default: the installed one")
+    parser.add_argument(
+        "--megatron-version", metavar="V", help="Megatron release that will run; default: the installed one"
+    )
     parser.add_argument(
         "--pin", nargs="+", action="extend", default=[], metavar="DIM=N", help=f"fix a dimension: {', '.join(PINS)}"
     )
     parser.add_argument(
-        "--recompute", choices=[one.value for one in Recomputation], help="activations; default: as the job had it"
+        "--recompute",
+        choices=[one.value for one in Recomputation],
+        help="activation recomputation; default: as in the job that wrote the checkpoint",
     )
     parser.add_argument(
-        "--read-rate", type=parse_size, metavar="SIZE", help="bytes a second that all GPUs together read from the store"
+        "--read-rate", type=parse_size, metavar="SIZE", help="bytes per second that all GPUs together read from storage"
     )
     parser.add_argument(
         "--argument", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
-        help="an argument of the job that the checkpoint does not state",
+        help="Megatron argument used in training, if it is missing from the checkpoint",
     )  # fmt: skip
     parser.add_argument("--all", action="store_true", help="list every layout, not only the ten best")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's options."""
     parser.add_argument("path", metavar="PATH", help="run folder (newest iteration), iteration or canonical folder")
-    parser.add_argument("--quick", action="store_true", help="look at metadata only")
+    parser.add_argument("--quick", action="store_true", help="check metadata only, without reading tensors")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--workers", type=parse_count, default=DEFAULT_WORKERS, metavar="N", help="number of threads")
-    add_weights(parser, "an optimizer alone")
+    add_weights(parser, "an optimizer-only checkpoint")
     add_facts(parser)
 
 
