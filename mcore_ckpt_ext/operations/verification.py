@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -55,6 +55,7 @@ from mcore_ckpt_ext.operations.integrity import (
     check_bare_arrays,
     check_manifest,
     manifest_bytes,
+    read_rest,
 )
 from mcore_ckpt_ext.operations.progress import ByteCounter, Progress
 from mcore_ckpt_ext.operations.reading import threads
@@ -63,7 +64,7 @@ from mcore_ckpt_ext.optimizers.flat_arrays import Buffers
 from mcore_ckpt_ext.optimizers.table import opens_by_metadata
 from mcore_ckpt_ext.planning.array_location import RawArray
 from mcore_ckpt_ext.planning.plan import ITEM_SIZE
-from mcore_ckpt_ext.storage.checksums import Confirmed, Place
+from mcore_ckpt_ext.storage.checksums import Confirmed
 from mcore_ckpt_ext.storage.file_digests import compare_digests
 from mcore_ckpt_ext.storage.paths import as_path
 
@@ -191,7 +192,7 @@ class _Run:
         """Check the bytes; what that shows follows what was found before, and stands before what was found since."""
         since = self.findings, self.checks
         self.findings, self.checks = findings, checks
-        self._check_bytes(checkpoint, failed, known.right)
+        self._check_bytes(checkpoint, failed, known)
         self.findings += since[0]
         self.checks += since[1]
 
@@ -253,16 +254,17 @@ class _Run:
                 self.findings.extend(check_state(checkpoint))
                 self.checks.append(Check(COVERED, f"optimizer state of {len(optimizer.names()):,} parameters"))
 
-    def _check_bytes(self, checkpoint: CheckpointView, failed: set[str], right: Collection[Place]) -> None:
-        """Compare the checksums of all bytes but those of places that are known to be right."""
+    def _check_bytes(self, checkpoint: CheckpointView, failed: set[str], known: Confirmed) -> None:
+        """Compare the checksums of all bytes but those that are known to be right."""
+        read_rest(known, self._workers)
         manifest = manifest_bytes(self.folder)
         if manifest:
             self.findings.extend(check_manifest(self.folder, self._workers, self._counter.add))
             self.checks.append(Check(MANIFEST, f"SHA-256 of {manifest:,} bytes"))
         archives, arrays = _with_checksums(checkpoint, failed)
-        left = [archive for archive in archives if archive not in right]
-        self.findings.extend(check_archives(checkpoint, left, self._workers, self._counter.add))
-        left_bare = [array for array in arrays if (array.file, array.offset, array.length) not in right]
+        left = [archive for archive in archives if archive not in known.right]
+        self.findings.extend(check_archives(checkpoint, left, self._workers, self._counter.add, known))
+        left_bare = [array for array in arrays if (array.file, array.offset, array.length) not in known.right]
         self.findings.extend(check_bare_arrays(checkpoint, left_bare, self._workers, self._counter.add))
         if guarded := _bytes_of(archives, arrays):
             self.checks.append(Check(CHECKSUMS, f"CRC-32 of {guarded:,} bytes"))

@@ -131,6 +131,27 @@ def test_what_has_not_passed_is_read(stored: Stored) -> None:
         left()
 
 
+def test_only_what_has_not_passed_is_read(stored: Stored) -> None:
+    checksums, payload = stored.looked_at(Confirmed)
+    passing(checksums, payload, stored.data, [0, 3000])
+    checksums.passed(payload, 5000, memoryview(stored.data)[5000:-100])
+    before = checksums._reader.bytes_read
+    (left,) = checksums.rest()
+    left()
+    assert checksums._reader.bytes_read - before == 2000 + 100
+    assert checksums.right == {stored.place}
+
+
+def test_rows_that_are_not_packed_in_memory_pass(stored: Stored) -> None:
+    """As the columns of a matrix that tensor-parallel ranks share."""
+    checksums, payload = stored.looked_at(Confirmed)
+    rows = Runs(*(numpy.array([number]) for number in (0, 1, 10, NUMEL // 10, 10, 17)))
+    plan, room = Plan([], [Copy(stored.extent, 0, rows)]), torch.empty(NUMEL * 17 // 10)
+    Transfer(checksums._reader).execute(plan, [room])
+    assert checksums.of_plan(plan, [room], lambda extent: payload) == []
+    assert (checksums.rest(), checksums.right) == ([], {stored.place})
+
+
 def test_pieces_that_overlap_prove_nothing(stored: Stored) -> None:
     """As many bytes as the record has, but not all of them: it is read."""
     stored.damage()
@@ -199,6 +220,17 @@ def test_verify_reads_every_byte_once(tmp_path: Path, monkeypatch: pytest.Monkey
     run.verify()
     assert [finding for finding in run.findings if finding.severity == "error"] == []
     assert len(compared) < 0.5 * len(list(checkpoint.archives()))
+
+
+@pytest.mark.parametrize("name", ["p08", "p08b", "p08c", "p06"])
+def test_verify_reads_large_files_of_many_tensors_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Headers and pickles, a third of so small a checkpoint, are read more often."""
+    monkeypatch.setattr(Checksums, "WORTH", 1 << 9)
+    checkpoint = mcore_ckpt_ext.open_checkpoint(fixture_named(name).run)
+    run = verification._Run(checkpoint.folder, False, 1, lambda done, total: None, lambda: checkpoint)
+    run.verify()
+    assert [finding for finding in run.findings if finding.severity == "error"] == []
+    assert checkpoint.reader.bytes_read < 1.6 * sum(path.stat().st_size for path in checkpoint.folder.rglob("*.*"))
 
 
 @pytest.mark.parametrize(
