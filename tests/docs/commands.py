@@ -59,7 +59,7 @@ def fences_of(page: Path) -> list[Fence]:
 
 
 def sandbox_of(page: Path) -> dict[str, str]:
-    """The folders that a page finds: name to the number of the fixture whose run folder it is, or `colossalai`."""
+    """The folders that a page finds: name to the number of a fixture, `colossalai`, or `peft`."""
     match = _SANDBOX.search(page.read_text())
     return dict(pair.split("=") for pair in match[1].split()) if match else {}
 

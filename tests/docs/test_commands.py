@@ -17,6 +17,7 @@ from mcore_ckpt_ext.cli.main import main
 from tests.docs.commands import EXEMPT, NOT_COMMANDS, Command, Fence, fences_of, matches, sandbox_of
 from tests.harness.checkpoints import fixture_named
 from tests.harness.colossalai_folders import colossalai_checkpoint
+from tests.harness.peft import adapter, peft_folder
 
 REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
 PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs").rglob("*.md"))]
@@ -77,7 +78,20 @@ class Sandbox:
 
 
 def _laid_out(kind: str, folder: Path) -> Path:
+    if kind == "peft":
+        return _adapter(folder)
     return colossalai_checkpoint(folder, weights="model") if kind == "colossalai" else fixture_named(kind).run
+
+
+def _adapter(folder: Path) -> Path:
+    """A PEFT folder for the model of the fixture p02."""
+    heights = {"q_proj": 32, "k_proj": 16, "v_proj": 16}
+    names = [
+        (f"model.layers.{layer}.self_attn.{name}", height) for layer in range(4) for name, height in heights.items()
+    ]
+    tensors = {key: tensor for name, height in names for key, tensor in adapter(name, height, 32).items()}
+    folder.mkdir()
+    return peft_folder(folder / "adapter", tensors, target_modules=sorted(heights), task_type="CAUSAL_LM")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
