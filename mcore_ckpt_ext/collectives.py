@@ -24,6 +24,7 @@ _SIZE_BYTES, _SHORT_BYTES = 8, 56
 _LITTLE_BYTES = 1 << 20
 # Items are few where at most one rank in so many has one of its own.
 _FEW = 4
+_UNTOUCHED = "the optimizer is untouched"
 Failure = CheckpointException
 """What torch and Megatron raise when some rank failed; it is no Exception."""
 
@@ -106,7 +107,7 @@ def _all_gathered(data: bytes, ranks: int) -> NDArray[numpy.uint8]:
     return gathered
 
 
-def agreed(phase: str, work: Callable[[], Result], consequence: str = "the optimizer is untouched") -> list[Result]:
+def agreed(phase: str, work: Callable[[], Result], consequence: str = _UNTOUCHED) -> list[Result]:
     """Do `work` on every rank; its results from all ranks, or the same refusal on all.
 
     Args:
@@ -141,14 +142,14 @@ def agreed_among(
             result = work()
         except (Exception, CheckpointException) as error:  # noqa: BLE001 - the latter is no Exception
             cause = error
-        outcomes = exchange((result, None if cause is None else _told_of(cause)))
+        outcomes = exchange((result, None if cause is None else reason_of(cause)))
     refused = {rank: reason for rank, (_, reason) in outcomes.items() if reason is not None}
     if refused:
-        raise ResumeRefusedError(_summary(f"{phase}; {consequence}", refused)) from cause
+        raise refusal(phase, refused, consequence) from cause
     return {rank: found for rank, (found, _) in outcomes.items()}
 
 
-def agreed_here(phase: str, work: Callable[[], Result], consequence: str = "the optimizer is untouched") -> Result:
+def agreed_here(phase: str, work: Callable[[], Result], consequence: str = _UNTOUCHED) -> Result:
     """Like `agreed`, but returns this rank's own result, which stays here."""
     kept: list[Result] = []
     agreed(phase, lambda: kept.append(work()), consequence)
@@ -164,7 +165,7 @@ def attempt(work: Callable[[], object]) -> str | None:
     return None
 
 
-def _told_of(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """An error with its class; what Megatron collects of several ranks is spelt out."""
     return f"{type(error).__name__}: {error}" if _has_own_message(error) else text_of(error)
 
@@ -194,9 +195,15 @@ def listed_of_all(reasons: Sequence[str | None]) -> str:
     return _listed({rank: text for rank, text in enumerate(reasons) if text is not None})
 
 
-def _summary(head: str, refused: dict[int, str]) -> str:
-    """The distinct reasons, each with the ranks that gave it, under what was being done."""
-    return f"mcore_ckpt_ext refused while {head}\n  {_listed(refused)}"
+def refusal(phase: str, reasons: dict[int, str], consequence: str = _UNTOUCHED) -> ResumeRefusedError:
+    """The error that all ranks raise where some refuse: the distinct reasons, each with the ranks that gave it.
+
+    Args:
+        phase: as of `agreed`.
+        reasons: those of the ranks that have one, see `reason_of`.
+        consequence: as there.
+    """
+    return ResumeRefusedError(f"mcore_ckpt_ext refused while {phase}; {consequence}\n  {_listed(reasons)}")
 
 
 def _listed(reasons: dict[int, str]) -> str:

@@ -16,11 +16,13 @@ from mcore_ckpt_ext.operations.comparison import Comparison
 from mcore_ckpt_ext.operations.conversion import Report as ConversionReport
 from mcore_ckpt_ext.operations.inspection import Inspection
 from mcore_ckpt_ext.operations.layout_plan import LayoutPlan
+from mcore_ckpt_ext.rehearsal.result import Rehearsal
 
-RESULTS: dict[str, type] = {
-    "inspect": Inspection, "convert": ConversionReport, "verify": VerificationResult, "diff": Comparison,
-    "plan": LayoutPlan, "doctor": DoctorReport,
+RESULTS: dict[str, tuple[type, ...]] = {
+    "inspect": (Inspection,), "convert": (ConversionReport,), "verify": (VerificationResult,), "diff": (Comparison,),
+    "plan": (LayoutPlan, Rehearsal), "doctor": (DoctorReport,),
 }  # fmt: skip
+"""What each command prints; one of several, by its options."""
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"
 # JSON has no numbers that are not finite: they are printed as text.
 _NUMBER = {"anyOf": [{"type": "number"}, {"enum": ["NaN", "Infinity", "-Infinity"]}]}
@@ -32,13 +34,18 @@ _PLAIN: dict[Any, dict[str, Any]] = {
 
 def schema_of(command: str) -> dict[str, Any]:
     """The schema of what a command prints with `--json`."""
-    result = _object(RESULTS[command])
+    results = [_result(command, kind) for kind in RESULTS[command]]
+    error = _closed({"kind": {"type": "string"}, "message": {"type": "string"}})
+    failure = _closed({**_envelope(command, [2, 130]), "schema": {"const": ERROR_SCHEMA}, "error": error})
+    return {"$schema": _DIALECT, "title": f"mcore-ckpt {command} --json", "anyOf": [*results, failure]}
+
+
+def _result(command: str, kind: type) -> dict[str, Any]:
+    result = _object(kind)
     result["properties"] = {**_envelope(command, [0, 1]), **result["properties"]}
     result["properties"]["error"] = {"type": "null"}
     result["required"] = list(result["properties"])
-    error = _closed({"kind": {"type": "string"}, "message": {"type": "string"}})
-    failure = _closed({**_envelope(command, [2, 130]), "schema": {"const": ERROR_SCHEMA}, "error": error})
-    return {"$schema": _DIALECT, "title": f"mcore-ckpt {command} --json", "anyOf": [result, failure]}
+    return result
 
 
 def _envelope(command: str, codes: list[int]) -> dict[str, Any]:

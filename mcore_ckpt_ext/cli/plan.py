@@ -1,4 +1,4 @@
-"""`mcore-ckpt plan`: the layouts of a number of GPUs that can resume a checkpoint, best first."""
+"""`mcore-ckpt plan`: the layouts of a number of GPUs that can resume a checkpoint, best first; or one, rehearsed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from mcore_ckpt_ext.cli.facts import add_facts, facts_of
 from mcore_ckpt_ext.cli.json_output import print_result
 from mcore_ckpt_ext.cli.output import BAD, GOOD, REMARKABLE, Painted, heading, line, table
+from mcore_ckpt_ext.cli.rehearsal import add_rehearsal, check_rehearsal, run_rehearsal
 from mcore_ckpt_ext.cli.sizes import parse_count, parse_size
 from mcore_ckpt_ext.errors import UsageError, readable, shortened
 from mcore_ckpt_ext.job.stated import stated_arguments
@@ -55,12 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Megatron argument used in training, if it is missing from the checkpoint",
     )  # fmt: skip
     parser.add_argument("--all", action="store_true", help="list every layout, not only the ten best")
+    add_rehearsal(parser)
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     add_facts(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """List the layouts; exit code 1 where none is accepted, or none fits."""
+    """List the layouts, or rehearse one; exit code 1 where none is accepted or fits, or the resume is refused."""
+    check_rehearsal(arguments)
+    if arguments.rehearse is not None:
+        return run_rehearsal(arguments)
     from mcore_ckpt_ext.operations.layout_plan import plan
 
     found = plan(

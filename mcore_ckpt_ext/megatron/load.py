@@ -16,12 +16,13 @@ from mcore_ckpt_ext.collectives import agreed, is_first_rank
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
-from mcore_ckpt_ext.job.releases import MATCHES_GROUPS_BY_BOUNDS, OVERRIDES_BOUNDS_OF_GROUPS
+from mcore_ckpt_ext.job.releases import OVERRIDES_BOUNDS_OF_GROUPS
 from mcore_ckpt_ext.layout.master_check import Proof
 from mcore_ckpt_ext.megatron.check_after_load import PROVEN, Witness, prove_loaded, repair_shifted
 from mcore_ckpt_ext.megatron.fast_load import reading_fast
 from mcore_ckpt_ext.megatron.learning_rate_schedule import check_schedule
 from mcore_ckpt_ext.megatron.live.optimizer_adapters.detection import Chain
+from mcore_ckpt_ext.megatron.live.param_groups import takes_own_bounds
 from mcore_ckpt_ext.megatron.load_decision import Look, first_look, lacks_random_states, refuse_another_kind
 from mcore_ckpt_ext.megatron.new_tokens import (
     initialization_kept,
@@ -218,7 +219,7 @@ class _Load:
     def _resumed(self, look: Look) -> tuple[Any, Proof]:
         """Weights by Megatron, whoever reads them; the optimizer by this package, planned before and filled after."""
         arguments, once = self._arguments, READ_ONCE.chosen(self._arguments)
-        own_bounds = _own_bounds(arguments)
+        own_bounds = takes_own_bounds(vars(arguments), megatron_version())
         prepared = prepare(
             look.folder,
             self._chunks,
@@ -318,17 +319,6 @@ def _resumes_optimizer(scope: Mapping[str, Any], optimizer: Any) -> bool:
 def _takes_optimizer(arguments: Any, optimizer: Any) -> bool:
     """Whether a load takes up the state of an optimizer, whoever reads it."""
     return optimizer is not None and not arguments.no_load_optim and not arguments.finetune
-
-
-def _own_bounds(arguments: Any) -> bool:
-    """Whether a new learning rate counts: under --override-opt_param-scheduler, as since 0.20 (`load_checkpoint`).
-
-    Before 0.19 the groups keep the stored bounds, in stock Megatron and here; 0.19 itself does not find its own groups.
-    What 0.20 takes from the arguments stands in the live groups, which are made of them, and of --use-mup and overrides
-    besides, which 0.20 forgets there (`get_megatron_optimizer`, megatron/core/optimizer/__init__.py, core_v0.19.2).
-    """
-    overrides = bool(getattr(arguments, "override_opt_param_scheduler", False))
-    return overrides and MATCHES_GROUPS_BY_BOUNDS.is_of(megatron_version())
 
 
 def _strictness(arguments: Any) -> dict[str, str]:

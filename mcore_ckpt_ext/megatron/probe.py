@@ -165,7 +165,7 @@ def taking_what_is_whole(
         yield  # nothing to choose from: the load itself finds out, and names what it misses
         return
     if not FALLBACK.chosen(arguments):
-        raise _refusal(standing, str(directory))
+        check_whole(standing, str(directory))
     what = "; ".join(standing.problems[:_SHOWN])
     announce(f"{standing.wanted} is not whole ({what}); resuming from iteration {standing.newest_whole} instead")
     chosen = standing.newest_whole
@@ -181,11 +181,24 @@ def _standing(arguments: Any, directory: str) -> Standing | None:
     return standing_of(Path(str(directory)), arguments.ckpt_step or None)
 
 
-def _refusal(standing: Standing, directory: str) -> ResumeRefusedError:
+def check_whole(standing: Standing | None, directory: str) -> None:
+    """Refuse a checkpoint that is not whole where the run has another one that is.
+
+    Args:
+        standing: of what a load would take; None where that is not judged.
+        directory: the run folder.
+
+    Raises:
+        ResumeRefusedError: it is not whole, and the user did not allow another one to be taken.
+    """
+    if standing is not None and standing.problems and standing.newest_whole is not None:
+        raise _refusal(standing, standing.newest_whole, directory)
+
+
+def _refusal(standing: Standing, number: int, directory: str) -> ResumeRefusedError:
     found = "; ".join(standing.problems[:_SHOWN])
     if len(standing.problems) > _SHOWN:
         found += f"; and {len(standing.problems) - _SHOWN} more (mcore-ckpt verify)"
-    number = standing.newest_whole
     by_hand = f"--ckpt-step {number}" if standing.has_tracker else f"writing {number} into the tracker file"
     helps = (
         f"iteration {number} is whole: {by_hand} takes it, "

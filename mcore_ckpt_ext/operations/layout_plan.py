@@ -227,7 +227,7 @@ def _planned(
     read_rate: int | None,
 ) -> PlannedLayout:
     choice, layout = one.choice, one.choice.layout
-    running = job.changed(**_arguments_of(one))
+    running = job.changed(**arguments_of(one))
     is_moved = bool(placement_changes(job, running))
     keeps = (layout.tensor, layout.pipeline) == (old.tensor, old.pipeline)
     per_rank = [
@@ -251,12 +251,13 @@ def _planned(
         stock_resumes=checkpoint.optimizer_format is None
         or stock_can_load(checkpoint.optimizer_format, is_moved, version),
         keeps_random_state=keeps,
-        flags=" ".join(_flags_of(one)),
+        flags=" ".join(flags_of(one)),
         notes=tuple(_notes_of(one, job, keeps)),
     )
 
 
-def _arguments_of(one: Found) -> dict[str, Any]:
+def arguments_of(one: Found) -> dict[str, Any]:
+    """Megatron's arguments of a layout, as they are after parsing."""
     choice, layout = one.choice, one.choice.layout
     return {
         "tensor_model_parallel_size": layout.tensor,
@@ -271,7 +272,7 @@ def _arguments_of(one: Found) -> dict[str, Any]:
     }
 
 
-def _flags_of(one: Found) -> list[str]:
+def flags_of(one: Found) -> list[str]:
     """The job's flags for a layout, as Megatron spells them."""
     choice, layout = one.choice, one.choice.layout
     flags = [

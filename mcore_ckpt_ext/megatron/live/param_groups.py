@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
+from mcore_ckpt_ext.job.releases import MATCHES_GROUPS_BY_BOUNDS
 from mcore_ckpt_ext.optimizers.groups import (
     ADAM,
     BOUNDS,
@@ -52,6 +53,20 @@ def carried_groups(live: Sequence[Group], stored: Sequence[Group], own_bounds: b
     """
     whole = with_defaults(stored)
     return [_carried(group, live, whole, own_bounds) for group in live]
+
+
+def takes_own_bounds(stated: Mapping[str, Any], version: tuple[int, int]) -> bool:
+    """Whether a new learning rate counts: under --override-opt_param-scheduler, as since 0.20 (`load_checkpoint`).
+
+    Before 0.19 the groups keep the stored bounds, in stock Megatron and here; 0.19 itself does not find its own groups.
+    What 0.20 takes from the arguments stands in the live groups, which are made of them, and of --use-mup and overrides
+    besides, which 0.20 forgets there (`get_megatron_optimizer`, megatron/core/optimizer/__init__.py, core_v0.19.2).
+
+    Args:
+        stated: Megatron's arguments of the job that resumes.
+        version: its Megatron's.
+    """
+    return bool(stated.get("override_opt_param_scheduler")) and MATCHES_GROUPS_BY_BOUNDS.is_of(version)
 
 
 def with_step(stored: Sequence[Group], common: Mapping[str, Any], batch_size: int | None) -> list[dict[str, Any]]:

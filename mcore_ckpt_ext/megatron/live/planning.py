@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Generic
 
 from mcore_ckpt_ext.arguments import JobArguments
-from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import with_first_moments
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.parameter_order import WitnessedOrder
@@ -28,13 +29,14 @@ from mcore_ckpt_ext.megatron.live.reading import OwnShard, Reading
 from mcore_ckpt_ext.optimizers.groups import Group
 
 
-def open_with_orders(folder: Path, views: Iterable[RankView], spell: Spell = str) -> Checkpoint:
-    """Open a checkpoint with the order in which the ranks of the running job registered their parameters."""
+def open_with_orders(folder: Path, views: Iterable[RankView], spell: Spell = str) -> CheckpointView:
+    """Open a checkpoint with the order in which the ranks of the running job registered their parameters, if known."""
     orders = [list(map(spell, registered)) for view in views for registered in view.registered]
-    return with_first_moments(open_checkpoint(folder, witnesses=[WitnessedOrder("the live model", orders)]))
+    witnesses = [WitnessedOrder("the live model", orders)] if orders else []
+    return with_first_moments(open_checkpoint(folder, witnesses=witnesses))
 
 
-def check_job(checkpoint: Checkpoint, views: Sequence[RankView], spell: Spell, arguments: JobArguments) -> None:
+def check_job(checkpoint: CheckpointView, views: Sequence[RankView], spell: Spell, arguments: JobArguments) -> None:
     """Refuse a job that cannot resume a checkpoint on any of its ranks, as far as no rank's own shards matter.
 
     Raises:
@@ -57,7 +59,7 @@ class RankPlan(Generic[OwnShard]):
 
 
 def plan_rank(
-    checkpoint: Checkpoint,
+    checkpoint: CheckpointView,
     shards: Sequence[OwnShard],
     groups: Sequence[Sequence[Group]],
     *,

@@ -1,0 +1,117 @@
+"""`mcore-ckpt plan --rehearse`: what a resume under one layout would do, up to its first write."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from mcore_ckpt_ext.cli.json_output import print_result
+from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, heading, line, table
+from mcore_ckpt_ext.errors import UsageError, readable
+from mcore_ckpt_ext.job.stated import stated_arguments
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.rehearsal.result import Rehearsal
+
+_WILL_SUCCEED = "this resume will succeed"
+# Options of the list of layouts, by the attribute that argparse gives them, with their defaults.
+_OF_LIST: dict[str, object] = {"gpu_memory": None, "pin": [], "recompute": None, "read_rate": None, "all": False}
+
+
+def add_rehearsal(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a rehearsal."""
+    group = parser.add_argument_group("rehearsal: what the resume would do, for all ranks, up to its first write")
+    group.add_argument(
+        "--rehearse", metavar="LAYOUT",
+        help="such as 'tp=8 pp=8 vpp=2 ep=4 etp=1 cp=2'; what is left out is 1, etp the size of tp",
+    )  # fmt: skip
+    group.add_argument("--full", action="store_true", help="compare all masters with their weights, not only samples")
+    group.add_argument(
+        "--change", nargs="+", action="extend", default=[], metavar="NAME=VALUE",
+        help="an argument in which the job that resumes differs from the one that wrote, beside its layout",
+    )  # fmt: skip
+
+
+def check_rehearsal(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not belong together.
+
+    Raises:
+        UsageError: there are such.
+    """
+    if arguments.rehearse is None:
+        given = [f"--{name}" for name in ("full", "change") if getattr(arguments, name)]
+        if given:
+            raise UsageError("an option of a rehearsal without --rehearse", found=given[0], expected="--rehearse")
+        return
+    facts = [name for name in vars(arguments) if name.startswith("fact_")]
+    own = {**_OF_LIST, **dict.fromkeys(facts)}
+    given = [name for name, default in own.items() if getattr(arguments, name) != default]
+    if given:
+        found = f"--{given[0].removeprefix('fact_').replace('_', '-')}"
+        raise UsageError("an option that a rehearsal has no use for", found=found, helps="leave it out")
+
+
+def run_rehearsal(arguments: argparse.Namespace) -> int:
+    """Rehearse a resume; exit code 1 where it would be refused."""
+    from mcore_ckpt_ext.rehearsal.rehearse import rehearse
+    from mcore_ckpt_ext.rehearsal.target import sizes_in
+
+    found = rehearse(
+        arguments.path,
+        arguments.gpus,
+        sizes_in(arguments.rehearse),
+        megatron_version=arguments.megatron_version,
+        full=arguments.full,
+        stated=stated_arguments(arguments.argument),
+        changes=stated_arguments(arguments.change),
+    )
+    exit_code = 0 if found.will_succeed else 1
+    if arguments.json:
+        print_result("plan", found, exit_code)
+    else:
+        _show(found)
+    return exit_code
+
+
+def _show(found: Rehearsal) -> None:
+    line(found.path)
+    table(
+        [
+            ("written by", found.old_layout),
+            ("rehearsed", f"{found.new_layout}, {found.gpus} GPUs, Megatron {found.megatron_version}"),
+            *((("optimizer", found.optimizer_format),) if found.optimizer_format else ()),
+        ]
+    )
+    if found.refusal is not None:
+        heading(
+            "this resume will be refused" if not found.is_verbatim else "this resume will be refused; the job prints"
+        )
+        for text in found.refusal.splitlines():
+            line(Painted(text, BAD))
+        return
+    heading("checked")
+    table(
+        [
+            ("optimizer", f"{found.elements:,} elements of {found.parameters:,} parameters on {found.gpus:,} ranks, "
+                          f"each found once; placed by {' and '.join(found.witnesses)}"),
+            ("weights", f"{found.weights:,} elements, each found once"),
+            ("proof", _proof(found)),
+            ("to be read", f"{readable(found.bytes_read)} by all ranks"),
+        ]
+    )  # fmt: skip
+    heading("taken for granted")
+    for condition in found.given:
+        line(f"  {condition}")
+    if found.flags:
+        heading("flags")
+        line(f"  {found.flags}")
+    line()
+    what = f"iteration {found.iteration} as {found.new_layout}, {readable(found.bytes_read)} to read"
+    line(Painted(f"{_WILL_SUCCEED}: {what}", GOOD))
+
+
+def _proof(found: Rehearsal) -> str:
+    if not found.proven:
+        return "none: masters and weights are derived from each other"
+    how = "all" if found.is_full_proof else "samples of every parameter; --full compares all"
+    return f"{found.proven:,} masters {found.proof} ({how})"

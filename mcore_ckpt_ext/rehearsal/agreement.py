@@ -1,0 +1,49 @@
+"""What all ranks of a simulated job would agree on where some of them refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from mcore_ckpt_ext.collectives import reason_of, refusal
+from mcore_ckpt_ext.errors import CheckpointError, ResumeRefusedError
+
+Result = TypeVar("Result")
+
+
+class RefusedError(Exception):
+    """The job would refuse: ends a rehearsal, which reports it.
+
+    Attributes:
+        error: what the job would raise on every rank.
+        is_verbatim: in these words.
+    """
+
+    def __init__(self, error: CheckpointError, *, is_verbatim: bool = True) -> None:
+        super().__init__(str(error))
+        self.error = error
+        self.is_verbatim = is_verbatim
+
+
+def on_every_rank(
+    phase: str, ranks: int, work: Callable[[], Result], *, beyond_rehearsal: tuple[type[CheckpointError], ...] = ()
+) -> Result:
+    """Do once what all ranks of the job do alike.
+
+    Args:
+        phase: as of `agreed`.
+        ranks: of the job.
+        work: what they do.
+        beyond_rehearsal: errors that say that a rehearsal cannot do it; they are raised as they are.
+
+    Raises:
+        RefusedError: they would refuse.
+    """
+    try:
+        return work()
+    except beyond_rehearsal:
+        raise
+    except ResumeRefusedError as error:
+        raise RefusedError(error) from error
+    except CheckpointError as error:
+        raise RefusedError(refusal(phase, dict.fromkeys(range(ranks), reason_of(error)))) from error

@@ -1,0 +1,86 @@
+"""Which elements of each parameter a data-parallel rank holds: as its gradient buffers are cut, in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.legacy.reader_order import order_for
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.job.releases import CLOSES_BUCKETS_AT_ALIGNED_ENDS
+from mcore_ckpt_ext.layout.grad_buffer import PackingRule
+from mcore_ckpt_ext.layout.local_model import ModelRank
+from mcore_ckpt_ext.layout.packing_candidates import PackedBuffer, buffer_ranks, packed_buffers
+from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+from mcore_ckpt_ext.layout.rank_grid import RankGrid
+from mcore_ckpt_ext.rehearsal.ranks import SimulatedJob, SimulatedShard
+from mcore_ckpt_ext.versions import Version
+
+
+class DataParallelRanks:
+    """The ranks of a simulated job one by one, where it matters which of them holds an element: in a refusal."""
+
+    def __init__(self, job: SimulatedJob, checkpoint: CheckpointView, version: Version) -> None:
+        self._job, self._checkpoint, self._version = job, checkpoint, version
+        self._buffers: dict[ModelRank, list[PackedBuffer] | None] = {}
+
+    @cached_property
+    def are_known(self) -> bool:
+        """Whether it is known how the job cuts its buffers; otherwise every rank counts as holding whole parts."""
+        is_known = CLOSES_BUCKETS_AT_ALIGNED_ENDS.is_of(self._version) and self._order is not None
+        return is_known and bool(self._job.arguments.use_distributed_optimizer)
+
+    def places(self, rank: int) -> list[tuple[ModelRank, int]]:
+        """The places of a rank in the model, dense parameters first, each with its number in their group."""
+        layout = self._job.layout
+        grid = RankGrid(layout, bool(self._job.arguments.use_tp_pp_dp_mapping))
+        tensor, context, data, pipeline = grid.coordinates(rank)
+        found = [(ModelRank(pipeline, tensor), data * layout.context + context)]
+        if self._job.models.experts_apart:
+            within = (data * layout.context + context) * layout.tensor + tensor
+            rest, part = divmod(within, layout.expert_tensor)
+            number, expert = divmod(rest, layout.expert)
+            found.append((ModelRank(pipeline, part, expert), number))
+        return found
+
+    def shards(self, rank: int, parts: Mapping[ModelRank, Sequence[SimulatedShard]]) -> list[SimulatedShard]:
+        """A rank's own share of some parts, in the order in which its optimizers hold them.
+
+        Args:
+            rank: its global number.
+            parts: whole parts of parameters, by the place that holds them.
+        """
+        found: list[SimulatedShard] = []
+        for place, number in self.places(rank):
+            own = parts.get(place, ())
+            found += self._cut(place, number, own) if own and self.are_known else own
+        return found
+
+    def _cut(self, place: ModelRank, number: int, parts: Sequence[SimulatedShard]) -> Iterator[SimulatedShard]:
+        by_name = {part.name: part for part in parts}
+        ranks = buffer_ranks(self._job.models, place)
+        for buffer in self._packed(place):
+            for bucket in buffer.buckets:
+                size = (bucket.stop - bucket.start) // ranks
+                first = number % ranks * size
+                for index, start, stop in bucket.placements:
+                    low, high = max(start, first), min(stop, first + size)
+                    part = by_name.get(buffer.names[index])
+                    if part is not None and low < high:
+                        yield part.part(low - start, high - start)
+
+    def _packed(self, place: ModelRank) -> list[PackedBuffer]:
+        if place not in self._buffers:
+            order, models = self._order, self._job.trained_models
+            stages, rule = range(self._job.layout.virtual_pipeline), PackingRule.SINCE_0_13
+            self._buffers[place] = None if order is None else packed_buffers(models, order, rule, place, stages)
+        return self._buffers[place] or []
+
+    @cached_property
+    def _order(self) -> ParameterOrder | None:
+        try:
+            found = order_for(self._checkpoint, self._job.arguments, self._job.models.experts_apart, self._version)
+        except UnsupportedCheckpointError:
+            return None
+        return found

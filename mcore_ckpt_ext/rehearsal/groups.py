@@ -1,0 +1,43 @@
+"""The parameter groups that a job's optimizers would have, if its options are those of the job that wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.optimizers.groups import REFINED_IDENTITY, Group, identity, rule_of, with_defaults
+
+_BOUNDS_OF_RATES = {"max_lr": "lr", "min_lr": "min_lr"}
+
+
+def simulated_groups(
+    stored: Sequence[Group], written: JobArguments, running: JobArguments, *, experts_apart: bool
+) -> list[list[dict[str, Any]]]:
+    """The groups of each optimizer, without a step, which a fresh optimizer has not made.
+
+    Args:
+        stored: all groups of the checkpoint, repetitions allowed.
+        written: the arguments of the job that wrote it.
+        running: those of the job that resumes.
+        experts_apart: experts have an optimizer of their own in the latter.
+    """
+    return [
+        list(_distinct(stored, written, running, of_experts=of_experts).values())
+        for of_experts in ([False, True] if experts_apart else [False])
+    ]
+
+
+def _distinct(
+    stored: Sequence[Group], written: JobArguments, running: JobArguments, *, of_experts: bool
+) -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = {}
+    for group in with_defaults(stored):
+        live = {**group, "params": [0], "is_expert_parallel": of_experts}
+        live.pop("step", None)
+        for bound, rate in _BOUNDS_OF_RATES.items():
+            # A group with a rate of its own, as of --decoupled-lr, keeps it.
+            if group.get(bound) is not None and group[bound] == written.stated.get(rate):
+                live[bound] = running.stated.get(rate, group[bound])
+        found.setdefault(repr((rule_of(live), identity(live, REFINED_IDENTITY))), live)
+    return found

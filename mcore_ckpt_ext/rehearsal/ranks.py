@@ -1,0 +1,203 @@
+"""The ranks of a job that does not run: what the optimizers of each hold, worked out from the job's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+
+import torch
+from typing_extensions import override
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.layout.local_model import LocalModels, ModelRank, StoredWeight
+from mcore_ckpt_ext.layout.local_parameters import gated_in_towers, shard_grid
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.megatron.live.job import RankView
+from mcore_ckpt_ext.megatron.live.model import LiveParameter
+from mcore_ckpt_ext.megatron.live.optimizer_adapters.adapter import Shard
+from mcore_ckpt_ext.model_space.anatomy import in_vocabulary
+from mcore_ckpt_ext.model_space.names import is_module_buffer, of_experts
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT, LogicalTensor
+from mcore_ckpt_ext.planning.plan import WantedSlice
+from mcore_ckpt_ext.transfer import read_wanted
+from mcore_ckpt_ext.versions import Version
+
+_HALVES = ("bfloat16", "float16")
+_KIND = "whole masters"
+
+
+@dataclass(frozen=True, eq=False)
+class SimulatedShard(Shard):
+    """What a simulated rank's optimizer holds of one parameter; its weight is that of the checkpoint.
+
+    Attributes:
+        checkpoint: where the weight is read from.
+    """
+
+    checkpoint: CheckpointView
+
+    @property
+    @override
+    def weight(self) -> torch.Tensor:
+        """The elements that the job would have loaded before it proves its masters."""
+        wanted = WantedSlice(WEIGHT, self.slice, self.live.tensors, self.live.may_pad)
+        return read_wanted(self.checkpoint, self.checkpoint.transfer, wanted, False)
+
+    def part(self, start: int, stop: int) -> SimulatedShard:
+        """Some of its elements, counted as those of the whole parameter are."""
+        return replace(self, slice=Slice(self.slice.regions, start, stop))
+
+
+@dataclass(frozen=True)
+class Held:
+    """A part of a parameter that some ranks hold, whichever of their data-parallel group has which element of it.
+
+    Attributes:
+        shard: all elements of the part.
+        places: the ranks' places in the model.
+    """
+
+    shard: SimulatedShard
+    places: tuple[ModelRank, ...]
+
+
+class SimulatedJob:
+    """All ranks of a job that would resume a checkpoint, with the checkpoint's own model.
+
+    Attributes:
+        models: the local parameters of every rank.
+    """
+
+    def __init__(self, checkpoint: CheckpointView, arguments: JobArguments, version: Version) -> None:
+        """Raises: UnsupportedCheckpointError, where it is not known how the job's ranks share the model."""
+        self.arguments, self.layout = arguments, ParallelLayout.from_arguments(arguments)
+        self._checkpoint, self._version = checkpoint, (version.major, version.minor)
+        tensors = {name: self._live_tensor(name) for name in checkpoint.names(WEIGHT)}
+        gated = gated_in_towers({name: tensor.shape for name, tensor in tensors.items()})
+        weights = {}
+        for name, tensor in tensors.items():
+            ranks = self.layout.expert_tensor if of_experts(name) else self.layout.tensor
+            is_whole = is_module_buffer(name)
+            grid = (
+                tuple((0,) for _ in tensor.shape)
+                if is_whole
+                else shard_grid(name, tensor.shape, ranks, arguments, self._version, gated.get(name))
+            )
+            weights[name] = StoredWeight(tensor, grid)
+        self._tensors = tensors
+        self.models = LocalModels(weights, arguments, self.layout, experts_apart=self.layout.expert > 1)
+        if self.models.chunks is None:
+            raise UnsupportedCheckpointError(
+                "a rehearsal does not know which layers each pipeline rank of this layout has",
+                found=f"{arguments.num_layers} layers, {self.layout}",
+                helps="only the job itself can show it",
+            )
+        if self.models.weight_shards > 1:
+            raise UnsupportedCheckpointError(
+                "a rehearsal does not know the ranks of generalized tensor parallelism",
+                found=f"{self.models.weight_shards} weight shards",
+                helps="only the job itself can show it",
+            )
+
+    @cached_property
+    def view(self) -> RankView:
+        """What all ranks together tell of the model."""
+        return RankView(list(self._tensors), list(self.trained), [], frozenset({_KIND}))
+
+    @cached_property
+    def trained(self) -> set[str]:
+        """The parameters with optimizer state; without any, a parameter is taken to be frozen in the job, too."""
+        return set(self._checkpoint.optimizer.names()) & self.models.weights.keys()
+
+    @cached_property
+    def frozen(self) -> list[str]:
+        """The parameters without optimizer state."""
+        return [name for name in self.models.weights if name not in self.trained]
+
+    @cached_property
+    def trained_models(self) -> LocalModels:
+        """The same ranks without what is frozen, which gradient buffers do not hold."""
+        return self.models.without(self.frozen)
+
+    def held(self, pipeline: int) -> list[Held]:
+        """What the ranks of one pipeline stage hold, each part once."""
+        return [
+            Held(self._shard(name, regions), tuple(places))
+            for (name, regions), places in self._parts(pipeline).items()
+            if name in self.trained
+        ]
+
+    def weights(self, pipeline: int) -> list[tuple[WantedSlice, int]]:
+        """The weights that the ranks of one pipeline stage load, each part once with the number of ranks, and buffers.
+
+        What else a name stands for, as the second of a tied tensor, is that tensor.
+        """
+        parts = self._parts(pipeline).items()
+        found = [(self._wanted(regions), sum(map(self.copies, places))) for (_, regions), places in parts]
+        ranks = self.layout.world // self.layout.pipeline
+        others = [name for name in self._tensors if name not in self.models.weights]
+        here = [name for name in others if (self.models.chunk_of(name) or (0,))[0] == pipeline]
+        return found + [(self._wanted((Region.whole(name, self._tensors[name].shape),)), ranks) for name in here]
+
+    def copies(self, place: ModelRank) -> int:
+        """The data-parallel ranks of a place."""
+        return self.layout.data * self.layout.context if place.expert is None else self.layout.expert_data
+
+    def _parts(self, pipeline: int) -> dict[tuple[str, tuple[Region, ...]], list[ModelRank]]:
+        parts: dict[tuple[str, tuple[Region, ...]], list[ModelRank]] = {}
+        for place in self._places(pipeline):
+            for chunk in self.models.names(place) or []:
+                for name in chunk:
+                    parts.setdefault((name, self._regions(name, place.tensor)), []).append(place)
+        return parts
+
+    def _places(self, pipeline: int) -> Iterator[ModelRank]:
+        for tensor in range(self.layout.tensor):
+            yield ModelRank(pipeline, tensor)
+        if self.models.experts_apart:
+            for expert in range(self.layout.expert):
+                for tensor in range(self.layout.expert_tensor):
+                    yield ModelRank(pipeline, tensor, expert)
+
+    def _regions(self, name: str, tensor: int) -> tuple[Region, ...]:
+        size = self.layout.expert_tensor if of_experts(name) else self.layout.tensor
+        regions = self.models.regions(name, tensor % size)
+        if regions is None:
+            raise UnsupportedCheckpointError("it is not known how tensor parallelism cuts a parameter", where=name)
+        return regions
+
+    def _live_tensor(self, name: str) -> LogicalTensor:
+        """A weight as the job has it: in its precision, and with its vocabulary's rows."""
+        tensor, job = self._checkpoint.named_tensor(WEIGHT, name), self.arguments
+        if tensor.dtype in _HALVES:
+            tensor = replace(tensor, dtype="bfloat16" if job.bf16 else "float16" if job.fp16 else "float32")
+        rows = job.padded_vocab_size
+        if in_vocabulary(name) and rows is not None:
+            tensor = replace(tensor, shape=(rows, *tensor.shape[1:]))
+        return tensor
+
+    def _wanted(self, regions: tuple[Region, ...]) -> WantedSlice:
+        tensors = {region.name: self._tensors[region.name] for region in regions}
+        return WantedSlice(WEIGHT, Slice.whole(regions), tensors, may_pad=in_vocabulary(regions[0].name))
+
+    def _shard(self, name: str, regions: tuple[Region, ...]) -> SimulatedShard:
+        wanted = self._wanted(regions)
+        parameter = _parameter_of(self._tensors[name].dtype)
+        live = LiveParameter(parameter, regions, wanted.tensors, wanted.may_pad)
+        return SimulatedShard(live, wanted.slice, self._kinds(name), self._checkpoint)
+
+    def _kinds(self, name: str) -> tuple[str, ...]:
+        """What the optimizer keeps of a parameter: as the checkpoint's does, which is of the same kind."""
+        state = self._checkpoint.optimizer
+        known = (kind for kind in state.carried_kinds if state.logical_tensor(kind, name) is not None)
+        return tuple(kind for kind in known if kind != FP32_PARAM)
+
+
+@cache
+def _parameter_of(dtype: str) -> torch.Tensor:
+    """Stands for all live parameters of a dtype; it has no memory."""
+    return torch.empty(0, dtype=getattr(torch, dtype), device="meta")

@@ -1,0 +1,127 @@
+"""The job that is to resume: the layout that a user names, Megatron's rules for it, and the job's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UsageError, shortened
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.layout.parallel import ParallelLayout
+from mcore_ckpt_ext.layout_choice.model_table import PaddedRows
+from mcore_ckpt_ext.layout_choice.search import PINS, Wish, search
+from mcore_ckpt_ext.operations.layout_plan import arguments_of, buffers_of, flags_of
+from mcore_ckpt_ext.operations.parameter_table import table_of
+from mcore_ckpt_ext.versions import Version
+
+_NAMES = {**PINS, "vp": PINS["vpp"]}
+_MOST = 1 << 20
+CHANGEABLE = frozenset({
+    "bf16", "fp16", "padded_vocab_size", "vocab_size", "make_vocab_size_divisible_by", "overlap_grad_reduce",
+    "ddp_bucket_size", "ddp_num_buckets",
+})  # fmt: skip
+"""Arguments in which the job may differ from the one that wrote the checkpoint, beside its layout: none of the model's,
+whose other parameters would have shapes that no checkpoint shows."""
+
+
+def sizes_in(text: str) -> dict[str, int]:
+    """The sizes of a layout that a user names, by their names in `ParallelLayout`.
+
+    Args:
+        text: such as `tp=8 pp=8 ep=4`; what is left out is Megatron's default: 1, for ETP the size of TP.
+
+    Raises:
+        UsageError: it is not of that form.
+    """
+    sizes: dict[str, int] = {}
+    for word in text.replace(",", " ").split():
+        label, _, number = word.partition("=")
+        name = _NAMES.get(label.lower())
+        if name is None or not (number.isascii() and number.isdigit() and 0 < int(number) < _MOST):
+            raise UsageError(
+                "a layout to rehearse has something that is not a dimension and its size",
+                found=shortened(word, 40),
+                expected=f"{', '.join(PINS)} (vp is vpp), each with a whole number: tp=8 pp=8",
+            )
+        if name in sizes:
+            raise UsageError("a dimension is given twice", found=shortened(word, 40), expected="each of them once")
+        sizes[name] = int(number)
+    if not sizes:
+        raise UsageError("a layout to rehearse names no dimension", expected="tp=8 pp=8")
+    defaults = dict.fromkeys(PINS.values(), 1) | {"expert_tensor": sizes.get("tensor", 1)}
+    return defaults | sizes
+
+
+def check_changes(changes: Mapping[str, Any]) -> None:
+    """Refuse arguments that a rehearsal cannot change.
+
+    Raises:
+        UsageError: there are such.
+    """
+    if unknown := sorted(changes.keys() - CHANGEABLE):
+        raise UsageError(
+            "a rehearsal resumes the checkpoint's own model, and this argument is not among those that may differ",
+            found=shortened(unknown[0], 60),
+            expected=", ".join(sorted(CHANGEABLE)),
+        )
+
+
+@dataclass(frozen=True)
+class TargetJob:
+    """The job that is to resume.
+
+    Attributes:
+        arguments: Megatron's.
+        layout: its layout.
+        flags: to paste into its command line.
+        refused: why Megatron does not accept the layout; None where it does.
+    """
+
+    arguments: JobArguments
+    layout: ParallelLayout
+    flags: str
+    refused: str | None = None
+
+
+def target_job(
+    checkpoint: CheckpointView,
+    written: JobArguments,
+    gpus: int,
+    sizes: Mapping[str, int],
+    version: Version,
+    changes: Mapping[str, Any],
+) -> TargetJob:
+    """The job of a checkpoint under another layout.
+
+    Args:
+        checkpoint: what it resumes.
+        written: the arguments of the job that wrote it.
+        gpus: number of ranks.
+        sizes: of each dimension, by its name in `ParallelLayout`.
+        version: Megatron's.
+        changes: arguments that differ beside the layout.
+
+    Raises:
+        UnsupportedCheckpointError: the checkpoint does not say enough of its model.
+    """
+    old = ParallelLayout.from_arguments(written)
+    table, buffers = table_of(checkpoint, written), buffers_of(written)
+    result = search(written, table, old, Wish(gpus, gpus, version, pins=sizes), buffers)
+    if not result.found:
+        _, layout, reason = min(result.nearest.values(), key=lambda one: one[0])
+        return TargetJob(written, layout, "", reason)
+    best = result.found[0]
+    changed = {**arguments_of(best), **changes}
+    changed.setdefault("padded_vocab_size", _rows(checkpoint, written.changed(**changed), sizes["tensor"]))
+    running = written.changed(source="the arguments of the job that resumes", **changed)
+    return TargetJob(running, ParallelLayout.from_arguments(running), " ".join(flags_of(best)))
+
+
+def _rows(checkpoint: CheckpointView, running: JobArguments, tensor: int) -> int | None:
+    """Rows of the vocabulary, padded as the job pads them; None of a model without a vocabulary."""
+    stored, tokens = checkpoint.vocabulary_rows, running.tokens or checkpoint.tokens
+    if stored is None:
+        return running.padded_vocab_size
+    return PaddedRows(tokens, stored, running.make_vocab_size_divisible_by or 1)(tensor)

@@ -1,0 +1,116 @@
+"""Rehearsals of real checkpoints, intact and damaged, without Megatron; the command's output and its usage errors."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.model_space.tensors import FP32_PARAM
+from mcore_ckpt_ext.rehearsal.rehearse import rehearse
+from mcore_ckpt_ext.rehearsal.result import Rehearsal
+from mcore_ckpt_ext.rehearsal.target import sizes_in
+from tests.harness.checkpoints import APART, CORRUPTED, INTACT, fixture_named
+from tests.harness.damage import MATRIX, flip, payload_position
+
+LAYOUTS = {"tp=2": 4, "pp=2": 2, "tp=2 pp=2": 8, "tp=1": 1}
+
+
+@pytest.fixture(autouse=True)
+def _without_megatron(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "megatron", None)
+
+
+def rehearsed(run: Path | str, layout: str, gpus: int, **options: Any) -> Rehearsal:
+    source = fixture_named(run).run if isinstance(run, str) else run
+    return rehearse(source, gpus, sizes_in(layout), **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", [*INTACT, *APART])
+def test_an_intact_checkpoint_is_resumed_under_every_layout_that_megatron_accepts(name: str, layout: str) -> None:
+    found = rehearsed(name, layout, LAYOUTS[layout], full=True)
+    if found.refusal is not None:
+        assert found.refusal.startswith("Megatron does not accept this layout: ")
+        return
+    assert found.will_succeed
+    checkpoint = open_checkpoint(fixture_named(name).run)
+    names = set(checkpoint.optimizer.names())
+    assert found.parameters == len(names & checkpoint.models.weights.keys())
+    assert found.elements > 0
+    assert found.bytes_read > 0
+
+
+@pytest.mark.parametrize("name", [name for name in CORRUPTED if name.startswith("p23")])
+def test_lost_elements_are_refused(name: str) -> None:
+    found = rehearsed(name, "pp=2", 2)
+    assert not found.will_succeed
+    assert found.refusal is not None
+    assert "elements in no slot" in found.refusal
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    copy = fixture_named("p10").copy_to(tmp_path / "copy")
+    (copy.iteration / "__2_0.distcp").unlink()
+    found = rehearsed(copy.run, "tp=2", 2)
+    assert found.refusal is not None
+    assert re.search(r"cannot be opened.*__2_0\.distcp.*use another iteration", found.refusal, re.DOTALL)
+
+
+def test_another_iteration_is_named_where_one_is_complete(tmp_path: Path) -> None:
+    copy = fixture_named("p10").copy_to(tmp_path / "copy")
+    newer = copy.run / "iter_0000008"
+    newer.mkdir()
+    (copy.run / "latest_checkpointed_iteration.txt").write_text("8")
+    (newer / "metadata.json").write_bytes((copy.iteration / "metadata.json").read_bytes())
+    found = rehearsed(copy.run, "tp=2", 2)
+    assert found.refusal is not None
+    assert "iteration 8 is not whole" in found.refusal
+    assert "--ckpt-step 4" in found.refusal
+
+
+def test_damage_between_the_samples_shows_when_all_is_compared(tmp_path: Path) -> None:
+    copy = fixture_named("p10").copy_to(tmp_path / "copy")
+    path, position = payload_position(open_checkpoint(copy.run), FP32_PARAM, MATRIX, 2048)
+    flip(path, position + 3)
+    assert rehearsed(copy.run, "tp=1", 1).will_succeed
+    found = rehearsed(copy.run, "tp=1", 1, full=True)
+    assert found.refusal is not None
+    assert f"{MATRIX}, element 2048 of this rank's part" in found.refusal
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    run = str(fixture_named("p10").run)
+    assert main(["plan", run, "--gpus", "4", "--rehearse", "tp=2 pp=2"]) == 0
+    assert "\nthis resume will succeed: iteration 4 as TP2 x PP2 x DP1, " in capsys.readouterr().out
+    assert main(["plan", run, "--gpus", "3", "--rehearse", "tp=3"]) == 1
+    shown = capsys.readouterr().out
+    assert "this resume will be refused" in shown
+    assert "4 attention heads cannot be divided by TP 3" in shown
+    assert "will succeed" not in shown
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--rehearse", "tp=2 xx=2"], ["--rehearse", "tp=zero"], ["--rehearse", "tp=0"], ["--rehearse", "tp=-1"],
+        ["--rehearse", ""], ["--rehearse", "tp=2 tp=2"], ["--rehearse", "tp=2", "--change", "num_layers=5"],
+        ["--rehearse", "tp=2", "--pin", "pp=2"], ["--rehearse", "tp=2", "--all"], ["--full"],
+        ["--rehearse", "tp=2", "--gpus", "0"], ["--rehearse", "tp=2", "--change", "bf16"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_wrong_usage(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", os.fspath(fixture_named("p10").run), "--gpus", "2", *words]
+    try:
+        code = main(command)
+    except SystemExit as stop:
+        code = int(str(stop.code))
+    assert code == 2
+    assert "Traceback" not in capsys.readouterr().err
