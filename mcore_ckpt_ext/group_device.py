@@ -43,6 +43,11 @@ def payload_device(group: Any = None) -> torch.device:
     return control_device(group) if kind is None else _device(kind, group)
 
 
+def default_backend(kind: str) -> str:
+    """Return the backend that torch chooses for a kind of device, such as `nccl`."""
+    return str(dist.Backend.default_device_backend_map.get(kind, kind))
+
+
 def _backends(group: Any) -> Mapping[str, str]:
     """Return the backend for each kind of device, in the group's order; nothing in a program without ranks."""
     if not dist.is_initialized():

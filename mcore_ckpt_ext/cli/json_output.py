@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mcore_ckpt_ext.cli.output import as_json_object
+from mcore_ckpt_ext.cli.output import as_json_object, json_text
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -21,8 +22,17 @@ ERROR_SCHEMA = 1
 
 def print_result(command: str, result: DataclassInstance, exit_code: int) -> None:
     """Print the result of a command."""
+    as_json_object(_object(command, result, exit_code))
+
+
+def write_result(path: Path, command: str, result: DataclassInstance, exit_code: int) -> None:
+    """Write the result of a command to a file, as `print_result` prints it."""
+    path.write_text(json_text(_object(command, result, exit_code)) + "\n", encoding="utf-8")
+
+
+def _object(command: str, result: DataclassInstance, exit_code: int) -> dict[str, Any]:
     fields = asdict(result)
-    as_json_object({**_envelope(fields.pop("schema", 1), command, exit_code, None), **fields})
+    return {**_envelope(fields.pop("schema", 1), command, exit_code, None), **fields}
 
 
 def print_error(command: str, exit_code: int, kind: str, message: str) -> None:

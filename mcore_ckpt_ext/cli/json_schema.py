@@ -17,10 +17,11 @@ from mcore_ckpt_ext.operations.conversion import Report as ConversionReport
 from mcore_ckpt_ext.operations.inspection import Inspection
 from mcore_ckpt_ext.operations.layout_plan import LayoutPlan
 from mcore_ckpt_ext.rehearsal.result import Rehearsal
+from mcore_ckpt_ext.selftest.report import Report as SelfTestReport
 
 RESULTS: dict[str, tuple[type, ...]] = {
     "inspect": (Inspection,), "convert": (ConversionReport,), "verify": (VerificationResult,), "diff": (Comparison,),
-    "plan": (LayoutPlan, Rehearsal), "doctor": (DoctorReport,),
+    "plan": (LayoutPlan, Rehearsal), "doctor": (DoctorReport,), "selftest": (SelfTestReport,),
 }  # fmt: skip
 """What each command prints; one of several, by its options."""
 _DIALECT = "https://json-schema.org/draft/2020-12/schema"

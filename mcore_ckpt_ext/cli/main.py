@@ -30,6 +30,7 @@ COMMANDS = {
     "verify": "check that a checkpoint is complete and intact, and that master weights match weights",
     "diff": "compare two checkpoints of any formats and layouts, bit by bit",
     "doctor": "check the installation: versions, settings, hooks",
+    "selftest": "train, save and resume small models with the Megatron and the GPUs of this machine",
 }
 
 _COMPLETION = "--print-completion"

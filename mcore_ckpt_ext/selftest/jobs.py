@@ -1,0 +1,143 @@
+"""The self-test's training jobs as data: their command lines, and the order file from which the ranks take them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+SAVED, LAST = 3, 6
+"""The iteration of the checkpoint, and the last iteration: three losses are compared."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a job is spread over its ranks.
+
+    Attributes:
+        ranks: number of ranks.
+        tensor: size of tensor parallelism.
+        pipeline: number of pipeline stages.
+        expert: size of expert parallelism, among the data-parallel ranks.
+    """
+
+    ranks: int
+    tensor: int = 1
+    pipeline: int = 1
+    expert: int = 1
+
+    @property
+    def data(self) -> int:
+        """Size of data parallelism."""
+        return self.ranks // (self.tensor * self.pipeline)
+
+    def __str__(self) -> str:
+        expert = f" x EP{self.expert}" if self.expert > 1 else ""
+        return f"TP{self.tensor} x PP{self.pipeline}{expert} x DP{self.data}"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training job; it saves a checkpoint, or resumes one.
+
+    Attributes:
+        name: unique; its folders are named after it.
+        model: name of the model.
+        format: optimizer format of its checkpoint.
+        layout: how it is spread over the ranks.
+        check: what it shows.
+        arguments: Megatron's command line, without paths.
+        environment: variables that are set for it.
+        loads: name of the job whose checkpoint it resumes; without one, it trains from the start and saves.
+        expects: part of a log line by which this package reports that it did what is checked.
+        skipped: why it is not run here; empty where it is.
+    """
+
+    name: str
+    model: str
+    format: str
+    layout: Layout
+    check: str
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    loads: str | None = None
+    expects: str = ""
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
+class Order:
+    """What the ranks do: jobs, one after the other, and the folder for all that they write."""
+
+    folder: Path
+    jobs: tuple[Job, ...]
+
+    def write(self) -> Path:
+        """Write the order into its folder; returns the file."""
+        path = self.folder / "order.json"
+        path.write_text(json.dumps([asdict(job) for job in self.jobs]), encoding="utf-8")
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> Order:
+        """Read an order from its file."""
+        return cls(path.parent, tuple(map(_job, json.loads(path.read_text(encoding="utf-8")))))
+
+    @property
+    def results(self) -> Path:
+        """The file to which the first rank appends one line for each job that has ended."""
+        return self.folder / "results.jsonl"
+
+    def checkpoints(self, name: str) -> Path:
+        """Return the run folder of a job."""
+        return self.folder / "checkpoints" / name
+
+    def state(self, name: str) -> Path:
+        """Return the folder for the live state of a job's ranks."""
+        return self.folder / "state" / name
+
+    def losses(self, name: str) -> Path:
+        """Return the file with the losses of a job, by iteration."""
+        return self.folder / "losses" / f"{name}.json"
+
+    def failure(self, name: str, rank: int) -> Path:
+        """Return the file in which a rank reports why a job failed."""
+        return self.folder / "failures" / f"{name}.{rank:05d}.txt"
+
+
+def _job(fields: Mapping[str, Any]) -> Job:
+    return Job(**{**fields, "layout": Layout(**fields["layout"]), "arguments": tuple(fields["arguments"])})
+
+
+@dataclass(frozen=True)
+class JobResult:
+    """What came of a job that ended.
+
+    Attributes:
+        name: of the job.
+        seconds: from its start to its end.
+        setup_seconds: until model and optimizer were set up, and the checkpoint loaded.
+        elements: number of elements of weights and optimizer state in the state that was compared or saved.
+        differences: what is not as it was at the save; empty where all is.
+        losses: of the iterations after the checkpoint.
+        messages: log lines of this package on the first rank.
+    """
+
+    name: str
+    seconds: float
+    setup_seconds: float
+    elements: int
+    differences: Sequence[str]
+    losses: Mapping[str, float]
+    messages: Sequence[str]
+
+
+def read_results(path: Path) -> dict[str, JobResult]:
+    """Read the results so far, by the name of the job; a line that is not complete yet is left out."""
+    if not path.exists():
+        return {}
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+    found = [JobResult(**json.loads(line)) for line in lines]
+    return {result.name: result for result in found}

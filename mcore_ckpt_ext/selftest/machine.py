@@ -1,0 +1,85 @@
+"""What this machine has for the self-test: devices, Megatron, Transformer Engine, fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module, metadata
+from importlib.util import find_spec
+
+import torch
+
+import mcore_ckpt_ext
+from mcore_ckpt_ext.devices import accelerator_type, device_module
+from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.group_device import default_backend
+from mcore_ckpt_ext.selftest.plan import Machine
+
+_ON_CPU = "the demonstration of the repository runs on the CPU: python3 scripts/demo.py"
+_DISTRIBUTIONS = ("megatron-core", "transformer-engine", "apex", "nvidia-resiliency-ext")
+
+
+def this_machine(ranks: int | None) -> Machine:
+    """Return what there is.
+
+    Args:
+        ranks: number of ranks; by default, one for each device.
+
+    Raises:
+        UsageError: there is no accelerator, there are fewer than ranks, or `megatron.training` is not installed.
+    """
+    kind = accelerator_type()
+    if kind is None:
+        raise UsageError("Megatron needs a GPU, and there is none here", helps=_ON_CPU)
+    count = int(device_module(kind).device_count())
+    if ranks is not None and ranks > count:
+        raise UsageError("each rank needs a GPU of its own", found=f"{count} GPUs for {ranks} ranks")
+    require_megatron()
+    no_engine, no_fp8 = _engine()
+    return Machine(ranks or count, default_backend(kind), no_engine, no_fp8)
+
+
+def require_megatron() -> None:
+    """Refuse where the functions of Megatron that the self-test calls are not installed.
+
+    Raises:
+        UsageError: there is no Megatron, or Megatron Core alone.
+    """
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        raise UsageError("Megatron is not installed here", helps="pip install megatron-core (0.17 or later)")
+    if find_spec("megatron.training") is None:
+        raise UsageError(
+            "only Megatron Core is installed here, and the self-test trains with megatron.training",
+            helps="install megatron-core 0.17 or later, which has it, or put a clone of Megatron-LM on PYTHONPATH",
+        )
+
+
+def device_name() -> str:
+    """Return the name of the first device."""
+    kind = accelerator_type()
+    return "cpu" if kind is None else str(device_module(kind).get_device_name(0))
+
+
+def versions() -> Mapping[str, str]:
+    """Return the versions of what takes part; what is not installed is left out."""
+    installed = {name: _version(name) for name in _DISTRIBUTIONS}
+    found = {"mcore_ckpt_ext": mcore_ckpt_ext.__version__, "torch": torch.__version__, **installed}
+    return {name: version for name, version in found.items() if version}
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _engine() -> tuple[str, str]:
+    """Return why there are no layers of Transformer Engine, and why nothing is computed in fp8."""
+    if find_spec("transformer_engine") is None:
+        return "Transformer Engine is not installed", "fp8 needs Transformer Engine, which is not installed"
+    try:
+        possible, why = import_module("transformer_engine.pytorch.fp8").check_fp8_support()
+    except Exception as error:  # noqa: BLE001 - whatever keeps a broken installation from being imported
+        why = f"Transformer Engine cannot be imported: {type(error).__name__}: {error}"
+        return why, why
+    return "", "" if possible else str(why)

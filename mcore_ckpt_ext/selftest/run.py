@@ -1,0 +1,73 @@
+"""Runs the jobs of the self-test: starts ranks, starts them again after a job that failed, and makes the report."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from mcore_ckpt_ext.selftest.jobs import Job, JobResult, Order, read_results
+from mcore_ckpt_ext.selftest.launcher import Ended, log_of
+from mcore_ckpt_ext.selftest.report import Row, passed, row
+
+Start = Callable[[Order], Ended]
+_PREFIX = "mcore-ckpt-selftest-"
+_MOST_LINES = 3
+
+
+def run(jobs: Sequence[Job], start: Start, parent: Path | None = None) -> tuple[tuple[Row, ...], Path | None]:
+    """Run jobs in a folder of their own.
+
+    Args:
+        jobs: each follows the one whose checkpoint it resumes.
+        start: starts the ranks with an order, and waits for them.
+        parent: where the folder is made; by default, where temporary files belong.
+
+    Returns:
+        A row for each job, and the folder, which is kept where a job failed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=parent))
+    kept = False
+    try:
+        rows = tuple(_rows(jobs, folder, _run_all(jobs, folder, start)))
+        kept = not passed(rows)
+    finally:
+        if not kept:
+            shutil.rmtree(folder, ignore_errors=True)
+    return rows, folder if kept else None
+
+
+def _run_all(jobs: Sequence[Job], folder: Path, start: Start) -> dict[str, str]:
+    """Run jobs until each has ended or failed; returns the failures by the name of the job."""
+    failures: dict[str, str] = {}
+    while remaining := [job for job in jobs if _is_to_run(job, failures, read_results(Order(folder, ()).results))]:
+        order = Order(folder, tuple(remaining))
+        order.write()
+        ended = start(order)
+        done = read_results(order.results)
+        failed = next((job for job in remaining if job.name not in done), None)
+        if failed is not None:
+            failures[failed.name] = _reason(order, failed, ended)
+    return failures
+
+
+def _is_to_run(job: Job, failures: dict[str, str], done: dict[str, JobResult]) -> bool:
+    return not job.skipped and job.name not in done and job.name not in failures and job.loads not in failures
+
+
+def _rows(jobs: Sequence[Job], folder: Path, failures: dict[str, str]) -> Iterator[Row]:
+    done = read_results(Order(folder, ()).results)
+    for job in jobs:
+        saved = done.get(job.loads) if job.loads is not None else None
+        failure = failures.get(job.name, "its checkpoint was not saved")
+        yield row(job, done.get(job.name), saved, failure)
+
+
+def _reason(order: Order, job: Job, ended: Ended) -> str:
+    """Return why a job failed: what a rank reports, or how the ranks ended and the last lines of the first one."""
+    for path in sorted(order.failure(job.name, 0).parent.glob(f"{job.name}.*.txt")):
+        return path.read_text(encoding="utf-8")
+    log = log_of(order.folder, 0)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    return " | ".join([ended.reason or "the ranks ended early", *lines[-_MOST_LINES:]])

@@ -1,0 +1,175 @@
+"""The live state of a job's ranks as pieces of whole tensors, and the comparison of two such states bit by bit."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+WEIGHT = "weight"
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one rank holds of one tensor.
+
+    Attributes:
+        kind: `weight`, `param` (the fp32 master), `exp_avg`, ...
+        key: name of the parameter, the same under each layout.
+        shape: shape of the whole tensor.
+        offset: where the piece starts in the whole tensor.
+        prepended: number of leading dimensions that the piece itself lacks, such as that of stacked layers.
+        values: the elements.
+        held: which of the elements this rank holds; without it, all.
+    """
+
+    kind: str
+    key: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    prepended: int
+    values: torch.Tensor
+    held: torch.Tensor | None = None
+
+    @property
+    def place(self) -> tuple[int | slice, ...]:
+        """The index of the piece in the whole tensor."""
+        ranges = zip(self.offset[self.prepended :], self.values.shape, strict=True)
+        return (*self.offset[: self.prepended], *(slice(start, start + size) for start, size in ranges))
+
+
+@dataclass
+class State:
+    """All pieces that ranks hold, and what the optimizer keeps beside tensors.
+
+    Attributes:
+        pieces: of tensors.
+        settings: by parameter, the options of its parameter group: step, learning rate, weight decay.
+        progress: iteration, consumed samples, and the state of the learning rate scheduler.
+    """
+
+    pieces: list[Piece] = field(default_factory=list)
+    settings: dict[str, dict[str, float]] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)
+
+    def save(self, path: Path) -> None:
+        """Write one rank's part."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pieces = [vars(piece) for piece in self.pieces]
+        torch.save({"pieces": pieces, "settings": self.settings, "progress": self.progress}, path)
+
+    @classmethod
+    def load(cls, folder: Path) -> State:
+        """Read the parts of all ranks."""
+        found = cls()
+        for path in sorted(folder.glob("rank_*.pt")):
+            content = torch.load(path, weights_only=True)
+            found.pieces += [Piece(**piece) for piece in content["pieces"]]
+            found.settings |= content["settings"]
+            found.progress |= content["progress"]
+        return found
+
+
+@dataclass
+class _Whole:
+    """A tensor put together from pieces, and which of its elements are there."""
+
+    values: torch.Tensor
+    held: torch.Tensor
+
+    @classmethod
+    def of(cls, piece: Piece) -> _Whole:
+        """An empty tensor of which a piece is a part."""
+        return cls(torch.zeros(piece.shape, dtype=piece.values.dtype), torch.zeros(piece.shape, dtype=torch.bool))
+
+    def agrees(self, piece: Piece, *, wants_all: bool) -> bool:
+        """Compare the elements of a piece: with those that are there, or with all, which then have to be there."""
+        if self.values.shape != piece.shape or self.values.dtype != piece.values.dtype:
+            return False
+        held = piece.held if piece.held is not None else torch.ones_like(piece.values, dtype=torch.bool)
+        there = self.held[piece.place]
+        if wants_all and bool((held & ~there).any()):
+            return False
+        same = _bits(self.values[piece.place]) == _bits(piece.values)
+        return bool((same | ~(held & there)).all())
+
+    def add(self, piece: Piece) -> None:
+        """Take over the elements of a piece."""
+        held = piece.held if piece.held is not None else torch.ones_like(piece.values, dtype=torch.bool)
+        self.values[piece.place] = torch.where(held, piece.values, self.values[piece.place])
+        self.held[piece.place] |= held
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    of_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return values.contiguous().view(of_size[values.element_size()])
+
+
+def number_of_elements(state: State) -> int:
+    """Return the number of elements of all whole tensors."""
+    return sum(torch.Size(shape).numel() for shape in {(one.kind, one.key): one.shape for one in state.pieces}.values())
+
+
+def differences(saved: State, loaded: State) -> list[str]:
+    """Describe what of a state is not as it was at the save: some tensors by name, and how many more.
+
+    Replicas of a tensor may differ at the save, where kernels add in no fixed order. Each loaded piece has to be that
+    of one of them, and all elements have to be loaded.
+    """
+    expected, found = _by_tensor(saved.pieces), _by_tensor(loaded.pieces)
+    replicas = {name: _replicas(pieces) for name, pieces in expected.items()}
+    unequal = [
+        ".".join(name)
+        for name in sorted(expected.keys() | found.keys())
+        if not _is_equal(replicas.get(name, []), found.get(name, []))
+    ]
+    lines = [f"{name} differs" for name in unequal[:_MOST_NAMED]]
+    if len(unequal) > _MOST_NAMED:
+        lines.append(f"{len(unequal) - _MOST_NAMED} more of {len(expected)} tensors differ")
+    return [
+        *lines,
+        *_of_mappings("the settings of", saved.settings, loaded.settings),
+        *_of_mappings("progress:", saved.progress, loaded.progress),
+    ]
+
+
+def _by_tensor(pieces: Iterable[Piece]) -> dict[tuple[str, str], list[Piece]]:
+    found: dict[tuple[str, str], list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        found[piece.kind, piece.key].append(piece)
+    return found
+
+
+def _replicas(pieces: Iterable[Piece]) -> list[_Whole]:
+    """Put pieces together: to one tensor, or to several where replicas differ."""
+    found: list[_Whole] = []
+    for piece in pieces:
+        whole = next((one for one in found if one.agrees(piece, wants_all=False)), None)
+        if whole is None:
+            whole = _Whole.of(piece)
+            found.append(whole)
+        whole.add(piece)
+    return found
+
+
+def _is_equal(replicas: list[_Whole], pieces: list[Piece]) -> bool:
+    if not replicas or not pieces:
+        return False
+    if not all(any(one.agrees(piece, wants_all=True) for one in replicas) for piece in pieces):
+        return False
+    loaded = _Whole.of(pieces[0])
+    for piece in pieces:
+        loaded.add(piece)
+    return bool((loaded.held | ~replicas[0].held).all())
+
+
+def _of_mappings(what: str, saved: Mapping[str, Any], loaded: Mapping[str, Any]) -> Iterator[str]:
+    for name in sorted(saved.keys() | loaded.keys()):
+        if saved.get(name) != loaded.get(name):
+            yield f"{what} {name}: {saved.get(name)} at the save, {loaded.get(name)} after the load"
+            return

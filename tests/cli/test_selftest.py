@@ -1,0 +1,54 @@
+"""`mcore-ckpt selftest` where it cannot run; what it reports where it can is in `tests/jobs/test_selftest.py`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt_ext.cli.main import main
+from mcore_ckpt_ext.selftest import machine
+
+FIND_SPEC = machine.find_spec
+
+
+@pytest.fixture
+def without_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "accelerator_type", lambda: None)
+
+
+@pytest.mark.usefixtures("without_device")
+def test_without_a_gpu(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["selftest", "--folder", str(tmp_path)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "error: Megatron needs a GPU, and there is none here" in captured.err
+    assert "the demonstration of the repository runs on the CPU" in captured.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("without_device")
+def test_without_a_gpu_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["selftest", "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert (found["ok"], found["exit_code"], found["error"]["kind"]) == (False, 2, "UsageError")
+
+
+@pytest.mark.parametrize(
+    ("missing", "says"),
+    [
+        ("megatron", "Megatron is not installed here"),
+        ("megatron.core", "Megatron is not installed here"),
+        ("megatron.training", "only Megatron Core is installed here"),
+    ],
+)
+def test_without_megatron(missing: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_spec", lambda name: None if name == missing else FIND_SPEC(name))
+    with pytest.raises(machine.UsageError, match=says):
+        machine.require_megatron()
+
+
+def test_megatron_is_here() -> None:
+    machine.require_megatron()
+    assert machine.versions().keys() >= {"mcore_ckpt_ext", "torch", "megatron-core"}

@@ -1,0 +1,1 @@
+"""Tests of `mcore_ckpt_ext/selftest`."""

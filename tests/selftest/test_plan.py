@@ -1,0 +1,81 @@
+"""What the self-test runs on machines of several sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from mcore_ckpt_ext.selftest.jobs import Job, Layout, Order
+from mcore_ckpt_ext.selftest.plan import Machine, layouts, plan
+
+SIZES = [1, 2, 3, 4, 6, 8, 16]
+
+
+def resumes(jobs: tuple[Job, ...], model: str) -> set[str]:
+    return {str(job.layout) for job in jobs if job.model == model and job.loads and not job.skipped}
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_each_resume_follows_its_save(ranks: int) -> None:
+    saved: dict[str, Job] = {}
+    for job in plan(Machine(ranks)):
+        assert job.name not in saved
+        assert job.layout.ranks == ranks
+        assert job.layout.tensor * job.layout.pipeline * job.layout.data == ranks
+        assert job.layout.data % job.layout.expert == 0
+        if job.loads is not None:
+            assert (saved[job.loads].model, saved[job.loads].format) == (job.model, job.format)
+        saved[job.name] = job
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_names_are_names_of_files(ranks: int) -> None:
+    assert all(set(job.name) <= set("abcdefghijklmnopqrstuvwxyz0123456789-_") for job in plan(Machine(ranks)))
+
+
+def test_every_layout_that_eight_ranks_allow() -> None:
+    every = {str(layout) for layout in layouts(8, 8)}
+    assert len(every) == 10
+    assert resumes(plan(Machine(8)), "gpt") == every
+
+
+def test_one_rank_resumes_what_it_saved() -> None:
+    jobs = plan(Machine(1))
+    assert resumes(jobs, "gpt") == resumes(jobs, "experts") == {"TP1 x PP1 x DP1"}
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_experts_change_every_size(ranks: int) -> None:
+    found = [job.layout for job in plan(Machine(ranks)) if job.model == "experts"]
+    for sizes in zip(*((one.tensor, one.pipeline, one.expert, one.data) for one in found), strict=True):
+        assert len(set(sizes)) > 1
+
+
+def test_what_is_missing_is_skipped_with_its_reason() -> None:
+    jobs = plan(Machine(2, no_engine="no engine here", no_fp8="no fp8 here"))
+    assert {job.skipped for job in jobs if job.model == "gpt in fp8"} == {"no engine here"}
+    (save, *_) = jobs
+    assert save.arguments[save.arguments.index("--transformer-impl") + 1] == "local"
+    jobs = plan(Machine(2, no_fp8="no fp8 here"))
+    assert {job.skipped for job in jobs if job.model == "gpt in fp8"} == {"no fp8 here"}
+    assert "--transformer-impl" not in jobs[0].arguments
+    assert not any(job.skipped for job in plan(Machine(2)))
+    (once,) = (job for job in plan(Machine(1)) if job.check == "resume, read once")
+    assert once.skipped.startswith("no two ranks read the same")
+
+
+def test_the_vocabulary_has_the_same_padding_under_each_layout() -> None:
+    for job in plan(Machine(8)):
+        words = job.arguments
+        assert int(words[words.index("--make-vocab-size-divisible-by") + 1]) * job.layout.tensor == 128
+
+
+def test_orders_are_read_as_written(tmp_path: Path) -> None:
+    order = Order(tmp_path, plan(Machine(4)))
+    assert Order.read(order.write()) == order
+
+
+def test_names_of_layouts() -> None:
+    assert str(Layout(8, 2, 2)) == "TP2 x PP2 x DP2"
+    assert str(Layout(8, 1, 2, 4)) == "TP1 x PP2 x EP4 x DP4"
