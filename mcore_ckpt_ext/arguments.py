@@ -7,30 +7,31 @@ their jobs by. Nothing else looks arguments up by name, but for tables of names 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from mcore_ckpt_ext import argument_kinds as kinds
-from mcore_ckpt_ext.argument_kinds import MOST_LAYERS, is_whole
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
+from mcore_ckpt_ext.job.arguments.kinds import is_whole
+from mcore_ckpt_ext.job.arguments.model import ModelTable
+from mcore_ckpt_ext.job.arguments.row import Stated, rows_of
+from mcore_ckpt_ext.job.arguments.run import RunTable
 from mcore_ckpt_ext.versions import Version
 
-# Many times what there has been. Arguments that say more are damaged, and what they count is walked one by one.
-MOST_EXPERTS = 1 << 16
-MOST_RANKS = 1 << 22
+# Many times what there has been; they are walked one by one.
 _MOST_EXPERTS_IN_ALL = 1 << 20
-_MOST_ELEMENTS = 1 << 40
+_ROWS = rows_of(ModelTable, RunTable)
+FIELDS = frozenset(_ROWS)
+"""The names of all arguments that are looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobArguments:
+class JobArguments(ModelTable, RunTable, Stated):
     """What is known of the arguments of a job, under Megatron's own names of them.
 
-    A field is None where its argument is not known, and where it is None for Megatron, too; `is_known` tells these
-    apart. No field has Megatron's default in place of what nobody stated: versions differ in their defaults, and
-    whoever needs one says which (`families.arguments.ModelArguments`). Sources of the names and of their values:
-    megatron/training/arguments.py and megatron/core/transformer/transformer_config.py, core_v0.7.0 to 0.19.2.
+    Each row of `ModelTable` and `RunTable` is an attribute. It is None where the argument is not known, and where it is
+    None for Megatron, too; `is_known` tells these apart. None has Megatron's default in place of what nobody stated:
+    that is for `families.arguments.ModelArguments`.
 
     Attributes:
         stated: everything that the source says, by name, as it says it.
@@ -48,190 +49,11 @@ class JobArguments:
     version: Version | None = None
     tells_all: bool = True
 
-    # The parallel layout.
-    tensor_model_parallel_size: int | None = kinds.whole(MOST_RANKS)
-    pipeline_model_parallel_size: int | None = kinds.whole(MOST_RANKS)
-    virtual_pipeline_model_parallel_size: int | None = kinds.whole(MOST_LAYERS)
-    expert_model_parallel_size: int | None = kinds.whole(MOST_RANKS)
-    expert_tensor_parallel_size: int | None = kinds.whole(MOST_RANKS)
-    context_parallel_size: int | None = kinds.whole(MOST_RANKS)
-    data_parallel_size: int | None = kinds.whole(MOST_RANKS)
-    world_size: int | None = kinds.whole(MOST_RANKS)
-    use_tp_pp_dp_mapping: bool | None = kinds.flag()
-
-    # Which layers a pipeline stage has.
-    num_layers: int | None = kinds.whole(MOST_LAYERS)
-    decoder_first_pipeline_num_layers: int | None = kinds.whole(MOST_LAYERS)
-    decoder_last_pipeline_num_layers: int | None = kinds.whole(MOST_LAYERS)
-    pipeline_model_parallel_layout: object = kinds.anything()
-    account_for_embedding_in_pipeline_split: bool | None = kinds.flag()
-    account_for_loss_in_pipeline_split: bool | None = kinds.flag()
-    hybrid_layer_pattern: str | None = kinds.text()
-
-    # The gradient buffers and the optimizer.
-    use_distributed_optimizer: bool | None = kinds.flag()
-    use_precision_aware_optimizer: bool | None = kinds.flag()
-    main_params_dtype: object = kinds.anything()
-    optimizer_cpu_offload: bool | None = kinds.flag()
-    num_distributed_optimizer_instances: int | None = kinds.whole(MOST_RANKS)
-    overlap_grad_reduce: bool | None = kinds.flag()
-    overlap_param_gather_with_optimizer_step: bool | None = kinds.flag()
-    ddp_bucket_size: int | None = kinds.whole(_MOST_ELEMENTS)
-    ddp_num_buckets: int | None = kinds.whole(_MOST_ELEMENTS)
-    ddp_pad_buckets_for_high_nccl_busbw: bool | None = kinds.flag()
-    accumulate_allreduce_grads_in_fp32: bool | None = kinds.flag()
-    fp8_param_gather: bool | None = kinds.flag()
-    fp4_param_gather: bool | None = kinds.flag()
-    first_last_layers_bf16: bool | None = kinds.flag()
-    num_layers_at_start_in_bf16: int | None = kinds.whole(MOST_LAYERS)
-    num_layers_at_end_in_bf16: int | None = kinds.whole(MOST_LAYERS)
-
-    lr: float | None = kinds.number()
-    min_lr: float | None = kinds.number()
-    decoupled_lr: float | None = kinds.number()
-    decoupled_min_lr: float | None = kinds.number()
-
-    # Saving, and what the run says of itself.
-    no_save_optim: bool | None = kinds.flag()
-    ckpt_fully_parallel_save: bool | None = kinds.flag()
-    dist_ckpt_strictness: str | None = kinds.text()
-    seq_length: int | None = kinds.whole(_MOST_ELEMENTS)
-    global_batch_size: int | None = kinds.whole(_MOST_ELEMENTS)
-    rampup_batch_size: object = kinds.anything()
-    consumed_train_samples: int | None = kinds.whole(1 << 62)
-    consumed_valid_samples: int | None = kinds.whole(1 << 62)
-    tokenizer_type: str | None = kinds.text()
-    bf16: bool | None = kinds.flag()
-    fp16: bool | None = kinds.flag()
-    params_dtype: object = kinds.anything()
-
-    # Sizes of the model.
-    hidden_size: int | None = kinds.whole(_MOST_ELEMENTS)
-    ffn_hidden_size: int | None = kinds.whole(_MOST_ELEMENTS)
-    num_attention_heads: int | None = kinds.whole(MOST_EXPERTS)
-    group_query_attention: bool | None = kinds.flag()
-    num_query_groups: int | None = kinds.whole(MOST_EXPERTS)
-    kv_channels: int | None = kinds.whole(_MOST_ELEMENTS)
-    max_position_embeddings: int | None = kinds.whole(_MOST_ELEMENTS)
-    vocab_size: int | None = kinds.whole(_MOST_ELEMENTS)
-    padded_vocab_size: int | None = kinds.whole(_MOST_ELEMENTS)
-    make_vocab_size_divisible_by: int | None = kinds.whole(_MOST_ELEMENTS)
-    mtp_num_layers: int | None = kinds.whole(MOST_LAYERS)
-    mamba_state_dim: int | None = kinds.whole(_MOST_ELEMENTS)
-    mamba_head_dim: int | None = kinds.whole(_MOST_ELEMENTS)
-    mamba_num_groups: int | None = kinds.whole(_MOST_ELEMENTS)
-    mamba_num_heads: int | None = kinds.whole(_MOST_ELEMENTS)
-
-    # What it is built of.
-    transformer_impl: str | None = kinds.text()
-    is_hybrid_model: bool | None = kinds.flag()
-    spec: object = kinds.anything()
-    hetereogenous_dist_checkpoint: bool | None = kinds.flag()
-    heterogeneous_layers_config_path: str | None = kinds.text()
-    heterogeneous_layers_config_encoded_json: str | None = kinds.text()
-    untie_embeddings_and_output_weights: bool | None = kinds.flag()
-    normalization: str | None = kinds.text()
-    layernorm_epsilon: float | None = kinds.not_negative()
-    norm_epsilon: float | None = kinds.not_negative()
-    layernorm_zero_centered_gamma: bool | None = kinds.flag()
-    apply_layernorm_1p: bool | None = kinds.flag()
-    apply_residual_connection_post_layernorm: bool | None = kinds.flag()
-    add_bias_linear: bool | None = kinds.flag()
-    init_method_std: float | None = kinds.not_negative()
-    hidden_dropout: float | None = kinds.number()
-    scaled_embeddings: bool | None = kinds.flag()
-    final_logit_softcap: float | None = kinds.number()
-
-    # Positions.
-    position_embedding_type: str | None = kinds.text()
-    use_rotary_position_embeddings: bool | None = kinds.flag()
-    rotary_base: float | None = kinds.above_zero()
-    rotary_base_local: float | None = kinds.above_zero()
-    rotary_percent: float | None = kinds.not_negative()
-    rotary_interleaved: bool | None = kinds.flag()
-    rotary_seq_len_interpolation_factor: float | None = kinds.above_zero()
-    use_rope_scaling: bool | None = kinds.flag()
-    rope_scaling_factor: float | None = kinds.above_zero()
-    no_rope_freq: int | Sequence[int] | None = kinds.frequency()
-    rope_type: str | None = kinds.text()
-    rotary_scaling_factor: float | None = kinds.above_zero()
-    mscale: float | None = kinds.number()
-    mscale_all_dim: float | None = kinds.number()
-    beta_fast: float | None = kinds.above_zero()
-    beta_slow: float | None = kinds.above_zero()
-    original_max_position_embeddings: int | None = kinds.whole(_MOST_ELEMENTS)
-    yarn_original_max_position_embeddings: int | None = kinds.whole(_MOST_ELEMENTS)
-    yarn_beta_fast: float | None = kinds.above_zero()
-    yarn_beta_slow: float | None = kinds.above_zero()
-    yarn_correction_range_round_to_int: bool | None = kinds.flag()
-
-    # Attention.
-    add_qkv_bias: bool | None = kinds.flag()
-    qk_layernorm: bool | None = kinds.flag()
-    qk_l2_norm: bool | None = kinds.flag()
-    attention_output_gate: bool | None = kinds.flag()
-    attention_dropout: float | None = kinds.number()
-    attention_softcap: float | None = kinds.number()
-    softmax_type: str | None = kinds.text()
-    softmax_scale: float | None = kinds.number()
-    window_size: Sequence[int] | None = kinds.window()
-    window_attn_skip_freq: int | Sequence[int] | None = kinds.frequency()
-    experimental_attention_variant: str | None = kinds.text()
-    linear_attention_freq: int | Sequence[int] | None = kinds.frequency()
-    linear_conv_kernel_dim: int | None = kinds.whole(_MOST_ELEMENTS)
-    linear_key_head_dim: int | None = kinds.whole(_MOST_ELEMENTS)
-    linear_value_head_dim: int | None = kinds.whole(_MOST_ELEMENTS)
-    linear_num_key_heads: int | None = kinds.whole(MOST_EXPERTS)
-    linear_num_value_heads: int | None = kinds.whole(MOST_EXPERTS)
-    dsa_indexer_n_heads: int | None = kinds.whole(MOST_EXPERTS)
-    dsa_indexer_head_dim: int | None = kinds.whole(_MOST_ELEMENTS)
-    dsa_indexer_topk: int | None = kinds.whole(_MOST_ELEMENTS)
-    dsa_indexer_topk_freq: int | None = kinds.whole(MOST_LAYERS)
-    dsa_indexer_skip_topk_offset: int | None = kinds.whole(MOST_LAYERS)
-    dsa_indexer_rope_interleaved: bool | None = kinds.flag()
-    dsa_indexer_rotate_activation: bool | None = kinds.flag()
-    dsa_indexer_scoring_relu: bool | None = kinds.flag()
-    dsa_indexer_k_norm_epsilon: float | None = kinds.not_negative()
-    dsa_indexer_k_norm_fp32: bool | None = kinds.flag()
-    multi_latent_attention: bool | None = kinds.flag()
-    q_lora_rank: int | None = kinds.whole(_MOST_ELEMENTS)
-    kv_lora_rank: int | None = kinds.whole(_MOST_ELEMENTS)
-    qk_head_dim: int | None = kinds.whole(_MOST_ELEMENTS)
-    qk_pos_emb_head_dim: int | None = kinds.whole(_MOST_ELEMENTS)
-    v_head_dim: int | None = kinds.whole(_MOST_ELEMENTS)
-
-    # The MLP.
-    swiglu: bool | None = kinds.flag()
-    squared_relu: bool | None = kinds.flag()
-    quick_geglu: bool | None = kinds.flag()
-    openai_gelu: bool | None = kinds.flag()
-    gated_linear_unit: bool | None = kinds.flag()
-    glu_linear_offset: float | None = kinds.number()
-    activation_func_clamp_value: float | None = kinds.number()
-    bias_gelu_fusion: bool | None = kinds.flag()
-
-    # Experts.
-    num_experts: int | None = kinds.whole(MOST_EXPERTS)
-    moe_layer_freq: int | Sequence[int] | None = kinds.frequency()
-    moe_ffn_hidden_size: int | None = kinds.whole(_MOST_ELEMENTS)
-    moe_grouped_gemm: bool | None = kinds.flag()
-    moe_use_legacy_grouped_gemm: bool | None = kinds.flag()
-    moe_router_topk: int | None = kinds.whole(MOST_EXPERTS)
-    moe_router_pre_softmax: bool | None = kinds.flag()
-    moe_router_score_function: str | None = kinds.text()
-    moe_router_enable_expert_bias: bool | None = kinds.flag()
-    moe_router_num_groups: int | None = kinds.whole(MOST_EXPERTS)
-    moe_router_group_topk: int | None = kinds.whole(MOST_EXPERTS)
-    moe_router_topk_scaling_factor: float | None = kinds.number()
-    moe_shared_expert_intermediate_size: int | None = kinds.whole(_MOST_ELEMENTS)
-    moe_shared_expert_gate: bool | None = kinds.flag()
-    moe_aux_loss_coeff: float | Sequence[float] | None = kinds.numbers()
-
     def __post_init__(self) -> None:
-        for one in fields(self):
-            value = getattr(self, one.name)
-            if "kind" in one.metadata and value is not None and not one.metadata["kind"].accepts(value):
-                raise self._refused(one.name, _shown(value), one.metadata["kind"].expected)
+        for name, row in _ROWS.items():
+            value, kind = self.stated.get(name), row.values.kind
+            if value is not None and not kind.accepts(value):
+                raise self._refused(name, _shown(value), kind.expected)
         layers, pattern = self.num_layers or 0, self.moe_layer_freq
         if layers * (self.num_experts or 0) > _MOST_EXPERTS_IN_ALL:
             raise self._refused("num_experts", f"{self.num_experts} in each of {layers} layers", "far fewer in all")
@@ -247,7 +69,7 @@ class JobArguments:
         version: Version | None = None,
         tells_all: bool = True,
     ) -> JobArguments:
-        """From Megatron's parsed arguments, or anything else with its names; what has no field is kept in `stated`.
+        """From Megatron's parsed arguments, or anything else with its names; what has no row is kept in `stated`.
 
         Args:
             stated: values by name.
@@ -258,8 +80,11 @@ class JobArguments:
         Raises:
             UnreadableCheckpointError: an argument has a value that no job can have.
         """
-        known = {name: stated[name] for name in FIELDS if name in stated}
-        return cls(stated=MappingProxyType(dict(stated)), source=source, version=version, tells_all=tells_all, **known)
+        return cls(stated=MappingProxyType(dict(stated)), source=source, version=version, tells_all=tells_all)
+
+    def value_of(self, name: str) -> Any:
+        """An argument by its name; None where it is not known."""
+        return self.stated.get(name)
 
     def is_known(self, name: str) -> bool:
         """Whether the source states an argument, be it None."""
@@ -275,11 +100,9 @@ class JobArguments:
         Raises:
             UnsupportedCheckpointError: nothing here looks at it, and the source does not state it either.
         """
-        if name in FIELDS:
-            return getattr(self, name)
-        if name not in self.stated:
+        if name not in FIELDS and name not in self.stated:
             raise UnsupportedCheckpointError("no argument of that name is known", found=name, where=self.source)
-        return self.stated[name]
+        return self.stated.get(name)
 
     def whole(self, name: str) -> int:
         """An argument that must be known, and a whole number.
@@ -325,10 +148,6 @@ class JobArguments:
             expected=expected,
             where=self.source,
         )
-
-
-FIELDS = frozenset(one.name for one in fields(JobArguments) if "kind" in one.metadata)
-"""The names of all arguments that are looked at."""
 
 
 def _shown(value: Any) -> str:

@@ -2,128 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.job.arguments.kinds import REQUIRED
+from mcore_ckpt_ext.job.arguments.model import ModelTable
+from mcore_ckpt_ext.job.arguments.row import Complete, rows_of
 from mcore_ckpt_ext.model_space.names import LayerSpec, module_and_leaf, of_experts, under_spec
+
+MODEL_ARGUMENTS = rows_of(ModelTable)
+"""The rows of the arguments that define a model, by name."""
+_DEFAULTS = {name: row.values.default for name, row in MODEL_ARGUMENTS.items() if row.values.default is not REQUIRED}
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelArguments:
-    """Everything that defines a model: every argument has a value.
+class ModelArguments(ModelTable, Complete):
+    """Everything that defines a model: each row of `ModelTable` is an attribute, and has a value.
 
-    A default here is what an argument means where a job does not have it because its version did not have it yet
-    (megatron/training/arguments.py and TransformerConfig, megatron/core/transformer/transformer_config.py, core_v0.7.0
-    to 0.19.2). None is Megatron's own None.
+    None is Megatron's own None.
 
     Attributes:
         job: what the job states, from which this was made.
+        values: the arguments by name; those of the job, or their defaults.
     """
 
     job: JobArguments = field(repr=False)
+    values: Mapping[str, Any]
 
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    num_query_groups: int
-    kv_channels: int
-    ffn_hidden_size: int
-    vocab_size: int | None = None
-    max_position_embeddings: int | None = None
-    transformer_impl: str = "transformer_engine"
-    untie_embeddings_and_output_weights: bool = False
-    scaled_embeddings: bool = False
-    final_logit_softcap: float | None = None
-    init_method_std: float = 0.02
+    def value_of(self, name: str) -> Any:
+        """An argument that defines a model, by its name."""
+        return self.values[name]
 
-    normalization: str = "LayerNorm"
-    layernorm_epsilon: float = 1e-5
-    layernorm_zero_centered_gamma: bool = False
-    apply_residual_connection_post_layernorm: bool = False
-    add_bias_linear: bool = True
-    hidden_dropout: float = 0.1
+    def changed(self, **changes: Any) -> ModelArguments:
+        """Return the model with these values of some arguments in place of its own.
 
-    position_embedding_type: str = "learned_absolute"
-    rotary_base: float = 10000
-    rotary_base_local: float | None = None
-    rotary_percent: float = 1.0
-    rotary_interleaved: bool = False
-    rotary_seq_len_interpolation_factor: float | None = None
-    use_rope_scaling: bool = False
-    rope_scaling_factor: float = 8.0
-    no_rope_freq: int | Sequence[int] | None = None
-    rope_type: str | None = None
-    rotary_scaling_factor: float = 1.0
-    mscale: float = 1.0
-    mscale_all_dim: float = 0.0
-    beta_fast: float = 32
-    beta_slow: float = 1
-    original_max_position_embeddings: int = 4096
-    yarn_original_max_position_embeddings: int = 4096
-    yarn_beta_fast: float = 32.0
-    yarn_beta_slow: float = 1.0
-    yarn_correction_range_round_to_int: bool = True
-
-    add_qkv_bias: bool = False
-    qk_layernorm: bool = False
-    qk_l2_norm: bool = False
-    experimental_attention_variant: str | None = None
-    linear_attention_freq: int | Sequence[int] | None = None
-    linear_conv_kernel_dim: int = 4
-    linear_key_head_dim: int = 128
-    linear_value_head_dim: int = 128
-    linear_num_key_heads: int = 16
-    linear_num_value_heads: int = 32
-    dsa_indexer_n_heads: int | None = None
-    dsa_indexer_head_dim: int | None = None
-    dsa_indexer_topk: int | None = None
-    dsa_indexer_topk_freq: int = 1
-    dsa_indexer_skip_topk_offset: int = 0
-    dsa_indexer_rope_interleaved: bool = False
-    dsa_indexer_rotate_activation: bool = True
-    dsa_indexer_scoring_relu: bool = True
-    dsa_indexer_k_norm_epsilon: float | None = None
-    dsa_indexer_k_norm_fp32: bool = False
-    attention_output_gate: bool = False
-    attention_dropout: float = 0.1
-    attention_softcap: float | None = None
-    softmax_type: str = "vanilla"
-    softmax_scale: float | None = None
-    window_size: Sequence[int] | None = None
-    window_attn_skip_freq: int | Sequence[int] | None = None
-    multi_latent_attention: bool = False
-    q_lora_rank: int | None = None
-    kv_lora_rank: int = 32
-    qk_head_dim: int = 128
-    qk_pos_emb_head_dim: int = 64
-    v_head_dim: int = 128
-
-    swiglu: bool = False
-    squared_relu: bool = False
-    quick_geglu: bool = False
-    openai_gelu: bool = False
-    gated_linear_unit: bool = False
-    glu_linear_offset: float = 0.0
-    activation_func_clamp_value: float | None = None
-    bias_gelu_fusion: bool = True
-
-    num_experts: int | None = None
-    moe_layer_freq: int | Sequence[int] = 1
-    moe_ffn_hidden_size: int
-    moe_router_topk: int = 2
-    moe_router_pre_softmax: bool = False
-    moe_router_score_function: str = "softmax"
-    moe_router_enable_expert_bias: bool = False
-    moe_router_num_groups: int | None = None
-    moe_router_group_topk: int | None = None
-    moe_router_topk_scaling_factor: float | None = None
-    moe_shared_expert_intermediate_size: int | None = None
-    moe_shared_expert_gate: bool = False
-    moe_aux_loss_coeff: float | Sequence[float] = 0.0
-    mtp_num_layers: int | None = None
+        Raises:
+            TypeError: one of them does not define a model.
+        """
+        if others := changes.keys() - MODEL_ARGUMENTS.keys():
+            raise TypeError(f"no arguments of a model: {', '.join(sorted(others))}")
+        return replace(self, values={**self.values, **changes})
 
     def value(self, name: str) -> Any:
         """An argument that a table names; if the model does not depend on it, what the job states, or None.
@@ -131,11 +52,11 @@ class ModelArguments:
         Raises:
             UnsupportedCheckpointError: nothing here looks at it, and the job does not state it either.
         """
-        return getattr(self, name) if name in _NAMES else self.job.value(name)
+        return self.values[name] if name in self.values else self.job.value(name)
 
     def stated_value(self, name: str, unknown: Any = None) -> Any:
         """Like `value`, for an argument that many jobs do not have: then `unknown`."""
-        return getattr(self, name) if name in _NAMES else self.job.stated.get(name, unknown)
+        return self.values[name] if name in self.values else self.job.stated.get(name, unknown)
 
     def known(self, name: str) -> Any:
         """Like `value`, for an argument that must be known.
@@ -150,10 +71,7 @@ class ModelArguments:
 
     def stated(self) -> dict[str, Any]:
         """The arguments by name: what the job states, and what that means for the model."""
-        return {**self.job.stated, **{name: getattr(self, name) for name in _NAMES}}
-
-
-_NAMES = tuple(one.name for one in fields(ModelArguments) if one.name != "job")
+        return {**self.job.stated, **self.values}
 
 
 _ROTARY = ("rope", "yarn", "mrope")
@@ -166,7 +84,7 @@ def complete(job: JobArguments) -> ModelArguments:
         UnsupportedCheckpointError: the job does not say how large it is, or, as a description of another loop, what the
             base of its rotary positions is.
     """
-    known = {name: value for name in _NAMES if (value := getattr(job, name)) is not None}
+    known = {name: value for name in MODEL_ARGUMENTS if (value := job.value_of(name)) is not None}
     for old, new in (("norm_epsilon", "layernorm_epsilon"), ("apply_layernorm_1p", "layernorm_zero_centered_gamma")):
         if (value := getattr(job, old)) is not None:
             known.setdefault(new, value)
@@ -176,6 +94,8 @@ def complete(job: JobArguments) -> ModelArguments:
     hidden, heads = known["hidden_size"], known["num_attention_heads"]
     if not job.group_query_attention:
         known["num_query_groups"] = heads
+    elif not known.get("num_query_groups"):
+        raise _unsaid("num_query_groups", job)
     known["kv_channels"] = known.get("kv_channels") or hidden // heads
     known["ffn_hidden_size"] = known.get("ffn_hidden_size") or 4 * hidden
     known["moe_ffn_hidden_size"] = known.get("moe_ffn_hidden_size") or known["ffn_hidden_size"]
@@ -187,7 +107,7 @@ def complete(job: JobArguments) -> ModelArguments:
             helps="say it: --argument rotary_base=500000, for example, and, where positions are scaled, "
             "use_rope_scaling and rope_scaling_factor",
         )  # fmt: skip
-    return ModelArguments(job=job, **known)
+    return ModelArguments(job=job, values={**_DEFAULTS, **known})
 
 
 def _unsaid(name: str, job: JobArguments) -> UnsupportedCheckpointError:

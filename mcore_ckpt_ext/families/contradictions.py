@@ -27,7 +27,7 @@ def contradictions(family: Family, model: ModelArguments, job: JobArguments) -> 
         job: the arguments of the running job, after Megatron's own validation.
     """
     running = complete(job)
-    running = replace(running, vocab_size=model.vocab_size, mtp_num_layers=model.mtp_num_layers)
+    running = running.changed(vocab_size=model.vocab_size, mtp_num_layers=model.mtp_num_layers)
     found = [*_differing(family, model, running), *family.misfits(running), *_of_no_flag(model, job)]
     if family.only_bridge:
         found.insert(0, f"pretrain_gpt.py builds no such model: {family.only_bridge}")
@@ -63,8 +63,9 @@ def _only_bounds(model: ModelArguments) -> tuple[str, ...]:
 
 def _writes_another(family: Family, model: ModelArguments, name: str, value: Any) -> bool:
     try:
-        of_model = name in model.__dataclass_fields__
-        changed = replace(model, **({name: value} if of_model else {"job": model.job.changed(**{name: value})}))
+        change = {name: value}
+        is_of_model = name in model.values
+        changed = model.changed(**change) if is_of_model else replace(model, job=model.job.changed(**change))
         return family.config(changed) != family.config(model)
     except (UnsupportedCheckpointError, TypeError, ValueError, ArithmeticError):
         return True  # no model of the family has that value

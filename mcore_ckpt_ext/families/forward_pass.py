@@ -13,12 +13,12 @@ head of 22 August 2026.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from mcore_ckpt_ext.errors import printable, shown, some
-from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.arguments import MODEL_ARGUMENTS, ModelArguments
 from mcore_ckpt_ext.families.without_effect import without_effect
 
 
@@ -192,7 +192,7 @@ _OWN_MARKS = "mcore_ckpt_ext_"  # what this package notes among the arguments of
 def unknown(arguments: ModelArguments) -> list[str]:
     """What a reader should know where the job has arguments that no release of Megatron has that is known here."""
     stated = arguments.job.stated
-    known = classified(stated) | {field.name for field in fields(ModelArguments)}
+    known = classified(stated) | MODEL_ARGUMENTS.keys()
     named = {name: value for name, value in stated.items() if name not in known and not name.startswith(_OWN_MARKS)}
     set_ones = [name for name, value in named.items() if isinstance(value, (int, float, str, list, dict)) and value]
     if not set_ones:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -232,7 +232,7 @@ def _fit(family: Family, arguments: ModelArguments, names: Collection[str] | Non
     left_out = set(matching(names, family.megatron_left_out))
     found: list[Fit] = []
     for spec in dict.fromkeys((arguments.transformer_impl, "transformer_engine", "local")):
-        under = replace(arguments, transformer_impl=spec)
+        under = arguments.changed(transformer_impl=spec)
         try:
             expected = set(parameter_shapes(family.tensors(under)))
         except UnsupportedCheckpointError as error:

@@ -6,13 +6,12 @@ verl keeps its models as Hugging Face files, and their optimizers as distributed
 from __future__ import annotations
 
 import contextlib
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import PackingError, ProofError, UnsupportedCheckpointError, UsageError
-from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.arguments import MODEL_ARGUMENTS
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.local_parameters import whole_cut
 from mcore_ckpt_ext.layout.weight_spec import LentWeight
@@ -20,13 +19,12 @@ from mcore_ckpt_ext.model_space.anatomy import WORD_EMBEDDINGS
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 
 NAME_THEM = "name the folder of its weights, Hugging Face's or a checkpoint's: --weights FOLDER"
-_OF_THE_MODEL = tuple(field.name for field in fields(ModelArguments) if field.name != "job")
 
 
 def told_of_the_model(lender: CheckpointView) -> dict[str, Any]:
     """What a checkpoint tells of its model; the layout of its job, and all else, need not be the optimizer's."""
     known = lender.arguments
-    told = {name: known.value(name) for name in _OF_THE_MODEL if known.is_known(name)}
+    told = {name: known.value(name) for name in MODEL_ARGUMENTS if known.is_known(name)}
     embeddings = lender.logical_tensor(WEIGHT, WORD_EMBEDDINGS)
     return {**told, "padded_vocab_size": embeddings.shape[0]} if embeddings is not None else told
 

@@ -569,7 +569,7 @@ def test_a_default_of_the_class_is_neutral() -> None:
 
 def test_no_key_with_an_effect_is_taken_over_from_another_model() -> None:
     """`--tokenizer FOLDER` may name a model whose attention sees chunks; what its class does not read is carried."""
-    arguments = replace(arguments_of("llama"), vocab_size=VOCABULARY)
+    arguments = arguments_of("llama").changed(vocab_size=VOCABULARY)
     published = configuration("llama", attention_chunk_size=3, query_multiplier=3)
     found = family_of("llama").updated_config(published, arguments)
     assert found is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -11,17 +10,31 @@ import pytest
 from mcore_ckpt_ext import open_checkpoint
 from mcore_ckpt_ext.arguments import FIELDS, JobArguments
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.families.arguments import ModelArguments, complete
+from mcore_ckpt_ext.families.arguments import MODEL_ARGUMENTS, complete
 from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.recognition import FAMILIES
 from mcore_ckpt_ext.families.settings import Fixed, Same, Sets
+from mcore_ckpt_ext.job.arguments.kinds import REQUIRED
+from mcore_ckpt_ext.job.arguments.model import ModelTable
+from mcore_ckpt_ext.job.arguments.row import rows_of
+from mcore_ckpt_ext.job.arguments.run import RunTable
+from mcore_ckpt_ext.job.arguments.unread import UnreadTable
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR
 from mcore_ckpt_ext.layout.sidecar import Sidecar
-from mcore_ckpt_ext.versions import parse_version
+from mcore_ckpt_ext.versions import Version, parse_version
 from tests.harness.checkpoints import INTACT, Fixture, fixture_named
 
+ROWS = rows_of(ModelTable, RunTable, UnreadTable)
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
+# Checkpoints with all of Megatron's arguments, and the release that wrote them.
+WRITTEN = {
+    "p07": Version(0, 7),
+    "p06": Version(0, 8),
+    "p05": Version(0, 12),
+    "p01": Version(0, 16),
+    "p10": Version(0, 19),
+}
 
 
 def test_what_nobody_states_is_not_known() -> None:
@@ -106,8 +119,34 @@ def test_a_model_is_complete_and_says_what_it_is_made_of() -> None:
         complete(JobArguments.of({"num_layers": 4}, source="some file"))
 
 
+def test_a_model_whose_query_groups_nobody_states_is_refused() -> None:
+    with pytest.raises(UnsupportedCheckpointError, match="num_query_groups"):
+        complete(JobArguments.of({**SIZES, "group_query_attention": True}))
+
+
+def test_a_changed_model_is_another_one_and_has_the_same_arguments() -> None:
+    model = complete(JobArguments.of(SIZES))
+    assert (model.changed(num_layers=8).num_layers, model.num_layers) == (8, 4)
+    with pytest.raises(TypeError, match="numlayers"):
+        model.changed(numlayers=8)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_has_a_default_that_its_argument_can_have(name: str) -> None:
+    values = ROWS[name].values
+    assert values.default in (None, REQUIRED) or values.kind.accepts(values.default)
+
+
+@pytest.mark.parametrize("fixture", WRITTEN)
+def test_a_row_is_of_the_releases_whose_jobs_have_its_argument(fixture: str) -> None:
+    stated = open_checkpoint(fixture_named(fixture).run).arguments.stated
+    parsed = {name for name, row in ROWS.items() if WRITTEN[fixture] in row.releases}
+    assert parsed - stated.keys() == set()
+    assert {name for name in ROWS.keys() - parsed if stated.get(name)} == set()
+
+
 def test_every_argument_that_a_table_names_is_one() -> None:
-    known = FIELDS | {one.name for one in fields(ModelArguments)}
+    known = FIELDS | MODEL_ARGUMENTS.keys()
     for family in FAMILIES:
         for setting in family.settings:
             if isinstance(setting, Same):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ def described_model(folder: Path, family: Family | None = None, transformer_impl
         )  # fmt: skip
     neutral = neutral_keys(config, str(whole.get("model_type")), whole)
     arguments = family.arguments(config, neutral)
-    arguments = replace(arguments, transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
+    arguments = arguments.changed(transformer_impl=transformer_impl or TRANSFORMER_ENGINE)
     if misfits := family.misfits(arguments):
         raise UnsupportedCheckpointError(
             f"config.json describes {with_article(family.name)} that Megatron would compute otherwise",

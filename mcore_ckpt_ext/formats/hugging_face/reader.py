@@ -100,7 +100,7 @@ class HuggingFaceCheckpoint(WeightsAlone):
         stored, self._of_activations = dequantised(stored, self.config, str(folder / below))
         held = self.family.mtp_layers(stored, self.model)
         self._holds_no_mtp, layers = not held, held if mtp else 0
-        self.model = replace(self.model, mtp_num_layers=layers or None)
+        self.model = self.model.changed(mtp_num_layers=layers or None)
         self.left_out: list[str] = []
         self._weights = ModelSpaceWeights(self._matched(stored))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain, groupby
 from math import prod
 from typing import Any, cast
@@ -89,7 +89,7 @@ class HuggingFaceTarget:
         known = checkpoint.arguments
         model = complete(known.changed(source=self._where, **stated) if stated else known)
         self._check_ignored(model, stated)
-        arguments = replace(model, vocab_size=self._vocabulary())
+        arguments = model.changed(vocab_size=self._vocabulary())
         once = (text_config(beside) or beside).get("model_type")
         self.fit: Fit = family_of_megatron(arguments, names, family, once, self._where)
         if lost := unwritten(self.fit.family, self.fit.arguments):

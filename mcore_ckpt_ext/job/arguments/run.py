@@ -1,0 +1,124 @@
+"""Rows of the arguments that say how a job runs: its layout, its optimizer, its files, and older names of arguments.
+
+Sources: megatron/training/arguments.py and megatron/core/transformer/transformer_config.py, core_v0.7.0 to 0.19.2.
+"""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.job.arguments.conditions import WITH_EXPERTS, WITH_PATTERN
+from mcore_ckpt_ext.job.arguments.kinds import (
+    ANYTHING,
+    ELEMENT_COUNT,
+    LAYER_COUNT,
+    NOT_NEGATIVE,
+    NUMBER,
+    RANK_COUNT,
+    SAMPLE_COUNT,
+    SWITCH,
+    TEXT,
+)
+from mcore_ckpt_ext.job.arguments.row import (
+    CHANGES,
+    NOTHING,
+    ON,
+    SAME,
+    SHAPES,
+    Alias,
+    Argument,
+    Noted,
+    bridge,
+    changes,
+    reads,
+    value,
+)
+
+
+class RunTable:
+    """The arguments of a job that its model does not depend on, and those that only mean something for the job."""
+
+    # The parallel layout.
+    tensor_model_parallel_size = Argument(RANK_COUNT.optional, NOTHING)
+    pipeline_model_parallel_size = Argument(RANK_COUNT.optional, NOTHING)
+    virtual_pipeline_model_parallel_size = Argument(LAYER_COUNT.optional, NOTHING)
+    expert_model_parallel_size = Argument(RANK_COUNT.optional, NOTHING)
+    expert_tensor_parallel_size = Argument(RANK_COUNT.optional, NOTHING, since="0.10")
+    context_parallel_size = Argument(RANK_COUNT.optional, NOTHING)
+    data_parallel_size = Argument(RANK_COUNT.optional, NOTHING)
+    world_size = Argument(RANK_COUNT.optional, NOTHING)
+    use_tp_pp_dp_mapping = Argument(SWITCH.optional, NOTHING, None, reads("dist"))
+
+    # The layers of a pipeline stage.
+    decoder_first_pipeline_num_layers = Argument(
+        LAYER_COUNT.optional, NOTHING, None, reads("model.num_layers_in_first_pipeline_stage"), since="0.9"
+    )
+    decoder_last_pipeline_num_layers = Argument(
+        LAYER_COUNT.optional, NOTHING, None, reads("model.num_layers_in_last_pipeline_stage"), since="0.9"
+    )
+    pipeline_model_parallel_layout = Argument(ANYTHING.optional, NOTHING, since="0.13")
+    account_for_embedding_in_pipeline_split = Argument(SWITCH.optional, NOTHING, since="0.11")
+    account_for_loss_in_pipeline_split = Argument(SWITCH.optional, NOTHING, since="0.11")
+
+    # The gradient buffers and the optimizer.
+    use_distributed_optimizer = Argument(SWITCH.optional, NOTHING, None, reads("ddp"))
+    use_precision_aware_optimizer = Argument(SWITCH.optional, NOTHING, None, reads("optimizer"), since="0.11")
+    main_params_dtype = Argument(ANYTHING.optional, NOTHING, since="0.11")
+    optimizer_cpu_offload = Argument(SWITCH.optional, NOTHING, None, reads("optimizer"), since="0.12")
+    num_distributed_optimizer_instances = Argument(RANK_COUNT.optional, NOTHING, None, reads("ddp"), since="0.10")
+    overlap_grad_reduce = Argument(SWITCH.optional, NOTHING, None, reads("ddp"))
+    overlap_param_gather_with_optimizer_step = Argument(SWITCH.optional, NOTHING, None, reads("optimizer"), since="0.9")
+    ddp_bucket_size = Argument(ELEMENT_COUNT.optional, NOTHING, None, reads("ddp.bucket_size"))
+    ddp_num_buckets = Argument(ELEMENT_COUNT.optional, NOTHING, None, reads("ddp.num_buckets"), since="0.12")
+    ddp_pad_buckets_for_high_nccl_busbw = Argument(
+        SWITCH.optional, NOTHING, None, reads("ddp.pad_buckets_for_high_nccl_busbw"), since="0.12"
+    )
+    accumulate_allreduce_grads_in_fp32 = Argument(
+        SWITCH.optional, NOTHING, None, reads("ddp.grad_reduce_in_fp32", "model.grad_reduce_in_fp32")
+    )
+    fp8_param_gather = Argument(SWITCH.optional, NOTHING, None, reads("ddp"), since="0.9")
+    fp4_param_gather = Argument(SWITCH.optional, NOTHING, None, reads("ddp"), since="0.17")
+    first_last_layers_bf16 = Argument(SWITCH.optional, NOTHING, since="0.12")
+    num_layers_at_start_in_bf16 = Argument(LAYER_COUNT.optional, NOTHING, since="0.12")
+    num_layers_at_end_in_bf16 = Argument(LAYER_COUNT.optional, NOTHING, since="0.12")
+    lr = Argument(NUMBER.optional, NOTHING, None, reads("optimizer"))
+    min_lr = Argument(NUMBER.optional, NOTHING, None, reads("optimizer"))
+    decoupled_lr = Argument(NUMBER.optional, NOTHING, None, reads("optimizer"))
+    decoupled_min_lr = Argument(NUMBER.optional, NOTHING, None, reads("optimizer"))
+
+    # Saving, and the progress of the run.
+    no_save_optim = Argument(SWITCH.optional, NOTHING)
+    ckpt_fully_parallel_save = Argument(SWITCH.optional, NOTHING, None, reads("checkpoint.fully_parallel_save"))
+    dist_ckpt_strictness = Argument(TEXT.optional, NOTHING, None, reads("checkpoint"), since="0.8")
+    seq_length = Argument(ELEMENT_COUNT.optional, NOTHING)
+    global_batch_size = Argument(ELEMENT_COUNT.optional, NOTHING, None, reads("train"))
+    rampup_batch_size = Argument(ANYTHING.optional, NOTHING, None, reads("train"))
+    consumed_train_samples = Argument(SAMPLE_COUNT.optional, NOTHING)
+    consumed_valid_samples = Argument(SAMPLE_COUNT.optional, NOTHING)
+    tokenizer_type = Argument(TEXT.optional, NOTHING, None, reads("tokenizer"))
+    bf16 = Argument(SWITCH.optional, NOTHING, None, SAME)
+    fp16 = Argument(SWITCH.optional, NOTHING, None, SAME)
+    params_dtype = Argument(ANYTHING.optional, NOTHING)
+
+    # Other names of what the model is, and how its weights are stored.
+    group_query_attention = Argument(SWITCH.optional, SHAPES)
+    norm_epsilon = Argument(NOT_NEGATIVE.optional, Alias("layernorm_epsilon"), until="0.16")
+    apply_layernorm_1p = Argument(SWITCH.optional, Alias("layernorm_zero_centered_gamma"), until="0.16")
+    use_rotary_position_embeddings = Argument(SWITCH.optional, Alias("position_embedding_type"))
+    padded_vocab_size = Argument(ELEMENT_COUNT.optional, SHAPES)
+    make_vocab_size_divisible_by = Argument(ELEMENT_COUNT.optional, NOTHING, None, SAME)
+    moe_grouped_gemm = Argument(SWITCH.optional, NOTHING, ON, bridge(WITH_EXPERTS))
+    moe_use_legacy_grouped_gemm = Argument(SWITCH.optional, NOTHING, since="0.11", until="0.17")
+
+    # Models that are not decoders of like layers.
+    hybrid_layer_pattern = Argument(TEXT.optional, CHANGES, value(WITH_PATTERN), since="0.17")
+    is_hybrid_model = Argument(SWITCH.default(False), since="0.12")
+    mamba_state_dim = Argument(ELEMENT_COUNT.default(128), changes(WITH_PATTERN), value(WITH_PATTERN), since="0.12")
+    mamba_head_dim = Argument(ELEMENT_COUNT.default(64), changes(WITH_PATTERN), value(WITH_PATTERN), since="0.12")
+    mamba_num_groups = Argument(ELEMENT_COUNT.default(8), changes(WITH_PATTERN), value(WITH_PATTERN), since="0.12")
+    mamba_num_heads = Argument(ELEMENT_COUNT.optional, changes(WITH_PATTERN), value(WITH_PATTERN), since="0.13")
+    spec = Argument(
+        ANYTHING.optional,
+        Noted("the job builds its layers by a module of its own, and what that computes is not known here"),
+    )
+    hetereogenous_dist_checkpoint = Argument(SWITCH.optional, NOTHING, is_parsed=False)
+    heterogeneous_layers_config_path = Argument(TEXT.optional, since="0.12")
+    heterogeneous_layers_config_encoded_json = Argument(TEXT.optional, since="0.12")
