@@ -1,4 +1,4 @@
-"""AFM of Arcee."""
+"""Arcee AFM."""
 
 from __future__ import annotations
 

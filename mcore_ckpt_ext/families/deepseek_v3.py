@@ -1,4 +1,4 @@
-"""DeepSeek-V3, V3.1 and R1; Kimi-K2, which is one under another name; Moonlight, which bears theirs."""
+"""DeepSeek-V3, V3.1 and R1; Kimi-K2 (same architecture); Moonlight (uses the deepseek_v3 type)."""
 
 from __future__ import annotations
 

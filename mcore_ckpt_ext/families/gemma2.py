@@ -59,7 +59,7 @@ class Gemma2(Family):
 
     model_type = "gemma2"
     architecture = "Gemma2ForCausalLM"
-    only_bridge = "Megatron Core has no norms after a block, no caps of logits and no scaled embeddings"
+    only_bridge = "Megatron Core has no norms after a block, no logit soft-capping and no scaled embeddings"
     bridge_provider = "gemma.gemma2_provider.Gemma2ModelProvider"
     rules = RULES
     without_effect = ("hidden_act", "sliding_window_size")  # `hidden_activation` and `sliding_window` are looked at

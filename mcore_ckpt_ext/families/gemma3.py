@@ -1,4 +1,4 @@
-"""Gemma 3, its text."""
+"""Gemma 3 (language model)."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Gemma3(Family):
 
     model_type = "gemma3_text"
     architecture = "Gemma3ForCausalLM"
-    only_bridge = "Megatron Core has no norms after a block, no scaled embeddings and no positions of two kinds"
+    only_bridge = "Megatron Core has no norms after a block, no scaled embeddings and no second kind of RoPE"
     bridge_provider = "gemma.gemma3_provider.Gemma3ModelProvider"
     rules = (*RULES, *parts.QUERY_KEY_NORMS)
     defaults = {

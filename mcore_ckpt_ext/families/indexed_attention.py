@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5, whose latent attention sees only tokens that an indexer chooses."""
+"""DeepSeek-V3.2 and GLM-5 (latent attention to the tokens that an indexer selects)."""
 
 from __future__ import annotations
 

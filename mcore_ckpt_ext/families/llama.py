@@ -1,4 +1,4 @@
-"""Llama 2, 3, 3.1, 3.2, 3.3, and every other model with its config."""
+"""Llama 2, 3, 3.1, 3.2, 3.3, and other models with its config."""
 
 from __future__ import annotations
 

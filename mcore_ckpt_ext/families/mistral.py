@@ -1,4 +1,4 @@
-"""Mistral: Llama with a sliding window. One without (since 0.2) is a Llama in everything but its name."""
+"""Mistral with a sliding window (without one, since 0.2, it is converted as Llama)."""
 
 from __future__ import annotations
 

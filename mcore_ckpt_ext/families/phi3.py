@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 of up to 4096 positions, and Phi-4-mini's part of a head that is rotated."""
+"""Phi-3, Phi-3.5 and Phi-4 of up to 4096 positions, and Phi-4-mini (partial rotary embedding)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5; MiMo, which is one under another name."""
+"""Qwen2 and Qwen2.5; MiMo (same architecture)."""
 
 from __future__ import annotations
 

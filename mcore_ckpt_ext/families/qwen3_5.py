@@ -1,4 +1,4 @@
-"""Qwen3.5 and 3.6, dense and with experts: their text."""
+"""Qwen3.5 and 3.6, dense and with experts (language model)."""
 
 from __future__ import annotations
 

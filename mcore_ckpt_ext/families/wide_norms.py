@@ -15,7 +15,7 @@ class WithWideNorms(Family):
     """A family whose norms of queries and keys are as wide as all heads; `spec` is Megatron-Bridge's layer spec."""
 
     spec: ClassVar[str]
-    only_bridge = "Megatron Core norms queries and keys head by head, and this model all heads together"
+    only_bridge = "Megatron Core normalizes queries and keys per head, this model all heads together"
 
     @override
     def shape(self, name: str, arguments: ModelArguments) -> tuple[int, ...]:

@@ -153,14 +153,14 @@ def _text(node: ast.expr, constants: dict[str, ast.expr]) -> str:
 
 
 def families() -> str:
-    """A row for each file of families: its models, and what the tests show of them."""
+    """A table for each group of families: a row for each file, with its models and what the tests show of them."""
     from mcore_ckpt_ext.families.recognition import FAMILIES
     from tests.harness.witnesses import SHOWN
 
     by_file: dict[str, list[Family]] = defaultdict(list)
     for family in FAMILIES:
         by_file[type(family).__module__].append(family)
-    rows = []
+    groups: dict[str, list[tuple[str, ...]]] = {title: [] for title, _ in _FAMILY_GROUPS}
     for module, found in by_file.items():
         models = (sys.modules[module].__doc__ or "").partition("\n")[0].rstrip(".")
         types = {family.model_type for family in found}
@@ -168,9 +168,26 @@ def families() -> str:
             layout for shown in SHOWN.values() if shown.model_type in types for layout in shown.layouts + shown.engine
         )
         why = next((shown.why for shown in SHOWN.values() if shown.model_type in types), "") or found[0].only_bridge
-        said = ", ".join(layouts) if layouts else f"not shown: {why}"
-        rows.append((models, ", ".join(f"`{family.model_type}`" for family in found), said))
-    return _table(("family", "`model_type`", "genuine Megatron 0.19.2 answers as transformers 5.23 does"), rows)
+        tested = ", ".join(layouts) if layouts else f"not compared: {why}"
+        title = next(title for title, belongs in _FAMILY_GROUPS if belongs(found[0]))
+        groups[title].append((models, ", ".join(f"`{family.model_type}`" for family in found), tested))
+    head = ("models", "`model_type`", "logits compared under")
+    return "\n\n".join(f"### {title}\n\n{_table(head, rows)}" for title, rows in reversed(groups.items()) if rows)
+
+
+def _has_parameters(*marks: str) -> Callable[[Family], bool]:
+    """Return a test for families with a Megatron parameter whose name contains one of the marks."""
+    return lambda family: any(mark in str(rule.megatron) for rule in family.rules for mark in marks)
+
+
+# The first group that a family belongs to is its own.
+_FAMILY_GROUPS: tuple[tuple[str, Callable[[Family], bool]], ...] = (
+    ("Trained by Megatron-Bridge only", lambda family: bool(family.only_bridge)),
+    ("Linear attention and Mamba", _has_parameters(".in_proj")),
+    ("Latent attention", _has_parameters("_kv_down", "_kv_up")),
+    ("Mixture of experts", _has_parameters(".experts")),
+    ("Dense", lambda family: True),
+)
 
 
 def unsupported() -> str:
