@@ -29,7 +29,8 @@ CHECKS = (
     ("ruff format", ["-m", "ruff", "format", "--check", "."]),
     ("mypy", ["-m", "mypy"]),
     ("import-linter", ["-c", "from importlinter.cli import lint_imports_command as lint; lint()"]),
-    ("documentation", ["-m", "mkdocs", "build", "--strict", "--quiet"]),
+    # -P: as the program `mkdocs`, without the current folder on the path.
+    ("documentation", ["-P", "-m", "mkdocs", "build", "--strict", "--quiet"]),
 )
 JOBS, COLOSSALAI, PEERS = "tests/jobs", "tests/colossalai", "tests/peers/test_run.py"
 # Tests wait for disks, and for the slowest rank of a job: one process more than there are cores keeps these busy, and

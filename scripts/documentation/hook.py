@@ -14,8 +14,14 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).parents[2]
-sys.path[:0] = [path for path in (str(REPOSITORY), str(REPOSITORY / "scripts")) if path not in sys.path]
 
+
+def on_config(*_: Any, **__: Any) -> None:
+    """Make the repository importable: MkDocs restores `sys.path` once it has run this file."""
+    sys.path[:0] = [path for path in (str(REPOSITORY), str(REPOSITORY / "scripts")) if path not in sys.path]
+
+
+on_config()
 from documentation.generated import PARTS  # noqa: E402 - MkDocs runs this file alone, outside its package
 
 _GENERATED = re.compile(r"<!-- generated: ([\w ]+) -->")
