@@ -38,7 +38,7 @@ from scripts.scaled_configs import VOCABULARY, scaled
 _BASE = "PretrainedConfig"
 _TOKENS = torch.arange(24).view(1, 24) % VOCABULARY
 # Sizes that a class needs and has no default for.
-_NEEDED = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+_NEEDED = {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "num_key_value_heads": 1}
 
 # How the frequencies of a scaled head are divided among the axes of images, where the class does not scale it.
 _AXES = {

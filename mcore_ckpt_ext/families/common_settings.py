@@ -67,6 +67,16 @@ def head_size(always: bool = False, default: int | None = None) -> Setting:
     return Both(("head_dim",), to_config, to_arguments)
 
 
+def implied_head_size() -> Setting:
+    """The size of a head, which follows from the other sizes in all models of a family."""
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        implied = arguments.kv_channels * arguments.num_attention_heads == arguments.hidden_size
+        return [] if implied else ["heads of a size of their own"]
+
+    return Both((), lambda arguments: {}, lambda config: {}, why_not)
+
+
 def window(size: int | None) -> dict[str, Any]:
     """The arguments of a sliding window of `size` tokens, the token itself among them.
 

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from mcore_ckpt_ext.families.arguments import ModelArguments
-from mcore_ckpt_ext.families.common_settings import gelu
+from mcore_ckpt_ext.families.common_settings import gelu, implied_head_size
 from mcore_ckpt_ext.families.family import Family, Rule
-from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, joined, transposed
-from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets, Size
+from mcore_ckpt_ext.families.rows import KEY, QUERY, VALUE, WHOLE, Rows, joined, transposed
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Sets, Setting, Size
 
 _OURS, _THEIRS = "decoder.layers.{layer}", "transformer.h.{layer}"
 _QKV = joined(QUERY, KEY, VALUE)
 
 
 def _why_not(arguments: ModelArguments) -> list[str]:
-    """Hugging Face's GPT-2 has no grouped queries, no heads of another size, and no output layer of its own."""
-    heads, hidden = arguments.num_attention_heads, arguments.hidden_size
-    grouped = arguments.num_query_groups != heads or arguments.kv_channels * heads != hidden
-    return ["grouped queries, or heads of a size of their own"] if grouped else []
+    """Hugging Face's GPT-2 has no grouped queries."""
+    return [] if arguments.num_query_groups == arguments.num_attention_heads else ["grouped queries"]
 
 
 def _inner(arguments: ModelArguments) -> dict[str, Any]:
@@ -28,6 +27,52 @@ def _inner(arguments: ModelArguments) -> dict[str, Any]:
 
 def _inner_size(config: Config) -> dict[str, Any]:
     return {"ffn_hidden_size": config.get("n_inner") or 4 * config["n_embd"]}
+
+
+def rules(qkv: Rows, matrix: Callable[[Rows], Rows] = lambda rows: rows) -> tuple[Rule, ...]:
+    """All rules.
+
+    Args:
+        qkv: the rows of `c_attn`.
+        matrix: how matrices are stored.
+    """
+
+    def of_layer(leaf: str, stored: Callable[[Rows], Rows]) -> tuple[Rule, ...]:
+        return (
+            Rule(f"{_THEIRS}.ln_1.{leaf}", f"{_OURS}.self_attention.linear_qkv.layer_norm_{leaf}"),
+            Rule(f"{_THEIRS}.attn.c_attn.{leaf}", f"{_OURS}.self_attention.linear_qkv.{leaf}", stored(qkv)),
+            Rule(f"{_THEIRS}.attn.c_proj.{leaf}", f"{_OURS}.self_attention.linear_proj.{leaf}", stored(WHOLE)),
+            Rule(f"{_THEIRS}.ln_2.{leaf}", f"{_OURS}.mlp.linear_fc1.layer_norm_{leaf}"),
+            Rule(f"{_THEIRS}.mlp.c_fc.{leaf}", f"{_OURS}.mlp.linear_fc1.{leaf}", stored(WHOLE)),
+            Rule(f"{_THEIRS}.mlp.c_proj.{leaf}", f"{_OURS}.mlp.linear_fc2.{leaf}", stored(WHOLE)),
+        )
+
+    return (
+        Rule("transformer.wte.weight", "embedding.word_embeddings.weight"),
+        Rule("transformer.wpe.weight", "embedding.position_embeddings.weight"),
+        *of_layer("weight", matrix),
+        *of_layer("bias", lambda rows: rows),
+        Rule("transformer.ln_f.weight", "decoder.final_layernorm.weight"),
+        Rule("transformer.ln_f.bias", "decoder.final_layernorm.bias"),
+    )
+
+
+def settings(activation: str) -> tuple[Setting, ...]:
+    """All but those about queries, keys and values; `activation` is the default of the class."""
+    return (
+        Size("n_layer", "num_layers", counted=True), Size("n_embd", "hidden_size"),
+        Size("n_head", "num_attention_heads", counted=True), Size("n_positions", "max_position_embeddings", 1024),
+        Size("vocab_size", "vocab_size", 50257),
+        Same("layer_norm_epsilon", "layernorm_epsilon", 1e-5), Same("initializer_range", "init_method_std", 0.02),
+        Same("attn_pdrop", "attention_dropout", 0.1), Same("resid_pdrop", "hidden_dropout", 0.1),
+        Both(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments.hidden_dropout}, lambda config: {}),
+        Both(("n_inner",), _inner, _inner_size), implied_head_size(), gelu("activation_function", activation),
+        Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
+        Fixed("scale_attn_weights", True, {}), Fixed("add_cross_attention", False, {}), Sets({"add_qkv_bias": True}),
+        Needs({
+            "normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute",
+        }),
+    )  # fmt: skip
 
 
 class GPT2(Family):
@@ -41,39 +86,9 @@ class GPT2(Family):
         "summary_type", "summary_use_proj",
     )  # fmt: skip
     left_out = (r"\.attn\.(bias|masked_bias)$",)
-    rules = (
-        Rule("transformer.wte.weight", "embedding.word_embeddings.weight"),
-        Rule("transformer.wpe.weight", "embedding.position_embeddings.weight"),
-        *(
-            rule
-            for leaf in ("weight", "bias")
-            for turned in (transposed if leaf == "weight" else (lambda rows: rows),)
-            for rule in (
-                Rule(f"{_THEIRS}.ln_1.{leaf}", f"{_OURS}.self_attention.linear_qkv.layer_norm_{leaf}"),
-                Rule(f"{_THEIRS}.attn.c_attn.{leaf}", f"{_OURS}.self_attention.linear_qkv.{leaf}", turned(_QKV)),
-                Rule(f"{_THEIRS}.attn.c_proj.{leaf}", f"{_OURS}.self_attention.linear_proj.{leaf}", turned(WHOLE)),
-                Rule(f"{_THEIRS}.ln_2.{leaf}", f"{_OURS}.mlp.linear_fc1.layer_norm_{leaf}"),
-                Rule(f"{_THEIRS}.mlp.c_fc.{leaf}", f"{_OURS}.mlp.linear_fc1.{leaf}", turned(WHOLE)),
-                Rule(f"{_THEIRS}.mlp.c_proj.{leaf}", f"{_OURS}.mlp.linear_fc2.{leaf}", turned(WHOLE)),
-            )
-        ),
-        Rule("transformer.ln_f.weight", "decoder.final_layernorm.weight"),
-        Rule("transformer.ln_f.bias", "decoder.final_layernorm.bias"),
-    )
+    rules = rules(_QKV, transposed)
     settings = (
-        Size("n_layer", "num_layers", counted=True), Size("n_embd", "hidden_size"),
-        Size("n_head", "num_attention_heads", counted=True), Size("n_positions", "max_position_embeddings", 1024),
-        Size("vocab_size", "vocab_size", 50257),
-        Same("layer_norm_epsilon", "layernorm_epsilon", 1e-5), Same("initializer_range", "init_method_std", 0.02),
-        Same("attn_pdrop", "attention_dropout", 0.1), Same("resid_pdrop", "hidden_dropout", 0.1),
-        Both(("embd_pdrop",), lambda arguments: {"embd_pdrop": arguments.hidden_dropout}, lambda config: {}),
-        Both(("n_inner",), _inner, _inner_size, _why_not),
-        gelu("activation_function", "gelu_new"),
-        Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
-        Fixed("scale_attn_weights", True, {}), Fixed("scale_attn_by_inverse_layer_idx", False, {}),
-        Fixed("add_cross_attention", False, {}),
-        Sets({"add_qkv_bias": True}),
-        Needs({
-            "normalization": "LayerNorm", "add_bias_linear": True, "position_embedding_type": "learned_absolute",
-        }),
-    )  # fmt: skip
+        *settings("gelu_new"),
+        Both((), lambda arguments: {}, lambda config: {}, _why_not),
+        Fixed("scale_attn_by_inverse_layer_idx", False, {}),
+    )

@@ -46,11 +46,28 @@ MLP_NORM = (
     Rule(f"{_THEIRS}.post_attention_layernorm.weight", f"{_OURS}.mlp.linear_fc1.layer_norm_weight", where=dense),
     Rule(f"{_THEIRS}.post_attention_layernorm.weight", f"{_OURS}.pre_mlp_layernorm.weight", where=with_experts),
 )
+
+
+def layer_norms() -> tuple[Rule, ...]:
+    """Weights and biases of the norms of dense layers, and of the last one, where they are layer norms."""
+    return tuple(
+        rule
+        for leaf in ("weight", "bias")
+        for rule in (
+            Rule(f"{_THEIRS}.input_layernorm.{leaf}", f"{_OURS}.self_attention.linear_qkv.layer_norm_{leaf}"),
+            Rule(f"{_THEIRS}.post_attention_layernorm.{leaf}", f"{_OURS}.mlp.linear_fc1.layer_norm_{leaf}"),
+            Rule(f"model.norm.{leaf}", f"decoder.final_layernorm.{leaf}"),
+        )
+    )
+
+
 MLP = (
     Rule(f"{_THEIRS}.mlp.gate_proj.weight", f"{_OURS}.mlp.linear_fc1.weight", GATE, dense),
     Rule(f"{_THEIRS}.mlp.up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight", UP, dense),
     Rule(f"{_THEIRS}.mlp.down_proj.weight", f"{_OURS}.mlp.linear_fc2.weight", where=dense),
 )
+GATE_AND_UP = Rule(f"{_THEIRS}.mlp.gate_up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight")
+"""Both in one matrix."""
 DECODER = (
     EMBEDDING, *attention(), ATTENTION_OUTPUT, *MLP, ATTENTION_NORM, *MLP_NORM, *OUTPUT,
 )  # fmt: skip

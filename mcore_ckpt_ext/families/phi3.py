@@ -33,7 +33,7 @@ class Phi3(Family):
         parts.EMBEDDING, parts.ATTENTION_OUTPUT,
         Rule(f"{_THEIRS}.self_attn.qkv_proj.weight", f"{_OURS}.self_attention.linear_qkv.weight",
              joined(QUERY, KEY, VALUE)),
-        Rule(f"{_THEIRS}.mlp.gate_up_proj.weight", f"{_OURS}.mlp.linear_fc1.weight"), parts.MLP[-1],
+        parts.GATE_AND_UP, parts.MLP[-1],
         parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
     )  # fmt: skip
     # Of `longrope`, which is refused; the dropout of embeddings is Megatron's `hidden_dropout`, too.

@@ -10,7 +10,7 @@ from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, head_
 from mcore_ckpt_ext.families.gated_delta_net import ATTENTION, BY_PARTS, NET, SETTINGS
 from mcore_ckpt_ext.families.qwen3_next import EXPERTS, WithOneFurtherToken
 from mcore_ckpt_ext.families.qwen_experts import expert_count
-from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.rope import OF_IMAGES, rope
 from mcore_ckpt_ext.families.settings import Both, Coefficient, Config, Fixed, Needs, Same, Setting, Size, Without
 
 
@@ -26,7 +26,7 @@ def _further() -> Setting:
 
 def _common(groups: int) -> tuple[Setting, ...]:
     return (
-        query_groups(groups), head_size(always=True, default=256), rope(partial=0.25, images=True),
+        query_groups(groups), head_size(always=True, default=256), rope(partial=0.25, ignored=OF_IMAGES),
         tied(by_default=False), *TRAINING, SILU, Same("rms_norm_eps", "layernorm_epsilon", 1e-6), *SETTINGS,
         Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
         Fixed("attn_output_gate", True, {}), Without("mlp_only_layers", "mtp_use_dedicated_embeddings"), _further(),

@@ -16,18 +16,23 @@ from mcore_ckpt_ext.families.deepseek_v3 import DeepSeekV3, KimiK2
 from mcore_ckpt_ext.families.entry_points import RegisteredFamily, loadable, registered_families
 from mcore_ckpt_ext.families.ernie4_5 import Ernie45
 from mcore_ckpt_ext.families.family import Family, matching, parameter_shapes
+from mcore_ckpt_ext.families.gemma import Gemma
 from mcore_ckpt_ext.families.gemma2 import Gemma2
 from mcore_ckpt_ext.families.gemma3 import Gemma3
+from mcore_ckpt_ext.families.glm import Glm
 from mcore_ckpt_ext.families.glm4_moe import Glm4MoE
 from mcore_ckpt_ext.families.glm4_moe_lite import Glm4MoELite
 from mcore_ckpt_ext.families.gpt2 import GPT2
+from mcore_ckpt_ext.families.gpt_bigcode import GPTBigCode
 from mcore_ckpt_ext.families.gpt_oss import GptOss
 from mcore_ckpt_ext.families.indexed_attention import DeepSeekV32, GlmMoEDsa
 from mcore_ckpt_ext.families.internlm3 import InternLM3
 from mcore_ckpt_ext.families.llama import Llama
 from mcore_ckpt_ext.families.minimax_m2 import MiniMaxM2
+from mcore_ckpt_ext.families.ministral3 import Ministral3
 from mcore_ckpt_ext.families.mistral import Mistral
 from mcore_ckpt_ext.families.mixtral import Mixtral
+from mcore_ckpt_ext.families.nemotron import Nemotron
 from mcore_ckpt_ext.families.nemotron_h import NemotronH
 from mcore_ckpt_ext.families.olmoe import OLMoE
 from mcore_ckpt_ext.families.phi3 import Phi3
@@ -39,6 +44,7 @@ from mcore_ckpt_ext.families.qwen3_moe import Qwen3MoE
 from mcore_ckpt_ext.families.qwen3_next import Qwen3Next
 from mcore_ckpt_ext.families.seed_oss import SeedOss
 from mcore_ckpt_ext.families.smollm3 import SmolLM3
+from mcore_ckpt_ext.families.stablelm import StableLM
 from mcore_ckpt_ext.families.starcoder2 import StarCoder2
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON, describe_nearest, nearest_families
 
@@ -46,7 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     GPT2(), Llama(), Mistral(), Qwen2(), Qwen3(), Mixtral(), Qwen2MoE(), Qwen3MoE(), DeepSeekV2(), DeepSeekV3(),
     KimiK2(), Gemma2(), Glm4MoE(), SeedOss(), Ernie45(), SmolLM3(), StarCoder2(), Phi3(), Arcee(), MiniMaxM2(), OLMoE(),
     GptOss(), Qwen3Next(), Qwen35(), Qwen35MoE(), Gemma3(), Glm4MoELite(), InternLM3(), MiMo(),
-    DeepSeekV32(), GlmMoEDsa(), NemotronH(),
+    DeepSeekV32(), GlmMoEDsa(), NemotronH(), StableLM(), GPTBigCode(), Nemotron(), Glm(), Ministral3(), Gemma(),
 )  # fmt: skip
 _SHOWN = 4
 

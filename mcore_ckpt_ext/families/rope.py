@@ -19,7 +19,8 @@ KEYS = ("rope_parameters", "rope_theta", "rope_scaling")
 _NESTED = ("rope_scaling", "rope_parameters")
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _PART = "partial_rotary_factor"
-_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+OF_IMAGES = ("mrope_section", "mrope_interleaved")
+"""Keys that only count where a text holds images."""
 # Keys that each kind of scaling may have, beside the ones that all have.
 _ALWAYS = {"rope_theta", "rope_type", "partial_rotary_factor"}
 _OF_KIND = {
@@ -99,7 +100,7 @@ def base_of(found: Mapping[str, Any]) -> float:
 
 def rope(
     theta: float = 10000.0, *, partial: float | None = None, interleaved: bool = False, width: str = "",
-    scaling: Mapping[str, Any] | None = None, images: bool = False,
+    scaling: Mapping[str, Any] | None = None, ignored: Collection[str] = (),
 ) -> Setting:  # fmt: skip
     """Rotary positions: plain, interpolated (`linear`), scaled as in Llama 3, or by YaRN.
 
@@ -108,7 +109,7 @@ def rope(
         partial: the part of a head that is rotated, by default; None: the family always rotates all of it.
         width: the key, if any, of old folders that says how much of a head is rotated.
         interleaved: neighbours are rotated together, not halves.
-        images: there may be keys that only count where a text holds images.
+        ignored: keys that may stand among the others, and that do not count here.
         scaling: what the class has where no key says any.
     """
     unscaled = scaling is not None  # has to be said, then
@@ -128,9 +129,7 @@ def rope(
 
     def to_arguments(config: Config) -> dict[str, Any]:
         unsaid = scaling is not None and not any(config.get(key) for key in _NESTED)
-        found = rope_parameters(
-            {**config, "rope_scaling": scaling} if unsaid else config, theta, _OF_IMAGES if images else ()
-        )
+        found = rope_parameters({**config, "rope_scaling": scaling} if unsaid else config, theta, ignored)
         if width in config:
             found.setdefault("partial_rotary_factor", config[width] / config["head_dim"])
         kind, part = found["rope_type"], found.get("partial_rotary_factor", partial or 1.0)

@@ -17,9 +17,6 @@ def _rules(leaf: str) -> tuple[Rule, ...]:
         Rule(f"{_THEIRS}.self_attn.o_proj.{leaf}", f"{_OURS}.self_attention.linear_proj.{leaf}"),
         Rule(f"{_THEIRS}.mlp.c_fc.{leaf}", f"{_OURS}.mlp.linear_fc1.{leaf}"),
         Rule(f"{_THEIRS}.mlp.c_proj.{leaf}", f"{_OURS}.mlp.linear_fc2.{leaf}"),
-        Rule(f"{_THEIRS}.input_layernorm.{leaf}", f"{_OURS}.self_attention.linear_qkv.layer_norm_{leaf}"),
-        Rule(f"{_THEIRS}.post_attention_layernorm.{leaf}", f"{_OURS}.mlp.linear_fc1.layer_norm_{leaf}"),
-        Rule(f"model.norm.{leaf}", f"decoder.final_layernorm.{leaf}"),
     )
 
 
@@ -28,7 +25,7 @@ class StarCoder2(Family):
 
     model_type = "starcoder2"
     architecture = "Starcoder2ForCausalLM"
-    rules = (parts.EMBEDDING, *_rules("weight"), *_rules("bias"), parts.OUTPUT[1])
+    rules = (parts.EMBEDDING, *_rules("weight"), *_rules("bias"), *parts.layer_norms(), parts.OUTPUT[1])
     without_effect = ("embedding_dropout", "norm_type", "mlp_type")
     settings = (
         *SIZES, query_groups(2), head_size(), rope(), tied(by_default=True), *TRAINING, sliding_window(None),

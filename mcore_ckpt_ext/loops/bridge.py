@@ -25,6 +25,7 @@ LATEST_TRAIN_STATE = "latest_train_state.pt"
 COUNTED = ("consumed_train_samples", "skipped_train_samples", "consumed_valid_samples")
 """What `train_state.pt` counts that Megatron keeps in its arguments (`TrainState`, training/state.py)."""
 
+_GEMMA = re.compile(r"megatron\.bridge\.models\.gemma\.gemma_provider\.\w*Gemma\w*Provider\w*")
 _GEMMA3 = re.compile(r"megatron\.bridge\.models\.gemma(_vl\.gemma3_vl|\.gemma3)_provider\.Gemma3\w*Provider")
 _MOST_SCALAR = 1 << 40
 _GEMMA2 = re.compile(r"megatron\.bridge\.models\.gemma\.gemma2_provider\.Gemma2\w*Provider\w*")
@@ -89,6 +90,8 @@ def job_arguments(content: Any, source: str) -> JobArguments:
         stated |= _of_gemma3(stated)
     if _GEMMA2.fullmatch(named(model) or ""):
         stated |= _of_gemma2(stated)
+    if _GEMMA.fullmatch(named(model) or ""):
+        stated |= {"scaled_embeddings": True, **_gelu_of(stated)}
     if stated.get("hybrid_layer_pattern") is None and isinstance(stated.get("hybrid_override_pattern"), str):
         stated["hybrid_layer_pattern"] = stated["hybrid_override_pattern"]  # its name before Core 0.17
     for section in _SECTIONS:

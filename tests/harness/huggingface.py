@@ -137,6 +137,18 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         moe_intermediate_size=16, moe_shared_expert_intermediate_size=24,
     ),
     "gemma2": _configured("Gemma2Config", **_SIZES, head_dim=8, sliding_window=16, query_pre_attn_scalar=24),
+    "gemma": _configured("GemmaConfig", **_SIZES, head_dim=16),
+    "stablelm": _configured("StableLmConfig", **{**_SIZES, "hidden_size": 64}, use_qkv_bias=True),
+    "gpt_bigcode": _configured(
+        "GPTBigCodeConfig", vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=POSITIONS
+    ),
+    "nemotron": _configured("NemotronConfig", **_SIZES, head_dim=16),
+    "glm": _configured("GlmConfig", **_SIZES, head_dim=16, pad_token_id=0),
+    "ministral3": _configured(
+        "Ministral3Config", **_SIZES, head_dim=16,
+        rope_parameters={**_YARN, "mscale_all_dim": 0.0, "original_max_position_embeddings": 32,
+                         "llama_4_scaling_beta": 0.0},
+    ),
 }  # fmt: skip
 
 _VERSIONS = {"deepseek_v2_lite": "0.18.0"}
@@ -153,8 +165,8 @@ def make(name: str, folder: Path, dtype: torch.dtype = torch.float32) -> Any:
     with torch.no_grad():
         for label, tensor in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in label or "ln_" in label:
-                tensor.copy_(0.3 * torch.randn_like(tensor) + (name not in ("gemma2", "gemma3")))
-            elif "inv_freq" not in label:
+                tensor.copy_(0.3 * torch.randn_like(tensor) + (name not in ("gemma", "gemma2", "gemma3", "nemotron")))
+            elif "inv_freq" not in label and tensor.is_floating_point():
                 tensor.copy_(0.3 * torch.randn_like(tensor))
     model.save_pretrained(folder)
     return model

@@ -63,6 +63,12 @@ SHOWN: dict[str, Shown] = {
     "minimax_m2": Shown("minimax_m2"),
     "olmoe": Shown("olmoe"),
     "gemma2": Shown("gemma2"),
+    "gemma": Shown("gemma"),
+    "stablelm": Shown("stablelm", _DENSE),
+    "gpt_bigcode": Shown("gpt_bigcode", _DENSE),
+    "nemotron": Shown("nemotron", engine=_DENSE),  # Megatron's own norms do not multiply by one more
+    "glm": Shown("glm", _DENSE),
+    "ministral3": Shown("ministral3", _DENSE),
     "nemotron_h": Shown("nemotron_h", why="the kernels of Megatron's Mamba mixers run on GPUs only"),
 }
 BUILT_BY_MEGATRON = [name for name, shown in SHOWN.items() if shown.layouts]

@@ -1,0 +1,56 @@
+"""Gemma 1, CodeGemma."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, head_size, query_groups
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Both, Config, Fixed, Needs, Same, Setting, misfits, unrepresentable
+
+_APPROXIMATION = "gelu_pytorch_tanh"
+
+
+def _activation() -> Setting:
+    """GELU approximated by tanh, whatever name it has.
+
+    Released folders name the exact function, and `GemmaConfig.__post_init__` (transformers 5.23) replaces it. Releases
+    4.39 to 4.48 read another key, `hidden_activation`.
+    """
+    needed = {"gated_linear_unit": True, "swiglu": False, "bias_gelu_fusion": True}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        for key, accepted in (("hidden_act", ("gelu", _APPROXIMATION)), ("hidden_activation", (_APPROXIMATION,))):
+            if config.get(key) not in (None, *accepted):
+                raise unrepresentable(key, config[key], _APPROXIMATION)
+        return dict(needed)
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        return misfits(needed, arguments)
+
+    keys = ("hidden_act", "hidden_activation")
+    return Both(keys, lambda arguments: {"hidden_act": _APPROXIMATION}, to_arguments, why_not, (*needed,))
+
+
+class Gemma(Family):
+    """Norms that multiply by one more than their weight, scaled embeddings, GELU with a gate, tied.
+
+    Sources: transformers/models/gemma (5.23); gemma/gemma_provider.py of Megatron-Bridge (067f987d).
+    """
+
+    model_type = "gemma"
+    architecture = "GemmaForCausalLM"
+    only_bridge = "Megatron's parser has no flag for GELU with a gate, and Megatron Core no scaled embeddings"
+    bridge_provider = "gemma.gemma_provider.GemmaModelProvider"
+    rules = parts.DECODER
+    settings = (
+        *SIZES, query_groups(16), head_size(always=True, default=256), rope(), *TRAINING, _activation(),
+        Same("rms_norm_eps", "layernorm_epsilon", 1e-6),
+        Fixed("tie_word_embeddings", True, {"untie_embeddings_and_output_weights": False}),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}),
+        Fixed("use_bidirectional_attention", None, {}),
+        Needs({"normalization": "RMSNorm", "layernorm_zero_centered_gamma": True, "scaled_embeddings": True}),
+    )  # fmt: skip

@@ -1,0 +1,28 @@
+"""GLM-4-9B as transformers has it (`THUDM/glm-4-9b-hf`); its first folders are `chatglm`, with code of their own."""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.common_settings import RMS_NORM, SILU, SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.family import Family, set_in
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Needs, Same
+
+
+class Glm(Family):
+    """Like Llama, with neighbours of half a head rotated together, biases, gate and up projection in one matrix.
+
+    Source: transformers/models/glm (5.23).
+    """
+
+    model_type = "glm"
+    architecture = "GlmForCausalLM"
+    rules = (
+        parts.EMBEDDING, *parts.attention(), *parts.attention("bias", set_in("add_qkv_bias")), parts.ATTENTION_OUTPUT,
+        parts.GATE_AND_UP, parts.MLP[-1], parts.ATTENTION_NORM, parts.MLP_NORM[0], *parts.OUTPUT,
+    )  # fmt: skip
+    settings = (
+        *SIZES, query_groups(2), head_size(always=True, default=128), rope(partial=0.5, interleaved=True),
+        tied(by_default=False), *TRAINING, SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1.5625e-07),
+        Same("attention_bias", "add_qkv_bias", True), Needs({"add_bias_linear": False}),
+    )  # fmt: skip

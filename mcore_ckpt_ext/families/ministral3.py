@@ -1,0 +1,68 @@
+"""Ministral 3 and Devstral 2 without a temperature of queries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.arguments import ModelArguments
+from mcore_ckpt_ext.families.common_settings import (
+    RMS_NORM,
+    SILU,
+    SIZES,
+    TRAINING,
+    head_size,
+    query_groups,
+    sliding_window,
+    tied,
+)
+from mcore_ckpt_ext.families.family import Family
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Both, Config, Needs, Same, Setting, misfits, unrepresentable
+
+_BETA, _NESTED = "llama_4_scaling_beta", "rope_parameters"
+_LENGTH = "max_position_embeddings"  # repeated among those of RoPE, where the class does not read it
+
+
+def _positions() -> Setting:
+    """YaRN, and among its keys the factor by which queries grow with their position; Megatron Core has none.
+
+    Source: `get_llama_4_attn_scale` of transformers/models/ministral3 (5.23).
+    """
+    yarn = rope(1000000.0, ignored=(_BETA, _LENGTH))
+
+    def to_config(arguments: ModelArguments) -> dict[str, Any]:
+        found = yarn.config(arguments)
+        return {_NESTED: {**found["rope_scaling"], "rope_theta": found["rope_theta"], _BETA: 0.0}}
+
+    def to_arguments(config: Config) -> dict[str, Any]:
+        beta = (config.get(_NESTED) or {_BETA: 0.1}).get(_BETA)
+        if beta != 0:
+            raise unrepresentable(
+                _BETA, f"{beta}: queries grow with the logarithm of their position", "0, as Devstral 2 has it"
+            )
+        return yarn.arguments(config)
+
+    def why_not(arguments: ModelArguments) -> list[str]:
+        return yarn.misfits(arguments) + misfits({"position_embedding_type": "yarn"}, arguments)
+
+    return Both(yarn.keys, to_config, to_arguments, why_not, (*yarn.expresses,))
+
+
+class Ministral3(Family):
+    """Mistral with YaRN."""
+
+    model_type = "ministral3"
+    architecture = "Ministral3ForCausalLM"
+    rules = parts.DECODER
+    settings = (
+        *SIZES, query_groups(8), head_size(always=True, default=128), _positions(), tied(by_default=False), *TRAINING,
+        SILU, RMS_NORM, Same("rms_norm_eps", "layernorm_epsilon", 1e-5), sliding_window(None),
+        Needs({"add_bias_linear": False, "add_qkv_bias": False}),
+    )  # fmt: skip
+
+    @override
+    def rather_another(self, arguments: ModelArguments) -> list[str]:
+        return ["all that Llama or Mistral is"]

@@ -1,0 +1,32 @@
+"""Nemotron 3 8B, Nemotron 4 and Minitron."""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.common_settings import SIZES, TRAINING, head_size, query_groups, tied
+from mcore_ckpt_ext.families.family import Family, Rule
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Fixed, Needs, Same, Sets
+
+
+class Nemotron(Family):
+    """Layer norms that multiply by one more than their weight, half of each head rotated, a squared ReLU and no gate.
+
+    Sources: transformers/models/nemotron (5.23), `NemotronLayerNorm1P`; nemotron/nemotron_bridge.py of Megatron-Bridge
+    (067f987d).
+    """
+
+    model_type = "nemotron"
+    architecture = "NemotronForCausalLM"
+    rules = (
+        parts.EMBEDDING, *parts.attention(), parts.ATTENTION_OUTPUT,
+        Rule("model.layers.{layer}.mlp.up_proj.weight", "decoder.layers.{layer}.mlp.linear_fc1.weight"), parts.MLP[-1],
+        *parts.layer_norms(), parts.OUTPUT[1],
+    )  # fmt: skip
+    settings = (
+        *SIZES, query_groups(), head_size(always=True), rope(partial=0.5), tied(by_default=False), *TRAINING,
+        Same("initializer_range", "init_method_std", 0.0134), Same("norm_eps", "layernorm_epsilon", 1e-5),
+        Fixed("hidden_act", "relu2", {"swiglu": False, "squared_relu": True}), Sets({"bias_gelu_fusion": False}),
+        Fixed("attention_bias", False, {"add_bias_linear": False, "add_qkv_bias": False}), Fixed("mlp_bias", False, {}),
+        Needs({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": True}),
+    )  # fmt: skip

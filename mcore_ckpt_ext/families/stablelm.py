@@ -1,0 +1,30 @@
+"""StableLM 3B and StableLM 2, but for those with norms of queries and keys."""
+
+from __future__ import annotations
+
+from mcore_ckpt_ext.families import parts
+from mcore_ckpt_ext.families.common_settings import SILU, SIZES, TRAINING, implied_head_size, query_groups, tied
+from mcore_ckpt_ext.families.family import Family, set_in
+from mcore_ckpt_ext.families.rope import rope
+from mcore_ckpt_ext.families.settings import Needs, Same, Without
+
+
+class StableLM(Family):
+    """Like Llama, with layer norms, a quarter of each head rotated, and biases of queries, keys and values if any.
+
+    Source: transformers/models/stablelm (5.23). StableLM 2 12B has parallel blocks, and a norm of its own for each
+    head, which Megatron has not.
+    """
+
+    model_type = "stablelm"
+    architecture = "StableLmForCausalLM"
+    rules = (
+        parts.EMBEDDING, *parts.attention(), *parts.attention("bias", set_in("add_qkv_bias")), parts.ATTENTION_OUTPUT,
+        *parts.MLP, *parts.layer_norms(), parts.OUTPUT[1],
+    )  # fmt: skip
+    settings = (
+        *SIZES, query_groups(32), implied_head_size(), rope(partial=0.25), tied(by_default=False), *TRAINING, SILU,
+        Same("layer_norm_eps", "layernorm_epsilon", 1e-5), Same("hidden_dropout", "hidden_dropout", 0.0),
+        Same("use_qkv_bias", "add_qkv_bias", False), Without("qk_layernorm", "use_parallel_residual"),
+        Needs({"normalization": "LayerNorm", "layernorm_zero_centered_gamma": False, "add_bias_linear": False}),
+    )  # fmt: skip
