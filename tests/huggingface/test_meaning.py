@@ -21,9 +21,9 @@ from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.flags import training_flags, unsaid
 from mcore_ckpt_ext.families.forward_pass import ALIASES, NEUTRAL, ONLY_WITH, SIZES, TOLD, unknown
 from mcore_ckpt_ext.families.recognition import FAMILIES, family_named, family_of_config
-from mcore_ckpt_ext.families.without_effect import without_effect
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.job.arguments.without_effect import without_effect
 from mcore_ckpt_ext.loops.transformer import model_arguments
 from mcore_ckpt_ext.settings import ACCEPT_KEYS
 from tests.harness.damage import without_digests

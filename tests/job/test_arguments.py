@@ -15,17 +15,13 @@ from mcore_ckpt_ext.families.flags import training_flags
 from mcore_ckpt_ext.families.recognition import FAMILIES
 from mcore_ckpt_ext.families.settings import Fixed, Same, Sets
 from mcore_ckpt_ext.job.arguments.kinds import REQUIRED
-from mcore_ckpt_ext.job.arguments.model import ModelTable
-from mcore_ckpt_ext.job.arguments.row import rows_of
-from mcore_ckpt_ext.job.arguments.run import RunTable
-from mcore_ckpt_ext.job.arguments.unread import UnreadTable
+from mcore_ckpt_ext.job.arguments.table import ROWS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME as SIDECAR
 from mcore_ckpt_ext.layout.sidecar import Sidecar
 from mcore_ckpt_ext.versions import Version, parse_version
 from tests.harness.checkpoints import INTACT, Fixture, fixture_named
 
-ROWS = rows_of(ModelTable, RunTable, UnreadTable)
 SIZES = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 8}
 # Checkpoints with all of Megatron's arguments, and the release that wrote them.
 WRITTEN = {
