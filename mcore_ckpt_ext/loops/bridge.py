@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
 from mcore_ckpt_ext.loops.transformer import is_plain, model_arguments, named
 
 RUN_CONFIG = "run_config.yaml"
@@ -29,42 +30,10 @@ _GEMMA = re.compile(r"megatron\.bridge\.models\.gemma\.gemma_provider\.\w*Gemma\
 _GEMMA3 = re.compile(r"megatron\.bridge\.models\.gemma(_vl\.gemma3_vl|\.gemma3)_provider\.Gemma3\w*Provider")
 _MOST_SCALAR = 1 << 40
 _GEMMA2 = re.compile(r"megatron\.bridge\.models\.gemma\.gemma2_provider\.Gemma2\w*Provider\w*")
-# Of each section, its fields and the arguments that they are.
+# Of each section but `model`, its fields and the arguments that they are.
 _SECTIONS = {
-    "ddp": {
-        "use_distributed_optimizer": "use_distributed_optimizer",
-        "overlap_grad_reduce": "overlap_grad_reduce",
-        "bucket_size": "ddp_bucket_size",
-        "num_buckets": "ddp_num_buckets",
-        "pad_buckets_for_high_nccl_busbw": "ddp_pad_buckets_for_high_nccl_busbw",
-        "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
-        "fp8_param_gather": "fp8_param_gather",
-        "fp4_param_gather": "fp4_param_gather",
-        "num_distributed_optimizer_instances": "num_distributed_optimizer_instances",
-    },
-    "optimizer": {
-        "optimizer": "optimizer",
-        "lr": "lr",
-        "min_lr": "min_lr",
-        "decoupled_lr": "decoupled_lr",
-        "decoupled_min_lr": "decoupled_min_lr",
-        "use_precision_aware_optimizer": "use_precision_aware_optimizer",
-        "optimizer_cpu_offload": "optimizer_cpu_offload",
-        "overlap_param_gather_with_optimizer_step": "overlap_param_gather_with_optimizer_step",
-    },
-    "checkpoint": {
-        "fully_parallel_save": "ckpt_fully_parallel_save",
-        "dist_ckpt_strictness": "dist_ckpt_strictness",
-        "ckpt_format": "ckpt_format",
-    },
-    "dist": {"use_tp_pp_dp_mapping": "use_tp_pp_dp_mapping"},
-    "train": {
-        "global_batch_size": "global_batch_size",
-        "micro_batch_size": "micro_batch_size",
-        "rampup_batch_size": "rampup_batch_size",
-        "train_iters": "train_iters",
-    },
-    "tokenizer": {"tokenizer_type": "tokenizer_type"},
+    section: {name: argument for name, argument, field in BRIDGE_FIELDS if field.section == section}
+    for section in dict.fromkeys(field.section for *_, field in BRIDGE_FIELDS if field.section != "model")
 }
 # `save_optim` is what `no_save_optim` is not.
 _TURNED = {"save_optim": "no_save_optim", "save_rng": "no_save_rng"}

@@ -10,25 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Fields that the argument has another name for.
-_RENAMED = {
-    "num_moe_experts": "num_experts",
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-    "rope_scaling": "use_rope_scaling",
-    "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
-    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
-}
+from mcore_ckpt_ext.job.arguments.conditions import WITH_YARN
+from mcore_ckpt_ext.job.arguments.table import BRIDGE_FIELDS
+
+_OF_MODEL = [(name, argument, field.only_with) for name, argument, field in BRIDGE_FIELDS if field.section == "model"]
+# Fields and their arguments, which may have another name.
+_RENAMED = {name: argument for name, argument, condition in _OF_MODEL if condition is None}
 # Fields whose values are written as something else than the argument has.
 _OTHERWISE = ("params_dtype", "spec", "pipeline_model_parallel_layout", "vocab_size", "lr", "min_lr")
 _SILU = ("silu", "swish")
 _GELU = ("gelu", "fast_gelu", "gelu_fast", "openai_gelu")
 # Where positions are YaRN's outside latent attention (`core_transformer_config_from_args`, since core_v0.15.0, and
 # `GPTModelProvider` of Megatron-Bridge); else there are none, or None.
-_YARN = {
-    "yarn_rotary_scaling_factor": "rotary_scaling_factor", "yarn_mscale": "mscale",
-    "yarn_mscale_all_dim": "mscale_all_dim",
-}  # fmt: skip
+_YARN = {name: argument for name, argument, condition in _OF_MODEL if condition == WITH_YARN and name != argument}
 
 
 def model_arguments(config: Mapping[str, Any]) -> dict[str, Any]:

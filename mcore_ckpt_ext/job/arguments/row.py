@@ -115,6 +115,15 @@ class Flag:
     without: Any = DEFAULT
     spelled: str = ""
 
+    def is_said(self, value_of: Callable[[str], Any]) -> bool:
+        """Whether a model may have the flag: `value_of` returns its arguments by name."""
+        is_of_model = not self.only_with or any(condition.holds(value_of) for condition in self.only_with)
+        return is_of_model and not (self.unless and self.unless.holds(value_of))
+
+    def spelling(self, argument: str) -> str:
+        """The flag, as it stands on the command line."""
+        return self.spelled or f"--{argument.replace('_', '-')}"
+
 
 def value(*only_with: Condition, unless: Condition | None = None, without: Any = DEFAULT, spelled: str = "") -> Flag:
     """Return a flag that is followed by the value."""

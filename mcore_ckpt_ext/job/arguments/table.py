@@ -9,3 +9,6 @@ from mcore_ckpt_ext.job.arguments.unread import UnreadTable
 
 ROWS = rows_of(ModelTable, RunTable, UnreadTable)
 """The rows by the names of their arguments; arguments without a row are in `without_effect`, or are not known."""
+
+BRIDGE_FIELDS = tuple((field.name or name, name, field) for name, row in ROWS.items() for field in row.bridge)
+"""The fields of Megatron-Bridge: the name of each there, the name of its argument, and what else is known of it."""
