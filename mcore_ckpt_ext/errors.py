@@ -1,4 +1,4 @@
-"""The errors of this package: each says what was found, what was expected, where, and what helps."""
+"""The errors of this package: a sentence, what was found, what was expected, where, and a hint."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from contextlib import contextmanager
 from itertools import islice
 from types import SimpleNamespace
 from typing import Any, ClassVar
+
+DETAILS = ("found", "expected", "where", "hint")
+"""What may follow the sentence of an error, in this order."""
 
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -25,7 +28,11 @@ class CheckpointError(RuntimeError):
         found: what the checkpoint, the disk or the live model holds.
         expected: what had to be there.
         where: file, tensor, rank.
-        helps: which flag or step leads out; unless told, what mostly does for this kind of error.
+        helps: a command, flag or step that helps; by default the hint of this kind of error.
+
+    Attributes:
+        message: the sentence alone.
+        details: the texts of `found`, `expected`, `where` and `hint`, where there are such.
 
     Example:
         >>> try:
@@ -46,12 +53,15 @@ class CheckpointError(RuntimeError):
         where: str | None = None,
         helps: str | None = None,
     ) -> None:
-        parts = [printable(what, keeps="\n\t")]  # as PyTorch's own messages have them
-        helping = self._mostly_helps if helps is None else helps
-        for label, value in (("found", found), ("expected", expected), ("where", where), ("what helps", helping)):
-            if value is not None:
-                parts.append(f"{label}: {printable(value if isinstance(value, str) else shown(value))}")
-        super().__init__("; ".join(parts))
+        hint = self._mostly_helps if helps is None else helps
+        values = zip(DETAILS, (found, expected, where, hint), strict=True)
+        self.message = printable(what, keeps="\n\t")  # as PyTorch's own messages have them
+        self.details = {
+            label: printable(value if isinstance(value, str) else shown(value))
+            for label, value in values
+            if value is not None
+        }
+        super().__init__("; ".join([self.message, *(f"{label}: {text}" for label, text in self.details.items())]))
         self.found = found
 
 

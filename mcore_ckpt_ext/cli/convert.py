@@ -183,7 +183,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Convert and say what was done."""
     if arguments.to is None and arguments.json:
-        raise UsageError("what to write is missing", expected=f"--to {', '.join(TARGETS)}", helps="choose with --to")
+        raise UsageError("--to is missing: the format to write", expected=f"one of {', '.join(TARGETS)}")
     if arguments.to is None:
         return _explain_targets()
     from mcore_ckpt_ext.cli.processes import the_team
@@ -205,12 +205,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _explain_targets() -> int:
     """Say what there is to choose from; the exit code of wrong usage."""
-    message("error: what to write is missing: choose with --to")
+    message("error: --to is missing: the format to write")
     width = max(map(len, TARGETS))
     for name, target in TARGETS.items():
         about = (target.__doc__ or "").partition("\n")[0].replace("`", "")
         message(f"  --to {name.ljust(width)}  {about}")
-    message("mcore-ckpt convert --help lists the options of each")
+    message("hint: mcore-ckpt convert --help")
     return 2
 
 

@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_ckpt_ext.cli.output import as_json_object, json_text
+from mcore_ckpt_ext.errors import DETAILS
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -35,9 +36,10 @@ def _object(command: str, result: DataclassInstance, exit_code: int) -> dict[str
     return {**_envelope(fields.pop("schema", 1), command, exit_code, None), **fields}
 
 
-def print_error(command: str, exit_code: int, kind: str, message: str) -> None:
+def print_error(command: str, exit_code: int, kind: str, message: str, details: Mapping[str, str]) -> None:
     """Print the error that ended a command; `kind` is the name of its class, which is public."""
-    as_json_object(_envelope(ERROR_SCHEMA, command, exit_code, {"kind": kind, "message": message}))
+    error = {"kind": kind, "message": message, **{name: details.get(name) for name in DETAILS}}
+    as_json_object(_envelope(ERROR_SCHEMA, command, exit_code, error))
 
 
 def wants_json(words: Sequence[str]) -> bool:
@@ -45,5 +47,5 @@ def wants_json(words: Sequence[str]) -> bool:
     return FLAG in words
 
 
-def _envelope(schema: int, command: str, exit_code: int, error: dict[str, str] | None) -> dict[str, Any]:
+def _envelope(schema: int, command: str, exit_code: int, error: dict[str, str | None] | None) -> dict[str, Any]:
     return dict(zip(ENVELOPE, (schema, command, exit_code == 0, exit_code, error), strict=True))

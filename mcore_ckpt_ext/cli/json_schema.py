@@ -11,6 +11,7 @@ from typing import Any
 
 from mcore_ckpt_ext.cli.doctor import Report as DoctorReport
 from mcore_ckpt_ext.cli.json_output import ERROR_SCHEMA
+from mcore_ckpt_ext.errors import DETAILS
 from mcore_ckpt_ext.operations.check_results import VerificationResult
 from mcore_ckpt_ext.operations.comparison import Comparison
 from mcore_ckpt_ext.operations.conversion import Report as ConversionReport
@@ -36,7 +37,8 @@ _PLAIN: dict[Any, dict[str, Any]] = {
 def schema_of(command: str) -> dict[str, Any]:
     """The schema of what a command prints with `--json`."""
     results = [_result(command, kind) for kind in RESULTS[command]]
-    error = _closed({"kind": {"type": "string"}, "message": {"type": "string"}})
+    details = {name: _type(str | None) for name in DETAILS}
+    error = _closed({"kind": {"type": "string"}, "message": {"type": "string"}, **details})
     failure = _closed({**_envelope(command, [2, 130]), "schema": {"const": ERROR_SCHEMA}, "error": error})
     return {"$schema": _DIALECT, "title": f"mcore-ckpt {command} --json", "anyOf": [*results, failure]}
 

@@ -9,16 +9,18 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from typing import NoReturn
 
+from typing_extensions import override
+
 import mcore_ckpt_ext
 from mcore_ckpt_ext.cli.completion import SHELLS, script
 from mcore_ckpt_ext.cli.json_output import print_error, wants_json
-from mcore_ckpt_ext.cli.output import BAD, Painted, line, message
-from mcore_ckpt_ext.errors import CheckpointError
+from mcore_ckpt_ext.cli.output import error_message, line, message
+from mcore_ckpt_ext.errors import CheckpointError, UsageError
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
 
 # Each is a module of this package with `add_arguments(parser)` and `run(arguments) -> int`, imported when it is asked
@@ -32,6 +34,20 @@ COMMANDS = {
     "doctor": "check the installation: versions, settings, hooks",
     "selftest": "train, save and resume small models with the Megatron and the GPUs of this machine",
 }
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser whose errors are those of the command line: the error alone, without the usage."""
+
+    @override
+    def error(self, message: str) -> NoReturn:
+        """Refuse a command line.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(message, helps=f"{self.prog} --help")
+
 
 _COMPLETION = "--print-completion"
 
@@ -64,44 +80,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if words[:1] == [_COMPLETION]:
             return _completion(words)
-        arguments = parser_of(words).parse_args(words)
+        arguments, unknown = parser_of(words).parse_known_args(words)
+        if unknown:
+            raise UsageError("there is no such option", found=" ".join(unknown))
         if argv is None:  # a process of its own: the collector need not walk what was imported, now and at the end
             gc.freeze()
         code: int = import_module(f"mcore_ckpt_ext.cli.{arguments.command}").run(arguments)
         if sys.stdout is not None:
             sys.stdout.flush()
     except CheckpointError as error:
-        message(Painted(f"error: {error}", BAD))
-        report(UNUSABLE, type(error).__name__, str(error))
+        hint = {"hint": f"mcore-ckpt {command} --help"} if command and isinstance(error, UsageError) else {}
+        details = {**error.details, **({} if "hint" in error.details else hint)}
+        error_message(error.message, details)
+        report(UNUSABLE, type(error).__name__, error.message, details)
         return UNUSABLE
-    except SystemExit as stop:
-        if stop.code == UNUSABLE:  # of argparse, which has printed what is wrong
-            report(UNUSABLE, "UsageError", f"see stderr, and mcore-ckpt {command} --help".replace("  ", " "))
-        raise
     except BrokenPipeError:
         _forget_output()  # whoever read it, `head` say, has seen enough
         return DONE
     except OSError as error:
-        told = f"{error.strerror}: {error.filename}" if error.filename else str(error)
-        message(f"error: {told}")
+        sentence = error.strerror or str(error)
+        details = {"where": str(error.filename)} if error.filename else {}
+        error_message(sentence, details)
         with contextlib.suppress(OSError):  # it may be stdout that is not there
-            report(UNUSABLE, type(error).__name__, told)
+            report(UNUSABLE, type(error).__name__, sentence, details)
         _forget_output()
         return UNUSABLE
     except KeyboardInterrupt:
         message("interrupted")
-        report(INTERRUPTED, "KeyboardInterrupt", "interrupted")
+        report(INTERRUPTED, "KeyboardInterrupt", "interrupted", {})
         return INTERRUPTED
     except Exception as error:  # noqa: BLE001 - Python's own exit code, 1, would say "verified unequal" to a script
         for text in ("this is a bug in mcore_ckpt_ext, please report it:", *traceback.format_exc().splitlines()):
             message(text)
-        report(UNUSABLE, type(error).__name__, "this is a bug in mcore_ckpt_ext: see stderr, and please report it")
+        report(
+            UNUSABLE,
+            type(error).__name__,
+            "this is a bug in mcore_ckpt_ext, please report it with what stderr shows",
+            {},
+        )
         return UNUSABLE
     return code
 
 
-def _nothing(exit_code: int, kind: str, text: str) -> None:
-    """Report nothing on stdout: who does not ask for JSON has the message on stderr."""
+def _nothing(exit_code: int, kind: str, text: str, details: Mapping[str, str]) -> None:
+    """Report nothing on stdout: without --json, the message on stderr is enough."""
 
 
 def _forget_output() -> None:
@@ -122,7 +144,7 @@ def _completion(words: Sequence[str]) -> int:
 
 def parser_of(words: Sequence[str], *, every: bool = False) -> argparse.ArgumentParser:
     """The parser; of the commands, only the one that the words begin with has its options, unless `every` one shall."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="mcore-ckpt",
         description="Inspect, verify, compare and convert Megatron checkpoints, without Megatron and without a GPU.",
         epilog="exit codes: 0 done or equal; 1 unequal, incomplete or corrupt; 2 wrong usage or unreadable input",

@@ -9,13 +9,13 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import PurePath
 from typing import TextIO
 
-from mcore_ckpt_ext.errors import printable
+from mcore_ckpt_ext.errors import DETAILS, printable
 
 # Of a terminal: "select graphic rendition" of ECMA-48.
 GOOD, BAD, REMARKABLE, STRONG, SOFT = "32", "1;31", "33", "1", "2"
@@ -40,6 +40,17 @@ def line(text: str | Painted = "") -> None:
 def message(text: str | Painted) -> None:
     """Write a line that is not part of the result."""
     _write(sys.stderr, ["mcore-ckpt: ", text])
+
+
+def error_message(sentence: str, details: Mapping[str, str]) -> None:
+    """Write an error: its details on lines of their own on a terminal, all in one line elsewhere, as in a log."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        message("; ".join([f"error: {sentence}", *(f"{label}: {text}" for label, text in details.items())]))
+        return
+    message(Painted(f"error: {sentence}", BAD))
+    width = max(map(len, DETAILS)) + 1
+    for label, text in details.items():
+        _write(sys.stderr, ["  ", Painted(f"{label}:".ljust(width), SOFT), " ", text])
 
 
 def heading(text: str) -> None:

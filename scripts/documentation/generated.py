@@ -85,7 +85,7 @@ def settings() -> str:
 
 @dataclass(frozen=True)
 class Message:
-    """An error that the code raises: its class, what it says, and what helps; `…` stands for what is filled in."""
+    """An error that the code raises: its class, its sentence, and its hint; `…` stands for what is filled in."""
 
     error: str
     says: str
@@ -103,7 +103,7 @@ def errors() -> str:
         if found := by_class[name]:
             rows = [(one.says, one.helps) for one in sorted(found, key=lambda one: one.says.strip("…'\" ").lower())]
             general = f"In general: {_IN_GENERAL[name]}"
-            parts += [f"## {name}", meaning, general, _table(("message", "what helps"), rows)]
+            parts += [f"## {name}", meaning, general, _table(("message", "hint"), rows)]
     return "\n\n".join(parts)
 
 

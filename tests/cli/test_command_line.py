@@ -208,7 +208,7 @@ def test_help_and_wrong_usage_do_not_wait_for_torch(
     (tmp_path / "blocked" / "torch" / "__init__.py").write_text("raise ImportError('help imports torch')\n")
     found = command(without_frameworks, *words)
     assert found.returncode == (0 if words == ["--help"] else 2), found.stderr
-    assert "usage: mcore-ckpt" in found.stdout + found.stderr
+    assert ("usage: mcore-ckpt" in found.stdout) == (words == ["--help"])
     if words == ["--help"]:
         assert all(name in found.stdout for name in COMMANDS)
 
@@ -219,14 +219,6 @@ def test_every_command_explains_itself(name: str, capsys: pytest.CaptureFixture[
         main([name, "--help"])
     assert stopped.value.code == 0
     assert "usage: mcore-ckpt" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("words", [[], ["inspekt"], ["inspect"], ["diff", "a"], ["inspect", "a", "--frobnicate"]])
-def test_wrong_usage_is_two(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        main(words)
-    assert stopped.value.code == 2
-    assert "usage: mcore-ckpt" in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough(without_frameworks: dict[str, str]) -> None:

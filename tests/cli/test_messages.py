@@ -1,4 +1,4 @@
-"""What the command line says when something is not as it should be: what, where, what helps, and its exit code."""
+"""What the command line says when something is not as it should be: the sentence, its details, the exit code."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from mcore_ckpt_ext.storage.json_tree import encode
 from mcore_ckpt_ext.storage.publish import cannot_write
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import without_digests
+from tests.harness.terminal import on_terminal
 
 REPOSITORY = Path(mcore_ckpt_ext.__file__).parents[1]
 NOBODY = 65534
@@ -34,6 +35,55 @@ def said(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[object, st
     captured = capsys.readouterr()
     assert "Traceback" not in captured.err
     return code, captured.out, captured.err
+
+
+class TestPattern:
+    """One sentence, then details: each on a line of its own on a terminal, all in one line elsewhere."""
+
+    def test_on_a_terminal(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        terminal = on_terminal(monkeypatch)
+        monkeypatch.setenv("NO_COLOR", "1")
+        assert main(["convert", "nothing", "out", "--to", "hf", "--megatron-version", "0.19"]) == 2
+        assert terminal.getvalue().splitlines() == [
+            "mcore-ckpt: error: --megatron-version has no meaning for --to hf",
+            "  expected: it belongs to --to torch_dist, legacy or fsdp_dtensor",
+            "  hint:     leave it out, or choose another target",
+        ]
+
+    def test_in_a_log(self, capsys: pytest.CaptureFixture[str]) -> None:
+        _, _, err = said(capsys, "inspect", "nothing")
+        assert err == "mcore-ckpt: error: there is no such folder; where: nothing; hint: check the path\n"
+
+    def test_in_json(self, capsys: pytest.CaptureFixture[str]) -> None:
+        _, out, _ = said(capsys, "inspect", "nothing", "--json")
+        assert json.loads(out)["error"] == {
+            "kind": "UnreadableCheckpointError",
+            "message": "there is no such folder",
+            "found": None,
+            "expected": None,
+            "where": "nothing",
+            "hint": "check the path",
+        }
+
+    @pytest.mark.parametrize(
+        ("words", "sentence", "help_of"),
+        [
+            ([], "the following arguments are required: COMMAND", ""),
+            (["inspekt"], "invalid choice: 'inspekt'", ""),
+            (["inspect"], "the following arguments are required: PATH", "inspect "),
+            (["inspect", "a", "--frobnicate", "b"], "there is no such option; found: --frobnicate b", "inspect "),
+            (["plan", "a", "--gpus", "many"], "'many' is not a whole number of 1 or more", "plan "),
+            (["plan", "a", "--gpus", "8", "--full"], "an option of a rehearsal without --rehearse", "plan "),
+        ],
+    )
+    def test_wrong_usage_names_the_help_and_prints_no_usage(
+        self, words: list[str], sentence: str, help_of: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        code, out, err = said(capsys, *words)
+        assert (code, out, len(err.splitlines())) == (2, "", 1)
+        assert err.startswith("mcore-ckpt: error: ")
+        assert sentence in err
+        assert err.endswith(f"hint: mcore-ckpt {help_of}--help\n")
 
 
 @pytest.mark.parametrize("command", ["verify", "diff"])
@@ -277,7 +327,7 @@ def test_names_of_a_stranger_write_no_lines_of_their_own(
 
 def test_nor_does_an_error_outside_of_the_command_line() -> None:
     error = CheckpointError("what\n  is wrong\x1b[2J", found=f"name\n{FORGED}", where="a\rb", helps="nothing")
-    assert str(error) == f"what\n  is wrong\\x1b[2J; found: name\\n{FORGED}; where: a\\rb; what helps: nothing"
+    assert str(error) == f"what\n  is wrong\\x1b[2J; found: name\\n{FORGED}; where: a\\rb; hint: nothing"
 
 
 def test_a_closed_or_full_stdout() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import subprocess
 import sys
 from pathlib import Path
@@ -14,23 +13,7 @@ from mcore_ckpt_ext.cli.output import BAD, GOOD, Painted, line, table
 from mcore_ckpt_ext.cli.progress import Progress
 from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import fixture_named
-
-
-class Terminal(io.StringIO):
-    """A stream that says that it is a terminal."""
-
-    def isatty(self) -> bool:
-        return True
-
-
-def on_terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
-    """Both streams as one terminal. No fixture: between its setup and the test, pytest puts its own streams back."""
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    return stream
+from tests.harness.terminal import on_terminal
 
 
 def test_a_terminal_shows_styles(monkeypatch: pytest.MonkeyPatch) -> None:

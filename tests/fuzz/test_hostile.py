@@ -206,7 +206,7 @@ def test_metadata_that_make_no_sense_are_one_clear_error(damaged: Fixture) -> No
     data, leaves = dumps(common)
     assert not leaves
     write_archive(path, data)
-    with pytest.raises(UnreadableCheckpointError, match="makes no sense.*TypeError.*what helps"):
+    with pytest.raises(UnreadableCheckpointError, match="makes no sense.*TypeError.*hint"):
         inspect(damaged.run)
     found = verify(damaged.run, quick=True)
     assert any("makes no sense" in finding.what for finding in found.findings)

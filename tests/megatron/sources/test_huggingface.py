@@ -92,7 +92,7 @@ def test_a_contradiction_is_named_with_what_would_be_right(name: str, value: Any
     assert told in message
     assert str(model / "config.json") in message
     assert "--num-layers 2" in message
-    assert "--rotary-base" not in message.partition("what helps")[2]  # 10000 is Megatron's own
+    assert "--rotary-base" not in message.partition("hint")[2]  # 10000 is Megatron's own
 
 
 def test_what_no_flag_says_is_refused(tmp_path: Path) -> None:
