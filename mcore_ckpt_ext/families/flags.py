@@ -30,9 +30,9 @@ def training_flags(arguments: ModelArguments) -> list[str]:
 
 
 def _flags(form: str, arguments: ModelArguments) -> Iterator[tuple[str, Flag]]:
-    """The arguments that flags of a form say of a model."""
+    """The arguments of a model that have a flag of a form."""
     for name, row in ROWS.items():
-        if row.flag and row.flag.form == form and row.flag.is_said(arguments.stated_value):
+        if row.flag and row.flag.form == form and row.flag.applies(arguments.stated_value):
             yield name, row.flag
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from mcore_ckpt_ext import open_checkpoint
 from mcore_ckpt_ext.job import releases
+from mcore_ckpt_ext.job.arguments.table import ROWS as ROWS_OF_ARGUMENTS
 from mcore_ckpt_ext.job.releases import Capability
 from mcore_ckpt_ext.versions import KNOWN, OLDEST, Version
 from tests.harness.checkpoints import fixture_named
@@ -59,6 +60,8 @@ def test_a_range_of_releases() -> None:
 
 def test_each_release_but_the_oldest_has_an_argument() -> None:
     assert len(releases.FIRST_ARGUMENTS) == len(KNOWN) - 1
+    for name, release in zip(releases.FIRST_ARGUMENTS, KNOWN[1:], strict=True):
+        assert name not in ROWS_OF_ARGUMENTS or ROWS_OF_ARGUMENTS[name].releases[0] == release
 
 
 @pytest.mark.parametrize("fixture", WRITTEN)

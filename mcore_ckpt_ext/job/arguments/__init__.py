@@ -1,1 +1,1 @@
-"""The table of Megatron's arguments: one row for each, in `run.py`, `model.py`, `unread.py` and `without_effect.py`."""
+"""The table of Megatron's arguments: one row for each, in `run.py`, `model.py`, `other.py` and `without_effect.py`."""

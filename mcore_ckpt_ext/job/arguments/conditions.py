@@ -1,4 +1,4 @@
-"""The parts of a model on which other arguments depend, each told by an argument that only such models have."""
+"""The parts of a model on which other arguments depend, each shown by an argument that only such models have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A row of the table of Megatron's arguments: everything that this package has to know of one argument.
+"""A row of the table of Megatron's arguments: everything that this package needs of one argument.
 
 A row is a descriptor. `JobArguments` and `ModelArguments` inherit the tables, and so have an attribute for each row.
 """
@@ -99,12 +99,12 @@ CHANGES = changes()
 
 @dataclass(frozen=True)
 class Flag:
-    """How the command line of `pretrain_gpt.py` says an argument of a model.
+    """The flag of `pretrain_gpt.py` that sets an argument of a model.
 
     Attributes:
         form: a flag with a value, one that switches the argument on, or one that switches it off.
-        only_with: the arguments with one of which it is said; without any it always is.
-        unless: the argument with which it is not said.
+        only_with: the arguments with one of which it applies; without any it always does.
+        unless: the argument with which it does not apply.
         without: the value that a job has without the flag.
         spelled: the flag; `--` and the argument's name with dashes, where this is empty.
     """
@@ -115,8 +115,8 @@ class Flag:
     without: Any = DEFAULT
     spelled: str = ""
 
-    def is_said(self, value_of: Callable[[str], Any]) -> bool:
-        """Whether a model may have the flag: `value_of` returns its arguments by name."""
+    def applies(self, value_of: Callable[[str], Any]) -> bool:
+        """Whether the flag is meant for a model: `value_of` returns its arguments by name."""
         is_of_model = not self.only_with or any(condition.holds(value_of) for condition in self.only_with)
         return is_of_model and not (self.unless and self.unless.holds(value_of))
 
@@ -198,7 +198,7 @@ class Argument(Generic[T, D]):
         values: those that it can have. The default is what it means where a job does not have it because its version
             did not have it yet (megatron/training/arguments.py and TransformerConfig, core_v0.7.0 to 0.19.2).
         effect: what it does to the forward pass.
-        flag: how the command line of `pretrain_gpt.py` says it of a model; None where it does not.
+        flag: the flag of `pretrain_gpt.py` that sets it for a model; None where there is none.
         bridge: the fields of Megatron-Bridge that are this argument.
         since: the release of Megatron from which on every one has it; empty where the oldest known one has it.
         until: the first release that no longer has it; empty where the newest one has it.

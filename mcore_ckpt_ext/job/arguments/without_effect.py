@@ -26,7 +26,7 @@ _BEGINNINGS = (
     "cpu_offloading_", "cuda_graph_", "ddp_", "distributed_", "flash_", "fp4_", "fp8_", "fsdp_", "kitchen_",
     "megatron_fsdp_", "moe_deepep_", "moe_flex_", "moe_hybridep_", "moe_ncclep_", "moe_paged_stash", "recompute_",
     "tp_comm_",
-    # Inference and generation; what scripts of ModelOpt add, but for what `unread.py` has.
+    # Inference and generation; what scripts of ModelOpt add, but for what `other.py` has.
     "export_default_", "export_draft_", "export_eagle_", "export_force_", "export_freeze_", "export_kd_", "export_kv_",
     "export_legacy_", "export_model_", "export_num_", "export_offline_", "export_quant_", "export_real_", "export_te_",
     "inference_",

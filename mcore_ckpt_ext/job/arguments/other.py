@@ -23,7 +23,7 @@ from mcore_ckpt_ext.job.arguments.kinds import ANYTHING
 from mcore_ckpt_ext.job.arguments.row import NOTHING, Alias, AnyBut, Argument, Noted, changes, reads, value
 
 
-class UnreadTable:
+class OtherTable:
     """The arguments that a job states, and that neither `JobArguments` nor `ModelArguments` has."""
 
     encoder_num_layers = Argument(ANYTHING.optional, Alias("num_layers"))
