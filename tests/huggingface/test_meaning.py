@@ -91,6 +91,7 @@ def _valued(argument: str, other: Any) -> Any:
     ("name", "changes", "told"),
     [
         ("llama", {"use_mup": True, "mup_width_mult": 2.0}, "use_mup"),
+        ("llama", {"enable_mhc_connections": True}, "enable_mhc_connections"),
         ("llama", {"activation_func_clamp_value": 7.0}, "activation_func_clamp_value"),
         ("llama", {"glu_linear_offset": 1.0}, "glu_linear_offset"),
         ("qwen3_moe", {"moe_mlp_glu_interleave_size": 32}, "moe_mlp_glu_interleave_size"),

@@ -28,6 +28,7 @@ class OtherTable:
 
     encoder_num_layers = Argument(ANYTHING.optional, Alias("num_layers"))
     use_mup = Argument(ANYTHING.default(False), since="0.17")
+    enable_mhc_connections = Argument(ANYTHING.default(False), since="0.20")
     enable_hyper_connections = Argument(ANYTHING.default(False), is_parsed=False)
     head_wise_attn_gate = Argument(ANYTHING.default(False), is_parsed=False)
     csa_compress_ratios = Argument(ANYTHING.optional, is_parsed=False)
