@@ -64,6 +64,12 @@ def test_fields_of_bridges_providers_are_no_unknown_arguments() -> None:
     assert line.endswith("embedding_multiplier 2.0")
 
 
+def test_arguments_of_the_development_head_are_known() -> None:
+    """As a job has them that uses nothing of it: a row of each, or one that it has no effect."""
+    head = {"mhc_num_residual_streams": 4, "batch_invariant_backend": "te_native", "moe_dispatch_fwd_dtype": "bf16"}
+    assert unknown(arguments_of("llama", **head, mtp_hsm=True, logit_dtype="fp32", otel_service_name="one")) == []
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_no_family_passes_over_an_argument(name: str) -> None:
     """Whatever counts and is not at its neutral value is expressed: nothing is silent but what a setting speaks of."""

@@ -11,6 +11,7 @@ from mcore_ckpt_ext.job.arguments.conditions import (
     WITH_FURTHER_TOKENS,
     WITH_HYPER_CONNECTIONS,
     WITH_LATENT,
+    WITH_MHC,
     WITH_MROPE,
     WITH_MUP,
     WITH_PATTERN,
@@ -82,8 +83,9 @@ class OtherTable:
     csa_compress_rotary_base = Argument(ANYTHING.optional, changes(WITH_COMPRESSION), is_parsed=False)
     csa_dense_mode = Argument(ANYTHING.default(False), changes(WITH_COMPRESSION), is_parsed=False)
     num_residual_streams = Argument(ANYTHING.default(4), changes(WITH_HYPER_CONNECTIONS), is_parsed=False)
-    mhc_sinkhorn_iterations = Argument(ANYTHING.default(20), changes(WITH_HYPER_CONNECTIONS), since="0.20")
-    mhc_init_gating_factor = Argument(ANYTHING.default(0.01), changes(WITH_HYPER_CONNECTIONS), since="0.20")
+    mhc_num_residual_streams = Argument(ANYTHING.default(4), changes(WITH_MHC), since="0.20")
+    mhc_sinkhorn_iterations = Argument(ANYTHING.default(20), changes(WITH_MHC, WITH_HYPER_CONNECTIONS), since="0.20")
+    mhc_init_gating_factor = Argument(ANYTHING.default(0.01), changes(WITH_MHC, WITH_HYPER_CONNECTIONS), since="0.20")
     mtp_hybrid_override_pattern = Argument(ANYTHING.optional, changes(WITH_PATTERN), since="0.17")
     mtp_use_repeated_layer = Argument(ANYTHING.default(False), changes(WITH_FURTHER_TOKENS), since="0.17")
     optimizer = Argument(ANYTHING.optional, NOTHING, None, reads("optimizer"))

@@ -15,7 +15,7 @@ from mcore_ckpt_ext.job.arguments.table import ROWS
 _BEGINNINGS = (
     # Checkpoints, runs, logs, profiles.
     "app_tag_", "async_", "ckpt_", "dist_ckpt_", "dump_", "error_injection_", "exit_", "flight_recorder_", "ft_",
-    "inprocess_", "load_", "log_", "moe_routing_trace_", "non_persistent_", "one_logger_", "profile_",
+    "inprocess_", "load_", "log_", "moe_routing_trace_", "non_persistent_", "one_logger_", "otel_", "profile_",
     "pytorch_profiler_", "replication_", "rerun_", "save_", "straggler_", "tensorboard_", "timing_log_", "wandb_",
     # The optimizer and its schedule.
     "adam_", "exp_avg_", "lion_", "loss_scale", "lr_", "muon_", "optimizer_", "sgd_", "weight_decay",
@@ -123,6 +123,10 @@ _TEXT = """
     thd_tail_padding_policy use_custom_fsdp use_fused_mhc use_legacy_models retro_attention_gate
     retro_cyclic_train_iters retro_project_dir retro_verify_neighbor_count use_varlen_dataset
     varlen_mock_dataset_config_json varlen_sbhd_validation
+# Of the development head of August 2026.
+    batch_invariant_backend gdp_cutedsl_kernel gdp_num_chunk_states_to_recompute gtp_expert_remat_nccl_ub
+    gtp_remat_nccl_ub gtp_remat_opt_in_modules gtp_remat_reduce_scatter_with_fp32_accumulation logit_dtype
+    moe_combine_bwd_dtype moe_dispatch_fwd_dtype moe_use_grouped_tensor mtp_hsm use_gigatoken
 # What Megatron-Bridge's model providers add: how the vocabulary lies in rows, and which tokens stand for images, as
 # their configuration says (gpt_provider.py, and those of vision-language models, 0.2.1 to 0.6.2).
     should_pad_vocab image_token_id video_token_id vision_start_token_id vision_end_token_id vision_token_id
