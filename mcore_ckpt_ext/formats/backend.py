@@ -36,3 +36,11 @@ def sharded_backend(folder: Path) -> str:
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise UnreadableCheckpointError("metadata.json is damaged", found=str(error), where=str(path)) from error
+
+
+def is_finished(folder: Path, backend: str) -> bool:
+    """Whether an iteration folder is a finished checkpoint in a format, by Megatron's name of it."""
+    try:
+        return sharded_backend(folder) == backend
+    except UnreadableCheckpointError:
+        return False

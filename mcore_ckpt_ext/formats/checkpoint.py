@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError, interpreting
+from mcore_ckpt_ext.errors import CheckpointError, ProofError, UnsupportedCheckpointError, interpreting
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.formats.adapters_alone import for_model, has_adapters_alone
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, sharded_backend
-from mcore_ckpt_ext.formats.canonical.reader import CanonicalCheckpoint, is_canonical
-from mcore_ckpt_ext.formats.colossalai.reader import ColossalAICheckpoint, is_colossalai
 from mcore_ckpt_ext.formats.description import refuse_facts
-from mcore_ckpt_ext.formats.fsdp.reader import NAME as FSDP_DTENSOR
-from mcore_ckpt_ext.formats.fsdp.reader import FsdpCheckpoint
+from mcore_ckpt_ext.formats.format import OpenOptions
 from mcore_ckpt_ext.formats.handle import TensorHandle
-from mcore_ckpt_ext.formats.hugging_face.folder import is_huggingface, is_peft
 from mcore_ckpt_ext.formats.hugging_face.model import TRANSFORMER_ENGINE
-from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
-from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint, is_legacy
-from mcore_ckpt_ext.formats.nemo.reader import NemoCheckpoint, is_nemo
-from mcore_ckpt_ext.formats.peft.reader import PeftCheckpoint
-from mcore_ckpt_ext.formats.plain_dcp import plain_backend
-from mcore_ckpt_ext.formats.reader import FormatReader
-from mcore_ckpt_ext.formats.torch_dcp.reader import NAME as TORCH_DCP
-from mcore_ckpt_ext.formats.torch_dcp.reader import TorchDcpCheckpoint
-from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
-from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
-from mcore_ckpt_ext.formats.verl.reader import VerlCheckpoint, is_verl
+from mcore_ckpt_ext.formats.registry import FORMATS, format_of
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.formats.zarr.reader import NAME as ZARR
-from mcore_ckpt_ext.formats.zarr.reader import ZarrCheckpoint
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, no_checkpoint
@@ -44,13 +29,6 @@ __all__ = ["Checkpoint", "TensorHandle", "open_checkpoint"]
 
 Checkpoint: TypeAlias = CheckpointView
 """The public name of an open checkpoint."""
-
-_BACKENDS: dict[str, type[TorchDistCheckpoint]] = {
-    TORCH_DIST: TorchDistCheckpoint,
-    ZARR: ZarrCheckpoint,
-    FSDP_DTENSOR: FsdpCheckpoint,
-    TORCH_DCP: TorchDcpCheckpoint,
-}
 
 
 def open_checkpoint(
@@ -91,10 +69,12 @@ def open_checkpoint(
         >>> handle.shape, handle.dtype, handle.read().ndim
         ((128, 32), torch.float32, 2)
     """
+    options = OpenOptions(witnesses, family, transformer_impl, facts)
     with interpreting(path):
         folder = iteration_folder(as_path(path))
-        if weights is not None and is_peft(folder):
-            return PeftCheckpoint(folder, open_checkpoint(weights, family=family), family).view
+        found = format_of(folder)
+        if weights is not None and found is not None and found.is_adapter_folder:
+            return found.open(folder, replace(options, model=open_checkpoint(weights, family=family))).view
         if weights is not None:
             lender = open_checkpoint(weights, family=family, transformer_impl=transformer_impl)
             try:
@@ -108,13 +88,11 @@ def open_checkpoint(
                 return _with_weights(folder, lender, witnesses, facts)
         if lent_of(folder) is None:  # of what another rank has read, that rank has compared the digests
             check_digests(folder)
-        if facts != NOTHING and not _may_lack_arguments(folder):
+        if found is None:
+            raise _unknown(folder)
+        if facts != NOTHING and not found.takes_facts:
             refuse_facts(facts, folder)
-        if is_colossalai(folder):
-            return ColossalAICheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl).view
-        if is_huggingface(folder):
-            return HuggingFaceCheckpoint(folder, witnesses, family=family, transformer_impl=transformer_impl).view
-        return _open(folder, witnesses, facts).view
+        return found.open(folder, options).view
 
 
 def _with_weights(
@@ -126,29 +104,17 @@ def _with_weights(
     return checkpoint.format_reader.with_weights_of(lender).view
 
 
-def _may_lack_arguments(folder: Path) -> bool:
-    return not (is_colossalai(folder) or is_huggingface(folder) or is_canonical(folder) or is_legacy(folder))
+def _unknown(folder: Path) -> CheckpointError:
+    """The refusal of a folder that no format recognizes.
 
-
-def _open(folder: Path, witnesses: Sequence[ParameterOrder], facts: Facts) -> FormatReader:
-    if is_canonical(folder):
-        return CanonicalCheckpoint(folder, witnesses)
-    if is_legacy(folder):
-        return LegacyCheckpoint(folder, witnesses)
-    if is_nemo(folder):
-        return NemoCheckpoint(folder, witnesses, facts)
-    if is_verl(folder):
-        return VerlCheckpoint(folder, witnesses, facts)
+    Raises:
+        UnreadableCheckpointError: Megatron did not finish it.
+    """
     if not any(path.suffix == RECORDS_SUFFIX or path.name in (CONFIG_FILE, METADATA_FILE) for path in folder.iterdir()):
-        raise no_checkpoint(folder)
-    backend = plain_backend(folder) or sharded_backend(folder)
-    if backend not in _BACKENDS:
-        raise UnsupportedCheckpointError(
-            "the checkpoint's format is not read by this version",
-            found=backend,
-            expected=" or ".join((*_BACKENDS, "legacy files", "a Hugging Face or canonical folder")),
-            where=str(folder),
-            helps="Megatron itself resumes what it wrote in this format; to convert it, save once with "
-            "--ckpt-format torch_dist",
-        )
-    return _BACKENDS[backend](folder, witnesses, facts)
+        return no_checkpoint(folder)
+    return UnsupportedCheckpointError(
+        "the checkpoint's format is not read by this version", found=sharded_backend(folder),
+        expected=" or ".join(one.name for one in FORMATS), where=str(folder),
+        helps="Megatron itself resumes what it wrote in this format; to convert it, save once with "
+        "--ckpt-format torch_dist",
+    )  # fmt: skip

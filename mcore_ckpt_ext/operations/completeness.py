@@ -16,13 +16,8 @@ from typing import NamedTuple
 
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, some
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
-from mcore_ckpt_ext.formats.canonical.reader import is_canonical
-from mcore_ckpt_ext.formats.colossalai.reader import is_colossalai
-from mcore_ckpt_ext.formats.hugging_face.folder import is_huggingface, is_peft
-from mcore_ckpt_ext.formats.legacy.reader import is_legacy
-from mcore_ckpt_ext.formats.plain_dcp import plain_backend
-from mcore_ckpt_ext.formats.verl.reader import is_verl
-from mcore_ckpt_ext.formats.zarr.reader import is_zarr
+from mcore_ckpt_ext.formats.format import Format
+from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.operations.findings import COMPLETE, Finding, error, warning
 from mcore_ckpt_ext.storage.checkpoint_dirs import (
     TRACKER_FILE,
@@ -35,8 +30,14 @@ from mcore_ckpt_ext.storage.checkpoint_dirs import (
     read_tracker,
 )  # fmt: skip
 from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, check_plans
-from mcore_ckpt_ext.storage.file_digests import FILE_NAME as DIGESTS_FILE
 from mcore_ckpt_ext.storage.files import FolderReader
+
+# What a folder lacks whose format does not show: a save of `torch_dist` that was not finished.
+_OF_UNFINISHED = (CONFIG_FILE, METADATA_FILE)
+_WITHOUT = {
+    CONFIG_FILE: "missing: Megatron writes it last, so the save was interrupted, or is under way",
+    METADATA_FILE: "missing: without this index nobody knows what the .distcp files hold",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +59,16 @@ def locate(path: Path) -> Located:
     if tracker := read_tracker(path / TRACKER_FILE):
         return _tracked(tracker, iterations)
     path = inner_folder(path)
-    if _is_iteration(path):
+    found = format_of(path)
+    if _is_iteration(path, found):
         return Located(path, tuple(_ahead_of_tracker(path)))
-    if is_colossalai(path) or _is_checked_model(path):
+    if found is not None and found.can_be_verified(path):
         return Located(path, ())
-    if is_huggingface(path):
+    if found is not None:
         raise UnsupportedCheckpointError(
             "a Hugging Face folder holds nothing to verify it by", where=str(path),
             helps="compare it with the checkpoint that it was made from: mcore-ckpt diff"
-            f"{' --weights FOLDER' if is_peft(path) else ''}",
+            f"{' --weights FOLDER' if found.is_adapter_folder else ''}",
         )  # fmt: skip
     if not iterations:
         raise no_checkpoint(path)
@@ -97,33 +99,21 @@ def _ahead_of_tracker(folder: Path) -> Iterator[Finding]:
         yield warning(COMPLETE, str(tracker.path), what)
 
 
-def _is_checked_model(path: Path) -> bool:
-    """Whether a folder is a Hugging Face model with the digests and checksums of this package."""
-    return is_huggingface(path) and not is_peft(path) and (path / DIGESTS_FILE).exists()
-
-
-def _is_iteration(path: Path) -> bool:
+def _is_iteration(path: Path, found: Format | None) -> bool:
+    """Whether a folder is an iteration of a job, finished or not; `found`: its format, if it is known."""
     known = (CONFIG_FILE, METADATA_FILE, "common.pt")
     files = any((path / name).exists() for name in known) or next(path.glob("__*.distcp"), None) is not None
-    return files or is_legacy(path) or is_canonical(path) or is_verl(path)
+    return files or (found is not None and found.is_iteration)
 
 
 def check_folder(folder: Path) -> list[Finding]:
     """The files without which nothing else can be looked at."""
-    if any(known(folder) for known in (is_canonical, is_legacy, is_colossalai, is_verl, _is_checked_model)):
-        return []
-    if not _is_iteration(folder):
+    found = format_of(folder)
+    if found is None and not _is_iteration(folder, found):
         return [error(COMPLETE, str(folder), "the folder holds no file of a checkpoint")]
-    if plain_backend(folder) is not None:
-        return []
-    findings = []
-    if not (folder / CONFIG_FILE).exists():
-        what = "missing: Megatron writes it last, so the save was interrupted, or is under way"
-        findings.append(error(COMPLETE, str(folder / CONFIG_FILE), what, CONFIG_FILE))
-    if not (folder / METADATA_FILE).exists() and not is_zarr(folder):
-        what = "missing: without this index nobody knows what the .distcp files hold"
-        findings.append(error(COMPLETE, str(folder / METADATA_FILE), what, METADATA_FILE))
-    return findings
+    required = _OF_UNFINISHED if found is None else found.required_files
+    missing = [name for name in required if not (folder / name).exists()]
+    return [error(COMPLETE, str(folder / name), _WITHOUT[name], name) for name in missing]
 
 
 def check_index_file(folder: Path) -> Iterator[Finding]:

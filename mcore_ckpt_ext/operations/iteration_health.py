@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mcore_ckpt_ext.errors import CheckpointError, UnsupportedCheckpointError
-from mcore_ckpt_ext.formats.canonical.reader import is_canonical
-from mcore_ckpt_ext.formats.legacy.reader import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
-from mcore_ckpt_ext.formats.zarr.reader import is_zarr
+from mcore_ckpt_ext.formats.registry import format_of
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.storage.checkpoint_dirs import TRACKER_FILE, iteration_folders, iteration_name, read_tracker
+from mcore_ckpt_ext.storage.index_entries import METADATA_FILE
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,8 @@ def standing_of(run: Path, step: int | None = None) -> Standing | None:
 
 
 def _is_of_another_format(folder: Path) -> bool:
-    return is_legacy(folder) or is_canonical(folder) or is_zarr(folder) or plain_backend(folder) is not None
+    found = format_of(folder)
+    return found is not None and METADATA_FILE not in found.required_files
 
 
 def problems_of(folder: Path) -> tuple[str, ...]:

@@ -28,13 +28,13 @@ from mcore_ckpt_ext.planning.plan import ITEM_SIZE
 from mcore_ckpt_ext.storage.budget import MOST_AXES, MOST_ELEMENTS, check_keys, elements_of, whole_number
 from mcore_ckpt_ext.storage.checked_files import read_file
 from mcore_ckpt_ext.storage.gc_pause import collector_paused
+from mcore_ckpt_ext.storage.index_entries import METADATA_FILE as METADATA_FILE
 from mcore_ckpt_ext.storage.index_entries import ChunkTable, StoredArray, StoredObject
 from mcore_ckpt_ext.storage.pickle_stubs import Record
 from mcore_ckpt_ext.storage.plain_pickle import without_last
 from mcore_ckpt_ext.storage.safe_pickle import safe_loads
 from mcore_ckpt_ext.storage.tensor_reference import TensorReference
 
-METADATA_FILE = ".metadata"
 RECORDS_SUFFIX = ".distcp"
 # A chunk takes some 300 bytes, and the largest checkpoints have millions of them.
 INDEX_BYTES = 8 << 30

@@ -16,6 +16,9 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor, PlainExtent
 
+METADATA_FILE = ".metadata"
+"""The index of torch's distributed checkpoints (torch/distributed/checkpoint/filesystem.py)."""
+
 
 class StoredChunk(NamedTuple):
     """A hyper-rectangle of a stored array, and the archive that holds it."""

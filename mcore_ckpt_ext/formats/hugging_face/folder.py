@@ -91,16 +91,21 @@ def read_config(folder: Path) -> dict[str, Any]:
         UnsupportedCheckpointError: the folder holds an adapter.
     """
     if (folder / ADAPTER).exists():
-        raise UnsupportedCheckpointError(
-            "this folder holds an adapter (LoRA), not a model", found=ADAPTER, where=str(folder),
-            helps="name the model that it is for: --weights FOLDER; or merge the two: convert --merge FOLDER",
-        )  # fmt: skip
+        raise adapters_without_model(folder)
     if not (folder / CONFIG).exists():
         raise UnreadableCheckpointError(
             "the folder has weights of a Hugging Face model, but nothing that says of which",
             expected=CONFIG, where=str(folder), helps=f"put the model's {CONFIG} beside them",
         )  # fmt: skip
     return read_json(folder / CONFIG)
+
+
+def adapters_without_model(folder: Path) -> UnsupportedCheckpointError:
+    """The refusal of a folder of adapters, where nothing says for which model they are."""
+    return UnsupportedCheckpointError(
+        "this folder holds an adapter (LoRA), not a model", found=ADAPTER, where=str(folder),
+        helps="name the model that it is for: --weights FOLDER; or merge the two: convert --merge FOLDER",
+    )  # fmt: skip
 
 
 def read_tensors(reader: FolderReader, below: str = "") -> tuple[dict[str, StoredTensor], list[str]]:

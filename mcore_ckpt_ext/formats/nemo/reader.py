@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar
 
 from typing_extensions import override
@@ -18,18 +17,13 @@ from typing_extensions import override
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
-from mcore_ckpt_ext.loops.nemo import PREFIX, WEIGHTS
-from mcore_ckpt_ext.storage.dcp_index import METADATA_FILE, DcpIndex, read_index
+from mcore_ckpt_ext.loops.nemo import PREFIX
+from mcore_ckpt_ext.storage.dcp_index import DcpIndex, read_index
 
 # Lightning's count of steps (`dump_checkpoint`, its trainer's checkpoint connector).
 _STEP = "global_step"
 
 Value = TypeVar("Value")
-
-
-def is_nemo(folder: Path) -> bool:
-    """Whether a folder is the `weights` of NeMo's."""
-    return folder.name == WEIGHTS and (folder / METADATA_FILE).exists()
 
 
 class NemoCheckpoint(TorchDistCheckpoint):

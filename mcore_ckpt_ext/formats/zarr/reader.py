@@ -18,7 +18,6 @@ from typing import Any
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import INTERRUPTED, UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown
-from mcore_ckpt_ext.formats.backend import sharded_backend
 from mcore_ckpt_ext.formats.evidence import Bound, Loading
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 from mcore_ckpt_ext.planning.array_location import RawArray
@@ -58,14 +57,6 @@ class ZarrCheckpoint(TorchDistCheckpoint):
     def _unwrapped(self, loaded: Any, where: str) -> Any:
         """Objects are stored as they are, not in a list."""
         return loaded
-
-
-def is_zarr(folder: Path) -> bool:
-    """Whether a folder is a finished checkpoint of this format."""
-    try:
-        return sharded_backend(folder) == NAME
-    except UnreadableCheckpointError:
-        return False
 
 
 def read_index(folder: Path) -> DcpIndex:

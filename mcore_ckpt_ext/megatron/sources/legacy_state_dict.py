@@ -27,12 +27,13 @@ import torch
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed
 from mcore_ckpt_ext.errors import ModelMismatchError, UnreadableCheckpointError
+from mcore_ckpt_ext.formats.backend import is_finished
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import NAME as HUGGING_FACE
 from mcore_ckpt_ext.formats.legacy.reader import NAME as LEGACY
 from mcore_ckpt_ext.formats.legacy.reader import is_legacy
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
-from mcore_ckpt_ext.formats.zarr.reader import is_zarr
+from mcore_ckpt_ext.formats.zarr.reader import NAME as ZARR
 from mcore_ckpt_ext.layout.parallel import placement_changes
 from mcore_ckpt_ext.megatron.live.compatibility import check_names, spelling_in
 from mcore_ckpt_ext.megatron.live.extra_states import FoundStates, states_for
@@ -58,7 +59,7 @@ def folder_to_feed(directory: str | None, arguments: Any) -> Path | None:
     if folder is None or is_legacy(folder):
         return folder
     plain = plain_backend(folder)
-    foreign = (is_zarr(folder) and not _reads_zarr()) or plain not in (None, arguments.ckpt_format)
+    foreign = (is_finished(folder, ZARR) and not _reads_zarr()) or plain not in (None, arguments.ckpt_format)
     return folder if foreign else None
 
 

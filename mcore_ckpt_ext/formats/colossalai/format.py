@@ -1,0 +1,34 @@
+"""The declaration of ColossalAI's folders."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.formats.format import Format, OpenOptions
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.reader import FormatReader
+
+
+class ColossalAIFormat(Format):
+    """Folders that ColossalAI's Booster saved."""
+
+    name = "colossalai"
+    is_iteration = False
+
+    @override
+    def recognizes(self, folder: Path) -> bool:
+        from mcore_ckpt_ext.formats.colossalai.reader import is_colossalai
+
+        return is_colossalai(folder)
+
+    @override
+    def open(self, folder: Path, options: OpenOptions) -> FormatReader:
+        from mcore_ckpt_ext.formats.colossalai.reader import ColossalAICheckpoint
+
+        return ColossalAICheckpoint(
+            folder, options.witnesses, family=options.family, transformer_impl=options.transformer_impl
+        )

@@ -1,0 +1,74 @@
+"""What the package has to know of a format: how its folders are recognized, and what opens them.
+
+Each format declares one object, in `formats/<format>/format.py`; `registry.py` lists them. The command line lists what
+it can write before torch is imported, so these modules import the reader and the writer only when they are used.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from mcore_ckpt_ext.loops.facts import NOTHING, Facts
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.family import Family
+    from mcore_ckpt_ext.formats.reader import FormatReader
+    from mcore_ckpt_ext.formats.view import CheckpointView
+    from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
+
+
+@dataclass(frozen=True)
+class OpenOptions:
+    """What the user states of a folder that is to be opened.
+
+    Attributes:
+        witnesses: parameter orders to try when the packing of the gradient buffers is recovered.
+        family: the family of a Hugging Face folder whose `config.json` names no known one.
+        transformer_impl: the layer spec under whose names a Hugging Face folder is read.
+        facts: what is known of the job that wrote a checkpoint without Megatron's arguments.
+        model: the model that adapters are for, where the folder holds adapters alone.
+    """
+
+    witnesses: Sequence[ParameterOrder] = ()
+    family: Family | None = None
+    transformer_impl: str = "transformer_engine"
+    facts: Facts = NOTHING
+    model: CheckpointView | None = None
+
+
+class Format(ABC):
+    """A format of checkpoints.
+
+    Attributes:
+        name: how messages name it.
+        takes_facts: whether a checkpoint may lack the arguments of its job, so that the user can state them.
+        is_adapter_folder: whether its folders hold adapters alone, whose model lies elsewhere.
+        is_iteration: whether its folders are iterations that a training job resumes.
+        required_files: files without which a save was not finished.
+    """
+
+    name: ClassVar[str]
+    takes_facts: ClassVar[bool] = False
+    is_adapter_folder: ClassVar[bool] = False
+    is_iteration: ClassVar[bool] = True
+    required_files: ClassVar[tuple[str, ...]] = ()
+
+    @abstractmethod
+    def recognizes(self, folder: Path) -> bool:
+        """Whether a folder is in this format, by its marks; damaged ones are reported when it is opened."""
+
+    @abstractmethod
+    def open(self, folder: Path, options: OpenOptions) -> FormatReader:
+        """Open a folder; nothing but metadata is read.
+
+        Raises:
+            CheckpointError: it is damaged, or not read.
+        """
+
+    def can_be_verified(self, folder: Path) -> bool:
+        """Whether a folder holds something to verify it by."""
+        return True

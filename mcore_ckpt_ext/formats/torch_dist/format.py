@@ -1,0 +1,33 @@
+"""The declaration of `torch_dist`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.formats.backend import CONFIG_FILE, is_finished
+from mcore_ckpt_ext.formats.format import Format, OpenOptions
+from mcore_ckpt_ext.storage.index_entries import METADATA_FILE
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.reader import FormatReader
+
+
+class TorchDistFormat(Format):
+    """Megatron's `torch_dist`."""
+
+    name = "torch_dist"
+    takes_facts = True
+    required_files = (CONFIG_FILE, METADATA_FILE)
+
+    @override
+    def recognizes(self, folder: Path) -> bool:
+        return is_finished(folder, self.name)
+
+    @override
+    def open(self, folder: Path, options: OpenOptions) -> FormatReader:
+        from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
+
+        return TorchDistCheckpoint(folder, options.witnesses, options.facts)

@@ -1,0 +1,32 @@
+"""The declaration of verl's folders of a step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.formats.format import Format, OpenOptions
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.reader import FormatReader
+
+
+class VerlFormat(Format):
+    """The folder of a step of verl's."""
+
+    name = "verl"
+    takes_facts = True
+
+    @override
+    def recognizes(self, folder: Path) -> bool:
+        from mcore_ckpt_ext.formats.verl.reader import is_verl
+
+        return is_verl(folder)
+
+    @override
+    def open(self, folder: Path, options: OpenOptions) -> FormatReader:
+        from mcore_ckpt_ext.formats.verl.reader import VerlCheckpoint
+
+        return VerlCheckpoint(folder, options.witnesses, options.facts)

@@ -1,0 +1,32 @@
+"""The declaration of `zarr`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from typing_extensions import override
+
+from mcore_ckpt_ext.formats.backend import CONFIG_FILE, is_finished
+from mcore_ckpt_ext.formats.format import Format, OpenOptions
+
+if TYPE_CHECKING:
+    from mcore_ckpt_ext.formats.reader import FormatReader
+
+
+class ZarrFormat(Format):
+    """Megatron's `zarr`."""
+
+    name = "zarr"
+    takes_facts = True
+    required_files = (CONFIG_FILE,)
+
+    @override
+    def recognizes(self, folder: Path) -> bool:
+        return is_finished(folder, self.name)
+
+    @override
+    def open(self, folder: Path, options: OpenOptions) -> FormatReader:
+        from mcore_ckpt_ext.formats.zarr.reader import ZarrCheckpoint
+
+        return ZarrCheckpoint(folder, options.witnesses, options.facts)
