@@ -21,7 +21,12 @@ if TYPE_CHECKING:
         UnsupportedCheckpointError,
         UsageError,
     )  # fmt: skip
+    from mcore_ckpt_ext.formats.canonical.options import Canonical
     from mcore_ckpt_ext.formats.checkpoint import Checkpoint, TensorHandle, open_checkpoint
+    from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor
+    from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
+    from mcore_ckpt_ext.formats.legacy.options import Legacy
+    from mcore_ckpt_ext.formats.torch_dist.options import TorchDist
     from mcore_ckpt_ext.formats.unread import Unread
     from mcore_ckpt_ext.layout.parallel import ParallelLayout
     from mcore_ckpt_ext.loops.facts import Facts
@@ -44,7 +49,6 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.verification import verify
     from mcore_ckpt_ext.operations.versions import Evidence, Resumption, Writer
     from mcore_ckpt_ext.patching.registry import SeamStatus
-    from mcore_ckpt_ext.targets import Canonical, FsdpDtensor, HuggingFace, Legacy, TorchDist
 
 __version__ = "0.2.0"
 
@@ -105,7 +109,7 @@ __all__ = [
 
 _HOMES = {
     "BufferMap": "mcore_ckpt_ext.operations.inspection",
-    "Canonical": "mcore_ckpt_ext.targets",
+    "Canonical": "mcore_ckpt_ext.formats.canonical.options",
     "Check": "mcore_ckpt_ext.operations.findings",
     "Checkpoint": "mcore_ckpt_ext.formats.checkpoint",
     "CheckpointError": "mcore_ckpt_ext.errors",
@@ -117,11 +121,11 @@ _HOMES = {
     "Setting": "mcore_ckpt_ext.operations.resumed_settings",
     "Facts": "mcore_ckpt_ext.loops.facts",
     "Finding": "mcore_ckpt_ext.operations.findings",
-    "FsdpDtensor": "mcore_ckpt_ext.targets",
-    "HuggingFace": "mcore_ckpt_ext.targets",
+    "FsdpDtensor": "mcore_ckpt_ext.formats.fsdp.options",
+    "HuggingFace": "mcore_ckpt_ext.formats.hugging_face.options",
     "Inspection": "mcore_ckpt_ext.operations.inspection",
     "KindComparison": "mcore_ckpt_ext.operations.comparison",
-    "Legacy": "mcore_ckpt_ext.targets",
+    "Legacy": "mcore_ckpt_ext.formats.legacy.options",
     "ModelMismatchError": "mcore_ckpt_ext.errors",
     "PackingError": "mcore_ckpt_ext.errors",
     "PaddingRows": "mcore_ckpt_ext.operations.comparison",
@@ -137,7 +141,7 @@ _HOMES = {
     "StoredTensor": "mcore_ckpt_ext.operations.inspection",
     "TensorDifference": "mcore_ckpt_ext.operations.comparison",
     "TensorHandle": "mcore_ckpt_ext.formats.checkpoint",
-    "TorchDist": "mcore_ckpt_ext.targets",
+    "TorchDist": "mcore_ckpt_ext.formats.torch_dist.options",
     "Unread": "mcore_ckpt_ext.formats.unread",
     "UnreadableCheckpointError": "mcore_ckpt_ext.errors",
     "UnsafePickleError": "mcore_ckpt_ext.errors",

@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
@@ -21,8 +21,11 @@ from mcore_ckpt_ext.errors import UsageError, readable
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import FAMILIES, registered_here
 from mcore_ckpt_ext.families.unsupported import NOT_IN_MEGATRON
+from mcore_ckpt_ext.formats.hugging_face.options import DTYPES, EXPORTED_KINDS, QUANTIZATIONS
+from mcore_ckpt_ext.formats.target import LAYER_SPECS
+from mcore_ckpt_ext.formats.torch_dist.options import LOOPS
 from mcore_ckpt_ext.loops.facts import FactsOfSource
-from mcore_ckpt_ext.targets import DTYPES, EXPORTED_KINDS, LAYER_SPECS, LOOPS, QUANTIZATIONS, TARGETS, Target
+from mcore_ckpt_ext.targets import TARGETS, Target
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.unread import Unread
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.operations.workers import Team
 
 _NUMBER = re.compile(r"\b\d+\b")
-_FIELDS = {name: {field.name for field in fields(target)} for name, target in TARGETS.items()}
+_FIELDS = {name: target.options() for name, target in TARGETS.items()}
 
 
 @dataclass(frozen=True)

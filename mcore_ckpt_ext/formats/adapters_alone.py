@@ -11,7 +11,7 @@ from mcore_ckpt_ext.families.adapters import Adapters, adapters_of
 from mcore_ckpt_ext.families.arguments import complete
 from mcore_ckpt_ext.families.family import Family
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
-from mcore_ckpt_ext.formats.torch_dist.reader import NAME as TORCH_DIST
+from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import renamed
 from mcore_ckpt_ext.model_space.adapters import as_bridge_s, is_adapter, is_swift_s
@@ -38,24 +38,23 @@ def under_bridge_s_names(checkpoint: CheckpointView) -> CheckpointView:
     return replace(view, adapters=replace(view.adapters, by_rank=True))
 
 
-def check_names(checkpoint: CheckpointView, target: str, *, for_bridge: bool) -> None:
+def check_names(checkpoint: CheckpointView, target: Target) -> None:
     """Refuse adapters that a format of Megatron's is not written with, or a loop does not know by their names.
 
     Args:
         checkpoint: the source.
-        target: the format.
-        for_bridge: the loop is Megatron-Bridge.
+        target: what is written.
 
     Raises:
         UnsupportedCheckpointError: it has such.
     """
     own = [name for name in checkpoint.names(WEIGHT) if is_adapter(name)]
-    if own and target != TORCH_DIST:
+    if own and not target.holds_adapters:
         raise UnsupportedCheckpointError(
-            f"adapters are not written as {target}", where=str(checkpoint.folder),
+            f"adapters are not written as {target.name}", where=str(checkpoint.folder),
             helps="--to torch_dist for the loop that wrote them, --to hf for peft",
         )  # fmt: skip
-    if for_bridge and any(map(is_swift_s, own)):
+    if target.for_bridge and any(map(is_swift_s, own)):
         raise UnsupportedCheckpointError(
             "adapters of ms-swift are not written for Megatron-Bridge", found=some(own, 2),
             where=str(checkpoint.folder), helps="go by a PEFT folder: --to hf; then that, --to torch_dist --for bridge",

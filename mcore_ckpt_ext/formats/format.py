@@ -10,12 +10,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Generic, TypeVar
 
+from mcore_ckpt_ext.errors import UnsupportedCheckpointError
+from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.families.family import Family
+    from mcore_ckpt_ext.formats.laid_out import LaidOut
     from mcore_ckpt_ext.formats.reader import FormatReader
     from mcore_ckpt_ext.formats.view import CheckpointView
     from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
@@ -40,10 +43,14 @@ class OpenOptions:
     model: CheckpointView | None = None
 
 
-class Format(ABC):
+Options = TypeVar("Options", bound=Target)
+
+
+class Format(ABC, Generic[Options]):
     """A format of checkpoints.
 
     Attributes:
+        target: the options of what is written in the format; None where it is only read.
         name: how messages name it.
         takes_facts: whether a checkpoint may lack the arguments of its job, so that the user can state them.
         is_adapter_folder: whether its folders hold adapters alone, whose model lies elsewhere.
@@ -51,6 +58,7 @@ class Format(ABC):
         required_files: files without which a save was not finished.
     """
 
+    target: type[Options] | None = None
     name: ClassVar[str]
     takes_facts: ClassVar[bool] = False
     is_adapter_folder: ClassVar[bool] = False
@@ -68,6 +76,20 @@ class Format(ABC):
         Raises:
             CheckpointError: it is damaged, or not read.
         """
+
+    def lay_out(self, checkpoint: CheckpointView, target: Options, family: Family | None) -> LaidOut:
+        """Lay out the files of a conversion into the format; called only where there are options.
+
+        Args:
+            checkpoint: the source.
+            target: what is to be written.
+            family: of the model, by the user; by default it is recognized.
+
+        Raises:
+            UnsupportedCheckpointError: the format cannot hold this checkpoint.
+            UsageError: an option has no meaning for it.
+        """
+        raise UnsupportedCheckpointError("the format is read, and not written", found=self.name)
 
     def can_be_verified(self, folder: Path) -> bool:
         """Whether a folder holds something to verify it by."""

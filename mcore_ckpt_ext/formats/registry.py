@@ -6,6 +6,7 @@ The first that recognizes a folder opens it: what can be taken for another forma
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from mcore_ckpt_ext.formats.canonical.format import CanonicalFormat
 from mcore_ckpt_ext.formats.colossalai.format import ColossalAIFormat
@@ -20,7 +21,7 @@ from mcore_ckpt_ext.formats.torch_dist.format import TorchDistFormat
 from mcore_ckpt_ext.formats.verl.format import VerlFormat
 from mcore_ckpt_ext.formats.zarr.format import ZarrFormat
 
-FORMATS: tuple[Format, ...] = (
+FORMATS: tuple[Format[Any], ...] = (
     NemoFormat(),
     TorchDistFormat(),
     ZarrFormat(),
@@ -35,6 +36,6 @@ FORMATS: tuple[Format, ...] = (
 )
 
 
-def format_of(folder: Path) -> Format | None:
+def format_of(folder: Path) -> Format[Any] | None:
     """Return the format of a folder by its marks; None where it is in no format that is read, or unfinished."""
     return next((one for one in FORMATS if one.recognizes(folder)), None)

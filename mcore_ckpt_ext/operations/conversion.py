@@ -17,7 +17,9 @@ from mcore_ckpt_ext.defaults import DEFAULT_MEMORY, DEFAULT_WORKERS
 from mcore_ckpt_ext.errors import DestinationError, ProofError, interpreting
 from mcore_ckpt_ext.families.config_keys import accepting
 from mcore_ckpt_ext.families.recognition import family_named
+from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import NAME as HUGGING_FACE
+from mcore_ckpt_ext.formats.laid_out import LaidOut
 from mcore_ckpt_ext.formats.unread import Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.weight_shards import check_gates_stand
@@ -28,7 +30,7 @@ from mcore_ckpt_ext.operations.coverage import check_stored_once, refuse_contrad
 from mcore_ckpt_ext.operations.destination import checked_destination
 from mcore_ckpt_ext.operations.execution import LocalOutput, RemoteOutput
 from mcore_ckpt_ext.operations.group_settings import check_group_of_each, check_settings
-from mcore_ckpt_ext.operations.output_planning import LaidOut, lay_out
+from mcore_ckpt_ext.operations.output_planning import lay_out
 from mcore_ckpt_ext.operations.replicas import differing_copies, in_words
 from mcore_ckpt_ext.operations.source_state import check_unchanged, state_before, state_of
 from mcore_ckpt_ext.operations.sources import open_source
@@ -285,7 +287,7 @@ def _check_digests(checkpoint: CheckpointView, team: Team) -> None:
 
 def _check_readable(folder: Path, source: CheckpointView, laid_out: LaidOut) -> None:
     """Open what was written, as a reader will, and compare what it says about itself with the source."""
-    written = laid_out.reads_back(folder)
+    written = (laid_out.reads_back or open_checkpoint)(folder)
     for kind in laid_out.kinds:
         expected = sorted(set(source.names(kind)) - set(laid_out.left_out))
         if sorted(written.names(kind)) != expected:

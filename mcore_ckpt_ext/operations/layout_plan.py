@@ -10,6 +10,7 @@ from typing import Any
 from mcore_ckpt_ext.arguments import JobArguments, is_hybrid
 from mcore_ckpt_ext.errors import UsageError, interpreting
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parallel import ParallelLayout, placement_changes
 from mcore_ckpt_ext.layout.weight_shards import WEIGHT_SHARDS
@@ -19,7 +20,6 @@ from mcore_ckpt_ext.layout_choice.search import PINS, Found, Search, Wish, batch
 from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.operations.parameter_table import table_of
 from mcore_ckpt_ext.optimizers.table import stock_can_load
-from mcore_ckpt_ext.targets import version_number
 from mcore_ckpt_ext.versions import Version
 
 SCHEMA = 1

@@ -23,7 +23,7 @@ from mcore_ckpt_ext.loops.facts import NOTHING, Facts
 from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
 from mcore_ckpt_ext.storage.paths import as_path
-from mcore_ckpt_ext.targets import HuggingFace, Target
+from mcore_ckpt_ext.targets import Target
 
 
 def open_source(
@@ -127,17 +127,14 @@ def _merged(
         raise UsageError("the checkpoint has no adapters to merge", found="--merge", where=str(checkpoint.folder),
                          helps="leave the option out")  # fmt: skip
     base = open_checkpoint(path, family=family)
-    if isinstance(target, HuggingFace):
-        stated, alpha = stated_arguments(target.arguments), target.lora_alpha
-    elif base.format_reader.is_model_folder or target.transformer_impl is not None:
+    if not target.is_model_folder and (base.format_reader.is_model_folder or target.transformer_impl is not None):
         raise UsageError(
             "adapters are merged into a Hugging Face folder to be written as one, into a checkpoint of Megatron under "
             "its own layer spec", found=f"--merge {path} --to {target.name}", where=str(checkpoint.folder),
             helps="merge first: --merge --to hf; then convert what was written",
         )  # fmt: skip
-    else:
-        stated, alpha = {}, None
-    return merged_view(base, checkpoint, scaling_of(checkpoint, alpha), family, stated)
+    scaling, stated = scaling_of(checkpoint, target.lora_alpha), stated_arguments(target.arguments)
+    return merged_view(base, checkpoint, scaling, family, stated)
 
 
 def _for_legacy_files(checkpoint: CheckpointView) -> CheckpointView:

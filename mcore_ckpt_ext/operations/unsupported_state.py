@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, readable, some
+from mcore_ckpt_ext.formats.canonical.options import Canonical
 from mcore_ckpt_ext.formats.unread import OTHER, Unread
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.formats.views import without_optimizer
 from mcore_ckpt_ext.model_space.tensors import EXP_AVG, EXP_AVG_SQ, FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.operations.coverage import check_kinds, refuse_contradictions
-from mcore_ckpt_ext.targets import Canonical, Target
+from mcore_ckpt_ext.targets import Target
 
 OPTIMIZER = "optimizer"
 """What `--drop` calls all of an optimizer's state."""

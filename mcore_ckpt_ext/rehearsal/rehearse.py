@@ -12,6 +12,7 @@ from typing import Any
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, interpreting, some
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
+from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.master_check import BY_ROUNDING
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -30,7 +31,6 @@ from mcore_ckpt_ext.rehearsal.shares import PLANNING, Shares
 from mcore_ckpt_ext.rehearsal.target import TargetJob, check_changes, target_job
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder, iteration_number
 from mcore_ckpt_ext.storage.paths import as_path
-from mcore_ckpt_ext.targets import version_number
 from mcore_ckpt_ext.versions import Version
 
 _LOOKING = "looking at the checkpoint"

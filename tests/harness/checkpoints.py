@@ -24,13 +24,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from mcore_ckpt_ext import Canonical, Legacy, TorchDist
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.layout.sidecar import RecordedBucket, RecordedGroup, RecordedParameter, Sidecar
 from mcore_ckpt_ext.model_space.slices import Region, Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
-from mcore_ckpt_ext.targets import Canonical, Legacy, Target, TorchDist
+from mcore_ckpt_ext.targets import Target
 from mcore_ckpt_ext.transfer import read_slice
 
 FOLDER_VARIABLE = "TEST_DATA_UNPACKED"

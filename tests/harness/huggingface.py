@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.utils import logging
 
-from mcore_ckpt_ext.targets import TorchDist
+from mcore_ckpt_ext import TorchDist
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import mcore_ckpt_ext
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.families.recognition import FAMILIES
+from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec
 from mcore_ckpt_ext.operations.comparison import compare
-from mcore_ckpt_ext.targets import LAYER_SPECS, LayerSpec
 from tests.harness.huggingface import (
     CONFIGS,
     add_further_layer,

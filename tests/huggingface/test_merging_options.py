@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt_ext import HuggingFace, TorchDist
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import HuggingFace, Target, TorchDist
+from mcore_ckpt_ext.targets import Target
 from tests.harness.peft import adapter, peft_folder
 
 BRIDGE = TorchDist(loop="bridge")

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from mcore_ckpt_ext import HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
-from mcore_ckpt_ext.targets import HuggingFace, Legacy, TorchDist
 from tests.harness.huggingface import tensors
 from tests.harness.peft import ALPHA, RANK, Tensors, adapter, peft_folder
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from mcore_ckpt_ext import HuggingFace
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import UsageError
 from mcore_ckpt_ext.job.stated import stated_arguments
-from mcore_ckpt_ext.targets import HuggingFace
 from tests.harness.checkpoints import fixture_named
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from megatron_on_cpu.dump_optimizer import assemble
 
+from mcore_ckpt_ext import HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.model_space.tensors import WEIGHT
@@ -17,7 +18,6 @@ from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import HuggingFace, Legacy, TorchDist
 from tests.harness.adapters import adapters
 from tests.harness.huggingface import assert_same_tensors, tensors
 from tests.harness.jobs import RANK_SCRIPTS, differing

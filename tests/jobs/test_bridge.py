@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_ckpt_ext import HuggingFace, TorchDist
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.description import run_config_of
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
@@ -15,7 +16,6 @@ from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import HuggingFace, TorchDist
 from tests.harness.checkpoints import fixture_named
 from tests.harness.huggingface import assert_same_whole, save_whole
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer

@@ -16,10 +16,10 @@ from megatron_on_cpu import launch
 from megatron_on_cpu.dump_optimizer import assemble
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from mcore_ckpt_ext import FsdpDtensor, TorchDist
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import FsdpDtensor, TorchDist
 from tests.harness.checkouts import VARIABLE, with_checkout
 from tests.harness.checkpoints import fixture_named
 from tests.harness.fsdp import FSDP, PLUGINS, TORCH_FSDP, live_state, loading, reported

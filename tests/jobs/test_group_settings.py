@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from megatron_on_cpu.dump_optimizer import parameter_settings
 
+from mcore_ckpt_ext import TorchDist
 from mcore_ckpt_ext.operations.conversion import convert
-from mcore_ckpt_ext.targets import TorchDist
 from tests.harness.checkouts import EITHER, checkout_job, full_version
 from tests.harness.jobs import (
     OFF,

@@ -24,7 +24,7 @@ import mcore_ckpt_ext
 from mcore_ckpt_ext.families.forward_pass import classified
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
-from mcore_ckpt_ext.targets import LayerSpec
+from mcore_ckpt_ext.formats.target import LayerSpec
 from tests.harness.huggingface import MISTAKES, VOCABULARY, add_further_layer
 from tests.harness.jobs import TIME_LIMIT, WITNESS
 from tests.harness.packages import with_transformer_engine

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from mcore_ckpt_ext import Canonical, Legacy, TorchDist
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.loops.facts import Facts
@@ -14,7 +15,6 @@ from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import Canonical, Legacy, TorchDist
 from tests.harness.jobs import RANK_SCRIPTS
 from tests.harness.packages import installed_beside
 from tests.harness.programs import Programs

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt_ext import TorchDist
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import TorchDist
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer
 from tests.harness.programs import Programs
 

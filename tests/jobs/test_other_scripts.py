@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt_ext import Legacy, TorchDist
 from mcore_ckpt_ext.layout.sidecar import FILE_NAME
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import Legacy, TorchDist
 from tests.harness.checkouts import VARIABLE, only_for
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer, resume, train_and_save
 from tests.harness.layouts import Layout

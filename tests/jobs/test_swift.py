@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_ckpt_ext import HuggingFace, TorchDist
 from mcore_ckpt_ext.errors import CheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import HuggingFace, TorchDist
 from tests.harness.adapters import adapters
 from tests.harness.huggingface import assert_same_tensors, tensors
 from tests.harness.jobs import RANK_SCRIPTS, assert_same_optimizer, differing

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext import Canonical, FsdpDtensor, HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.operations.findings import CHECKSUMS, FILE_DIGESTS
 from mcore_ckpt_ext.storage.checkpoint_dirs import iteration_folder
 from mcore_ckpt_ext.storage.file_digests import FILE_NAME, compare_digests
 from mcore_ckpt_ext.storage.json_tree import encode
-from mcore_ckpt_ext.targets import Canonical, FsdpDtensor, HuggingFace, Legacy, Target, TorchDist
+from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from mcore_ckpt_ext import Canonical, FsdpDtensor, HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.fsdp.names import ModuleNames, Stored, parameter_of
@@ -18,7 +19,7 @@ from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import Canonical, FsdpDtensor, HuggingFace, Legacy, Target, TorchDist
+from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import Fixture, assert_is_the_truth, fixture_named
 from tests.harness.damage import without_digests
 

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext import Legacy
 from mcore_ckpt_ext.errors import DestinationError, UnreadableCheckpointError
 from mcore_ckpt_ext.storage.publish import Publication
-from mcore_ckpt_ext.targets import TARGETS, Legacy
+from mcore_ckpt_ext.targets import TARGETS
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import MATRIX, flip, payload_position
 from tests.harness.kills import KINDS, assert_survives_kills

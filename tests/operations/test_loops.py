@@ -12,6 +12,7 @@ import pytest
 import torch
 import yaml
 
+from mcore_ckpt_ext import Canonical, HuggingFace, Legacy, TorchDist
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import CheckpointError, UnreadableCheckpointError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -22,7 +23,6 @@ from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import Canonical, HuggingFace, Legacy, TorchDist
 from tests.harness.checkpoints import FIXTURES, Fixture, everything_in, fixture_named
 
 MASTERS = 53536

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from mcore_ckpt_ext import Canonical, FsdpDtensor, Legacy, TorchDist
 from mcore_ckpt_ext.errors import ProofError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import Canonical, FsdpDtensor, Legacy, Target, TorchDist
+from mcore_ckpt_ext.targets import Target
 from tests.harness.checkpoints import Fixture, assert_is_the_truth, fixture_named
 
 MASTER = "optimizer.fp32_from_fp16_params"

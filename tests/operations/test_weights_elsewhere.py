@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mcore_ckpt_ext import HuggingFace, TorchDist
 from mcore_ckpt_ext.cli.main import main
 from mcore_ckpt_ext.errors import ModelMismatchError, ProofError, UnsupportedCheckpointError, UsageError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
@@ -19,7 +20,6 @@ from mcore_ckpt_ext.operations.comparison import compare
 from mcore_ckpt_ext.operations.conversion import convert
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
-from mcore_ckpt_ext.targets import HuggingFace, TorchDist
 from tests.harness.checkpoints import assert_is_the_truth, fixture_named
 
 _OF_OPTIMIZERS = ("optimizer.", "chained_", "common_state")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mcore_ckpt_ext import Canonical, Legacy, TorchDist
 from mcore_ckpt_ext.errors import CheckpointError, PackingError, UnreadableCheckpointError
 from mcore_ckpt_ext.formats.checkpoint import Checkpoint, open_checkpoint
 from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
@@ -20,7 +21,6 @@ from mcore_ckpt_ext.operations.findings import PROOF
 from mcore_ckpt_ext.operations.inspection import inspect
 from mcore_ckpt_ext.operations.verification import verify
 from mcore_ckpt_ext.optimizers.groups import ADAM, LION, MOMENTUM, keeps_nothing, rule_of, rule_that_keeps
-from mcore_ckpt_ext.targets import Canonical, Legacy, TorchDist
 from tests.harness.checkpoints import APART, Fixture, everything_in, fixture_named
 
 # Of those apart, what Megatron-LM's own loop wrote in torch_dist.

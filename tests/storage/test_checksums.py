@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mcore_ckpt_ext
+from mcore_ckpt_ext import Legacy, TorchDist
 from mcore_ckpt_ext.errors import UnreadableCheckpointError
 from mcore_ckpt_ext.operations import verification
 from mcore_ckpt_ext.planning.array_location import ArchivedTensor
@@ -26,7 +27,6 @@ from mcore_ckpt_ext.storage.crc32 import appended, checksum, crc32
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.tensor_location import Payload
 from mcore_ckpt_ext.storage.torch_archive import TorchArchive
-from mcore_ckpt_ext.targets import Legacy, TorchDist
 from mcore_ckpt_ext.transfer import Transfer
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip

@@ -11,18 +11,14 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, shortened, shown, some
-from mcore_ckpt_ext.formats.description import ARGUMENTS
-from mcore_ckpt_ext.formats.portable_state import known_arguments
 from mcore_ckpt_ext.formats.reader import FormatReader
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS, OTHER, Unread, in_common_state, joined
-from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.layout.parameter_order import ParameterOrder
 from mcore_ckpt_ext.model_space.names import ShardedKey, name_at
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -30,21 +26,19 @@ from mcore_ckpt_ext.model_space.tensors import WEIGHT, LogicalTensor
 from mcore_ckpt_ext.optimizers.derived_masters import with_masters
 from mcore_ckpt_ext.optimizers.state import OptimizerState
 from mcore_ckpt_ext.planning.array_location import RawArray
-from mcore_ckpt_ext.planning.plan import ITEM_SIZE, StoredOnce, StoredSlice, WantedSlice
-from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Placed, Record
+from mcore_ckpt_ext.planning.plan import StoredOnce, StoredSlice
 from mcore_ckpt_ext.storage.budget import check_keys
 from mcore_ckpt_ext.storage.files import FolderReader
-from mcore_ckpt_ext.storage.json_tree import decode, encode
-from mcore_ckpt_ext.storage.safetensors import Declared, check_index, json_file, lay_out_file, read_header, read_json
+from mcore_ckpt_ext.storage.json_tree import decode
+from mcore_ckpt_ext.storage.safetensors import check_index, read_header, read_json
 
 NAME = "canonical"
 COMMON_FILE = "common.json"
 INDEX_FILE = "model.safetensors.index.json"
-FILE_BYTES = 4 << 30
-_MARK = "mcore_ckpt_ext canonical"
-_VERSION, _WITHOUT_CHECKSUMS = 2, 1
-_CHECKSUMS = "checksums"
-_CHECKSUM_BYTES = 4
+MARK = "mcore_ckpt_ext canonical"
+VERSION, _WITHOUT_CHECKSUMS = 2, 1
+CHECKSUMS = "checksums"
+CHECKSUM_BYTES = 4
 _OF_EVERY_FOLDER = frozenset(
     {"common", "experts_apart", "extra_states", "grad_scaler", "param_groups", "random_states", "sharded_keys"}
 )
@@ -63,11 +57,11 @@ class CanonicalCheckpoint(FormatReader):
     def __init__(self, folder: Path, witnesses: Sequence[ParameterOrder] = ()) -> None:
         super().__init__(folder, witnesses)
         self._about = read_json(folder / COMMON_FILE)
-        if self._about.get("format") != _MARK or self._about.get("version") not in (_VERSION, _WITHOUT_CHECKSUMS):
+        if self._about.get("format") != MARK or self._about.get("version") not in (VERSION, _WITHOUT_CHECKSUMS):
             raise UnsupportedCheckpointError(
                 "this is not a canonical checkpoint that this version reads",
                 found=f"{shown(self._about.get('format'))}, version {shown(self._about.get('version'))}",
-                expected=f"{_MARK}, version {_VERSION} or before",
+                expected=f"{MARK}, version {VERSION} or before",
                 where=str(folder / COMMON_FILE),
             )
         missing = sorted(_OF_EVERY_FOLDER - self._about.keys())
@@ -209,11 +203,11 @@ def _with_checksums(reader: FolderReader, file: str) -> list[tuple[str, tuple[in
         UnreadableCheckpointError: the file is damaged, or has another number of checksums than of arrays.
     """
     entries = read_header(reader, file)
-    arrays = sorted(entry for entry in entries if entry[0] != _CHECKSUMS)
-    checksums = next((extent for key, _, extent in entries if key == _CHECKSUMS), None)
+    arrays = sorted(entry for entry in entries if entry[0] != CHECKSUMS)
+    checksums = next((extent for key, _, extent in entries if key == CHECKSUMS), None)
     if checksums is None:
         return arrays
-    if checksums.length != _CHECKSUM_BYTES * len(arrays):
+    if checksums.length != CHECKSUM_BYTES * len(arrays):
         raise UnreadableCheckpointError(
             "a file of a canonical checkpoint has not one checksum for each array",
             found=f"{checksums.length} bytes of checksums, {len(arrays)} arrays", where=str(reader.folder / file),
@@ -246,67 +240,3 @@ class _Optimizer(OptimizerState):
     @override
     def stored(self, kind: str, name: str) -> Sequence[StoredSlice]:
         return self._arrays.stored(kind, name)
-
-
-def canonical_output(checkpoint: CheckpointView) -> Output:
-    """The files of a checkpoint in this format, and where each tensor goes."""
-    batches: list[list[tuple[str, LogicalTensor]]] = [[]]
-    size = 0
-    for kind in checkpoint.carried_kinds():
-        for name in checkpoint.names(kind):
-            tensor = checkpoint.named_tensor(kind, name)
-            nbytes = prod(tensor.shape) * ITEM_SIZE[tensor.dtype]
-            if batches[-1] and size + nbytes > FILE_BYTES:
-                batches.append([])
-                size = 0
-            batches[-1].append((kind, tensor))
-            size += nbytes
-    files: list[OutputFile] = []
-    records: list[Record] = []
-    weight_map: dict[str, str] = {}
-    for number, batch in enumerate(batches, 1):
-        name = f"{NAME}-{number:05d}-of-{len(batches):05d}.safetensors"
-        arrays = [Declared(f"{kind}.{tensor.name}", tensor.shape, tensor.dtype) for kind, tensor in batch]
-        checksums = Declared(_CHECKSUMS, (len(arrays),), "int32")
-        file, (*starts, first_checksum) = lay_out_file(name, [*arrays, checksums])
-        files.append(file)
-        place_of = {key: first_checksum + _CHECKSUM_BYTES * at for at, key in enumerate(sorted(a.key for a in arrays))}
-        for (kind, tensor), array, start in zip(batch, arrays, starts, strict=True):
-            part = Slice.whole((Region.whole(tensor.name, tensor.shape),))
-            wanted = (Placed(0, WantedSlice(kind, part, {tensor.name: tensor})),)
-            checksum = (place_of[array.key],)
-            records.append(Record(file.name, start, tensor.dtype, part.numel, wanted, checksum))
-        weight_map |= {array.key: file.name for array in arrays}
-    total = sum(record.nbytes for record in records)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    files += [json_file(INDEX_FILE, index), json_file(COMMON_FILE, _about(checkpoint), last=True)]
-    return Output(files, records)
-
-
-def _common(checkpoint: CheckpointView) -> dict[str, Any]:
-    return {key: value for key, value in checkpoint.common.items() if key != "optimizer"}
-
-
-def _about(checkpoint: CheckpointView) -> dict[str, Any]:
-    """Everything except the arrays."""
-    state = checkpoint.optimizer if checkpoint.optimizer_format else None
-    undistributed = [name for name in state.names() if not state.is_distributed(name)] if state else []
-    return {
-        "format": _MARK,
-        "version": _VERSION,
-        "iteration": checkpoint.iteration,
-        "source": {
-            "format": checkpoint.format,
-            "optimizer_format": checkpoint.optimizer_format,
-            "layout": str(checkpoint.layout),
-        },
-        "experts_apart": checkpoint.experts_apart,
-        "sharded_keys": {name: [key, list(index)] for name, (key, index) in checkpoint.sharded_keys().items()},
-        "param_groups": encode(checkpoint.param_groups() if checkpoint.optimizer_format else []),
-        "chain": encode(checkpoint.chain() if checkpoint.optimizer_format else []),
-        "undistributed": undistributed,
-        "grad_scaler": encode(checkpoint.grad_scaler() if checkpoint.optimizer_format else None),
-        "extra_states": encode(dict(checkpoint.extra_states())),
-        "random_states": [[list(place), encode(state)] for place, state in checkpoint.random_states().items()],
-        "common": encode({**_common(checkpoint), ARGUMENTS: known_arguments(checkpoint.arguments)}),
-    }

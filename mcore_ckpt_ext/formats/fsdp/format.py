@@ -9,15 +9,20 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.formats.backend import is_finished
 from mcore_ckpt_ext.formats.format import Format, OpenOptions
+from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor
 
 if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.family import Family
+    from mcore_ckpt_ext.formats.laid_out import LaidOut
     from mcore_ckpt_ext.formats.reader import FormatReader
+    from mcore_ckpt_ext.formats.view import CheckpointView
 
 
-class FsdpDtensorFormat(Format):
+class FsdpDtensorFormat(Format[FsdpDtensor]):
     """Megatron-FSDP's `fsdp_dtensor`."""
 
     name = "fsdp_dtensor"
+    target = FsdpDtensor
     takes_facts = True
 
     @override
@@ -31,3 +36,9 @@ class FsdpDtensorFormat(Format):
         from mcore_ckpt_ext.formats.fsdp.reader import FsdpCheckpoint
 
         return FsdpCheckpoint(folder, options.witnesses, options.facts)
+
+    @override
+    def lay_out(self, checkpoint: CheckpointView, target: FsdpDtensor, family: Family | None) -> LaidOut:
+        from mcore_ckpt_ext.formats.fsdp.writer import lay_out
+
+        return lay_out(checkpoint, target)

@@ -16,8 +16,11 @@ from typing import Any
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
 from mcore_ckpt_ext.formats.fsdp.names import GROUPS, HALVES, MODEL, STATE, ModuleNames
+from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor
 from mcore_ckpt_ext.formats.group_rule import group_that_holds
+from mcore_ckpt_ext.formats.laid_out import LaidOut, check_iteration, iteration
 from mcore_ckpt_ext.formats.portable_state import PortableState, distinct_groups, known_arguments
+from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.unread import COMMON_KEYS
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import LOADS_FSDP_DTENSOR
@@ -189,3 +192,16 @@ def _chunks(array: FsdpArray) -> Iterator[Chunk]:
 
 def _dotted(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
+
+
+def lay_out(checkpoint: CheckpointView, target: FsdpDtensor) -> LaidOut:
+    """Lay out a run folder with one iteration.
+
+    Raises:
+        UnsupportedCheckpointError: the format, or that version, cannot hold this checkpoint.
+    """
+    check_iteration(checkpoint, target)
+    expert = target.expert_model_parallel_size
+    experts_apart = checkpoint.experts_apart if expert is None else expert > 1
+    written = FsdpTarget(checkpoint, version_number(target.megatron_version), experts_apart)
+    return iteration(checkpoint, target, written.output())

@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from mcore_ckpt_ext.formats.format import Format, OpenOptions
+from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
 
 if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.family import Family
+    from mcore_ckpt_ext.formats.laid_out import LaidOut
     from mcore_ckpt_ext.formats.reader import FormatReader
+    from mcore_ckpt_ext.formats.view import CheckpointView
 
 
-class HuggingFaceFormat(Format):
+class HuggingFaceFormat(Format[HuggingFace]):
     """Folders that transformers loads."""
 
     name = "hf"
+    target = HuggingFace
     is_iteration = False
 
     @override
@@ -38,3 +43,9 @@ class HuggingFaceFormat(Format):
         from mcore_ckpt_ext.storage.file_digests import FILE_NAME
 
         return (folder / FILE_NAME).exists()
+
+    @override
+    def lay_out(self, checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> LaidOut:
+        from mcore_ckpt_ext.formats.hugging_face.writer import lay_out
+
+        return lay_out(checkpoint, target, family)

@@ -6,16 +6,16 @@ but saves them one by one, too (`save_original_format`, transformers/core_model_
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, groupby
 from math import prod
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from mcore_ckpt_ext.errors import UnsupportedCheckpointError, UsageError, some, with_article
+from mcore_ckpt_ext.errors import UnreadableCheckpointError, UnsupportedCheckpointError, UsageError, some, with_article
 from mcore_ckpt_ext.families.arguments import ModelArguments, complete
 from mcore_ckpt_ext.families.config_keys import MTP_LAYERS, TOKENS
 from mcore_ckpt_ext.families.contradictions import unwritten
@@ -24,20 +24,45 @@ from mcore_ckpt_ext.families.flags import ignored
 from mcore_ckpt_ext.families.forward_pass import classified, told, unknown
 from mcore_ckpt_ext.families.recognition import Fit, family_of_megatron
 from mcore_ckpt_ext.families.text_parts import text_config
-from mcore_ckpt_ext.formats.hugging_face.folder import CONFIG, GENERATION_CONFIG, json_of, tokens_of
-from mcore_ckpt_ext.formats.hugging_face.images import checked_whole, seeing_tensors, text_tensors
+from mcore_ckpt_ext.formats.companion_notes import companion_notes
+from mcore_ckpt_ext.formats.hugging_face.files import (
+    WrittenTensor,
+    arrangement_of,
+    is_linear,
+    not_quantised,
+    pickled_file,
+    plain_file,
+    shards_of,
+)
+from mcore_ckpt_ext.formats.hugging_face.folder import (
+    CONFIG,
+    GENERATION_CONFIG,
+    companions,
+    json_of,
+    refused_companions,
+    tokens_of,
+)
+from mcore_ckpt_ext.formats.hugging_face.images import (
+    checked_whole,
+    seeing_tensors,
+    text_beside,
+    text_tensors,
+    with_images,
+)
+from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
+from mcore_ckpt_ext.formats.hugging_face.reader import HuggingFaceCheckpoint
+from mcore_ckpt_ext.formats.laid_out import LaidOut, noting
+from mcore_ckpt_ext.formats.peft.writer import lay_out as lay_out_adapters
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.stated import stated_arguments
+from mcore_ckpt_ext.model_space.adapters import is_adapter
 from mcore_ckpt_ext.model_space.anatomy import VOCABULARY
-from mcore_ckpt_ext.model_space.names import module_and_leaf
 from mcore_ckpt_ext.model_space.slices import Slice
 from mcore_ckpt_ext.model_space.tensors import FP32_PARAM, WEIGHT
 from mcore_ckpt_ext.planning.plan import WantedSlice
-from mcore_ckpt_ext.planning.write_plan import Arrangement, Output, OutputFile, Placed, Quantised, Record
-from mcore_ckpt_ext.storage.archive_writer import draft_archive
-from mcore_ckpt_ext.storage.pickling import DeclaredTensor
-from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, json_file, lay_out_checked_file
-from mcore_ckpt_ext.targets import HuggingFace
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Placed, Quantised, Record
+from mcore_ckpt_ext.storage.paths import as_path, is_remote
+from mcore_ckpt_ext.storage.safetensors import Declared, json_file
 
 # An argument of Megatron's own parser, which other descriptions of a job do not have.
 _OF_PRETRAIN_GPT = "use_checkpoint_args"
@@ -49,15 +74,6 @@ _BLOCK, _SCALES = 128, "_scale_inv"
 _FP8 = {
     "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [_BLOCK, _BLOCK],
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class _Tensor:
-    """A tensor to be written; `quantised`: as what it holds of a matrix."""
-
-    declared: Declared
-    content: tuple[Placed, ...]
-    quantised: Quantised | None = None
 
 
 class HuggingFaceTarget:
@@ -134,14 +150,14 @@ class HuggingFaceTarget:
         """All files, and where each tensor goes."""
         repeated = self.fit.family.copies(self.fit.arguments)
         tensors = list(chain.from_iterable(self._written(tensor) for tensor in (*self._tensors, *repeated)))
-        shards = list(_shards(tensors, self._options.max_shard_size))
+        shards = list(shards_of(tensors, self._options.max_shard_size))
         stem, suffix = ("pytorch_model", "bin") if self._options.pickled else ("model", "safetensors")
         files: list[OutputFile] = []
         records: list[Record] = []
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, 1):
             part = f"-{number:05d}-of-{len(shards):05d}" if len(shards) > 1 else ""
-            file, found = (_pickled if self._options.pickled else _plain)(f"{stem}{part}.{suffix}", shard)
+            file, found = (pickled_file if self._options.pickled else plain_file)(f"{stem}{part}.{suffix}", shard)
             files.append(file)
             records += found
             weight_map |= {tensor.declared.key: file.name for tensor in shard}
@@ -165,7 +181,7 @@ class HuggingFaceTarget:
         if stated != {dtype} and not (is_published and not stated and not self._options.dtype):
             config = {key: value for key, value in config.items() if key not in _DTYPE} | {_DTYPE[0]: dtype}
         if self._options.quantize:
-            config["quantization_config"] = {**_FP8, "modules_to_not_convert": _left_as_they_are(tensors)}
+            config["quantization_config"] = {**_FP8, "modules_to_not_convert": not_quantised(tensors)}
         return Output(
             [*files, *self._small_files(config)],
             records,
@@ -258,10 +274,10 @@ class HuggingFaceTarget:
             lacking = " and ".join(missing)
             yield f"config.json has no {lacking}: name a folder that has (--tokenizer PATH), or edit config.json"
 
-    def _written(self, tensor: HuggingFaceTensor) -> Iterator[_Tensor]:
+    def _written(self, tensor: HuggingFaceTensor) -> Iterator[WrittenTensor]:
         """What is written of a tensor: itself, or its codes and their scales."""
         laid_out = self._laid_out(tensor)
-        if not self._options.quantize or not _is_linear(tensor) or tensor in self._seeing:
+        if not self._options.quantize or not is_linear(tensor) or tensor in self._seeing:
             yield laid_out
             return
         name = tensor.name
@@ -275,80 +291,65 @@ class HuggingFaceTarget:
             matrix = Quantised(name, laid_out.content, rows, columns, _BLOCK, _BLOCK, scales)
             grid = (-(-rows // _BLOCK), -(-columns // _BLOCK))
             codes = Declared(name, (rows, columns), "float8_e4m3fn")
-            yield _Tensor(Declared(name + _SCALES, grid, "float32") if scales else codes, (), matrix)
+            yield WrittenTensor(Declared(name + _SCALES, grid, "float32") if scales else codes, (), matrix)
 
-    def _laid_out(self, tensor: HuggingFaceTensor) -> _Tensor:
+    def _laid_out(self, tensor: HuggingFaceTensor) -> WrittenTensor:
         placed, start = [], 0
         dtypes = set()
         for name, regions in groupby(tensor.regions, key=lambda region: region.name):
             kind = FP32_PARAM if name in self._masters else WEIGHT
             source = self._checkpoint.named_tensor(kind, name)
             part = Slice.whole(tuple(regions))
-            placed.append(Placed(start, WantedSlice(kind, part, {name: source}), _arrangement(tensor, part)))
+            placed.append(Placed(start, WantedSlice(kind, part, {name: source}), arrangement_of(tensor, part)))
             start += part.numel
             dtypes.add(source.dtype)
         dtype = dtypes.pop()
         if self._options.dtype and not tensor.keeps_dtype and getattr(torch, dtype).is_floating_point:
             dtype = self._options.dtype
-        return _Tensor(Declared(tensor.name, tensor.shape, dtype), tuple(placed))
+        return WrittenTensor(Declared(tensor.name, tensor.shape, dtype), tuple(placed))
 
 
-def _is_linear(tensor: HuggingFaceTensor) -> bool:
-    """Whether a tensor is a weight of a linear layer of attention, an MLP or an expert, which fp8 is for."""
-    places = {module_and_leaf(region.name) for region in tensor.regions}
-    return all(module.startswith("linear_") and leaf == "weight" for module, leaf in places)
+def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> LaidOut:
+    """Lay out a folder: of the model, or of its adapters for peft, where it has such.
+
+    Raises:
+        UnsupportedCheckpointError: it is of no known family, or a size is not known.
+        UsageError: an option has no meaning for this checkpoint.
+    """
+    if any(map(is_adapter, checkpoint.names(WEIGHT))):
+        return lay_out_adapters(checkpoint, target, family)
+    merged = checkpoint.merger.messages if checkpoint.merger else ()
+    if target.lora_alpha is not None and not merged:
+        raise UsageError("the checkpoint has no adapters", found="--lora-alpha", helps="leave the option out")
+    tokenizer = _tokenizer(target.tokenizer)
+    layout = HuggingFaceTarget(checkpoint, target, family, tokenizer)
+    spec = layout.fit.arguments.transformer_impl
+
+    def reads_back(folder: Path) -> CheckpointView:
+        written = HuggingFaceCheckpoint(folder, family=layout.fit.family, transformer_impl=spec).view
+        return text_beside(with_images(written)) if layout.sees else written
+
+    small = {**checkpoint.companions(), **tokenizer}
+    taken = {name: content for name, content in small.items() if name not in (CONFIG, GENERATION_CONFIG)}
+    output = noting(layout.output(), [*merged, *companion_notes(taken, checkpoint)])
+    return LaidOut(output, "", (WEIGHT,), layout.left_out, target.kind != WEIGHT, reads_back)
 
 
-def _left_as_they_are(tensors: Sequence[_Tensor]) -> list[str]:
-    """Modules with matrices that are not quantised, as readers ask for them."""
-    return [
-        tensor.declared.key.removesuffix(".weight") for tensor in tensors
-        if tensor.quantised is None and len(tensor.declared.shape) > 1 and tensor.declared.key.endswith(".weight")
-    ]  # fmt: skip
+def _tokenizer(path: str | os.PathLike[str] | None) -> dict[str, bytes]:
+    """The small files in the folder that the user names.
 
-
-def _arrangement(tensor: HuggingFaceTensor, part: Slice) -> Arrangement | None:
-    if not tensor.transposed and tensor.interleaved == 1 and not tensor.shift:
-        return None
-    rows = sum(region.sizes[0] for region in part.regions)
-    return Arrangement(rows, tensor.transposed, tensor.interleaved, tensor.shift)
-
-
-def _shards(tensors: Sequence[_Tensor], limit: int) -> Iterator[list[_Tensor]]:
-    """Like huggingface_hub's `split_torch_state_dict_into_shards`: in order; a file is closed before it is too big."""
-    shard: list[_Tensor] = []
-    size = 0
-    for tensor in tensors:
-        if shard and size + tensor.declared.nbytes > limit:
-            yield shard
-            shard, size = [], 0
-        shard.append(tensor)
-        size += tensor.declared.nbytes
-    yield shard
-
-
-def _plain(name: str, shard: Sequence[_Tensor]) -> tuple[OutputFile, list[Record]]:
-    file, starts, checksums = lay_out_checked_file(name, [tensor.declared for tensor in shard])
-    records = [
-        Record(
-            name, start, tensor.declared.dtype, prod(tensor.declared.shape), tensor.content,
-            quantised=tensor.quantised, checksum_texts=(checksum,),
-        )
-        for tensor, start, checksum in zip(shard, starts, checksums, strict=True)
-    ]  # fmt: skip
-    return file, records
-
-
-def _pickled(name: str, shard: Sequence[_Tensor]) -> tuple[OutputFile, list[Record]]:
-    state = OrderedDict(
-        (tensor.declared.key, DeclaredTensor(getattr(torch, tensor.declared.dtype), tensor.declared.shape, tensor))
-        for tensor in shard
-    )
-    archive = draft_archive(state, WRITER)
-    records = []
-    for archived in archive.tensors:
-        tensor = cast("_Tensor", archived.tag)
-        records.append(
-            Record(name, archived.offset, tensor.declared.dtype, archived.numel, tensor.content, archived.checksums)
-        )
-    return OutputFile(name, archive.length, archive.literals), records
+    Raises:
+        UnreadableCheckpointError: it has none.
+    """
+    if path is None:
+        return {}
+    found = companions(as_path(path))
+    if not found:
+        refused = "; ".join(f"{name}: {why}" for name, why in refused_companions(as_path(path)).items())
+        there = is_remote(as_path(path)) or as_path(path).is_dir()
+        raise UnreadableCheckpointError(
+            "the folder holds no tokenizer" if there else "there is no such folder", found=refused or None,
+            expected="the small files of a tokenizer or model, such as tokenizer.json or config.json", where=str(path),
+            helps="name the folder of a tokenizer or model on this machine: --tokenizer PATH",
+        )  # fmt: skip
+    return found

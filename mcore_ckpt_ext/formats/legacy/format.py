@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from mcore_ckpt_ext.formats.format import Format, OpenOptions
+from mcore_ckpt_ext.formats.legacy.options import Legacy
 
 if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.family import Family
+    from mcore_ckpt_ext.formats.laid_out import LaidOut
     from mcore_ckpt_ext.formats.reader import FormatReader
+    from mcore_ckpt_ext.formats.view import CheckpointView
 
 
-class LegacyFormat(Format):
+class LegacyFormat(Format[Legacy]):
     """Megatron's legacy format `torch`."""
 
     name = "legacy"
+    target = Legacy
 
     @override
     def recognizes(self, folder: Path) -> bool:
@@ -29,3 +34,9 @@ class LegacyFormat(Format):
         from mcore_ckpt_ext.formats.legacy.reader import LegacyCheckpoint
 
         return LegacyCheckpoint(folder, options.witnesses)
+
+    @override
+    def lay_out(self, checkpoint: CheckpointView, target: Legacy, family: Family | None) -> LaidOut:
+        from mcore_ckpt_ext.formats.legacy.writer import lay_out
+
+        return lay_out(checkpoint, target)

@@ -16,11 +16,15 @@ from typing import Any, cast
 from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.expert_states import about_emptied, emptied_state, joined_state
+from mcore_ckpt_ext.formats.laid_out import LaidOut, check_iteration, iteration
 from mcore_ckpt_ext.formats.legacy.flat_state import FlatStates
 from mcore_ckpt_ext.formats.legacy.models import TargetModels
+from mcore_ckpt_ext.formats.legacy.options import Legacy
 from mcore_ckpt_ext.formats.legacy.ranks import MODEL_FILE, OPTIMIZER_FILE, LegacyRank
+from mcore_ckpt_ext.formats.legacy.target_arguments import reader_arguments
 from mcore_ckpt_ext.formats.legacy.whole_state import WholeStates
 from mcore_ckpt_ext.formats.portable_state import SHARDING_MARK, PortableState, portable_chain, undistributed
+from mcore_ckpt_ext.formats.target import version_number
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import CHOOSES_CHECKPOINT_FORMATS
 from mcore_ckpt_ext.layout.parallel import ParallelLayout
@@ -185,3 +189,30 @@ class LegacyTarget:
         if self._checkpoint.optimizer_format is None or self._whole is not None:
             return None
         return FlatStates(self._checkpoint, self._models, self.layout, self._version)
+
+
+def lay_out(checkpoint: CheckpointView, target: Legacy) -> LaidOut:
+    """Lay out a run folder with one iteration.
+
+    Raises:
+        UnsupportedCheckpointError: the format, that version or that layout cannot hold this checkpoint.
+        UsageError: the layout is not known.
+    """
+    check_iteration(checkpoint, target)
+    arguments = reader_arguments(checkpoint, target)
+    if checkpoint.format_reader.has_norms_of_all_heads and (arguments.tensor_model_parallel_size or 1) > 1:
+        raise UnsupportedCheckpointError(
+            "it is not known how tensor-parallel ranks would hold the norms of this model's queries and keys",
+            found="norms of all heads together, which Megatron Core does not have",
+            where=str(checkpoint.folder),
+            helps="convert --to torch_dist, which Megatron-Bridge reads under any layout",
+        )
+    if arguments.num_experts and arguments.add_bias_linear and (arguments.tensor_model_parallel_size or 1) > 1:
+        raise UnsupportedCheckpointError(  # `TransformerConfig.__post_init__`, core_v0.12 to 0.19.2
+            "Megatron shares no experts with biases among tensor-parallel ranks",
+            found=f"--tensor-model-parallel-size {arguments.tensor_model_parallel_size}",
+            where=str(checkpoint.folder),
+            helps="leave the size out, or convert --to torch_dist, which a job reads under any layout",
+        )
+    written = LegacyTarget(checkpoint, arguments, version_number(target.megatron_version))
+    return iteration(checkpoint, target, written.output())

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE
 from mcore_ckpt_ext.formats.format import Format, OpenOptions
+from mcore_ckpt_ext.formats.target import Target
 from mcore_ckpt_ext.loops.nemo import WEIGHTS
 from mcore_ckpt_ext.storage.index_entries import METADATA_FILE
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.reader import FormatReader
 
 
-class NemoFormat(Format):
+class NemoFormat(Format[Target]):
     """NeMo 2's `weights`."""
 
     name = "nemo"

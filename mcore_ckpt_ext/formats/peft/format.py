@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from typing_extensions import override
 
 from mcore_ckpt_ext.formats.format import Format, OpenOptions
+from mcore_ckpt_ext.formats.target import Target
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.reader import FormatReader
 
 
-class PeftFormat(Format):
+class PeftFormat(Format[Target]):
     """Folders of adapters that peft loads onto a model."""
 
     name = "peft"

@@ -13,6 +13,8 @@ from mcore_ckpt_ext.families.recognition import Fit
 from mcore_ckpt_ext.formats.adapter_order import about_norms
 from mcore_ckpt_ext.formats.adapter_scaling import scaling_of
 from mcore_ckpt_ext.formats.adapters_alone import adapters_in, fit_of_adapters
+from mcore_ckpt_ext.formats.hugging_face.options import HuggingFace
+from mcore_ckpt_ext.formats.laid_out import LaidOut
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.stated import stated_arguments
 from mcore_ckpt_ext.model_space.adapters import is_adapter
@@ -22,7 +24,6 @@ from mcore_ckpt_ext.planning.plan import WantedSlice
 from mcore_ckpt_ext.planning.write_plan import Output, Placed, Record
 from mcore_ckpt_ext.storage.files import FolderReader
 from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_checked_file, read_header, read_json
-from mcore_ckpt_ext.targets import HuggingFace
 
 CONFIG, MODEL = "adapter_config.json", "adapter_model.safetensors"
 
@@ -87,3 +88,14 @@ class PeftTarget:
         read_header(FolderReader(folder), MODEL)
         read_json(folder / CONFIG)
         return self._checkpoint
+
+
+def lay_out(checkpoint: CheckpointView, target: HuggingFace, family: Family | None) -> LaidOut:
+    """Lay out the folder of a checkpoint's adapters.
+
+    Raises:
+        UnsupportedCheckpointError: peft has no such adapters.
+        UsageError: an option has no meaning for adapters.
+    """
+    adapters = PeftTarget(checkpoint, target, family)
+    return LaidOut(adapters.output(), "", (), adapters.left_out, False, adapters.read_back)

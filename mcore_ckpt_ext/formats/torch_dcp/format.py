@@ -9,12 +9,13 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.formats.backend import is_finished
 from mcore_ckpt_ext.formats.format import Format, OpenOptions
+from mcore_ckpt_ext.formats.target import Target
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.reader import FormatReader
 
 
-class TorchDcpFormat(Format):
+class TorchDcpFormat(Format[Target]):
     """Megatron's `torch_dcp`, of jobs with `--use-torch-fsdp2`."""
 
     name = "torch_dcp"

@@ -9,16 +9,21 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, is_finished
 from mcore_ckpt_ext.formats.format import Format, OpenOptions
+from mcore_ckpt_ext.formats.torch_dist.options import TorchDist
 from mcore_ckpt_ext.storage.index_entries import METADATA_FILE
 
 if TYPE_CHECKING:
+    from mcore_ckpt_ext.families.family import Family
+    from mcore_ckpt_ext.formats.laid_out import LaidOut
     from mcore_ckpt_ext.formats.reader import FormatReader
+    from mcore_ckpt_ext.formats.view import CheckpointView
 
 
-class TorchDistFormat(Format):
+class TorchDistFormat(Format[TorchDist]):
     """Megatron's `torch_dist`."""
 
     name = "torch_dist"
+    target = TorchDist
     takes_facts = True
     required_files = (CONFIG_FILE, METADATA_FILE)
 
@@ -31,3 +36,9 @@ class TorchDistFormat(Format):
         from mcore_ckpt_ext.formats.torch_dist.reader import TorchDistCheckpoint
 
         return TorchDistCheckpoint(folder, options.witnesses, options.facts)
+
+    @override
+    def lay_out(self, checkpoint: CheckpointView, target: TorchDist, family: Family | None) -> LaidOut:
+        from mcore_ckpt_ext.formats.torch_dist.writer import lay_out
+
+        return lay_out(checkpoint, target)

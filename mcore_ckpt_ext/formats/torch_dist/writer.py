@@ -22,6 +22,7 @@ import torch
 
 from mcore_ckpt_ext.errors import UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.distcp_files import Array, Chunk, DistcpFiles
+from mcore_ckpt_ext.formats.laid_out import LaidOut, check_iteration, iteration, noting, small_file, with_files
 from mcore_ckpt_ext.formats.portable_state import (
     SHARDING_MARK,
     WRITTEN_FOR,
@@ -29,7 +30,10 @@ from mcore_ckpt_ext.formats.portable_state import (
     distinct_groups,
     known_arguments,
 )
+from mcore_ckpt_ext.formats.target import version_number
+from mcore_ckpt_ext.formats.torch_dist.bridge_files import run_config_file, train_state
 from mcore_ckpt_ext.formats.torch_dist.chained_optimizers import ChainedOptimizers
+from mcore_ckpt_ext.formats.torch_dist.options import TorchDist
 from mcore_ckpt_ext.formats.view import CheckpointView
 from mcore_ckpt_ext.job.releases import (
     DESCRIBES_CONTENT,
@@ -42,6 +46,7 @@ from mcore_ckpt_ext.job.releases import (
     STORES_COMMON_STATE_AS_OBJECT,
     STORES_FULLY_RESHARDABLE,
 )
+from mcore_ckpt_ext.loops.bridge import LATEST_TRAIN_STATE, RUN_CONFIG, TRAIN_STATE
 from mcore_ckpt_ext.model_space.anatomy import block_of, leaves_out_state
 from mcore_ckpt_ext.model_space.names import EXTRA_STATE, of_experts, parse
 from mcore_ckpt_ext.model_space.slices import Region, Slice
@@ -306,3 +311,26 @@ def _dotted(numbers: Sequence[int]) -> str:
 
 def _small_file(name: str, content: bytes) -> OutputFile:
     return OutputFile(name, len(content), ((0, content),))
+
+
+def lay_out(checkpoint: CheckpointView, target: TorchDist) -> LaidOut:
+    """Lay out a run folder with one iteration, for Megatron's own loop or for Megatron-Bridge.
+
+    Raises:
+        UnsupportedCheckpointError: the format, or that version, cannot hold this checkpoint.
+    """
+    check_iteration(checkpoint, target)
+    version, expert = version_number(target.megatron_version), target.expert_model_parallel_size
+    experts_apart = checkpoint.experts_apart if expert is None else expert > 1
+    written = TorchDistTarget(checkpoint, version, experts_apart, with_arguments=not target.for_bridge)
+    output = written.output()
+    if (own := checkpoint.format_reader.run_config()) is not None:
+        output = with_files(output, small_file(RUN_CONFIG, own.encode()))
+    elif target.for_bridge:
+        run_config, notes = run_config_file(checkpoint, written.carries_random_states)
+        output = noting(with_files(output, run_config, small_file(TRAIN_STATE, train_state(checkpoint))), notes)
+    found = iteration(checkpoint, target, output)
+    if not target.for_bridge or checkpoint.released:
+        return found
+    latest = small_file(LATEST_TRAIN_STATE, train_state(checkpoint), last=True)
+    return replace(found, output=replace(found.output, files=[*found.output.files, latest]))

@@ -9,12 +9,13 @@ from typing_extensions import override
 
 from mcore_ckpt_ext.formats.backend import CONFIG_FILE, is_finished
 from mcore_ckpt_ext.formats.format import Format, OpenOptions
+from mcore_ckpt_ext.formats.target import Target
 
 if TYPE_CHECKING:
     from mcore_ckpt_ext.formats.reader import FormatReader
 
 
-class ZarrFormat(Format):
+class ZarrFormat(Format[Target]):
     """Megatron's `zarr`."""
 
     name = "zarr"

@@ -12,8 +12,10 @@ from mcore_ckpt_ext.arguments import JobArguments
 from mcore_ckpt_ext.collectives import agreed, agreed_here
 from mcore_ckpt_ext.errors import ModelMismatchError, UnsupportedCheckpointError
 from mcore_ckpt_ext.formats.fsdp.names import GROUPS, MODEL, ModuleNames
+from mcore_ckpt_ext.formats.fsdp.options import FsdpDtensor
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpArray, FsdpTarget
 from mcore_ckpt_ext.formats.plain_dcp import plain_backend
+from mcore_ckpt_ext.formats.target import LayerSpec
 from mcore_ckpt_ext.megatron.load_decision import explain
 from mcore_ckpt_ext.megatron.load_facts import LoadFacts, Loop
 from mcore_ckpt_ext.megatron.policy import LoadDecision, decide
@@ -22,7 +24,6 @@ from mcore_ckpt_ext.megatron.running_version import megatron_version
 from mcore_ckpt_ext.megatron.sources.dcp_storage_adapter import STEPS, DraftedFeed
 from mcore_ckpt_ext.operations.sources import open_source
 from mcore_ckpt_ext.optimizers.model_space_formats import FSDP_DTENSOR
-from mcore_ckpt_ext.targets import FsdpDtensor, LayerSpec
 
 
 def is_of_fsdp(arguments: Any) -> bool:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from mcore_ckpt_ext import FsdpDtensor
 from mcore_ckpt_ext.errors import ProofError, ResumeRefusedError
 from mcore_ckpt_ext.formats.checkpoint import open_checkpoint
 from mcore_ckpt_ext.formats.fsdp.writer import FsdpTarget
@@ -17,7 +18,6 @@ from mcore_ckpt_ext.megatron.sources.megatron_fsdp import load_into_fsdp
 from mcore_ckpt_ext.megatron.sources.virtual_storage_reader import DraftedReader
 from mcore_ckpt_ext.operations.block_reader import Filler
 from mcore_ckpt_ext.operations.conversion import convert
-from mcore_ckpt_ext.targets import FsdpDtensor
 from tests.harness.checkpoints import fixture_named
 from tests.harness.damage import flip, payload_position
 

@@ -1,0 +1,36 @@
+"""What can be chosen of a canonical folder that is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec, Target, check_choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class Canonical(Target):
+    """The layout-free view itself, in safetensors and one JSON file, for other people's tools.
+
+    Attributes:
+        transformer_impl: the layer spec under whose names it is written; by default that of the source, and Transformer
+            Engine's for a Hugging Face one.
+
+    Example:
+        >>> report = convert("run", "canonical", Canonical())
+        >>> sorted(path.name for path in report.destination.glob("*.safetensors"))
+        ['canonical-00001-of-00001.safetensors']
+    """
+
+    name: ClassVar[str] = "canonical"
+    for_any_optimizer: ClassVar[bool] = True
+
+    transformer_impl: LayerSpec | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a source.
+
+        Raises:
+            UsageError: a value makes no sense.
+        """
+        check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)

@@ -1,0 +1,99 @@
+"""Writing the format `canonical`; see its reader for what is in the files."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+from mcore_ckpt_ext.formats.adapter_order import about_order
+from mcore_ckpt_ext.formats.canonical.reader import (
+    CHECKSUM_BYTES,
+    CHECKSUMS,
+    COMMON_FILE,
+    INDEX_FILE,
+    MARK,
+    NAME,
+    VERSION,
+)
+from mcore_ckpt_ext.formats.description import ARGUMENTS
+from mcore_ckpt_ext.formats.laid_out import LaidOut, noting
+from mcore_ckpt_ext.formats.portable_state import known_arguments
+from mcore_ckpt_ext.formats.view import CheckpointView
+from mcore_ckpt_ext.model_space.slices import Region, Slice
+from mcore_ckpt_ext.model_space.tensors import LogicalTensor
+from mcore_ckpt_ext.planning.plan import ITEM_SIZE, WantedSlice
+from mcore_ckpt_ext.planning.write_plan import Output, OutputFile, Placed, Record
+from mcore_ckpt_ext.storage.json_tree import encode
+from mcore_ckpt_ext.storage.safetensors import Declared, json_file, lay_out_file
+
+FILE_BYTES = 4 << 30
+
+
+def lay_out(checkpoint: CheckpointView) -> LaidOut:
+    """Lay out a folder."""
+    notices = [*checkpoint.notices(), *about_order(checkpoint)]
+    return LaidOut(noting(_output(checkpoint), notices), "", checkpoint.carried_kinds())
+
+
+def _output(checkpoint: CheckpointView) -> Output:
+    """All files, and where each tensor goes."""
+    batches: list[list[tuple[str, LogicalTensor]]] = [[]]
+    size = 0
+    for kind in checkpoint.carried_kinds():
+        for name in checkpoint.names(kind):
+            tensor = checkpoint.named_tensor(kind, name)
+            nbytes = prod(tensor.shape) * ITEM_SIZE[tensor.dtype]
+            if batches[-1] and size + nbytes > FILE_BYTES:
+                batches.append([])
+                size = 0
+            batches[-1].append((kind, tensor))
+            size += nbytes
+    files: list[OutputFile] = []
+    records: list[Record] = []
+    weight_map: dict[str, str] = {}
+    for number, batch in enumerate(batches, 1):
+        name = f"{NAME}-{number:05d}-of-{len(batches):05d}.safetensors"
+        arrays = [Declared(f"{kind}.{tensor.name}", tensor.shape, tensor.dtype) for kind, tensor in batch]
+        checksums = Declared(CHECKSUMS, (len(arrays),), "int32")
+        file, (*starts, first_checksum) = lay_out_file(name, [*arrays, checksums])
+        files.append(file)
+        place_of = {key: first_checksum + CHECKSUM_BYTES * at for at, key in enumerate(sorted(a.key for a in arrays))}
+        for (kind, tensor), array, start in zip(batch, arrays, starts, strict=True):
+            part = Slice.whole((Region.whole(tensor.name, tensor.shape),))
+            wanted = (Placed(0, WantedSlice(kind, part, {tensor.name: tensor})),)
+            checksum = (place_of[array.key],)
+            records.append(Record(file.name, start, tensor.dtype, part.numel, wanted, checksum))
+        weight_map |= {array.key: file.name for array in arrays}
+    total = sum(record.nbytes for record in records)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    files += [json_file(INDEX_FILE, index), json_file(COMMON_FILE, _about(checkpoint), last=True)]
+    return Output(files, records)
+
+
+def _common(checkpoint: CheckpointView) -> dict[str, Any]:
+    return {key: value for key, value in checkpoint.common.items() if key != "optimizer"}
+
+
+def _about(checkpoint: CheckpointView) -> dict[str, Any]:
+    """Everything except the arrays."""
+    state = checkpoint.optimizer if checkpoint.optimizer_format else None
+    undistributed = [name for name in state.names() if not state.is_distributed(name)] if state else []
+    return {
+        "format": MARK,
+        "version": VERSION,
+        "iteration": checkpoint.iteration,
+        "source": {
+            "format": checkpoint.format,
+            "optimizer_format": checkpoint.optimizer_format,
+            "layout": str(checkpoint.layout),
+        },
+        "experts_apart": checkpoint.experts_apart,
+        "sharded_keys": {name: [key, list(index)] for name, (key, index) in checkpoint.sharded_keys().items()},
+        "param_groups": encode(checkpoint.param_groups() if checkpoint.optimizer_format else []),
+        "chain": encode(checkpoint.chain() if checkpoint.optimizer_format else []),
+        "undistributed": undistributed,
+        "grad_scaler": encode(checkpoint.grad_scaler() if checkpoint.optimizer_format else None),
+        "extra_states": encode(dict(checkpoint.extra_states())),
+        "random_states": [[list(place), encode(state)] for place, state in checkpoint.random_states().items()],
+        "common": encode({**_common(checkpoint), ARGUMENTS: known_arguments(checkpoint.arguments)}),
+    }

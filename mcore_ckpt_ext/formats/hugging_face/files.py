@@ -1,0 +1,97 @@
+"""The files of weights of a Hugging Face folder that is written: which tensors each holds, and where."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import cast
+
+import torch
+
+from mcore_ckpt_ext.families.family import HuggingFaceTensor
+from mcore_ckpt_ext.model_space.names import module_and_leaf
+from mcore_ckpt_ext.model_space.slices import Slice
+from mcore_ckpt_ext.planning.write_plan import Arrangement, OutputFile, Placed, Quantised, Record
+from mcore_ckpt_ext.storage.archive_writer import draft_archive
+from mcore_ckpt_ext.storage.pickling import DeclaredTensor
+from mcore_ckpt_ext.storage.safetensors import WRITER, Declared, lay_out_checked_file
+
+
+@dataclass(frozen=True)
+class WrittenTensor:
+    """A tensor to be written; `quantised`: as what it holds of a matrix."""
+
+    declared: Declared
+    content: tuple[Placed, ...]
+    quantised: Quantised | None = None
+
+
+def is_linear(tensor: HuggingFaceTensor) -> bool:
+    """Whether a tensor is a weight of a linear layer of attention, an MLP or an expert, which fp8 is for."""
+    places = {module_and_leaf(region.name) for region in tensor.regions}
+    return all(module.startswith("linear_") and leaf == "weight" for module, leaf in places)
+
+
+def not_quantised(tensors: Sequence[WrittenTensor]) -> list[str]:
+    """Modules with matrices that are not quantised, as readers ask for them."""
+    return [
+        tensor.declared.key.removesuffix(".weight") for tensor in tensors
+        if tensor.quantised is None and len(tensor.declared.shape) > 1 and tensor.declared.key.endswith(".weight")
+    ]  # fmt: skip
+
+
+def arrangement_of(tensor: HuggingFaceTensor, part: Slice) -> Arrangement | None:
+    """How a tensor's elements are arranged other than in Megatron; None where they are not.
+
+    Args:
+        tensor: the tensor.
+        part: a parameter's part of it.
+    """
+    if not tensor.transposed and tensor.interleaved == 1 and not tensor.shift:
+        return None
+    rows = sum(region.sizes[0] for region in part.regions)
+    return Arrangement(rows, tensor.transposed, tensor.interleaved, tensor.shift)
+
+
+def shards_of(tensors: Sequence[WrittenTensor], limit: int) -> Iterator[list[WrittenTensor]]:
+    """Like huggingface_hub's `split_torch_state_dict_into_shards`: in order; a file is closed before it is too big."""
+    shard: list[WrittenTensor] = []
+    size = 0
+    for tensor in tensors:
+        if shard and size + tensor.declared.nbytes > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append(tensor)
+        size += tensor.declared.nbytes
+    yield shard
+
+
+def plain_file(name: str, shard: Sequence[WrittenTensor]) -> tuple[OutputFile, list[Record]]:
+    """A file of safetensors, and where each tensor goes."""
+    file, starts, checksums = lay_out_checked_file(name, [tensor.declared for tensor in shard])
+    records = [
+        Record(
+            name, start, tensor.declared.dtype, prod(tensor.declared.shape), tensor.content,
+            quantised=tensor.quantised, checksum_texts=(checksum,),
+        )
+        for tensor, start, checksum in zip(shard, starts, checksums, strict=True)
+    ]  # fmt: skip
+    return file, records
+
+
+def pickled_file(name: str, shard: Sequence[WrittenTensor]) -> tuple[OutputFile, list[Record]]:
+    """A file as `torch.save` writes it, and where each tensor goes."""
+    state = OrderedDict(
+        (tensor.declared.key, DeclaredTensor(getattr(torch, tensor.declared.dtype), tensor.declared.shape, tensor))
+        for tensor in shard
+    )
+    archive = draft_archive(state, WRITER)
+    records = []
+    for archived in archive.tensors:
+        tensor = cast("WrittenTensor", archived.tag)
+        records.append(
+            Record(name, archived.offset, tensor.declared.dtype, archived.numel, tensor.content, archived.checksums)
+        )
+    return OutputFile(name, archive.length, archive.literals), records

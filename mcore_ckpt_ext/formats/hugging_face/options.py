@@ -1,0 +1,82 @@
+"""What can be chosen of a Hugging Face folder that is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.formats.target import Target, check_choice, check_sizes
+from mcore_ckpt_ext.job.stated import stated_arguments
+
+SHARD_BYTES = 5 * 10**9
+DTYPES = ("float32", "bfloat16", "float16")
+EXPORTED_KINDS = ("weight", "fp32_param")
+QUANTIZATIONS = ("fp8-block",)
+Quantization: TypeAlias = Literal["fp8-block"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace(Target):
+    """A folder that `transformers` loads; it has no optimizer.
+
+    Attributes:
+        vocab_size: tokens without Megatron's padding; by default from the tokenizer, or from the arguments.
+        tokenizer: the folder of a tokenizer or model whose small files are copied.
+        dtype: of all floating-point tensors; by default as stored.
+        kind: what is exported: `weight`, or `fp32_param` for the optimizer's masters.
+        max_shard_size: the most bytes of tensors that a file holds, unless it is one tensor.
+        pickled: `pytorch_model.bin` instead of safetensors.
+        quantize: `fp8-block` for weights of linear layers in fp8 with a scale for each block of 128 x 128.
+        lora_alpha: of adapters, which are written for peft, where nothing beside the checkpoint tells it.
+        arguments: `NAME=VALUE` of the job's arguments as its model was computed, where the checkpoint cannot tell.
+
+    Example:
+        >>> convert("run", "hf", HuggingFace(dtype="float16")).notes[0]
+        'the model is a Llama'
+        >>> open_checkpoint("hf").tensor("weight", "decoder.final_layernorm.weight").dtype
+        torch.float16
+    """
+
+    name: ClassVar[str] = "hf"
+    is_model_folder: ClassVar[bool] = True
+    holds_adapters: ClassVar[bool] = True
+
+    vocab_size: int | None = None
+    tokenizer: str | os.PathLike[str] | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    kind: Literal["weight", "fp32_param"] = "weight"
+    max_shard_size: int = SHARD_BYTES
+    pickled: bool = False
+    quantize: Quantization | None = None
+    lora_alpha: int | None = None
+    arguments: Sequence[str] = ()
+
+    @property
+    def weights_alone(self) -> bool:
+        """Whether nothing but weights is taken from the source; masters are state of an optimizer."""
+        return self.kind == "weight"
+
+    @property
+    def reads(self) -> Sequence[str | os.PathLike[str]]:
+        """Folders beside the source that are read."""
+        return () if self.tokenizer is None else (self.tokenizer,)
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a source.
+
+        Raises:
+            UsageError: a value makes no sense.
+        """
+        stated_arguments(self.arguments)
+        check_sizes(vocab_size=self.vocab_size, max_shard_size=self.max_shard_size, lora_alpha=self.lora_alpha)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("kind", self.kind, EXPORTED_KINDS)
+        check_choice("quantize", self.quantize, QUANTIZATIONS)
+        if self.quantize is not None and self.pickled:
+            raise UsageError(
+                "quantised weights are written as safetensors only", found="--bin and --quantize",
+                helps="leave one of them out",
+            )  # fmt: skip

@@ -1,0 +1,60 @@
+"""What can be chosen of legacy files that are written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec, Target, check_choice, check_sizes, version_number
+
+
+@dataclass(frozen=True, kw_only=True)
+class Legacy(Target):
+    """Megatron's legacy format `torch`: the files of each model-parallel rank of one layout.
+
+    Attributes:
+        megatron_version: the version that will read it; by default the installed one, else the newest known.
+        tensor_model_parallel_size: of the job that will read it; by default that of the source.
+        pipeline_model_parallel_size: likewise.
+        virtual_pipeline_model_parallel_size: model chunks per pipeline rank, likewise.
+        expert_model_parallel_size: likewise.
+        vocab_size: the tokenizer's size, to pad the vocabulary as that job pads it.
+        transformer_impl: layer spec of the job that will read it, whose names and extra states differ; by default that
+            of the source, and Transformer Engine's for a Hugging Face one.
+
+    Example:
+        >>> report = convert("run", "legacy", Legacy(tensor_model_parallel_size=1, pipeline_model_parallel_size=4))
+        >>> str(open_checkpoint("legacy").layout)
+        'TP1 x PP4 x DP2'
+        >>> report.notes[-1]
+        'the state of the random generators belongs to other ranks: resume with --no-load-rng'
+    """
+
+    name: ClassVar[str] = "legacy"
+    for_adam: ClassVar[bool] = True
+    whole_states: ClassVar[bool] = True
+    places_mtp: ClassVar[bool] = False
+
+    megatron_version: str | None = None
+    tensor_model_parallel_size: int | None = None
+    pipeline_model_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = None
+    expert_model_parallel_size: int | None = None
+    vocab_size: int | None = None
+    transformer_impl: LayerSpec | None = None
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a source.
+
+        Raises:
+            UsageError: a value makes no sense.
+        """
+        check_sizes(
+            tensor_model_parallel_size=self.tensor_model_parallel_size,
+            pipeline_model_parallel_size=self.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=self.virtual_pipeline_model_parallel_size,
+            expert_model_parallel_size=self.expert_model_parallel_size,
+            vocab_size=self.vocab_size,
+        )
+        check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)
+        version_number(self.megatron_version)

@@ -1,0 +1,85 @@
+"""Megatron's arguments of the job that will read legacy files, whose layout the files are written for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mcore_ckpt_ext.arguments import JobArguments
+from mcore_ckpt_ext.errors import UsageError
+from mcore_ckpt_ext.formats.legacy.options import Legacy
+from mcore_ckpt_ext.formats.portable_state import without_fsdp
+from mcore_ckpt_ext.formats.view import CheckpointView
+
+# Arguments that say how layers are spread over pipeline ranks; they mean nothing for another number of ranks.
+_SPREADING = (
+    "decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers", "pipeline_model_parallel_layout",
+    "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
+    "num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank",
+)  # fmt: skip
+
+
+def reader_arguments(checkpoint: CheckpointView, target: Legacy) -> JobArguments:
+    """Megatron's arguments of the job that will read: the writer's, with another layout."""
+    written, source = checkpoint.arguments, checkpoint.layout
+    _check_layout_known(checkpoint, target)
+    tensor = target.tensor_model_parallel_size or source.tensor
+    vocabulary = target.vocab_size or checkpoint.vocabulary
+    pipeline = target.pipeline_model_parallel_size or source.pipeline
+    expert = target.expert_model_parallel_size or source.expert
+    virtual = target.virtual_pipeline_model_parallel_size
+    if virtual is None:
+        virtual = source.virtual_pipeline if pipeline == source.pipeline else 1
+    ranks = tensor * pipeline * source.context
+    data = max(1, source.world // ranks)
+    changes: dict[str, Any] = {}
+    if pipeline != source.pipeline:
+        changes |= {name: None for name in _SPREADING if written.is_known(name)}
+    changes |= {
+        "tensor_model_parallel_size": tensor,
+        "pipeline_model_parallel_size": pipeline,
+        "transformer_pipeline_model_parallel_size": pipeline,
+        "virtual_pipeline_model_parallel_size": virtual if virtual > 1 else None,
+        "expert_model_parallel_size": expert,
+        "expert_tensor_parallel_size": tensor,
+        "data_parallel_size": data,
+        "world_size": ranks * data,
+        "padded_vocab_size": _padded_vocabulary(checkpoint, tensor, vocabulary),
+        "ckpt_format": "torch",
+        "use_dist_ckpt": False,
+        "use_distributed_optimizer": not (checkpoint.optimizer_format and checkpoint.chain()),
+        **without_fsdp(written),
+    }
+    return written.changed(**changes)
+
+
+def _check_layout_known(checkpoint: CheckpointView, target: Legacy) -> None:
+    """Refuse to take over a size from a source that does not tell it.
+
+    Raises:
+        UsageError: neither the source nor the user says it.
+    """
+    open_sizes = {
+        "tensor": target.tensor_model_parallel_size,
+        "pipeline": target.pipeline_model_parallel_size,
+        "expert": target.expert_model_parallel_size,
+    }
+    missing = [name for name, size in open_sizes.items() if size is None and name in checkpoint.layout.unknown]
+    if missing:
+        raise UsageError(
+            "the layout of the job that will read is not known: the source does not say its own",
+            expected=", ".join(f"--{name}-model-parallel-size" for name in missing), where=str(checkpoint.folder),
+            helps="name it",
+        )  # fmt: skip
+
+
+def _padded_vocabulary(checkpoint: CheckpointView, tensor: int, vocabulary: int | None) -> int:
+    """Rows of the embedding: `_vocab_size_with_padding` (megatron/training/tokenizer/tokenizer.py, 0.7 to 0.19).
+
+    Without the true size, which no checkpoint records, the stored one is kept, or padded further where it cannot be
+    divided.
+    """
+    multiple = (checkpoint.arguments.make_vocab_size_divisible_by or 128) * tensor
+    stored = checkpoint.vocabulary_rows or checkpoint.arguments.whole("padded_vocab_size")
+    if vocabulary is None:
+        return stored if stored % tensor == 0 else -(-stored // multiple) * multiple
+    return -(-vocabulary // multiple) * multiple

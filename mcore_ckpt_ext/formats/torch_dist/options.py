@@ -1,0 +1,56 @@
+"""What can be chosen of a `torch_dist` checkpoint that is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+from mcore_ckpt_ext.formats.target import LAYER_SPECS, LayerSpec, Target, check_choice, check_sizes, version_number
+
+LOOPS = ("megatron", "bridge")
+Loop: TypeAlias = Literal["megatron", "bridge"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchDist(Target):
+    """Megatron's `torch_dist`, in the optimizer format that stock Megatron resumes under any layout.
+
+    Attributes:
+        megatron_version: the version that will read it; by default the installed one, else the newest known.
+        expert_model_parallel_size: of the job that will read it; only says whether experts have an optimizer of their
+            own.
+        transformer_impl: layer spec of the job that will read it, whose names and extra states differ; by default that
+            of the source, and Transformer Engine's for a Hugging Face one.
+        loop: the training loop that will read it: Megatron's own, or Megatron-Bridge, whose checkpoints have
+            `run_config.yaml` and `train_state.pt` instead of Megatron's arguments.
+
+    Example:
+        >>> convert("run", "torch_dist", TorchDist(megatron_version="0.13.1")).files
+        6
+        >>> open_checkpoint("torch_dist").optimizer_format
+        'fully_sharded_model_space'
+    """
+
+    name: ClassVar[str] = "torch_dist"
+    holds_adapters: ClassVar[bool] = True
+
+    megatron_version: str | None = None
+    expert_model_parallel_size: int | None = None
+    transformer_impl: LayerSpec | None = None
+    loop: Loop = "megatron"
+
+    @property
+    def for_bridge(self) -> bool:
+        """Whether Megatron-Bridge will read it."""
+        return self.loop == "bridge"
+
+    def __post_init__(self) -> None:
+        """Check what can be checked without a source.
+
+        Raises:
+            UsageError: a value makes no sense.
+        """
+        check_sizes(expert_model_parallel_size=self.expert_model_parallel_size)
+        check_choice("transformer_impl", self.transformer_impl, LAYER_SPECS)
+        check_choice("loop", self.loop, LOOPS)
+        version_number(self.megatron_version)
